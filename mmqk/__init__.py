@@ -1,0 +1,3 @@
+"""mmqk: an open laboratory for multimodal training instability."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,177 @@
+"""What a claim measures: functions of one run, named in the grid.
+
+A name is a metric of the table below, with ``/modality`` where it goes by modality: ``largest_attention_logit``,
+``largest_attention_logit/text`` (text queries), ``final_loss/image``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mmqk.analysis.runs import Run, Series
+from mmqk.store import UserError
+
+LAST_PROBES = 3
+LOSS_WINDOW = 50
+LEARNT_NATS = 0.1
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a run.
+
+    Attributes:
+        label: how a sentence names it.
+        unit: empty for a pure number.
+        scale: "log" when effects are ratios, "linear" when they are differences.
+        worst: which end is the bad one; a run without a finite value is put there.
+        measure: the function; NaN when the run did not measure it at all.
+        by_modality: it needs a modality ("yes"), can have one ("maybe").
+    """
+
+    label: str
+    unit: str
+    scale: Literal["log", "linear"]
+    worst: Literal["high", "low"]
+    measure: Callable[[Run, str | None], float]
+    by_modality: Literal["yes", "maybe"] = "maybe"
+
+    def on_scale(self, value: float) -> float:
+        """The value on the scale on which effects are differences."""
+        if self.scale == "linear":
+            return value
+        return math.log(value) if value > 0 else (-math.inf if value == 0 else math.nan)
+
+
+def _end(series: Series, worst: float) -> float:
+    """Median of the last three probes; a value that is not a number counts as the worst."""
+    values = series[1][-LAST_PROBES:]
+    return float(np.median(np.where(np.isnan(values), worst, values))) if len(values) else math.nan
+
+
+def largest_attention_logit(run: Run, modality: str | None = None) -> float:
+    """Largest absolute attention logit at the end of the run: over layers, heads and modality pairs, the
+    median of the last three probes. For a run that diverged, the end is where it was stopped."""
+    return _end(run.combined("attn_logit_absmax", np.max, modality), math.inf)
+
+
+def logit_growth(run: Run, modality: str | None = None) -> float:
+    """`largest_attention_logit` over its value at the first probe."""
+    first = run.combined("attn_logit_absmax", np.max, modality)[1][:1]
+    return largest_attention_logit(run, modality) / float(first[0]) if len(first) else math.nan
+
+
+def attention_entropy(run: Run, modality: str | None = None) -> float:
+    """Mean attention entropy of the layer with the lowest, in nats, at the end of the run."""
+    return _end(run.combined("attn_entropy", np.min, modality), 0.0)
+
+
+def _norm(statistic: str) -> Callable[[Run, str | None], float]:
+    def measure(run: Run, modality: str | None = None) -> float:
+        return _end(run.combined(statistic, np.mean, modality), math.inf)
+
+    measure.__doc__ = f"Mean over layers and tokens of {statistic}, at the end of the run."
+    return measure
+
+
+@dataclass(frozen=True)
+class FinalLoss:
+    """A loss at the end of a run, in nats a token.
+
+    Attributes:
+        value: NaN when none was measured.
+        held_out: on held-out data at the last step, or the mean of the last 50 training steps.
+    """
+
+    value: float
+    held_out: bool
+
+
+def final_loss(run: Run, modality: str) -> FinalLoss:
+    """The loss of a modality at the end; held-out where it was measured after step 0 and the run completed."""
+    steps, values = run.series(f"val_loss/{modality}")
+    if len(steps) and steps[-1] > 0 and run.status.status == "completed":
+        return FinalLoss(float(values[-1]), True)
+    training = run.series(f"loss/{modality}")[1][-LOSS_WINDOW:]
+    return FinalLoss(float(training.mean()) if len(training) else math.nan, False)
+
+
+def initial_loss(run: Run, modality: str) -> float:
+    """The loss of a modality at initialisation: held-out at step 0, or else the first training step."""
+    steps, values = run.series(f"val_loss/{modality}")
+    if len(steps) and steps[0] == 0:
+        return float(values[0])
+    first = run.series(f"loss/{modality}")[1][:1]
+    return float(first[0]) if len(first) else math.nan
+
+
+def unigram_entropy(run: Run, modality: str) -> float:
+    """Loss of the best guess that ignores the context, on held-out data; NaN when it was not measured."""
+    values = run.series(f"val_unigram/{modality}")[1][:1]
+    return float(values[0]) if len(values) else math.nan
+
+
+def best_loss(run: Run, modality: str) -> float:
+    """The lowest loss of the run: held-out if measured after step 0, and else of 50-step training means."""
+    steps, values = run.series(f"val_loss/{modality}")
+    later = values[steps > 0]
+    if np.isfinite(later).any():
+        return float(np.nanmin(np.where(np.isfinite(later), later, np.nan)))
+    training = run.series(f"loss/{modality}")[1]
+    training = training[np.isfinite(training)]
+    window = min(LOSS_WINDOW, len(training))
+    if not window:
+        return math.nan
+    return float(np.convolve(training, np.ones(window) / window, mode="valid").min())
+
+
+def learnt(run: Run, modality: str) -> bool:
+    """Whether the run ever got 0.1 nat below what needs no context: the unigram entropy, where it was measured,
+    or the loss at initialisation."""
+    floor = unigram_entropy(run, modality)
+    if math.isnan(floor):
+        floor = initial_loss(run, modality)
+    return best_loss(run, modality) < floor - LEARNT_NATS
+
+
+def is_trained(run: Run, modality: str) -> bool:
+    """Whether the run has a loss on this modality (its weight is not 0)."""
+    weight = run.setting(f"loss.weights.{modality}", 1.0)
+    return not (isinstance(weight, int | float) and weight == 0)
+
+
+def _final_loss(run: Run, modality: str | None = None) -> float:
+    return final_loss(run, modality or "").value
+
+
+METRICS = {
+    "largest_attention_logit": Metric(
+        "largest attention logit", "", "log", "high", largest_attention_logit
+    ),
+    "logit_growth": Metric("growth of the largest attention logit", "", "log", "high", logit_growth),
+    "attention_entropy": Metric("attention entropy", "nats", "linear", "low", attention_entropy),
+    "final_loss": Metric("final loss", "nats", "linear", "high", _final_loss, "yes"),
+    "final_norm": Metric("last-layer output norm", "", "log", "high", _norm("final_norm")),
+    "q_norm": Metric("query norm", "", "log", "high", _norm("q_norm")),
+    "k_norm": Metric("key norm", "", "log", "high", _norm("k_norm")),
+    "resid_norm": Metric("residual norm", "", "log", "high", _norm("resid_norm")),
+}
+
+
+def find_metric(name: str) -> tuple[Metric, str | None]:
+    """The metric that a claim names, and the modality it asks for.
+
+    Raises:
+        UserError: there is none of that name, or it needs a modality.
+    """
+    base, _, modality = name.partition("/")
+    if base not in METRICS:
+        raise UserError(f"metric {name!r} of a claim is unknown: use one of {', '.join(METRICS)}")
+    if METRICS[base].by_modality == "yes" and not modality:
+        raise UserError(f"metric {name!r} of a claim needs a modality: write {base}/text or the like")
+    return METRICS[base], modality or None

@@ -1,0 +1,222 @@
+"""Run folders as plain records.
+
+A run that was interrupted, half written or damaged is loaded as far as it goes, with a note that says what is
+missing: leaving it out would hide it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmqk.store import Status, Tag, UserError, parse_tag, read_json, read_metrics, read_status
+
+Series = tuple[NDArray[np.int64], NDArray[np.float64]]
+
+EMPTY: Series = (np.zeros(0, dtype=np.int64), np.zeros(0))
+_SEED = re.compile(r"seed(\d+)")
+_ARM = re.compile(r"(?P<arm>.+)-[0-9a-f]{10}")
+
+
+@dataclass
+class Run:
+    """One run folder.
+
+    Attributes:
+        path: the folder.
+        name: its path inside the folder of the study, e.g. ``mixed-0123456789/seed0``.
+        arm: the arm it belongs to.
+        seed: its seed.
+        id: hash of its identity, empty without a readable run.json.
+        code: hash of the code that ran it.
+        identity: the fields that make the run that run.
+        details: versions, command, machine and resolved configuration.
+        status: how it stands; "failed" with a reason where status.json cannot be read.
+        notes: what is missing or odd, one sentence each.
+    """
+
+    path: Path
+    name: str
+    arm: str
+    seed: int
+    id: str = ""
+    code: str = ""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    status: Status = field(default_factory=lambda: Status("failed"))
+    notes: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration, nested; the identity where no configuration was recorded."""
+        config = self.details.get("config")
+        return config if isinstance(config, Mapping) else self.identity
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """The value of a dotted field of the configuration, e.g. ``loss.weights.image``."""
+        value: Any = self.config
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    @cached_property
+    def _columns(self) -> dict[str, Series]:
+        columns: dict[str, tuple[list[int], list[float]]] = {}
+        for line in read_metrics(self.path / "metrics.jsonl"):
+            step = line["step"]
+            for name, value in line.items():
+                if name != "step" and isinstance(value, int | float):
+                    steps, values = columns.setdefault(name, ([], []))
+                    steps.append(step)
+                    values.append(float(value))
+        return {name: (np.array(s, dtype=np.int64), np.array(v)) for name, (s, v) in columns.items()}
+
+    @cached_property
+    def tags(self) -> dict[str, Tag]:
+        """Every series of the run by name, with its parts."""
+        parsed: dict[str, Tag] = {}
+        for name in self._columns:
+            try:
+                parsed[name] = parse_tag(name)
+            except ValueError:
+                continue
+        return parsed
+
+    @property
+    def last_step(self) -> int:
+        """The last step that any series reached."""
+        return max((int(steps[-1]) for steps, _ in self._columns.values()), default=0)
+
+    def series(self, tag: str) -> Series:
+        """(steps, values) of one series; both empty when the run does not have it."""
+        return self._columns.get(tag, EMPTY)
+
+    def combined(self, statistic: str, reduce: Callable[..., Any], modality: str | None = None) -> Series:
+        """A statistic reduced over layers (and key modalities), by step.
+
+        Args:
+            statistic: e.g. ``attn_logit_absmax``.
+            reduce: ``np.max``, ``np.min`` or ``np.mean``. Under ``np.max`` a NaN counts as infinite: it
+                ranks worst.
+            modality: of the tokens, for a pair of the queries; all of them when None.
+        """
+        names = [
+            name
+            for name, tag in self.tags.items()
+            if tag.statistic == statistic
+            and tag.head is None
+            and (modality is None or modality == (tag.pair[0] if tag.pair else tag.modality))
+        ]
+        if not names:
+            return EMPTY
+        steps = np.unique(np.concatenate([self.series(name)[0] for name in names]))
+        table = np.ma.masked_all((len(names), len(steps)))
+        for row, name in enumerate(names):
+            at, values = self.series(name)
+            if reduce is np.max:
+                values = np.where(np.isnan(values), np.inf, values)
+            table[row, np.searchsorted(steps, at)] = values
+        return steps, np.asarray(reduce(table, axis=0), dtype=np.float64)
+
+
+def load_runs(folder: str | Path) -> list[Run]:
+    """Every run under ``folder``: that of an ablation, of one arm, or a run itself.
+
+    With an ``ablation.json`` the runs are those that it lists, in its order; those that have no folder yet are
+    left out. Otherwise they are found by their ``run.json`` or ``metrics.jsonl``, up to three folders down.
+
+    Raises:
+        UserError: the folder does not exist, or holds no run.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate has written")
+    ablation = read_ablation(folder)
+    if ablation is not None:
+        return [
+            _load(folder / entry["folder"], entry["folder"], entry["arm"], int(entry["seed"]))
+            for entry in ablation["runs"]
+            if (folder / entry["folder"]).is_dir()
+        ]
+    found = sorted(
+        path
+        for pattern in (".", "*", "*/*", "*/*/*")
+        for path in (folder.glob(pattern) if pattern != "." else [folder])
+        if path.is_dir() and ((path / "run.json").exists() or (path / "metrics.jsonl").exists())
+    )
+    if not found:
+        raise UserError(f"{folder} holds no run (no run.json or metrics.jsonl): give a folder that has runs")
+    return [_load(path, *_names(path, folder)) for path in found]
+
+
+def read_ablation(folder: Path) -> dict[str, Any] | None:
+    """The content of ``ablation.json``, or None for a folder that has none.
+
+    Raises:
+        UserError: it is there and cannot be read.
+    """
+    path = folder / "ablation.json"
+    if not path.exists():
+        return None
+    record = read_json(path)
+    if record is None or not isinstance(record.get("grid"), dict) or not isinstance(record.get("runs"), list):
+        raise UserError(f"{path} cannot be read as the record of an ablation: run mmqk.ablate again")
+    for entry in record["runs"]:
+        if not isinstance(entry, dict) or not {"arm", "seed", "folder"} <= entry.keys():
+            raise UserError(f"{path} lists a run without arm, seed and folder: run mmqk.ablate again")
+    return record
+
+
+def _names(path: Path, root: Path) -> tuple[str, str, int]:
+    """(name, arm, seed) of a run of which no ablation says them."""
+    path, root = path.resolve(), root.resolve()
+    parts = path.relative_to(root).parts or (path.name,)
+    match = _SEED.fullmatch(path.name)
+    seed = int(match[1]) if match else _seed_of_record(path)
+    # The folder above seed<k> is the arm, even when it is the one that was asked for.
+    arm = path.parent.name if match else path.name
+    named = _ARM.fullmatch(arm)
+    return "/".join(parts), named["arm"] if named else arm, seed
+
+
+def _seed_of_record(path: Path) -> int:
+    seed = ((read_json(path / "run.json") or {}).get("identity") or {}).get("seed", 0)
+    return seed if isinstance(seed, int) else 0
+
+
+def _load(path: Path, name: str, arm: str, seed: int) -> Run:
+    notes = []
+    record = read_json(path / "run.json")
+    if record is None:
+        notes.append("run.json is missing or cannot be read")
+        record = {}
+    status = read_status(path)
+    if status is None:
+        notes.append("status.json is missing or cannot be read")
+        status = Status("failed", reason="no status was written")
+    if status.status == "running":
+        notes.append("still running, or cut off")
+    if read_metrics(path / "metrics.jsonl").truncated:
+        notes.append("a line of metrics.jsonl cannot be read")
+    identity, details = record.get("identity"), record.get("details")
+    return Run(
+        path=path,
+        name=name,
+        arm=arm,
+        seed=seed,
+        id=str(record.get("id", "")),
+        code=str(record.get("code", "")),
+        identity=identity if isinstance(identity, dict) else {},
+        details=details if isinstance(details, dict) else {},
+        status=status,
+        notes=tuple(notes),
+    )

@@ -1,0 +1,236 @@
+"""One parser: YAML files and command line -> frozen dataclasses, and the identity of a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+
+from mmqk.data.module import DataConfig
+from mmqk.data.shards import manifest_hash
+from mmqk.model import BACKENDS, ModelConfig
+from mmqk.monitors import MonitorConfig
+from mmqk.store import UserError, flatten, identity_hash
+from mmqk.tokenizers import JointVocabulary, tokenizers_hash
+from mmqk.training.loss import LossConfig
+from mmqk.training.optim import OptimConfig
+from mmqk.training.steps import CheckpointConfig
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "loss": LossConfig,
+    "optim": OptimConfig,
+    "monitor": MonitorConfig,
+    "checkpoint": CheckpointConfig,
+}
+# Trainer's flags that --help shows; --help-all shows every one.
+SHOWN_TRAINER_FLAGS = (
+    "accelerator", "devices", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val",
+    "val_check_interval",
+)  # fmt: skip
+# What mmqk decides itself; a run's length is max_steps alone.
+OWN_TRAINER_FLAGS = {
+    "logger", "callbacks", "max_epochs", "min_epochs", "min_steps", "max_time", "default_root_dir",
+    "enable_checkpointing", "enable_progress_bar", "num_sanity_val_steps", "use_distributed_sampler",
+    "reload_dataloaders_every_n_epochs", "log_every_n_steps", "enable_model_summary",
+}  # fmt: skip
+IDENTITY_TRAINER_FLAGS = (
+    "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A resolved run: every section, Trainer's flags, and where it goes.
+
+    Attributes:
+        identity: the fields that make it this run and no other (DESIGN: identity); plain data.
+        out: the run folder.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    loss: LossConfig
+    optim: OptimConfig
+    monitor: MonitorConfig
+    checkpoint: CheckpointConfig
+    backend: str
+    seed: int
+    threads: int
+    trainer: dict[str, Any]
+    out: Path
+    identity: dict[str, Any]
+    quiet: bool = False
+    print_config: bool = False
+
+    @property
+    def id(self) -> str:
+        return identity_hash(self.identity)
+
+    def nested(self) -> dict[str, Any]:
+        """The configuration as plain data, which the parser reads back as ``--config``."""
+        plain = {name: asdict(getattr(self, name)) for name in SECTIONS}
+        plain |= {"backend": self.backend, "seed": self.seed, "threads": self.threads}
+        return {**plain, "trainer": dict(self.trainer)}
+
+
+class Parser(LightningArgumentParser):
+    """Raises what argparse would print and exit on, so that a mistake is one sentence."""
+
+    def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
+        raise UserError(_sentence(message, self)) from ex
+
+
+def build_parser(help_all: bool = False) -> Parser:
+    """The parser of ``mmqk.train``; ablations resolve their arms with the same one."""
+    parser = Parser(
+        prog="python -m mmqk.train",
+        description="Train one run. Everything it measures goes to the run folder: config.yaml, metrics.jsonl,"
+        " status.json, TensorBoard events and checkpoints/. The same command again resumes it.",
+        epilog="Example: python -m mmqk.train --config configs/demo.yaml --optim.lr 0.03 --model.qk_norm.kind rms",
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file of a run; repeat it to merge several.")
+    parser.add_argument("--help-all", action="store_true", help="Show Trainer's flags too, and exit.")
+    parser.add_argument("--print-config", action="store_true", help="Print the resolved configuration and exit.")
+    parser.add_argument("--out", type=str, default=None, help="Run folder (default: runs/NAME/<id>).")
+    parser.add_argument("--seed", type=int, default=0, help="Of initial weights, dropout and data order.")
+    parser.add_argument("--backend", type=str, default="sdpa", help=f"Attention backend: {', '.join(BACKENDS)}.")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: torch's own choice).")
+    parser.add_argument("--quiet", action="store_true", help="No progress line.")
+    for name, section in SECTIONS.items():
+        parser.add_class_arguments(section, name)
+    parser.add_lightning_class_args(Trainer, "trainer")
+    parser.set_defaults({"trainer.max_steps": 1000, "trainer.devices": 1, "trainer.gradient_clip_val": 1.0})
+    for action in parser._actions:
+        flag = action.dest.removeprefix("trainer.")
+        if flag != action.dest and (flag in OWN_TRAINER_FLAGS or not (help_all or flag in SHOWN_TRAINER_FLAGS)):
+            action.help = argparse.SUPPRESS
+    return parser
+
+
+def resolve(argv: list[str]) -> RunConfig:
+    """Parse, check and complete a command line of ``mmqk.train``.
+
+    Raises:
+        UserError: an unknown field, a wrong type, an impossible value, or data and tokenizers that are missing.
+        SystemExit: after printing help.
+    """
+    if "--help-all" in argv:
+        build_parser(help_all=True).parse_args(["--help"])
+    parser = build_parser()
+    try:
+        parsed = parser.parse_args(argv)
+    except ArgumentError as error:
+        raise UserError(_sentence(str(error), parser)) from error
+    return _complete(parsed)
+
+
+def _complete(parsed: Namespace) -> RunConfig:
+    trainer = {k: v for k, v in vars(parsed.trainer).items() if k not in OWN_TRAINER_FLAGS}
+    defaults = vars(build_parser().get_defaults().trainer)
+    for flag in sorted(OWN_TRAINER_FLAGS):
+        if getattr(parsed.trainer, flag) != defaults[flag]:
+            raise UserError(f"trainer.{flag} is decided by mmqk and cannot be set: leave it out.")
+    if trainer["max_steps"] < 1:
+        raise UserError(f"trainer.max_steps is {trainer['max_steps']}: a run has at least 1 step.")
+    if parsed.seed < 0:
+        raise UserError(f"seed is {parsed.seed}: it cannot be negative.")
+    try:
+        sections = {name: _build(section, getattr(parsed, name)) for name, section in SECTIONS.items()}
+        blocks = JointVocabulary.load(Path(sections["data"].tokenizers)).blocks
+        given = sections["model"].blocks
+        if given and given != blocks:
+            raise UserError(
+                f"model.blocks {given} does not match the tokenizers in {sections['data'].tokenizers}, which give"
+                f" {blocks}: leave model.blocks out, or set --data.tokenizers."
+            )
+        sections["model"] = dataclasses.replace(sections["model"], blocks=blocks)
+        sections["loss"].weights_of(sections["model"].modalities)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    data = sections["data"]
+    identity = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor")}
+    identity["data"] = {
+        **{k: v for k, v in asdict(data).items() if k not in ("cache", "workers")},
+        "pairs": manifest_hash(Path(data.pairs)),
+        "text": manifest_hash(Path(data.text)),
+        "tokenizers": tokenizers_hash(Path(data.tokenizers)),
+    }
+    identity |= {"backend": parsed.backend, "seed": parsed.seed}
+    identity["trainer"] = {flag: trainer[flag] for flag in IDENTITY_TRAINER_FLAGS}
+    if parsed.backend not in BACKENDS:
+        raise UserError(f"backend is '{parsed.backend}': choose one of {', '.join(BACKENDS)}.")
+    files = [str(path) for path in parsed.config or []]
+    name = Path(files[-1]).stem if files else "run"
+    out = Path(parsed.out) if parsed.out else Path("runs") / name / identity_hash(identity)
+    return RunConfig(
+        **sections,
+        backend=parsed.backend,
+        seed=parsed.seed,
+        threads=parsed.threads,
+        trainer=trainer,
+        out=out,
+        identity=identity,
+        quiet=parsed.quiet,
+        print_config=parsed.print_config,
+    )
+
+
+def _build(section: type, values: Any) -> Any:
+    """A frozen dataclass from the parser's namespace, nested ones included; it checks itself."""
+    if not isinstance(values, (Namespace, dict)):
+        return values
+    plain = vars(values) if isinstance(values, Namespace) else values
+    built = {}
+    for f in dataclasses.fields(section):
+        value = plain[f.name]
+        nested = f.default_factory if isinstance(f.default_factory, type) else None
+        if nested is not None and dataclasses.is_dataclass(nested):
+            value = _build(nested, value)
+        elif isinstance(value, Namespace):
+            value = vars(value)
+        built[f.name] = value
+    return section(**built)
+
+
+def _sentence(message: str, parser: Parser) -> str:
+    """jsonargparse's message as one sentence that names the field and the nearest known one."""
+    flat = " ".join(message.split())
+    if unknown := re.search(r"[Uu]nrecognized arguments?: (\S+)", flat):
+        return _unknown(unknown[1].lstrip("-").split("=")[0], parser)
+    if unknown := re.search(r"(?:Key|Option) '([\w.]+)' is not (?:expected|accepted)", flat):
+        return _unknown(unknown[1], parser)
+    if nested := re.search(r"does not accept (?:option|nested key) '([\w.]+)'", flat):
+        return _unknown(nested[1], parser)
+    if missing := re.search(r"Parser key \"config\".*?(?:Unable to|No such file|not).*?['\"]?([\w./-]+\.ya?ml)", flat):
+        return f"The configuration {missing[1]} cannot be read: check the path after --config."
+    return flat[:400]
+
+
+def _unknown(name: str, parser: Parser) -> str:
+    known = [action.dest for action in parser._actions] + list(flatten(_defaults(parser)))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean '{near[0]}'?" if near else "python -m mmqk.train --help lists the fields."
+    return f"There is no field '{name}': {hint}"
+
+
+def _defaults(parser: Parser) -> dict[str, Any]:
+    return parser.get_defaults().as_dict()
+
+
+def print_yaml(run: RunConfig) -> str:
+    """The resolved configuration as YAML."""
+    import yaml
+
+    return yaml.safe_dump(run.nested(), sort_keys=False, allow_unicode=True)
+

@@ -1,0 +1,55 @@
+"""TokenBatch: what every part of mmqk agrees a batch is. B sequences, T tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class TokenBatch:
+    """Sequences of text and image tokens in one joint vocabulary.
+
+    Attributes:
+        ids_BT: token ids, int64.
+        modality_BT: modality of each token by vocabulary block (0 text, 1 image; more are allowed), int64.
+        target_mask_BT: whether the *next* token (this position's target) is trained on, bool.
+            The last position never is: it has no target.
+        valid_BT: False at padding, which no statistic may count, bool.
+        step_targets: trained positions in the whole optimizer step, over all micro-batches and ranks: the
+            denominator of the loss, so that accumulation and data parallelism equal one large batch.
+        document_BT: number of the packed document a token belongs to; None for one document a sequence.
+    """
+
+    ids_BT: Tensor
+    modality_BT: Tensor
+    target_mask_BT: Tensor
+    valid_BT: Tensor
+    step_targets: Tensor
+    document_BT: Tensor | None = None
+
+    @property
+    def targets_BT(self) -> Tensor:
+        """The next token of every position; the last column is meaningless and always masked."""
+        return self.ids_BT.roll(-1, dims=1)
+
+    @property
+    def target_modality_BT(self) -> Tensor:
+        """Modality of the next token: the modality of a *prediction* is its target's."""
+        return self.modality_BT.roll(-1, dims=1)
+
+    def _map(self, function) -> TokenBatch:
+        changed = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v if v is None else function(v) for k, v in changed.items()})
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TokenBatch:
+        return self._map(Tensor.pin_memory)
+
+    def first(self, n: int) -> TokenBatch:
+        """The first ``n`` sequences; the denominator stays that of the step."""
+        return self._map(lambda t: t[:n] if t.ndim else t)

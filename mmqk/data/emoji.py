@@ -1,0 +1,176 @@
+"""Image+caption pairs from three vendors' emoji: which images, which split, which order."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from mmqk.data.captions import Annotations, Caption, WordNet, caption
+from mmqk.data.manifest import Manifest, write_manifest
+from mmqk.data.shards import IMAGE_SIZE, on_white, write_shard
+from mmqk.data.sources import SOURCES, read_members
+from mmqk.store import UserError
+
+SAMPLES_PER_SHARD = 550
+VAL_SHARE = 20  # one group in twenty
+
+VENDORS = {"google": "Noto Color Emoji", "twitter": "Twemoji", "fluent": "Fluent Emoji 3D"}
+
+# What makes variants of one emoji: presentation, joiner, skin tones, gender signs, the arrow that mirrors.
+_MODIFIERS = frozenset({"fe0f", "200d", "2640", "2642", "27a1", *(f"1f3f{c}" for c in "bcdef")})
+_NEUTRAL = {
+    **dict.fromkeys(("1f468", "1f469", "1f474", "1f475", "1f9d3"), "1f9d1"),  # man, woman, old people: person
+    **dict.fromkeys(("1f466", "1f467"), "1f9d2"),  # boy, girl: child
+    **dict.fromkeys(("1f46b", "1f46c", "1f46d"), "1f9d1-1f91d-1f9d1"),  # people holding hands
+    **dict.fromkeys(("1f934", "1f478"), "1fac5"),  # prince, princess: person with crown
+    "1f57a": "1f483",  # man dancing, woman dancing
+    "1f936": "1f385",  # Mrs. Claus, Santa Claus
+}
+
+
+def base_of(codepoint: str) -> str:
+    """The emoji of which this is a skin-tone, gender, age or mirrored variant: what must not straddle the split.
+
+    ``1f469-1f3fd-200d-1f680`` (woman astronaut, medium skin) and ``1f468-200d-1f680`` give ``1f9d1-1f680``.
+    """
+    return "-".join(_NEUTRAL.get(c, c) for c in codepoint.split("-") if c not in _MODIFIERS) or codepoint
+
+
+def fraction(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One pair before it is written: vendor, code point, pixels (64x64 RGB), caption, emoji.json's category."""
+
+    vendor: str
+    codepoint: str
+    image: Image.Image
+    caption: Caption
+    category: str
+
+    @property
+    def key(self) -> str:
+        """Sample key in the shard."""
+        return f"{self.vendor}-{self.codepoint}"
+
+
+def collect(archives: dict[str, Path], wordnet: WordNet) -> list[Sample]:
+    """All pairs: every base emoji of emoji-datasource, drawn by each vendor that draws it.
+
+    Raises:
+        UserError: an archive lacks what it should hold.
+    """
+    index = _member(archives["google"], "package/emoji.json")
+    annotations = Annotations(json.loads(_member(archives["cldr"], "package/annotations/en/annotations.json")))
+    entries = {e["unified"].lower(): e for e in json.loads(index)}
+    captions = {c: caption(c, e, annotations, wordnet) for c, e in entries.items()}
+    samples = []
+    for vendor in VENDORS:
+        folder = "package/assets/" if vendor == "fluent" else f"package/img/{vendor}/{IMAGE_SIZE}/"
+        members = read_members(archives[vendor], lambda name, folder=folder: name.startswith(folder))  # type: ignore[misc]
+        # The packages disagree on writing the variation selector.
+        files = {name[len(folder) :].rsplit(".", 1)[0].replace("-fe0f", ""): raw for name, raw in members.items()}
+        for codepoint, entry in entries.items():
+            raw = files.get(codepoint.replace("-fe0f", ""))
+            if raw is not None:
+                image = _square(raw, archives[vendor], codepoint)
+                samples.append(Sample(vendor, codepoint, image, captions[codepoint], entry["category"]))
+    return samples
+
+
+def _member(path: Path, name: str) -> bytes:
+    found = read_members(path, lambda n: n == name)
+    if not found:
+        raise UserError(f"{path} holds no {name}: this is not the pinned archive")
+    return found[name]
+
+
+def _square(raw: bytes, path: Path, codepoint: str) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(raw)) as opened:
+            image = on_white(opened)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the image of {codepoint} in {path} cannot be decoded ({error}): get the archive again") from None
+    # Composited before it is resized: the colour under transparent pixels must not bleed into the edge.
+    if image.size != (IMAGE_SIZE, IMAGE_SIZE):
+        image = image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS)
+    return image
+
+
+def groups_of(samples: Iterable[Sample]) -> dict[str, str]:
+    """Group by code point: bases, joined where one vendor draws two bases with the same pixels (Norway and Svalbard)."""
+    leader: dict[str, str] = {}
+
+    def find(base: str) -> str:
+        while leader.setdefault(base, base) != base:
+            base = leader[base]
+        return base
+
+    bases: dict[str, str] = {}
+    drawn_first: dict[tuple[str, bytes], str] = {}
+    for sample in samples:
+        base = bases[sample.codepoint] = base_of(sample.codepoint)
+        pixels = hashlib.sha256(sample.image.tobytes()).digest()
+        a, b = sorted((find(base), find(drawn_first.setdefault((sample.vendor, pixels), base))))
+        leader[b] = a
+    return {codepoint: find(base) for codepoint, base in bases.items()}
+
+
+def split_of(group: str) -> str:
+    """``val`` for about 5 % of the groups, by hash: the split does not move when emoji are added."""
+    return "val" if fraction(f"mmqk emoji split {group}") < 1 / VAL_SHARE else "train"
+
+
+def write(out: Path, samples: list[Sample], built_with: dict[str, str]) -> set[str]:
+    """Write the shards and the manifest into ``out``; returns the synset ids of val captions' glosses."""
+    groups = groups_of(samples)
+    # By hash: any shard is then as good a sample of the whole as any other.
+    ordered = sorted(samples, key=lambda s: hashlib.sha256(f"mmqk emoji order {s.key}".encode()).digest())
+    splits = {}
+    for split in ("train", "val"):
+        chosen = [s for s in ordered if split_of(groups[s.codepoint]) == split]
+        n_shards = max(1, round(len(chosen) / SAMPLES_PER_SHARD))
+        bounds = [round(i * len(chosen) / n_shards) for i in range(n_shards + 1)]
+        splits[split] = tuple(
+            write_shard(out / f"{split}-{i:05d}.tar", (_record(s, groups) for s in chosen[bounds[i] : bounds[i + 1]]))
+            for i in range(n_shards)
+        )
+    about = {
+        "name": "emoji",
+        "sources": [f"{SOURCES[v].package} {SOURCES[v].version}" for v in (*VENDORS, "cldr", "wordnet")],
+        "built_with": built_with,
+    }
+    write_manifest(out, Manifest(splits, about))
+    return {
+        s.caption.synset for s in samples if s.caption.gloss_match == "exact" and split_of(groups[s.codepoint]) == "val"
+    }
+
+
+def _record(sample: Sample, groups: dict[str, str]) -> tuple[str, bytes, dict[str, Any]]:
+    buffer = io.BytesIO()
+    sample.image.save(buffer, "WEBP", lossless=True, quality=100, method=6)
+    source = SOURCES[sample.vendor]
+    meta = {
+        "caption": sample.caption.text,
+        "name": sample.caption.name,
+        "name_source": sample.caption.name_source,
+        "keywords": list(sample.caption.keywords),
+        "gloss": sample.caption.gloss,
+        "gloss_match": sample.caption.gloss_match,
+        "category": sample.category,
+        "codepoint": sample.codepoint,
+        "group": groups[sample.codepoint],
+        "source": f"{VENDORS[sample.vendor]}, {source.package} {source.version}",
+        "licence": source.licence,
+    }
+    return sample.key, buffer.getvalue(), meta

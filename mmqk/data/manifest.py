@@ -1,0 +1,136 @@
+"""What a folder of shards should hold: by split, each file with its sample count and sha256.
+
+``python -m mmqk.data.manifest FOLDER`` writes the manifest of your own shards (``train-*.tar``, ``val-*.tar``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mmqk.store import UserError, identity_hash, run_main, write_json
+
+MANIFEST = "manifest.json"
+_RESTORE = "restore it with git, or rebuild with python -m mmqk.data.build"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name in the folder, the number of samples (documents) in it, and its sha256."""
+
+    file: str
+    samples: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A folder's shards by split, in reading order, and free-form facts on where they came from."""
+
+    splits: dict[str, tuple[Shard, ...]]
+    about: dict[str, Any]
+
+    def count(self, split: str) -> int:
+        """Number of samples in a split."""
+        return sum(shard.samples for shard in self.splits[split])
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json`` into ``folder``."""
+    splits = {split: [asdict(shard) for shard in shards] for split, shards in manifest.splits.items()}
+    write_json(folder / MANIFEST, {**manifest.about, "splits": splits})
+
+
+def load_manifest(folder: Path | str) -> Manifest:
+    """Read ``manifest.json``.
+
+    Raises:
+        UserError: there is none, or it is not a manifest.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        splits = {
+            str(split): tuple(Shard(str(s["file"]), int(s["samples"]), str(s["sha256"])) for s in shards)
+            for split, shards in record.pop("splits").items()
+        }
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing: {_RESTORE}, or run python -m mmqk.data.manifest {folder} for shards of your own"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read as a manifest ({error}): {_RESTORE}") from None
+    return Manifest(splits, record)
+
+
+def manifest_hash(folder: Path | str) -> str:
+    """Identity of the samples in a folder: 10 hex digits over the split, file, count and sha256 of every shard."""
+    manifest = load_manifest(folder)
+    return identity_hash({split: [asdict(s) for s in shards] for split, shards in manifest.splits.items()})
+
+
+def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
+    """The files of a split, each compared with the manifest.
+
+    Raises:
+        UserError: no such split, or a shard that is missing or differs from the manifest.
+    """
+    folder = Path(folder)
+    manifest = load_manifest(folder)
+    if split not in manifest.splits:
+        known = ", ".join(manifest.splits)
+        raise UserError(f"{folder / MANIFEST} has no split {split!r}: choose one of {known}")
+    found = []
+    for shard in manifest.splits[split]:
+        path = folder / shard.file
+        if not path.is_file():
+            raise UserError(f"shard {path} is missing: {_RESTORE}")
+        try:
+            digest = sha256_file(path)
+        except OSError as error:
+            raise UserError(f"shard {path} cannot be read ({error.strerror}): make it readable") from None
+        if digest != shard.sha256:
+            raise UserError(
+                f"shard {path} differs from its manifest (sha256 {digest[:10]}, expected {shard.sha256[:10]}): {_RESTORE}"
+            )
+        found.append((path, shard))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the manifest of a folder of WebDataset shards."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mmqk.data.manifest",
+        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar, each sample a "
+        "64x64 image (webp, png or jpg) and a caption (json with 'caption', or txt).",
+    )
+    parser.add_argument("folder", type=Path, help="the folder with the shards")
+    folder: Path = parser.parse_args(argv).folder
+    # Counting means reading, and reading means webdataset: not needed by those who only import this module.
+    from mmqk.data.shards import iterate_shard
+
+    splits: dict[str, tuple[Shard, ...]] = {}
+    for path in sorted(folder.glob("*-*.tar")):
+        shard = Shard(path.name, sum(1 for _ in iterate_shard(path)), sha256_file(path))
+        split = path.name.rsplit("-", 1)[0]
+        splits[split] = (*splits.get(split, ()), shard)
+    if not splits:
+        raise UserError(f"{folder} holds no shards: name them SPLIT-NUMBER.tar, such as train-00000.tar")
+    manifest = Manifest(splits, {})
+    write_manifest(folder, manifest)
+    print(f"{folder / MANIFEST}: " + ", ".join(f"{split} {manifest.count(split)}" for split in splits))
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,111 @@
+"""Which sample stands at which place: a pure function of (weights, seed, index).
+
+A *slot cycle* of 240 places holds every kind in its exact proportion, shuffled anew for each cycle, so that
+mixture weights are met over any few hundred samples and not only on average. The n-th draw of a kind is the
+n-th item of that kind's own shuffled epochs, so changing one weight leaves each kind's own order alone.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+CYCLE = 240
+KINDS = ("pair", "text", "image")
+SLOTS = ("image_first", "caption_first", "text", "image")
+
+
+class Draw(NamedTuple):
+    """One place of the order: ``slot`` names what is built there, ``nth`` counts draws of that source."""
+
+    slot: str
+    nth: int
+
+
+def random_stream(*key: int) -> np.random.Generator:
+    """A generator that is a function of its key alone."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+def apportion(weights: dict[str, float], places: int) -> dict[str, int]:
+    """Whole places by largest remainder; the counts add up to ``places``."""
+    total = sum(weights.values())
+    exact = {k: w / total * places for k, w in weights.items()}
+    counts = {k: int(v) for k, v in exact.items()}
+    by_remainder = sorted(exact, key=lambda k: exact[k] - counts[k], reverse=True)
+    for k in by_remainder[: places - sum(counts.values())]:
+        counts[k] += 1
+    return counts
+
+
+class Mixture:
+    """The order of a run.
+
+    Args:
+        weights: relative weight of each kind, of ``pair``, ``text``, ``image``; kinds left out have weight 0.
+        image_first: share of pairs in which the image comes before its caption.
+        seed: of the run's data.
+
+    Raises:
+        ValueError: an unknown kind, a negative weight, no weight at all, or one too small for the cycle.
+    """
+
+    def __init__(self, weights: dict[str, float], image_first: float, seed: int):
+        for kind, weight in weights.items():
+            if kind not in KINDS:
+                raise ValueError(f"data.mix knows {', '.join(KINDS)}, not '{kind}'.")
+            if weight < 0:
+                raise ValueError(f"data.mix.{kind} is {weight}: a weight cannot be negative.")
+        if sum(weights.values()) <= 0:
+            raise ValueError("data.mix gives no kind of sequence a positive weight.")
+        if not 0 <= image_first <= 1:
+            raise ValueError(f"data.image_first is {image_first}: it is a share between 0 and 1.")
+        pair = weights.get("pair", 0.0)
+        by_slot = {
+            "image_first": pair * image_first,
+            "caption_first": pair * (1 - image_first),
+            "text": weights.get("text", 0.0),
+            "image": weights.get("image", 0.0),
+        }
+        counts = apportion(by_slot, CYCLE)
+        for slot, weight in by_slot.items():
+            if weight > 0 and counts[slot] == 0:
+                raise ValueError(f"data.mix gives '{slot}' less than one place in {CYCLE}: raise it or set it to 0.")
+        self.seed = seed
+        self._slots = np.repeat(np.arange(len(SLOTS)), [counts[s] for s in SLOTS])
+        self._cycle = lru_cache(maxsize=64)(self._make_cycle)
+
+    def _make_cycle(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
+        slots = random_stream(self.seed, 0, cycle).permutation(self._slots)
+        # Both orders of a pair draw from the one stream of pairs.
+        source = np.where(slots <= 1, 0, slots)
+        nth = np.empty(CYCLE, dtype=np.int64)
+        for s in np.unique(source):
+            places = np.flatnonzero(source == s)
+            nth[places] = cycle * len(places) + np.arange(len(places))
+        return slots, nth
+
+    def draw(self, index: int) -> Draw:
+        """What stands at place ``index`` of the run's order (from 0)."""
+        slots, nth = self._cycle(index // CYCLE)
+        place = index % CYCLE
+        return Draw(SLOTS[slots[place]], int(nth[place]))
+
+
+class Epochs:
+    """Endless reshuffled passes over ``n`` items: the n-th draw as (epoch, item)."""
+
+    def __init__(self, n: int, seed: int, stream: int):
+        if n < 1:
+            raise ValueError("there are no samples of a kind that data.mix asks for.")
+        self.n, self.seed, self.stream = n, seed, stream
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def _make_order(self, epoch: int) -> np.ndarray:
+        return random_stream(self.seed, self.stream, epoch).permutation(self.n)
+
+    def item(self, nth: int) -> tuple[int, int]:
+        epoch, place = divmod(nth, self.n)
+        return epoch, int(self._order(epoch)[place])

@@ -1,0 +1,48 @@
+"""Initial weights: each parameter a function of the seed and its own name, so arms share what they can."""
+
+import hashlib
+
+import torch
+from torch import nn
+
+from .norms import LayerNorm, RMSNorm
+
+_STD_OF_CUT_NORMAL = 0.87962566103423978  # of a unit normal distribution cut at -2 and 2
+
+
+def parameter_generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on `seed` and the parameter's name only."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Set every parameter of `model` (Wortsman et al. 2023, arXiv 2309.14322, section 2.2).
+
+    | parameter      | values                                                                   |
+    | -------------- | ------------------------------------------------------------------------ |
+    | embedding      | normal, standard deviation 1 / sqrt(d_model)                             |
+    | matrices       | normal cut at two of its deviations, standard deviation 1 / sqrt(fan_in) |
+    | gains, biases  | 1, 0                                                                     |
+
+    A parameter that is added or removed leaves all others as they were. The numbers are drawn in fp32 on the
+    CPU, so they are the same on every device.
+
+    Raises:
+        TypeError: a module with parameters has no row in the table.
+    """
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = torch.empty(parameter.shape)
+            generator = parameter_generator(seed, f"{module_name}.{name}".removeprefix("."))
+            if isinstance(module, nn.Embedding):
+                values.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+            elif isinstance(module, nn.Linear) and name == "weight":
+                std = parameter.shape[1] ** -0.5 / _STD_OF_CUT_NORMAL
+                nn.init.trunc_normal_(values, 0.0, std, -2 * std, 2 * std, generator=generator)
+            elif isinstance(module, RMSNorm | LayerNorm):
+                values.fill_(1.0 if name == "weight" else 0.0)
+            else:
+                raise TypeError(f"no initial values for {module_name}.{name} of {type(module).__name__}.")
+            parameter.copy_(values)

@@ -1,0 +1,22 @@
+"""What is measured while a model trains, and when. Needs torch and the standard library only.
+
+`NormMonitor`, the Lightning callback, is imported on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from mmqk.monitors.config import MonitorConfig
+from mmqk.monitors.probe import Probe, probe
+
+if TYPE_CHECKING:
+    from mmqk.monitors.callback import NormMonitor
+
+__all__ = ["MonitorConfig", "NormMonitor", "Probe", "probe"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "NormMonitor":
+        from mmqk.monitors.callback import NormMonitor
+
+        return NormMonitor
+    raise AttributeError(f"module 'mmqk.monitors' has no attribute {name!r}")

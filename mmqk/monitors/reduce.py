@@ -1,0 +1,55 @@
+"""Reductions by modality. Shapes: B batch, H heads, T query tokens, S key tokens, M modalities.
+
+A statistic is carried as (count, sum, sum of squares, max), so that parts add up exactly and an absent
+modality is a count of 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, sum, sum of squares and maximum of one statistic for each modality, (M,) each, fp32."""
+
+    count: Tensor
+    sum: Tensor
+    sum_sq: Tensor
+    max: Tensor
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(
+            self.count + other.count,
+            self.sum + other.sum,
+            self.sum_sq + other.sum_sq,
+            torch.maximum(self.max, other.max),
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        """(M,); NaN for an absent modality, whose count is 0."""
+        return self.sum / self.count
+
+
+def selection(modality_BT: Tensor, keep_BT: Tensor, n_modalities: int) -> Tensor:
+    """(M, B, T) bool: tokens of each modality, of those kept. Every token belongs to one modality at most."""
+    modality_M11 = torch.arange(n_modalities, device=modality_BT.device)[:, None, None]
+    return (modality_BT == modality_M11) & keep_BT
+
+
+def moments(values_BHT: Tensor, selected_MBT: Tensor) -> Moments:
+    """Moments by modality of one number for each head and token (a missing H is one head)."""
+    values = values_BHT.float() if values_BHT.ndim == 3 else values_BHT.float()[:, None]
+    selected_MBHT = selected_MBT[:, :, None].expand(-1, -1, values.shape[1], -1)
+    # where, not multiplication: a NaN in another modality's token must not spread.
+    kept = torch.where(selected_MBHT, values, 0.0)
+    return Moments(
+        count=selected_MBHT.sum(dim=(1, 2, 3)).float(),
+        sum=kept.sum(dim=(1, 2, 3)),
+        sum_sq=kept.square().sum(dim=(1, 2, 3)),
+        max=torch.where(selected_MBHT, values, -torch.inf).amax(dim=(1, 2, 3)),
+    )

@@ -1,0 +1,40 @@
+"""The run folder, both ways: identity, lock, status, metrics, tags, alarms. Standard library only."""
+
+from mmqk.store.alarms import DivergenceRule
+from mmqk.store.errors import UserError, front_door, run_main
+from mmqk.store.files import read_json, write_atomic, write_json
+from mmqk.store.folder import EXIT_CODES, FINISHED, RunFolder, Status, mark_ended, read_status
+from mmqk.store.identity import canonical, code_hash, differing_fields, flatten, identity_hash
+from mmqk.store.lock import FolderLock, is_locked
+from mmqk.store.metrics import MetricLines, MetricsWriter, last_metrics, read_metrics
+from mmqk.store.tags import Tag, parse_tag, tag
+
+__all__ = [
+    "EXIT_CODES",
+    "FINISHED",
+    "DivergenceRule",
+    "FolderLock",
+    "MetricLines",
+    "MetricsWriter",
+    "RunFolder",
+    "Status",
+    "Tag",
+    "UserError",
+    "canonical",
+    "code_hash",
+    "differing_fields",
+    "flatten",
+    "front_door",
+    "identity_hash",
+    "is_locked",
+    "last_metrics",
+    "mark_ended",
+    "parse_tag",
+    "read_json",
+    "read_metrics",
+    "read_status",
+    "run_main",
+    "tag",
+    "write_atomic",
+    "write_json",
+]

@@ -1,0 +1,246 @@
+"""The run folder: who owns it, whose run it is, and how that run stands.
+
+run.json        identity, its hash, the code's hash, details (versions, command, resolved config)
+status.json     status, step, reason, seconds
+metrics.jsonl   one line per step (`mmqk.store.metrics`)
+config.yaml     the resolved configuration, for people
+checkpoints/    and TensorBoard's event files
+run.lock        held while a process trains here
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mmqk.store.errors import UserError
+from mmqk.store.files import is_temporary, read_json, write_json
+from mmqk.store.identity import code_hash, differing_fields, flatten, identity_hash
+from mmqk.store.lock import LOCK_NAME, FolderLock
+
+RUN_NAME, STATUS_NAME, LOG_NAME, METRICS_NAME = "run.json", "status.json", "train.log", "metrics.jsonl"
+EXIT_CODES = {"completed": 0, "failed": 1, "diverged": 3, "interrupted": 130}
+STATUSES = ("running", *EXIT_CODES)
+FINISHED = ("completed", "diverged")
+
+# What a run that was killed before it wrote run.json may have left, or the shell that started it.
+_BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
+_FIELDS_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run stands.
+
+    Attributes:
+        status: running, completed, diverged, interrupted or failed.
+        step: optimizer steps done when it was written.
+        reason: one sentence, or empty.
+        seconds: wall-clock seconds of training, over all resumes.
+    """
+
+    status: str
+    step: int = 0
+    reason: str = ""
+    seconds: float = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the same command would train nothing more."""
+        return self.status in FINISHED
+
+
+def read_status(folder: Path) -> Status | None:
+    """The status of a run folder, or None when it has none that can be read."""
+    record = read_json(folder / STATUS_NAME)
+    if record is None or record.get("status") not in STATUSES:
+        return None
+    try:
+        return Status(
+            record["status"],
+            int(record.get("step", 0)),
+            str(record.get("reason", "")),
+            float(record.get("seconds", 0.0)),
+        )
+    except (TypeError, ValueError):
+        return None
+
+
+class RunFolder:
+    """A run folder that this process owns. Made by `open`, given back by `close` (or a with statement).
+
+    Attributes:
+        path: the folder.
+        id: hash of the identity.
+        state: "new"; "resume" when it was interrupted, failed or killed; "finished" when nothing is left.
+        stale: finished, by other code under model/, training/, data/ or tokenizers/ than the present one.
+    """
+
+    def __init__(self, path: Path, lock: FolderLock, record: Mapping[str, Any], new: bool, code: str):
+        self.path = path
+        self._lock = lock
+        self.record = dict(record)
+        self.id: str = record["id"]
+        status = read_status(path)
+        finished = status is not None and status.finished
+        self.state: Literal["new", "resume", "finished"] = (
+            "new" if new else "finished" if finished else "resume"
+        )
+        self.stale = self.state == "finished" and record.get("code") != code
+        self._seconds_before = status.seconds if status is not None and not new else 0.0
+        self._opened = time.monotonic()
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        identity: Mapping[str, Any],
+        details: Mapping[str, Any],
+        code: str | None = None,
+    ) -> RunFolder:
+        """Take the folder for the run of this identity; nothing in it is changed when it is refused.
+
+        Args:
+            path: made if it does not exist.
+            identity: the fields that make the run that run, as plain data.
+            details: recorded beside it for a new run: versions, command, resolved configuration.
+            code: hash of the code, by default that of the mmqk that is running.
+
+        Raises:
+            UserError: the folder cannot be written, another process trains in it, it holds a run of another
+                identity, or it holds other files.
+        """
+        path = Path(path)
+        _check(path, identity)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        lock = FolderLock(path)
+        try:
+            # Again, now that nobody else can write: another process may have been first.
+            record = _check(path, identity)
+            code = code if code is not None else code_hash()
+            new = record is None
+            if record is None:
+                record = {
+                    "id": identity_hash(identity),
+                    "code": code,
+                    "identity": dict(identity),
+                    "details": dict(details),
+                }
+                (path / STATUS_NAME).unlink(missing_ok=True)
+                write_json(path / RUN_NAME, record)
+            for leftover in filter(is_temporary, path.iterdir()):
+                leftover.unlink(missing_ok=True)
+            return cls(path, lock, record, new, code)
+        except OSError as error:
+            lock.release()
+            raise _unwritable(path, error) from error
+        except BaseException:
+            lock.release()
+            raise
+
+    @property
+    def metrics_path(self) -> Path:
+        """``metrics.jsonl``."""
+        return self.path / METRICS_NAME
+
+    @property
+    def config_path(self) -> Path:
+        """``config.yaml``."""
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints; whoever writes the first one makes it."""
+        return self.path / "checkpoints"
+
+    def status(self) -> Status:
+        """How the run stands; "running" at step 0 when nothing was written yet."""
+        return read_status(self.path) or Status("running")
+
+    def set_status(self, status: str, step: int, reason: str = "") -> None:
+        """Write ``status.json``, whole or not at all, with the seconds trained so far.
+
+        Raises:
+            ValueError: an unknown status.
+        """
+        if status not in STATUSES:
+            raise ValueError(f"{status!r} is not one of {', '.join(STATUSES)}")
+        seconds = round(self._seconds_before + time.monotonic() - self._opened, 3)
+        write_json(self.path / STATUS_NAME, asdict(Status(status, int(step), reason, seconds)))
+
+    def close(self) -> None:
+        """Give the folder back; doing so twice does no harm."""
+        self._lock.release()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def mark_ended(path: Path, status: str, step: int, reason: str) -> bool:
+    """Record how a run ended whose process died without saying so; False when the run's own word stands.
+
+    It stands when the run is finished, interrupted or failed by its own account, or when a living process
+    holds the folder.
+    """
+    try:
+        lock = FolderLock(path)
+    except UserError:
+        return False
+    try:
+        own = read_status(path) or Status("running")
+        if own.status != "running":
+            return False
+        write_json(path / STATUS_NAME, asdict(Status(status, step, reason, own.seconds)))
+        return True
+    finally:
+        lock.release()
+
+
+def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The run record of this identity in ``path``, or None when a new run may start there."""
+    try:
+        names = {p.name for p in path.iterdir() if not is_temporary(p)}
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if RUN_NAME not in names:
+        others = sorted(names - _BEFORE_RUN_JSON)
+        if others:
+            raise UserError(
+                f"{path} is not a run folder and holds other files ({others[0]}): give another --out"
+            )
+        return None
+    record = read_json(path / RUN_NAME)
+    if record is None or not isinstance(record.get("identity"), dict) or "id" not in record:
+        raise UserError(f"{path / RUN_NAME} cannot be read: give another --out or remove the folder")
+    fields = differing_fields(record["identity"], identity)
+    if fields:
+        there, here = flatten(record["identity"]), flatten(identity)
+        named = [
+            f"{name} ({_short(there, name)} there, {_short(here, name)} here)"
+            for name in fields[:_FIELDS_NAMED]
+        ]
+        more = f" and {len(fields) - _FIELDS_NAMED} more" if len(fields) > _FIELDS_NAMED else ""
+        raise UserError(
+            f"{path} holds another run, which differs in {', '.join(named)}{more}: give another --out"
+        )
+    return record
+
+
+def _short(flat: Mapping[str, Any], name: str) -> str:
+    text = repr(flat[name]) if name in flat else "absent"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be written ({error.strerror or error}): give another --out")

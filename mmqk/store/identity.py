@@ -1,0 +1,66 @@
+"""What makes a run that run: a record of its fields, hashed, and the code that ran it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HASH_DIGITS = 10
+CODE_ROOMS = ("model", "training", "data", "tokenizers")
+
+
+def canonical(obj: Any) -> str:
+    """One text for one value: JSON with sorted keys and no spaces; tuples are lists.
+
+    Raises:
+        ValueError: a float that is not finite. TypeError: something that is not plain data.
+    """
+    return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def identity_hash(record: Mapping[str, Any]) -> str:
+    """The first 10 hex digits of the sha256 of the canonical record."""
+    return hashlib.sha256(canonical(record).encode()).hexdigest()[:HASH_DIGITS]
+
+
+def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Dotted names of the fields in which two records differ, sorted; a field of only one of them differs."""
+    flat_a, flat_b = flatten(json.loads(canonical(a))), flatten(json.loads(canonical(b)))
+    absent = object()
+    return sorted(
+        name
+        for name in flat_a.keys() | flat_b.keys()
+        if not _same(flat_a.get(name, absent), flat_b.get(name, absent))
+    )
+
+
+def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping by dotted name; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in record.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{name}."))
+        else:
+            flat[name] = value
+    return flat
+
+
+def code_hash(rooms: tuple[str, ...] = CODE_ROOMS) -> str:
+    """Hash of the sources under these folders of the mmqk that is running (10 hex digits)."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for room in rooms:
+        for path in sorted((package / room).rglob("*.py")):
+            source = path.read_bytes()
+            digest.update(f"{path.relative_to(package).as_posix()}\0{len(source)}\0".encode())
+            digest.update(source)
+    return digest.hexdigest()[:HASH_DIGITS]
+
+
+def _same(a: Any, b: Any) -> bool:
+    # As the hash sees it: 1, 1.0 and True are three different values.
+    return type(a) is type(b) and a == b

@@ -1,0 +1,108 @@
+"""How a run stands, written while it happens, and an orderly end on Ctrl-C and SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import lightning as L
+
+from mmqk.store import RunFolder
+from mmqk.training.module import TrainingModule
+from mmqk.training.steps import Checkpoints, StepLog
+
+
+class Interrupted(BaseException):
+    """A signal asked the run to end; a checkpoint of that step has been written."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"{signal.Signals(signum).name} received")
+        self.signum = signum
+
+
+class Lifecycle(L.Callback):
+    """Keeps status.json; turns the first signal into a checkpoint and an end, leaves the second to Python.
+
+    Comes after `Checkpoints` in the list of callbacks.
+    """
+
+    def __init__(self, folder: RunFolder, step_log: StepLog, checkpoints: Checkpoints):
+        self.folder, self.step_log, self.checkpoints = folder, step_log, checkpoints
+        self._signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.folder.set_status("running", trainer.global_step)
+        if threading.current_thread() is threading.main_thread():
+            # Here and not earlier: Lightning puts its own handlers in place just before.
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._before[signum] = signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            raise KeyboardInterrupt
+        self._signal = signum
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        # Only between optimizer steps: gradients of half a step are not in a checkpoint.
+        if self._signal is not None and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.checkpoints.save(trainer, pl_module)
+            raise Interrupted(self._signal)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._restore()
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            logger.save()  # the numbers are on disk before the run calls itself finished
+        if self.step_log.divergence is not None:
+            step, reason = self.step_log.divergence
+            self.folder.set_status("diverged", step, reason)
+        elif trainer.global_step >= trainer.max_steps:
+            self.folder.set_status("completed", trainer.global_step)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._restore()
+        if not trainer.is_global_zero:
+            return
+        stopped = isinstance(exception, (Interrupted, KeyboardInterrupt))
+        reason = str(exception) or type(exception).__name__
+        if not isinstance(exception, (Interrupted, KeyboardInterrupt)):
+            reason = f"{type(exception).__name__}: {reason}"
+        self.folder.set_status("interrupted" if stopped else "failed", trainer.global_step, reason)
+
+    def _restore(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        self._before.clear()
+
+
+class ProgressLine(L.Callback):
+    """One line of progress: rewritten in place on a terminal, else a new one every ten seconds."""
+
+    def __init__(self, step_log: StepLog):
+        self.step_log = step_log
+        self._start = self._shown = 0.0
+        self._first = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start, self._shown, self._first = time.monotonic(), 0.0, trainer.global_step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
+        now, live = time.monotonic(), sys.stderr.isatty()
+        step, last = trainer.global_step, trainer.global_step == trainer.max_steps
+        if not trainer.is_global_zero or (now - self._shown < (0.5 if live else 10.0) and not last):
+            return
+        self._shown = now
+        pace = (now - self._start) / max(1, step - self._first)
+        left = int(pace * (trainer.max_steps - step))
+        losses = " · ".join(f"{k} {v:.3f}" for k, v in self.step_log.latest.items() if k.startswith("loss"))
+        line = f"step {step}/{trainer.max_steps} · {losses} · {left // 60}:{left % 60:02d} left"
+        ends = "\n" if last or not live else ""
+        print(f"\r\x1b[K{line}" if live else line, end=ends, file=sys.stderr, flush=True)

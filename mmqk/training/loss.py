@@ -1,0 +1,109 @@
+"""Cross-entropy and z-loss, added up by the modality of the target. All losses are in nats.
+
+Shapes are in the names: B batch, T tokens, V vocabulary, M modalities.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What the loss adds up.
+
+    Attributes:
+        z_loss: Coefficient of log(Z)^2, Z the normaliser of the output softmax (PaLM, arXiv 2204.02311).
+        weights: Weight of each modality's loss and z-loss by name, 1 where left out; 0 switches it off.
+    """
+
+    z_loss: float = 0.0
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in [("z_loss", self.z_loss), *((f"weights.{m}", w) for m, w in self.weights.items())]:
+            if not (value >= 0.0 and math.isfinite(value)):
+                raise ValueError(f"loss.{name} must be a finite number, 0 or above, but is {value}.")
+
+    def weights_of(self, modalities: Sequence[str]) -> list[float]:
+        """The weight of each modality, in the order given; ValueError for a name that is not among them."""
+        for name in self.weights:
+            if name not in modalities:
+                known = ", ".join(modalities)
+                raise ValueError(f"loss.weights names {name!r}, but the modalities here are {known}.")
+        return [self.weights.get(name, 1.0) for name in modalities]
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over the trained targets of one batch, by target modality; (M,) each, fp32 (fp64 for fp64 logits).
+
+    Sums and not means: those of micro-batches and ranks add up, and an absent modality is a count of 0.
+
+    Attributes:
+        count: Trained targets.
+        ce: Cross-entropy, nats.
+        log_z: Log of the output softmax's normaliser, nats.
+        log_z_sq: Its square.
+    """
+
+    count: Tensor
+    ce: Tensor
+    log_z: Tensor
+    log_z_sq: Tensor
+
+
+def modality_losses(
+    logits_BTV: Tensor,
+    targets_BT: Tensor,
+    target_modality_BT: Tensor,
+    target_mask_BT: Tensor,
+    n_modalities: int,
+) -> LossSums:
+    """Cross-entropy and log Z of every trained target, summed by the modality of the target.
+
+    Args:
+        logits_BTV: Position t predicts `targets_BT[:, t]`: the caller has shifted already, logits or targets.
+        targets_BT: int64 ids; whatever stands where the mask is false, is never read.
+        target_modality_BT: Modality number of each target.
+        target_mask_BT: Whether a target is trained on, True or False.
+        n_modalities: M.
+
+    Returns:
+        Differentiable sums; nothing outside the mask reaches them.
+    """
+    wide_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+    index_BT1 = targets_BT.where(target_mask_BT, 0)[..., None]
+    # One softmax pass serves both: log Z is the target's logit less its log-probability. With z_loss 0 no
+    # gradient flows through log Z, and the backward pass costs what a plain cross-entropy's does.
+    ce_BT = -torch.log_softmax(wide_BTV, dim=-1).gather(-1, index_BT1)[..., 0]
+    log_z_BT = wide_BTV.gather(-1, index_BT1)[..., 0] + ce_BT
+
+    modality_M = torch.arange(n_modalities, device=logits_BTV.device)
+    selected_BTM = target_mask_BT[..., None] & (target_modality_BT[..., None] == modality_M)
+
+    def total_M(value_BT: Tensor) -> Tensor:
+        return torch.where(selected_BTM, value_BT[..., None], 0.0).sum(dim=(0, 1))
+
+    return LossSums(
+        count=selected_BTM.sum(dim=(0, 1)).to(wide_BTV.dtype),
+        ce=total_M(ce_BT),
+        log_z=total_M(log_z_BT),
+        log_z_sq=total_M(log_z_BT.square()),
+    )
+
+
+def total_loss(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Tensor | float) -> Tensor:
+    """`sum_m w_m (ce_m + z_loss * log_z_sq_m) / normalizer`, a scalar in nats.
+
+    Args:
+        sums: What `modality_losses` returned.
+        weights_M: Weight of each modality.
+        z_loss: Coefficient of log(Z)^2.
+        normalizer: Usually the trained targets of the whole optimizer step, over micro-batches and ranks.
+    """
+    per_modality_M = sums.ce + z_loss * sums.log_z_sq if z_loss else sums.ce
+    return (weights_M * per_modality_M).sum() / normalizer

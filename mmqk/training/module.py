@@ -1,0 +1,169 @@
+"""The LightningModule: one training step, its loss by modality, its optimizer. M modalities."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.store import UserError, differing_fields, tag
+from mmqk.training.loss import LossConfig, LossSums, modality_losses, total_loss
+from mmqk.training.optim import OptimConfig, lr_multiplier, make_optimizer
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one optimizer step measured, still on the device.
+
+    Attributes:
+        step: updates done with this one; its losses are those of the weights before it.
+        lr: learning rate of the update.
+        values: loss, gradient norm before clipping, then ``modality_sums`` flattened.
+    """
+
+    step: int
+    lr: float
+    values: Tensor
+
+
+def modality_sums(sums: LossSums) -> Tensor:
+    """(3, M): count, summed cross-entropy and summed log Z by target modality, in fp32."""
+    return torch.stack([sums.count, sums.ce, sums.log_z]).detach().float()
+
+
+def modality_means(sums_3M: list[list[float]], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
+    """Mean loss and log Z by modality as tags; a modality without a target is an absent key."""
+    values = {}
+    for name, count, ce, log_z in zip(names, *sums_3M, strict=True):
+        if count:
+            values |= {tag(prefix + "loss", name): ce / count, tag(prefix + "log_z", name): log_z / count}
+    return values
+
+
+class TrainingModule(L.LightningModule):
+    """Trains an EarlyFusionTransformer; everything it measures is a function of the global batch.
+
+    After each optimizer step ``step_record`` holds the loss, the losses and log Z by modality and the gradient
+    norm as one device tensor, read and cleared by a callback without a host synchronisation here.
+    """
+
+    def __init__(self, model: ModelConfig, loss: LossConfig, optim: OptimConfig, seed: int, backend: str):
+        super().__init__()
+        self.model_config, self.loss_config, self.optim_config, self.seed = model, loss, optim, seed
+        self.model = EarlyFusionTransformer(model, backend=backend, seed=seed)
+        self.loss_weights_M: Tensor
+        weights = torch.tensor(loss.weights_of(model.modalities))
+        self.register_buffer("loss_weights_M", weights, persistent=False)
+        self.step_record: StepRecord | None = None
+        self._sums_3M: Tensor | None = None
+        self._loss: Tensor | None = None
+        self._val_sums_3M: Tensor | None = None
+
+    @property
+    def trained_modalities(self) -> tuple[str, ...]:
+        """Those whose loss is not switched off."""
+        return tuple(n for n in self.model_config.modalities if self.loss_config.weights.get(n, 1.0) > 0)
+
+    # One step ------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: TokenBatch, index: int) -> Tensor:
+        if self.model_config.residual_dropout:
+            self._seed_dropout(index)
+        sums = self._losses(batch)
+        loss = total_loss(sums, self.loss_weights_M, self.loss_config.z_loss, batch.step_targets)
+        self._sums_3M = _add(self._sums_3M, modality_sums(sums))
+        self._loss = _add(self._loss, loss.detach())
+        # Lightning divides by the micro-batches and averages over ranks; the denominator has both already.
+        return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+
+    def _losses(self, batch: TokenBatch) -> LossSums:
+        logits_BTV = self.model(batch.ids_BT, batch.modality_BT, batch.document_BT)
+        return modality_losses(
+            logits_BTV,
+            batch.targets_BT,
+            batch.target_modality_BT,
+            batch.target_mask_BT,
+            len(self.model_config.modalities),
+        )
+
+    def _seed_dropout(self, index: int) -> None:
+        """Dropout is a function of (seed, micro-batch, rank), so a resumed run draws what it would have drawn."""
+        key = f"{self.seed}/{index}/{self.global_rank}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1)
+
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Once an optimizer step, before the update: clips by global norm and closes the step's record."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if gradient_clip_val:
+            torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, grad_norm)
+        assert self._sums_3M is not None and self._loss is not None
+        values = torch.cat([self._loss.float().view(1), self._sums_3M.flatten()])
+        self._sums_3M = self._loss = None
+        if self.trainer.world_size > 1:
+            values = self.trainer.strategy.reduce(values, reduce_op="sum")
+        values = torch.cat([values[:1], grad_norm.float().view(1), values[1:]])
+        lr = optimizer.param_groups[0]["lr"]
+        self.step_record = StepRecord(self.trainer.global_step + 1, lr, values)
+
+    def named_values(self, values: list[float]) -> dict[str, float]:
+        """The numbers of a `StepRecord` by tag."""
+        loss, grad_norm, *sums = values
+        n = len(self.model_config.modalities)
+        rows = [sums[i * n : (i + 1) * n] for i in range(3)]
+        return {"loss": loss, "grad_norm": grad_norm, **modality_means(rows, self.model_config.modalities)}
+
+    # Validation ----------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        self._val_sums_3M = None
+
+    def validation_step(self, batch: TokenBatch, index: int) -> None:
+        self._val_sums_3M = _add(self._val_sums_3M, modality_sums(self._losses(batch)))
+
+    def on_validation_epoch_end(self) -> None:
+        if self._val_sums_3M is None:
+            return
+        values = modality_means(self._val_sums_3M.tolist(), self.model_config.modalities, prefix="val_")
+        for logger in self.trainer.loggers:
+            logger.log_metrics(values, self.trainer.global_step)
+
+    # Optimizer -----------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = make_optimizer(self.optim_config, self.model)
+        max_steps = self.trainer.max_steps
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: lr_multiplier(self.optim_config, step, max_steps)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # Checkpoints: the configuration travels with the weights -------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mmqk_model"] = asdict(self.model_config)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses another model: pre-norm and post-norm share every parameter name and would load silently."""
+        stored = checkpoint.get("mmqk_model")
+        if stored is None:
+            raise UserError("The checkpoint carries no mmqk model configuration: it was not written by mmqk.train.")
+        differing = differing_fields(stored, asdict(self.model_config))
+        if differing:
+            raise UserError(
+                "The checkpoint is of another model: "
+                + ", ".join(f"model.{name}" for name in differing)
+                + " differ; remove it from the run's checkpoints or choose another --out."
+            )
+
+
+def _add(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total + part

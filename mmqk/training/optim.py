@@ -1,0 +1,80 @@
+"""AdamW with both conventions of weight decay, and the learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn, optim
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule.
+
+    Args:
+        lr: peak learning rate, after the warm-up.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: Adam's epsilon. Chameleon used 1e-5, Wortsman et al. 1e-8.
+        weight_decay: decay of matrices and embeddings; gains and biases are left out.
+        decay_mode: coupled multiplies the decay by the learning rate (torch's AdamW); independent multiplies it
+            by the schedule alone, so that it does not change with the peak (Wortsman et al., section 3.2.2).
+        warmup_steps: steps of linear warm-up from 0.
+        schedule: what follows the warm-up: constant, cosine or exponential decay.
+        final_lr: learning rate at the end as a share of the peak.
+    """
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay_mode: Literal["coupled", "independent"] = "coupled"
+    warmup_steps: int = 50
+    schedule: Literal["constant", "cosine", "exponential"] = "cosine"
+    final_lr: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"optim.lr is {self.lr}: it must be above 0.")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}: it must be in [0, 1).")
+        if self.eps < 0 or self.weight_decay < 0 or self.warmup_steps < 0:
+            raise ValueError("optim.eps, optim.weight_decay and optim.warmup_steps cannot be negative.")
+        if not 0 <= self.final_lr <= 1:
+            raise ValueError(f"optim.final_lr is {self.final_lr}: it is a share of the peak, between 0 and 1.")
+        if self.schedule == "exponential" and self.final_lr == 0:
+            raise ValueError("optim.schedule exponential cannot end at optim.final_lr 0: give it a share above 0.")
+
+
+def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
+    """Learning rate of update ``step`` (from 0) as a share of the peak."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    done = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    if config.schedule == "cosine":
+        return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    if config.schedule == "exponential":
+        return config.final_lr**done
+    return 1.0
+
+
+def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.AdamW:
+    """AdamW over two groups: matrices and embeddings decay, gains and biases do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    # torch decays by lr_t * weight_decay; dividing by the peak leaves the schedule alone: s_t * weight_decay.
+    decay = config.weight_decay / (config.lr if config.decay_mode == "independent" else 1.0)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )

@@ -1,0 +1,153 @@
+"""The per-step series: flushed in blocks, watched for divergence, and the checkpoints that wait for them."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from mmqk.data.batch import TokenBatch
+from mmqk.store import DivergenceRule
+from mmqk.training.module import StepRecord, TrainingModule
+
+
+class StepLog(L.Callback):
+    """Writes loss, losses and log Z by modality, gradient norm and learning rate of every step.
+
+    Records stay on the device until a flush, which is one transfer. The flush looks at each step for
+    non-finite numbers and for divergence (`DivergenceRule`), and stops the run in order.
+
+    Args:
+        flush_every: steps between two transfers to the host.
+
+    Attributes:
+        divergence: (step, reason) once the run has diverged.
+        latest: values of the newest flushed step, for a progress line.
+    """
+
+    def __init__(self, flush_every: int, warmup_steps: int):
+        self.flush_every = flush_every
+        self.rule = DivergenceRule(warmup_steps)
+        self.divergence: tuple[int, str] | None = None
+        self.latest: dict[str, float] = {}
+        self._records: list[StepRecord] = []
+        self._tokens = 0
+        self._since = time.monotonic()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._since = time.monotonic()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
+        self._tokens += batch.ids_BT.numel() * trainer.world_size
+        assert isinstance(pl_module, TrainingModule)
+        record = pl_module.step_record
+        if record is None:
+            return  # in the middle of an accumulated step
+        pl_module.step_record = None
+        self._records.append(record)
+        if record.step % self.flush_every == 0 or record.step == trainer.max_steps:
+            self.flush(trainer, pl_module)
+
+    def flush(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
+        """Write what was collected; stop the trainer if the run has diverged in it."""
+        if not self._records:
+            return
+        rows = torch.stack([record.values for record in self._records]).tolist()
+        for record, row in zip(self._records, rows, strict=True):
+            self.latest = {**pl_module.named_values(row), "lr": record.lr}
+            if record is self._records[-1]:
+                now = time.monotonic()
+                self.latest["tokens_per_s"] = self._tokens / max(now - self._since, 1e-9)
+                self._tokens, self._since = 0, now
+            for logger in trainer.loggers:
+                logger.log_metrics(self.latest, record.step)
+            reason = self._diverged(record.step, pl_module)
+            if reason is not None and self.divergence is None:
+                self.divergence = (record.step, reason)
+                trainer.should_stop = True
+        self._records.clear()
+
+    def _diverged(self, step: int, pl_module: TrainingModule) -> str | None:
+        if not math.isfinite(self.latest["grad_norm"]):
+            return f"the gradient norm became {self.latest['grad_norm']}"
+        losses = {m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest}
+        return self.rule.update(step, losses)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._since = time.monotonic()  # validation is not training time
+        self._tokens = 0
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        self.flush(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rule.load_state_dict(state_dict)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run can be taken up again.
+
+    Args:
+        every_n_steps: optimizer steps between two checkpoints; 0 writes only the last one.
+        keep: how many of the newest are kept.
+    """
+
+    every_n_steps: int = 500
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if self.every_n_steps < 0:
+            raise ValueError(f"checkpoint.every_n_steps is {self.every_n_steps}: it cannot be negative.")
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep is {self.keep}: at least 1 is needed to resume.")
+
+
+class Checkpoints(L.Callback):
+    """Writes ``step00000500.ckpt`` whole or not at all, after a flush that found the step finite."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, step_log: StepLog):
+        self.folder, self.config, self.step_log = folder, config, step_log
+        self._saved = -1
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
+        step, every = trainer.global_step, self.config.every_n_steps
+        if step and step != self._saved and ((every and step % every == 0) or step == trainer.max_steps):
+            self.save(trainer, pl_module)
+
+    def save(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
+        """A checkpoint of now, unless the run has diverged."""
+        self.step_log.flush(trainer, pl_module)
+        if self.step_log.divergence is not None:
+            return
+        for logger in trainer.loggers:
+            logger.save()
+        self._saved = trainer.global_step
+        path = self.folder / f"step{trainer.global_step:08d}.ckpt"
+        partial = path.with_suffix(".partial")
+        trainer.save_checkpoint(partial)
+        if trainer.is_global_zero:
+            os.replace(partial, path)
+            for old in checkpoints_in(self.folder)[: -self.config.keep]:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Whole checkpoints of a run, oldest first."""
+    return sorted(folder.glob("step*.ckpt"))
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps done at a checkpoint, by its name."""
+    return int(checkpoint.stem.removeprefix("step"))

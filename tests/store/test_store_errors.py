@@ -1,0 +1,64 @@
+import subprocess
+import sys
+
+import pytest
+
+from mmqk.store import UserError, front_door
+
+
+def test_a_users_mistake_is_one_sentence_and_exit_code_2(capsys):
+    @front_door
+    def main(argv):
+        raise UserError(f"there is no field {argv[0]}:\n give one that exists")
+
+    assert main(["model.width"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "mmqk: there is no field model.width: give one that exists\n"
+    assert captured.out == ""
+
+
+def test_a_defect_of_ours_keeps_its_traceback():
+    @front_door
+    def main(argv):
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError):
+        main([])
+
+
+def test_exit_codes_pass_and_ctrl_c_is_130():
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    assert front_door(lambda argv: 3)([]) == 3
+    assert front_door(interrupted)([]) == 130
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_goes_away_leaves_no_traceback(lines):
+    code = (
+        "from mmqk.store import run_main\n"
+        "def main(argv):\n"
+        f"    print('line\\n' * {lines})\n"
+        "    return 0\n"
+        "run_main(main)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"import time; time.sleep(0.3)\n{code}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    child.stdout.close()
+    assert child.stderr.read() == b""
+    assert child.wait() == 141
+
+
+def test_the_store_needs_the_standard_library_only():
+    code = (
+        "import sys, mmqk.store\n"
+        "outside = {m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names)\n"
+        "rooms = {m for m in sys.modules if m.startswith('mmqk.') and not m.startswith('mmqk.store')}\n"
+        "print(sorted(outside - {'mmqk', '__main__', 'sitecustomize'}), sorted(rooms))\n"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] []"

@@ -1,0 +1,259 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mmqk.store import RunFolder, UserError, is_locked, mark_ended, read_status
+
+IDENTITY = {"model": {"d_model": 64}, "optim": {"lr": 0.01}, "seed": 0}
+
+
+def snapshot(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def open_run(path, identity=IDENTITY, **more):
+    return RunFolder.open(path, identity, {"command": "test"}, **more)
+
+
+def start(code, *args):
+    """Another process that prints "go" when it is where the test wants it, then waits."""
+    text = "import sys, time\nfrom mmqk.store import *\n" + code
+    child = subprocess.Popen([sys.executable, "-c", text, *map(str, args)], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"go\n"
+    return child
+
+
+def kill(child):
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+HOLD = f"""
+run = RunFolder.open(sys.argv[1], {IDENTITY!r}, {{}})
+run.set_status("running", 7)
+print("go", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_new_folder_gets_its_record(tmp_path):
+    with open_run(tmp_path / "a" / "b", code="c0de") as run:
+        assert run.state == "new" and not run.stale
+        record = json.loads((run.path / "run.json").read_text())
+        assert record == {
+            "id": run.id,
+            "code": "c0de",
+            "identity": IDENTITY,
+            "details": {"command": "test"},
+        }
+        assert run.status().status == "running" and run.status().step == 0
+        assert run.metrics_path.name == "metrics.jsonl" and run.config_path.name == "config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [
+        ("running", "resume"),
+        ("interrupted", "resume"),
+        ("failed", "resume"),
+        ("completed", "finished"),
+        ("diverged", "finished"),
+    ],
+)
+def test_what_the_same_command_finds(tmp_path, status, state):
+    with open_run(tmp_path / "r", code="a") as run:
+        run.set_status(status, 12, "because")
+    with open_run(tmp_path / "r", code="a") as again:
+        assert again.state == state and not again.stale
+        assert (again.status().step, again.status().reason) == (12, "because")
+    with open_run(tmp_path / "r", code="b") as other_code:
+        assert other_code.stale == (state == "finished")
+
+
+def test_seconds_add_up_over_resumes(tmp_path):
+    with open_run(tmp_path / "r") as run:
+        run.set_status("interrupted", 1)
+    record = json.loads((tmp_path / "r/status.json").read_text())
+    (tmp_path / "r/status.json").write_text(json.dumps({**record, "seconds": 100.0}))
+    with open_run(tmp_path / "r") as run:
+        run.set_status("completed", 2)
+        assert run.status().seconds >= 100.0
+
+
+def test_another_identity_is_refused_by_field_and_nothing_is_touched(tmp_path):
+    with open_run(tmp_path / "r") as run:
+        run.set_status("completed", 3)
+    before = snapshot(tmp_path)
+    other = {"model": {"d_model": 128}, "optim": {"lr": 0.01, "eps": 1e-8}, "seed": 0}
+    with pytest.raises(UserError, match=r"model\.d_model \(64 there, 128 here\)") as refusal:
+        open_run(tmp_path / "r", other)
+    assert "optim.eps (absent there, 1e-08 here)" in str(refusal.value)
+    assert "optim.lr" not in str(refusal.value) and "seed" not in str(refusal.value)
+    assert snapshot(tmp_path) == before
+    assert not is_locked(tmp_path / "r")
+
+
+def test_a_folder_of_other_files_is_refused_untouched(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match=r"holds other files \(thesis\.tex\)"):
+        open_run(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_record_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "run.json").write_text('{"id": "cut')
+    with pytest.raises(UserError, match=r"run\.json cannot be read"):
+        open_run(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("here")
+    for path in (tmp_path / "file", tmp_path / "file" / "run", "/proc/mmqk-test-run"):
+        with pytest.raises(UserError, match=r"cannot be written \(.+\): give another --out"):
+            open_run(path)
+    assert (tmp_path / "file").read_text() == "here"
+
+
+def test_a_full_disk_is_one_sentence_and_gives_the_lock_back(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mmqk.store.folder.write_json", full)
+        with pytest.raises(UserError, match="No space left"):
+            open_run(tmp_path / "r")
+    open_run(tmp_path / "r").close()
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
+    child = start(HOLD, tmp_path / "r")
+    try:
+        before = snapshot(tmp_path)
+        with pytest.raises(UserError, match=rf"another process \(process {child.pid}\) is training in"):
+            open_run(tmp_path / "r")
+        assert is_locked(tmp_path / "r")
+        assert not mark_ended(tmp_path / "r", "failed", 9, "not mine to say")
+        assert snapshot(tmp_path) == before
+    finally:
+        kill(child)
+    assert not is_locked(tmp_path / "r")
+    with open_run(tmp_path / "r") as run:
+        assert run.state == "resume" and run.status().step == 7
+
+
+def test_the_same_process_is_refused_too_and_keeps_its_lock(tmp_path):
+    run = open_run(tmp_path / "r")
+    with pytest.raises(UserError, match="this process is already training in"):
+        open_run(tmp_path / "r")
+    assert is_locked(tmp_path / "r")
+    # Closing any descriptor of a POSIX lock's file drops the lock: ask a process that cannot know of ours.
+    code = "import sys, pathlib, mmqk.store as s; sys.exit(s.is_locked(pathlib.Path(sys.argv[1])))"
+    ask = [sys.executable, "-c", code, str(run.path)]
+    assert subprocess.run(ask).returncode == 1
+    run.close()
+    assert subprocess.run(ask).returncode == 0
+    open_run(tmp_path / "r").close()
+
+
+ORPHAN = f"""
+import os
+run = RunFolder.open(sys.argv[1], {IDENTITY!r}, {{}})
+worker = os.fork()
+if worker == 0:
+    run.close()
+    time.sleep(60)
+print("go", flush=True)
+print(worker, flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_orphaned_worker_does_not_keep_the_lock(tmp_path):
+    child = start(ORPHAN, tmp_path / "r")
+    worker = int(child.stdout.readline())
+    try:
+        # The worker closing its copy of the file gave nothing away.
+        assert is_locked(tmp_path / "r")
+        kill(child)
+        os.kill(worker, 0)
+        assert not is_locked(tmp_path / "r")
+        open_run(tmp_path / "r").close()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+BEFORE_RUN_JSON = f"""
+import mmqk.store.folder as folder
+def stop(path, record):
+    print("go", flush=True)
+    time.sleep(60)
+folder.write_json = stop
+RunFolder.open(sys.argv[1], {IDENTITY!r}, {{}})
+"""
+HALF_WRITTEN = f"""
+import os
+def stop(a, b):
+    print("go", flush=True)
+    time.sleep(60)
+run = None
+if len(sys.argv) > 2:
+    run = RunFolder.open(sys.argv[1], {IDENTITY!r}, {{}})
+os.replace = stop
+if run is None:
+    RunFolder.open(sys.argv[1], {IDENTITY!r}, {{}})
+else:
+    run.set_status("completed", 99)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "args", "state"),
+    [
+        (BEFORE_RUN_JSON, (), "new"),
+        (HALF_WRITTEN, (), "new"),
+        (HALF_WRITTEN, ("status",), "resume"),
+        (HOLD, (), "resume"),
+    ],
+)
+def test_a_kill_at_any_point_leaves_a_folder_that_the_next_call_takes(tmp_path, code, args, state):
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "train.log").write_text("the shell opened this before the run began\n")
+    kill(start(code, folder, *args))
+    with open_run(folder) as run:
+        assert run.state == state
+        assert run.status().status == "running"
+        names = {p.name for p in folder.iterdir()}
+    assert names <= {"train.log", "run.lock", "run.json", "status.json"}
+
+
+def test_a_dead_process_is_recorded_as_failed_and_its_own_word_stands(tmp_path):
+    kill(start(HOLD, tmp_path / "r"))
+    assert mark_ended(tmp_path / "r", "failed", 8, "killed by SIGKILL")
+    status = read_status(tmp_path / "r")
+    assert (status.status, status.step, status.reason) == ("failed", 8, "killed by SIGKILL")
+    for own in ("completed", "diverged", "interrupted", "failed"):
+        with open_run(tmp_path / "r") as run:
+            run.set_status(own, 5, "own word")
+        assert not mark_ended(tmp_path / "r", "failed", 8, "killed by SIGKILL")
+        assert read_status(tmp_path / "r").reason == "own word"
+
+
+def test_a_process_that_died_before_it_began_can_begin_again(tmp_path):
+    (tmp_path / "r").mkdir()
+    assert mark_ended(tmp_path / "r", "failed", 0, "killed by SIGKILL")
+    with open_run(tmp_path / "r") as run:
+        assert run.state == "new" and run.status().status == "running"
+
+
+def test_an_unknown_status_is_a_defect_and_an_unreadable_one_is_none(tmp_path):
+    with open_run(tmp_path / "r") as run:
+        with pytest.raises(ValueError, match="finished"):
+            run.set_status("finished", 1)
+        for text in ('{"status": "odd"}', "[]", '{"status": "completed", "step": "x"}', ""):
+            (run.path / "status.json").write_text(text)
+            assert read_status(run.path) is None

@@ -1,0 +1,188 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import mmqk.store.files
+from mmqk.store import MetricsWriter, last_metrics, read_metrics
+
+
+def write_steps(path, steps):
+    writer = MetricsWriter(path)
+    for step in steps:
+        writer.write(step, {"loss": step / 8})
+    writer.close()
+
+
+def test_values_of_one_step_share_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write(1, {"loss": 0.5})
+    writer.write(1, {"lr": 0.25})
+    assert path.read_text() == ""
+    writer.write(2, {"loss": 0.125})
+    assert path.read_text() == '{"step":1,"loss":0.5,"lr":0.25}\n'
+    writer.flush()
+    assert path.read_text().splitlines()[1] == '{"step":2,"loss":0.125}'
+    writer.close()
+    writer.close()
+
+
+def test_a_step_written_again_later_is_merged_on_reading(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write(10, {"loss": 1.0, "lr": 0.5})
+    writer.flush()
+    writer.write(11, {"loss": 2.0})
+    writer.write(10, {"val_loss/text": 3.0, "lr": 0.75})
+    writer.close()
+    assert len(path.read_text().splitlines()) == 3
+    assert read_metrics(path) == [
+        {"step": 10, "loss": 1.0, "lr": 0.75, "val_loss/text": 3.0},
+        {"step": 11, "loss": 2.0},
+    ]
+
+
+def test_values_that_are_not_finite_are_strings_in_the_file_and_floats_outside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1e300})
+    writer.close()
+    strict = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
+    assert strict == {"step": 1, "a": "nan", "b": "inf", "c": "-inf", "d": 1e300}
+    (line,) = read_metrics(path)
+    assert math.isnan(line["a"]) and line["b"] == math.inf and line["c"] == -math.inf
+    assert last_metrics(path)["b"] == math.inf
+
+
+def test_floats_come_back_bit_for_bit(tmp_path):
+    values = {"a": 0.1, "b": 1 / 3, "c": 5e-324, "d": 3.4028234663852886e38}
+    writer = MetricsWriter(tmp_path / "m")
+    writer.write(0, values)
+    writer.close()
+    assert read_metrics(tmp_path / "m") == [{"step": 0, **values}]
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_cut_last_line_costs_that_line_only(tmp_path, cut):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2, 3])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    lines = read_metrics(path)
+    # Without its newline a line is still whole; with one byte less it is not.
+    expected = [1, 2, 3] if cut == 1 else [1, 2]
+    assert [line["step"] for line in lines] == expected
+    assert lines.truncated == (cut > 1)
+    assert last_metrics(path)["step"] == expected[-1]
+
+    writer = MetricsWriter(path)
+    writer.write(4, {"loss": 4.0})
+    writer.close()
+    again = read_metrics(path)
+    assert [line["step"] for line in again] == [*expected, 4]
+    assert not again.truncated
+
+
+def test_nothing_is_read_from_a_missing_or_empty_file(tmp_path):
+    assert read_metrics(tmp_path / "none") == [] and last_metrics(tmp_path / "none") == {}
+    (tmp_path / "empty").touch()
+    assert read_metrics(tmp_path / "empty") == [] and last_metrics(tmp_path / "empty") == {}
+
+
+def test_the_last_line_is_found_from_the_end_of_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(2000))
+    assert last_metrics(path, tail_bytes=256) == {"step": 1999, "loss": 1999 / 8}
+    writer = MetricsWriter(path)
+    writer.write(1999, {"val_loss/text": 2.0})
+    writer.close()
+    assert last_metrics(path) == {"step": 1999, "val_loss/text": 2.0}
+    assert last_metrics(path, having="loss") == {"step": 1999, "loss": 1999 / 8}
+    assert last_metrics(path, having="lr") == {}
+
+
+def test_truncate_after_keeps_every_line_up_to_the_step_and_writing_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    for step in (1, 2, 3, 4):
+        writer.write(step, {"loss": float(step)})
+    writer.write(2, {"val_loss/text": 9.0})
+    before = path.read_bytes().splitlines()
+    writer.truncate_after(2)
+    assert path.read_bytes().splitlines() == [*before[:2], b'{"step":2,"val_loss/text":9.0}']
+    writer.write(3, {"loss": 30.0})
+    writer.close()
+    assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_truncate_after_drops_what_was_collected_later_too(tmp_path):
+    writer = MetricsWriter(tmp_path / "m")
+    writer.write(1, {"loss": 1.0})
+    writer.write(5, {"loss": 5.0})
+    writer.truncate_after(3)
+    writer.close()
+    assert [line["step"] for line in read_metrics(tmp_path / "m")] == [1]
+
+
+def test_a_failing_truncation_leaves_the_file_and_the_writer_whole(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2, 3])
+    before = path.read_bytes()
+    writer = MetricsWriter(path)
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmqk.store.files.os, "replace", full_disk)
+        with pytest.raises(OSError):
+            writer.truncate_after(1)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    writer.write(4, {"loss": 4.0})
+    writer.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+
+
+KILLED = """
+import sys
+from mmqk.store import MetricsWriter
+path = sys.argv[1]
+print("go", flush=True)
+while True:
+    writer = MetricsWriter(path)
+    for step in range(20, 60):
+        writer.write(step, {"loss": 1.0, "pad": 2.0})
+    writer.truncate_after(19)
+    writer.close()
+"""
+
+
+@pytest.mark.parametrize("wait", [0.02, 0.05, 0.09])
+def test_a_kill_while_truncating_never_loses_the_lines_kept(tmp_path, wait):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(20))
+    kept = path.read_bytes()
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"go\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(wait)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert path.read_bytes().startswith(kept)
+    writer = MetricsWriter(path)
+    writer.truncate_after(19)
+    writer.close()
+    assert path.read_bytes() == kept
+
+
+def test_step_is_no_name_for_a_series(tmp_path):
+    writer = MetricsWriter(tmp_path / "m")
+    with pytest.raises(ValueError, match="step"):
+        writer.write(1, {"step": 2.0})
+    writer.close()
