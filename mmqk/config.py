@@ -98,6 +98,7 @@ def build_parser(help_all: bool = False) -> Parser:
         " status.json, TensorBoard events and checkpoints/. The same command again resumes it.",
         epilog="Example: python -m mmqk.train --config configs/demo.yaml --optim.lr 0.03 --model.qk_norm.kind rms",
         exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file of a run; repeat it to merge several.")
     parser.add_argument("--help-all", action="store_true", help="Show Trainer's flags too, and exit.")
@@ -189,14 +190,14 @@ def _complete(parsed: Namespace) -> RunConfig:
 def _build(section: type, values: Any) -> Any:
     """A frozen dataclass from the parser's namespace, nested ones included; it checks itself."""
     if not isinstance(values, (Namespace, dict)):
-        return values
+        raise ValueError(f"{section.__name__.removesuffix('Config').lower()} is '{values}': it is a group of fields.")
     plain = vars(values) if isinstance(values, Namespace) else values
     built = {}
     for f in dataclasses.fields(section):
         value = plain[f.name]
         nested = f.default_factory if isinstance(f.default_factory, type) else None
         if nested is not None and dataclasses.is_dataclass(nested):
-            value = _build(nested, value)
+            value = _build(nested, value)  # type: ignore[arg-type]
         elif isinstance(value, Namespace):
             value = vars(value)
         built[f.name] = value
@@ -208,12 +209,17 @@ def _sentence(message: str, parser: Parser) -> str:
     flat = " ".join(message.split())
     if unknown := re.search(r"[Uu]nrecognized arguments?: (\S+)", flat):
         return _unknown(unknown[1].lstrip("-").split("=")[0], parser)
-    if unknown := re.search(r"(?:Key|Option) '([\w.]+)' is not (?:expected|accepted)", flat):
-        return _unknown(unknown[1], parser)
-    if nested := re.search(r"does not accept (?:option|nested key) '([\w.]+)'", flat):
-        return _unknown(nested[1], parser)
-    if missing := re.search(r"Parser key \"config\".*?(?:Unable to|No such file|not).*?['\"]?([\w./-]+\.ya?ml)", flat):
-        return f"The configuration {missing[1]} cannot be read: check the path after --config."
+    if nested := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", flat):
+        return _unknown(f"{nested[1]}.{nested[2]}", parser)
+    if top := re.search(r"Option '([\w.]+)' is not accepted", flat):
+        return _unknown(top[1], parser)
+    if union := re.search(r'Parser key "([\w.]+)": Does not validate.*?Subtypes: (.*?) Errors:.*Got value: (.*)', flat):
+        return f"{union[1]} is '{union[3].split(' ')[0]}', which is none of {union[2]}."[:400]
+    if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', flat):
+        kind = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", wrong[2])
+        return f"{wrong[1]} is '{wrong[3]}': expected {kind}."
+    if missing := re.search(r"config\"?: Path is not a file: '(.+?)'|([\w./-]+\.ya?ml)", flat):
+        return f"The configuration {missing[1] or missing[2]} cannot be read: check the path after --config."
     return flat[:400]
 
 

@@ -17,6 +17,7 @@ Claims and report are for `mmqk.analysis`; here only their names of arms are che
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def load_grid(path: str | Path) -> Grid:
         if key not in raw:
             raise UserError(f"{path}: there is no {key!r}, which every grid has")
     bases = _strings(raw["base"], f"{path}: base")
-    base = tuple((path.parent / name).resolve() for name in bases)
+    base = tuple(Path(os.path.normpath(path.parent / name)) for name in bases)
     for name, file in zip(bases, base, strict=True):
         if not file.is_file():
             raise UserError(f"{path}: the base config {name} does not exist (looked in {path.parent})")
@@ -197,7 +198,9 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(f"{path} cannot be read ({reason}): give a grid such as those in configs/ablations")
+        raise UserError(
+            f"{path} cannot be read ({reason}): give a grid such as those in configs/ablations"
+        ) from error
     try:
         raw = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

@@ -45,7 +45,7 @@ class Metric:
         """The value on the scale on which effects are differences."""
         if self.scale == "linear":
             return value
-        return math.log(value) if value > 0 else (-math.inf if value == 0 else math.nan)
+        return math.log(value) if value > 0 else math.nan
 
 
 def _end(series: Series, worst: float) -> float:

@@ -146,13 +146,14 @@ class TokenDataModule(L.LightningDataModule):
         )
         return PositionedLoader(dataset, self.config.workers, pin_memory=_on_gpu(trainer))
 
-    def val_dataloader(self) -> list[TokenBatch]:
+    def val_dataloader(self) -> DataLoader:
         """Every rank reads the whole validation set: it is small, and sums need no exchange."""
         trainer = self.trainer
         assert trainer is not None
         size = max(1, self.config.batch_size // (trainer.accumulate_grad_batches * trainer.world_size))
         rows = self._val_rows
-        return [self.builder.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+        batches = [self.builder.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
     def probe_batch(self, sequences: int) -> TokenBatch:
         """The first validation sequences, for monitors that compare runs on the same tokens."""

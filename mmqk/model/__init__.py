@@ -1,6 +1,6 @@
 """TokenBatch to logits. Pure torch: nothing of the rest of mmqk, no logging, no files."""
 
-from .attention import BACKENDS, attention, check_backend
+from .attention import BACKENDS, check_backend
 from .config import ModelConfig, QKNormConfig
 from .init import init_weights
 from .transformer import EarlyFusionTransformer, modality_of_ids
@@ -10,7 +10,6 @@ __all__ = [
     "EarlyFusionTransformer",
     "ModelConfig",
     "QKNormConfig",
-    "attention",
     "check_backend",
     "init_weights",
     "modality_of_ids",

@@ -75,7 +75,7 @@ def attention(
         logits_BHTS = (scale * q) @ k.transpose(-1, -2)
         if softcap is not None:
             logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
-        # Adding -inf in place costs one pass forward and none backward; masked_fill costs one in each direction.
+        # Adding -inf in place is one pass forward and none backward; masked_fill is one in each direction.
         visible = _visible(q_BHTK, document_BT)
         logits_BHTS += torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, float("-inf"))
         return (torch.softmax(logits_BHTS, dim=-1) @ v).to(v_BHTK.dtype)

@@ -53,8 +53,10 @@ class Block(nn.Module):
     """One layer. A norm that is switched off is the identity; the residual stream itself is never normalised.
 
     ```
-    x ─┬──────────────────────────────────────────(+)─┬────────────────────────────────────(+)─ out
-       └─ pre_norm ─ attention ─ post_norm ─ dropout ─┘└─ pre_norm ─ mlp ─ post_norm ─ dropout ─┘
+    x ─┬───────────────────────────────────────────────────────(+)── h
+       └─ attn_pre_norm ─ attention ─ attn_post_norm ─ dropout ─┘
+    h ─┬───────────────────────────────────────────────(+)── out
+       └─ mlp_pre_norm ─ mlp ─ mlp_post_norm ─ dropout ─┘
 
     pre_norm, post_norm = (on, off)  Llama, Chameleon-7B
                           (off, on)  Chameleon-34B, Swin, OLMo 2

@@ -185,11 +185,11 @@ class RunFolder:
         self.close()
 
 
-def mark_ended(path: Path, status: str, step: int, reason: str) -> bool:
+def mark_ended(path: Path, status: str, step: int, reason: str, before: Status | None = None) -> bool:
     """Record how a run ended whose process died without saying so; False when the run's own word stands.
 
     It stands when the run is finished, interrupted or failed by its own account, or when a living process
-    holds the folder.
+    holds the folder. A status equal to ``before``, read as the process started, is not its word.
     """
     try:
         lock = FolderLock(path)
@@ -197,7 +197,7 @@ def mark_ended(path: Path, status: str, step: int, reason: str) -> bool:
         return False
     try:
         own = read_status(path) or Status("running")
-        if own.status != "running":
+        if own.status != "running" and (own != before or own.finished):
             return False
         write_json(path / STATUS_NAME, asdict(Status(status, step, reason, own.seconds)))
         return True

@@ -124,7 +124,7 @@ class Decoder(nn.Module):
     """Code vectors on the grid back to pixels.
 
     ```
-    (B, code_dim, G, G) ── 3x3 ── blocks ── [1x1, shuffle x2, block] ... ── norm ── 3x3, shuffle x2 ──> (B, 3, S, S)
+    (B, D, G, G) ── 3x3 ── blocks ── [1x1, shuffle x2, block] ... ── norm ── 3x3, shuffle x2 ──> (B, 3, S, S)
     ```
 
     Each doubling of the side halves the width; the last one leads straight to pixels.

@@ -1,24 +1,43 @@
-"""The joint vocabulary: specials, then text ids, then image codes, one contiguous block a modality.
+"""One vocabulary for all modalities: specials and text first, then the image codes.
 
-Specials count as text. Ids may be numbers, numpy arrays or torch tensors: placing is one addition.
+```
+id    0     1     2     3       4        5 ...            5 + text_size ...
+      <bos> <eos> <pad> <image> </image> BPE entries      image codes
+      └──────────── text block ─────────────────────────┘ └─ image block ─┘
+```
+
+The specials count as text. Block ranges, not names, decide the modality of an id.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
+
+import numpy as np
+from torch import Tensor
+
+from mmqk.tokenizers.files import TEXT_FILE, damaged, existing_file
+from mmqk.tokenizers.image import read_config
 
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "</image>")
 BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE = range(len(SPECIALS))
 
+Ids = TypeVar("Ids", np.ndarray, Tensor, list[int])
+
 
 @dataclass(frozen=True)
 class JointVocabulary:
-    """Places the ids of a text and of an image tokenizer in one vocabulary.
+    """Places text ids and image codes in one range of ids.
+
+    Every method takes and gives numpy arrays, torch tensors or lists of int, of any shape, and checks no
+    range: `blocks` says which ids are whose.
 
     Attributes:
-        text_size: ids of the text tokenizer.
+        text_size: entries of the text tokenizer.
         image_size: codes of the image tokenizer.
     """
 
@@ -26,34 +45,52 @@ class JointVocabulary:
     image_size: int
 
     @classmethod
-    def load(cls, folder: str | Path) -> JointVocabulary:
-        """The vocabulary of the tokenizers in ``folder``, from their sizes alone.
+    def load(cls, folder: Path | str) -> JointVocabulary:
+        """The vocabulary of the two tokenizers in a folder, from their sizes alone.
 
         Raises:
-            UserError: a tokenizer is missing or cannot be read.
+            UserError: a tokenizer file is missing or damaged.
         """
-        from mmqk.tokenizers.image import ImageTokenizer
-        from mmqk.tokenizers.text import TextTokenizer
+        path = existing_file(folder, TEXT_FILE)
+        try:
+            text_size = len(json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise damaged(path, f"{type(error).__name__}: {error}") from error
+        return cls(text_size=text_size, image_size=read_config(folder).codes)
 
-        return cls(TextTokenizer.load(folder).size, ImageTokenizer.read_config(folder).codes)
+    @property
+    def size(self) -> int:
+        """Number of ids: specials, text and image."""
+        return len(SPECIALS) + self.text_size + self.image_size
 
     @property
     def blocks(self) -> dict[str, int]:
-        """Number of ids by modality, in id order: `ModelConfig.blocks`."""
+        """Size of each modality's contiguous block, in order; the first starts at id 0."""
         return {"text": len(SPECIALS) + self.text_size, "image": self.image_size}
 
-    def text(self, ids: Any) -> Any:
-        """Joint ids of text tokenizer ids."""
-        return ids + len(SPECIALS)
+    @property
+    def image_offset(self) -> int:
+        """The id of image code 0, and the end of the text block."""
+        return len(SPECIALS) + self.text_size
 
-    def image(self, codes: Any) -> Any:
-        """Joint ids of image codes."""
-        return codes + self.blocks["text"]
+    def text(self, ids: Ids) -> Ids:
+        """Text tokenizer ids to joint ids."""
+        return _shift(ids, len(SPECIALS))
 
-    def text_ids(self, joint: Any) -> Any:
-        """Text tokenizer ids of joint ids; the inverse of `text`, meaningless for other blocks."""
-        return joint - len(SPECIALS)
+    def image(self, codes: Ids) -> Ids:
+        """Image codes to joint ids."""
+        return _shift(codes, self.image_offset)
 
-    def image_codes(self, joint: Any) -> Any:
-        """Image codes of joint ids; the inverse of `image`, meaningless for other blocks."""
-        return joint - self.blocks["text"]
+    def text_ids(self, joint: Ids) -> Ids:
+        """Joint ids to text tokenizer ids, the inverse of `text`; specials become negative."""
+        return _shift(joint, -len(SPECIALS))
+
+    def image_codes(self, joint: Ids) -> Ids:
+        """Joint ids to image codes, the inverse of `image`; text becomes negative."""
+        return _shift(joint, -self.image_offset)
+
+
+def _shift(ids: Ids, offset: int) -> Ids:
+    if isinstance(ids, Sequence):
+        return cast(Ids, [int(i) + offset for i in ids])
+    return ids + offset

@@ -72,8 +72,8 @@ class Lifecycle(L.Callback):
         if not trainer.is_global_zero:
             return
         stopped = isinstance(exception, (Interrupted, KeyboardInterrupt))
-        reason = str(exception) or type(exception).__name__
-        if not isinstance(exception, (Interrupted, KeyboardInterrupt)):
+        reason = " ".join(str(exception).split())[:300] or type(exception).__name__
+        if not stopped:
             reason = f"{type(exception).__name__}: {reason}"
         self.folder.set_status("interrupted" if stopped else "failed", trainer.global_step, reason)
 

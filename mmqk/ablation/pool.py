@@ -1,0 +1,258 @@
+"""Runs jobs, so many at a time, each in its own process forked from a server that has imported torch already.
+
+The server (multiprocessing's *forkserver*) has touched no device and started no thread, so a run begins in a
+fraction of a second. One run that fails, by itself or by SIGKILL, is recorded and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver, get_context, resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import FrameType
+
+from mmqk.ablation.child import BLOCKED, GRACE_SECONDS, run_job
+from mmqk.store import FINISHED, Status, is_locked, last_metrics, mark_ended, read_json, read_status
+
+TRAIN = "mmqk.train:main"
+# The server imports these once for all runs; the second is what imports torch and lightning.
+PRELOAD = ("mmqk.train", "mmqk.config")
+LOG_NAME = "train.log"
+POLL_SECONDS = 0.2
+_INTERRUPTED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: who it is, the command line that makes it, and where it goes.
+
+    Attributes:
+        args: command line of ``mmqk.train`` without ``--out``.
+        id: identity hash of the run, as its run.json has it.
+        max_steps: length of the run in optimizer steps, 0 if unknown.
+    """
+
+    arm: str
+    seed: int
+    args: tuple[str, ...]
+    folder: Path
+    id: str
+    max_steps: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm} seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a task stands: status "waiting" before it ran, "running", or as status.json says."""
+
+    status: str
+    step: int = 0
+    loss: float | None = None
+    seconds: float = 0.0
+    reason: str = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to train."""
+        return self.status in FINISHED
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run says that it is over, for now at least."""
+        return self.finished or self.status in ("failed", "interrupted")
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run's process, and what status.json said as it started (another session's word)."""
+
+    process: ForkServerProcess
+    before: Status | None
+
+
+def standing(task: Task) -> Outcome:
+    """What the folder of a task says about it; "waiting" when it holds no run of that identity."""
+    record = read_json(task.folder / "run.json")
+    status = read_status(task.folder)
+    if record is None or record.get("id") != task.id or status is None:
+        return Outcome("waiting")
+    last = last_metrics(task.folder / "metrics.jsonl", having="loss")
+    return Outcome(status.status, status.step, last.get("loss"), status.seconds, status.reason)
+
+
+@dataclass
+class Pool:
+    """Trains every task that is not finished.
+
+    Args:
+        tasks: in the order to start them.
+        jobs: runs at a time.
+        entry: "module:function" that trains from a command line and returns the exit code.
+        preload: modules that the server imports once for all runs.
+        tick: called several times a second with this pool.
+        grace: seconds that interrupted runs have to end in order.
+    """
+
+    tasks: Sequence[Task]
+    jobs: int
+    entry: str = TRAIN
+    preload: Sequence[str] = PRELOAD
+    tick: Callable[[Pool], None] | None = None
+    grace: float = GRACE_SECONDS
+    signal_received: int | None = field(default=None, init=False)
+    running: dict[Task, Running] = field(default_factory=dict, init=False)
+    outcomes: dict[Task, Outcome] = field(default_factory=dict, init=False)
+    _signals: int = field(default=0, init=False)
+    _deadline: float | None = field(default=None, init=False)
+
+    def run(self) -> dict[Task, Outcome]:
+        """Train until nothing is left, or until SIGINT or SIGTERM has been passed on and obeyed."""
+        self.outcomes = {task: standing(task) for task in self.tasks}
+        pending = [task for task in self.tasks if not self.outcomes[task].finished]
+        for task in pending:
+            self.outcomes[task] = replace(self.outcomes[task], status="waiting", reason="")
+        with self._handlers():
+            if pending:
+                start_server(self.preload)
+            try:
+                while self.running or (pending and not self._signals):
+                    if self._signals:
+                        self._stop()
+                    else:
+                        pending = self._start_some(pending)
+                    wait([run.process.sentinel for run in self.running.values()], timeout=POLL_SECONDS)
+                    self._reap()
+                    if self.tick is not None:
+                        self.tick(self)
+            finally:
+                # Only a defect of ours leads here with runs still alive.
+                self._kill()
+        self.outcomes.update({task: standing(task) for task in pending})
+        return self.outcomes
+
+    def _start_some(self, pending: list[Task]) -> list[Task]:
+        """Start what there is room for; a folder that another process holds comes later. What is left."""
+        left = []
+        for task in pending:
+            if len(self.running) >= self.jobs or is_locked(task.folder):
+                left.append(task)
+            elif (now := standing(task)).finished:
+                self.outcomes[task] = now
+            else:
+                self._start(task)
+        return left
+
+    def _start(self, task: Task) -> None:
+        log = task.folder / LOG_NAME
+        try:
+            task.folder.mkdir(parents=True, exist_ok=True)
+            log.touch()
+        except OSError as error:
+            self.outcomes[task] = Outcome("failed", reason=f"{log} cannot be written ({error.strerror})")
+            return
+        before = read_status(task.folder)
+        args = [*task.args, "--out", str(task.folder), "--quiet"]
+        # Not a daemon: runs have loader workers of their own.
+        process = get_context("forkserver").Process(
+            target=run_job, args=(self.entry, args, str(log)), name=task.name, daemon=False
+        )
+        process.start()
+        self.running[task] = Running(process, before)
+        self.outcomes[task] = Outcome("running")
+
+    def _reap(self) -> None:
+        for task, run in list(self.running.items()):
+            if (code := run.process.exitcode) is not None:
+                run.process.join()
+                run.process.close()
+                del self.running[task]
+                self.outcomes[task] = self._outcome(task, code, run.before)
+
+    def _outcome(self, task: Task, code: int, before: Status | None) -> Outcome:
+        """The run's own word where it left one; otherwise what its exit says, recorded for it."""
+        now = standing(task)
+        if now.finished if code in (0, 3) else now.ended and read_status(task.folder) != before:
+            return now
+        step = max(now.step, last_metrics(task.folder / "metrics.jsonl").get("step", 0))
+        if self._signals or code in _INTERRUPTED_CODES:
+            status, reason = "interrupted", "the run was stopped before it could say so"
+        else:
+            status, reason = "failed", _reason(code, task.folder / LOG_NAME)
+        with contextlib.suppress(OSError):
+            mark_ended(task.folder, status, step, reason, before)
+        return Outcome(status, step, now.loss, now.seconds, reason)
+
+    def _stop(self) -> None:
+        """Pass the first signal on once; end what is left at the second, or when its time is over."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self.grace
+            for run in self.running.values():
+                if run.process.exitcode is None:
+                    os.kill(run.process.pid or 0, signal.SIGINT)
+        elif self._signals > 1 or time.monotonic() > self._deadline:
+            self._kill()
+
+    def _kill(self) -> None:
+        for run in self.running.values():
+            pid = run.process.pid
+            with contextlib.suppress(ProcessLookupError):
+                if run.process.exitcode is None and pid is not None:
+                    # With its loader workers, once it leads a group of its own.
+                    os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else run.process.kill()
+
+    @contextlib.contextmanager
+    def _handlers(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # a thread cannot set handlers; its caller then has no signals to pass on
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in BLOCKED}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Only noted: the loop may be reading a run's exit code at this very moment.
+        self._signals += 1
+        self.signal_received = self.signal_received or number
+
+
+def start_server(preload: Sequence[str]) -> None:
+    """Start the server, which then imports ``preload`` while the caller goes on; once a process."""
+    get_context("forkserver").set_forkserver_preload(list(preload))
+    resource_tracker.ensure_running()
+    # Blocked for the server, which inherits the mask: neither Ctrl-C nor a SIGTERM to the whole group may
+    # end it before its runs, and a signal for a run that is just being forked waits until the run takes it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _reason(code: int, log: Path) -> str:
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        memory = " (as when memory runs out)" if -code == signal.SIGKILL else ""
+        return f"killed by {name}{memory}"
+    try:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    said = lines[-1].removeprefix("mmqk: ")[:300] if lines else "it said nothing"
+    return f"exit code {code}: {said}"

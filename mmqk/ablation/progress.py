@@ -1,0 +1,123 @@
+"""One line about a running ablation, and the table at its end."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import TextIO
+
+from mmqk.ablation.pool import Outcome, Pool, Task
+from mmqk.store import last_metrics
+
+LIVE_EVERY_SECONDS = 0.5
+PLAIN_EVERY_SECONDS = 10.0
+
+
+class Progress:
+    """Shows a pool's progress: rewritten in place on a terminal, otherwise a line every ten seconds.
+
+    ``run 3 of 9 · mixed-qk seed 0 · step 210/500 · loss 3.21 · 2 running · about 1:45 left``
+
+    Time left comes from the steps that were trained since this began, over all runs.
+    """
+
+    def __init__(self, stream: TextIO | None = None):
+        self.stream = stream if stream is not None else sys.stderr
+        self.live = self.stream.isatty()
+        self._began: float | None = None
+        self._done_before = 0
+        self._shown = 0.0
+        self._width = 0
+
+    def __call__(self, pool: Pool) -> None:
+        """Show the line if it is time to."""
+        now = time.monotonic()
+        if now - self._shown >= (LIVE_EVERY_SECONDS if self.live else PLAIN_EVERY_SECONDS):
+            self._shown = now
+            self._write(self.line(pool, now))
+
+    def close(self) -> None:
+        """Clear the line of a terminal."""
+        if self.live and self._width:
+            self.stream.write("\r\x1b[K")
+            self.stream.flush()
+
+    def line(self, pool: Pool, now: float) -> str:
+        """The line as it stands at ``now`` (seconds of a monotonic clock)."""
+        last = {task: last_metrics(task.folder / "metrics.jsonl", having="loss") for task in pool.running}
+        steps = {
+            task: last[task].get("step", 0) if task in last else out.step
+            for task, out in pool.outcomes.items()
+        }
+        open_ended = [task for task, out in pool.outcomes.items() if not out.ended]
+        left = self._left(
+            sum(steps.values()), sum(t.max_steps - steps[t] for t in open_ended), any(last.values()), now
+        )
+        if not pool.running:
+            held = [f"another process trains {task.name} in {task.folder}" for task in open_ended]
+            return f"waiting: {held[0]}" if held else "all runs have ended"
+        task = next(iter(pool.running))
+        number = list(pool.outcomes).index(task) + 1
+        parts = [f"run {number} of {len(pool.outcomes)}", task.name]
+        if record := last[task]:
+            length = f"/{task.max_steps}" if task.max_steps else ""
+            parts += [f"step {record['step']}{length}", f"loss {record['loss']:.2f}"]
+        else:
+            parts.append("starting")
+        parts.append(f"{len(pool.running)} running")
+        if pool.signal_received is not None:
+            parts.append("stopping (again to end at once)")
+        elif left is not None:
+            parts.append(f"about {clock(left)} left")
+        return " · ".join(parts)
+
+    def _left(self, done: int, remaining: int, training: bool, now: float) -> float | None:
+        if self._began is None:
+            if training:
+                self._began, self._done_before = now, done
+            return None
+        here = done - self._done_before
+        return (now - self._began) / here * remaining if here > 0 else None
+
+    def _write(self, line: str) -> None:
+        if self.live:
+            line = line[: max(20, shutil.get_terminal_size().columns - 1)]
+            self._width = len(line)
+            self.stream.write(f"\r\x1b[K{line}")
+        else:
+            self.stream.write(f"{line}\n")
+        self.stream.flush()
+
+
+def table(outcomes: Mapping[Task, Outcome], notes: Mapping[Task, str]) -> str:
+    """The runs as text, one a line (last loss in nats a token), then the reasons and notes there are."""
+    rows = [("arm", "seed", "status", "step", "last loss", "seconds")]
+    for task, out in outcomes.items():
+        loss = "" if out.loss is None else f"{out.loss:.3f}"
+        step = f"{out.step}/{task.max_steps}" if task.max_steps else str(out.step)
+        rows.append((task.arm, str(task.seed), out.status, step, loss, f"{out.seconds:.0f}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    left = (0, 2)
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i in left else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in [*lines, *_remarks(outcomes, notes)])
+
+
+def _remarks(outcomes: Mapping[Task, Outcome], notes: Mapping[Task, str]) -> Iterable[str]:
+    for task, out in outcomes.items():
+        for said in (out.reason, notes.get(task, "")):
+            if said:
+                yield f"{task.name} {out.status}: {said}"
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds as m:ss."""
+    whole = max(0, round(seconds))
+    return f"{whole // 60}:{whole % 60:02d}"

@@ -1,0 +1,189 @@
+"""The page's sentences about its verdicts, made from the numbers so that they are true of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from mmqk.analysis.metrics import METRICS, final_loss
+from mmqk.analysis.study import Study
+from mmqk.analysis.verdicts import Verdict, detectable_in_words, middle
+from mmqk.analysis.words import capital, listed, nats, number, plural
+
+MARKS = {
+    "V": "the source's own text or code was read",
+    "S": "a detailed secondary source was read, not the paper itself",
+    "A": "only the abstract was read",
+    "M": "from memory, unchecked",
+    "I": "our inference or arithmetic",
+    "X": "read off a chart by an automatic converter: a direction, not a number to match",
+}
+
+
+def headline(study: Study, verdicts: Sequence[Verdict]) -> tuple[str, list[str]]:
+    """The page's title, and the sentences under it: what each further claim found."""
+    by_id = {v.claim.id: v for v in verdicts}
+    named = study.report.get("headline")
+    first = [by_id[i] for i in ([named] if isinstance(named, str) else named or []) if i in by_id]
+    decided = [v for v in verdicts if v.claim.decided]
+    lead = first or decided[:1]
+    if not lead:
+        return _plain_headline(study), [finding(study, v) for v in verdicts]
+    title = "; ".join(finding(study, v).rstrip(".") for v in lead)
+    return title, [finding(study, v) for v in decided if v not in lead]
+
+
+def finding(study: Study, verdict: Verdict) -> str:
+    """One sentence: what was measured, with interval and n; in the grid's words if it has some."""
+    claim, effect = verdict.claim, verdict.effect
+    if verdict.verdict == "not run":
+        return f"{claim.id} was not run: {capital(claim.statement).rstrip('.')}."
+    if not claim.decided or effect is None:
+        values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
+        return f"{capital(verdict.metric.label)}: {listed(values)}; shown, not decided."
+    words = numbers_here(verdict)
+    if template := claim.finding.get(verdict.verdict):
+        return template.format(**words)
+    amount = "{ratio} times" if verdict.metric.scale == "log" else "{difference} more than"
+    if verdict.metric.scale == "linear" and effect.value < 0:
+        amount = "{size} less than"
+    interval = "95 % interval {low} to {high}, {seeds} an arm" if effect.has_interval else "{seeds}, no interval"
+    tail = {
+        "reproduced": "",
+        "contradicted": f", short of the {_threshold(verdict)} that {claim.id} asks for",
+        "inconclusive": f", which does not decide {claim.id}",
+    }[verdict.verdict]
+    sentence = (
+        f"{capital(verdict.metric.label)} of {study.label(claim.treatment)} ended at {amount} that of "
+        f"{study.label(claim.control)} ({interval}){tail}."
+    )
+    return sentence.format(**words)
+
+
+def numbers_here(verdict: Verdict) -> dict[str, str]:
+    """An effect in words: ratio or difference, low, high, n, seeds, size (without its sign)."""
+    effect = verdict.effect
+    if effect is None:
+        return {}
+    if verdict.metric.scale == "log":
+        shown = [number(math.exp(v)) for v in (effect.value, effect.low, effect.high)]
+    else:
+        shown = [f"{v:+.2f} {verdict.metric.unit}".strip() for v in (effect.value, effect.low, effect.high)]
+    value, low, high = shown
+    size = number(abs(effect.value))
+    return {
+        "ratio": value,
+        "difference": value.lstrip("+"),
+        "size": f"{size} {verdict.metric.unit}".strip(),
+        "low": low,
+        "high": high,
+        "n": str(effect.n),
+        "seeds": plural(effect.n, "seed"),
+    }
+
+
+def number_here(study: Study, verdict: Verdict) -> str:
+    """The verdict table's cell: the effect with its interval, or the values that are only shown."""
+    effect = verdict.effect
+    if verdict.verdict == "not run":
+        return "not run"
+    values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
+    medians = f"{capital(verdict.metric.label)}: {', '.join(values)}"
+    if effect is None or not verdict.claim.decided:
+        return medians
+    words = numbers_here(verdict)
+    sign = "×" if verdict.metric.scale == "log" else ""
+    interval = f" ({words['low']} to {words['high']})" if effect.has_interval else " (no interval)"
+    return f"{sign}{words['ratio']}{interval}, n = {effect.n}. {medians}"
+
+
+def _threshold(verdict: Verdict) -> str:
+    delta = verdict.claim.delta
+    sign = 1 if verdict.claim.direction == "greater" else -1
+    if verdict.metric.scale == "log":
+        return f"factor of {number(math.exp(sign * delta))}"
+    return f"{number(sign * delta)} {verdict.metric.unit}"
+
+
+def threshold_in_words(verdict: Verdict) -> str:
+    """What the claim asks for, e.g. ``at least a factor of 2``; empty for what is not decided."""
+    if not verdict.claim.decided:
+        return ""
+    at = "at least" if verdict.claim.direction == "greater" else "at most"
+    article = "a " if verdict.metric.scale == "log" else ""
+    return f"{at} {article}{_threshold(verdict)}"
+
+
+def _plain_headline(study: Study) -> str:
+    metric = METRICS["largest_attention_logit"]
+    ends = {arm: middle(metric.measure(run, None) for run in study.of_arm(arm)) for arm in study.arms}
+    measured = {arm: value for arm, value in ends.items() if not math.isnan(value)}
+    runs = plural(len(study.runs), "run")
+    if not measured:
+        return f"{study.title}: {runs}, without a measured attention logit"
+    if len(measured) == 1:
+        (arm, value), *_ = measured.items()
+        losses = [
+            f"{m} {nats(middle(final_loss(run, m).value for run in study.of_arm(arm)))}" for m in study.modalities
+        ]
+        return (
+            f"{study.label(arm)}: the largest attention logit ended at {number(value)} and the losses at "
+            f"{listed(losses)} nats ({runs})"
+        )
+    low, high = min(measured, key=measured.__getitem__), max(measured, key=measured.__getitem__)
+    return (
+        f"Over {runs} the largest attention logit ended between {number(measured[low])} ({study.label(low)}) "
+        f"and {number(measured[high])} ({study.label(high)})"
+    )
+
+
+def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
+    """What these runs cannot say: the grid's own list, and what the runs turned out to lack."""
+    items = [str(item) for item in study.report.get("cannot_tell") or ()]
+    for verdict in verdicts:
+        for control in verdict.controls:
+            if not control.passed:
+                items.append(f"{verdict.claim.id}: “{control.name}” did not pass: {control.detail}.")
+    powers = [(v.claim.id, v.effect, detectable_in_words(v)) for v in verdicts if detectable_in_words(v)]
+    if powers:
+        sizes = listed([f"{size} ({claim})" for claim, _, size in powers])
+        seeds = sorted({effect.n for _, effect, _ in powers if effect is not None})
+        items.append(
+            f"Effects smaller than {sizes}: {listed([str(n) for n in seeds])} seeds an arm find them less "
+            "than four times in five."
+        )
+    shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]
+    if shown:
+        items.append(f"{listed(shown)}: shown, not decided. One look at a few runs, with no interval.")
+    items += _about_runs(study)
+    return list(dict.fromkeys(items))
+
+
+def _about_runs(study: Study) -> list[str]:
+    items = []
+    unfinished = [run for run in study.runs if not run.status.finished]
+    if study.missing or unfinished:
+        parts = []
+        if study.missing:
+            parts.append(f"{plural(len(study.missing), 'run')} of the grid not started")
+        parts += [
+            f"{study.label(run.arm)} seed {run.seed} {run.status.status} at step {run.status.step}"
+            for run in unfinished
+        ]
+        items.append(f"What is not finished: {', '.join(parts)}. Such runs are drawn and count in no verdict.")
+    rates = sorted({float(v) for v in _values(study, study.hero, "optim.lr")})
+    if study.registered and len(rates) == 1:
+        items.append(
+            f"Other learning rates: the compared arms ran at {rates[0]:g} and were not tuned one by one, so an "
+            "arm may stand better or worse at its own best one."
+        )
+    if len({run.code for run in study.runs if run.code}) > 1:
+        items.append("Whether a change of the code between the runs matters: they were made by several versions.")
+    return items
+
+
+def _values(study: Study, arms: Sequence[str], name: str) -> list[float]:
+    values = [run.setting(name) for arm in arms for run in study.of_arm(arm)]
+    return [v for v in values if isinstance(v, int | float) and np.isfinite(v)]

@@ -1,0 +1,261 @@
+"""Claims to verdicts.
+
+reproduced      the interval lies beyond delta, in the regime, between arms that differ as declared
+contradicted    the interval lies short of delta, and besides all that the positive control holds
+not run         an arm has no finished run
+inconclusive    everything else, and whatever is shown without being decided
+
+A run whose metric is not finite ranks worst: it is given the worst finite value of the runs compared, so the
+effect is a lower bound of what happened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mmqk.analysis.controls import (
+    Control,
+    only_declared_differences,
+    reaches,
+    regime_reached,
+    within_bound,
+)
+from mmqk.analysis.metrics import Metric, find_metric
+from mmqk.analysis.runs import Run
+from mmqk.analysis.stats import Effect, Spread, paired_effect, pooled_spread
+from mmqk.analysis.study import Claim, Study
+from mmqk.analysis.words import number, plural
+
+Judgement = Literal["reproduced", "contradicted", "inconclusive", "not run"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a claim.
+
+    Attributes:
+        claim: as registered.
+        verdict: reproduced, contradicted, inconclusive or not run.
+        effect: treatment against control on the metric's scale (log ratio or difference); None without one.
+        spread: the seed spread behind its interval.
+        medians: the metric by arm, the median over finished runs.
+        runs: names of the runs it came from.
+        controls: what was checked.
+        notes: what a reader must know, one sentence each.
+    """
+
+    claim: Claim
+    verdict: Judgement
+    effect: Effect | None
+    spread: Spread | None
+    medians: Mapping[str, float]
+    runs: tuple[str, ...]
+    controls: tuple[Control, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def metric(self) -> Metric:
+        """What the claim measures."""
+        return find_metric(self.claim.metric)[0]
+
+    def as_record(self) -> dict[str, Any]:
+        """As it stands in verdicts.json."""
+        effect = self.effect
+        return {
+            "claim": self.claim.id,
+            "verdict": self.verdict,
+            "effect": None if effect is None else _rounded(effect.value),
+            "interval": [_rounded(effect.low), _rounded(effect.high)]
+            if effect is not None and effect.has_interval
+            else None,
+            "threshold": None if math.isnan(self.claim.delta) else self.claim.delta * _sign(self.claim),
+            "runs": list(self.runs),
+            "controls": [control.as_record() for control in self.controls],
+            "note": " ".join(self.notes),
+        }
+
+
+def judge(study: Study) -> list[Verdict]:
+    """The verdict of every claim of the study, in the grid's order; controls are not claims."""
+    verdicts: dict[str, Verdict] = {}
+    pending = [claim for claim in study.claims if claim.status != "control"]
+    # A claim may lean on another one as its control, wherever the grid writes it.
+    while pending:
+        ready = [c for c in pending if c.positive_control not in {p.id for p in pending if p is not c}]
+        for claim in ready or pending:
+            verdicts[claim.id] = _judge(study, claim, verdicts)
+        pending = [c for c in pending if c.id not in verdicts]
+    return [verdicts[claim.id] for claim in study.claims if claim.id in verdicts]
+
+
+def _judge(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> Verdict:
+    runs = [run for arm in dict.fromkeys(claim.compared) for run in study.finished(arm)]
+    names = tuple(run.name for run in runs)
+    missing = [arm for arm in dict.fromkeys(claim.compared) if not study.finished(arm)]
+    notes = [_sentence(claim.note)] if claim.note else []
+    if missing:
+        absent = ", ".join(study.label(arm) for arm in missing)
+        return Verdict(claim, "not run", None, None, {}, names, (), (*notes, f"No finished run of {absent}."))
+    outcomes, censored = _outcomes(study, claim)
+    medians = _medians(study, claim)
+    if censored:
+        notes.append(
+            f"{plural(censored, 'run')} had no finite value and got the worst finite one: the effect is a "
+            "lower bound."
+        )
+    if not claim.decided:
+        n = max(len(study.finished(arm)) for arm in claim.compared)
+        notes.insert(0, f"Shown, {plural(n, 'seed')}: not decided.")
+        effect = paired_effect(outcomes.get(claim.treatment, {}), outcomes.get(claim.control, {}), None)
+        controls = tuple(filter(None, [within_bound(study, runs)]))
+        return Verdict(claim, "inconclusive", effect, None, medians, names, controls, tuple(notes))
+    spread = pooled_spread(_spread_outcomes(study, claim, outcomes))
+    effect = paired_effect(outcomes[claim.treatment], outcomes[claim.control], spread)
+    controls = tuple(_controls(study, claim, runs, others))
+    verdict, why = _decide(study, claim, effect, controls)
+    notes += [*why, *_about_spread(spread, effect)]
+    found = Verdict(claim, verdict, effect, spread, medians, names, controls, tuple(notes))
+    if verdict == "inconclusive" and (smallest := detectable_in_words(found)):
+        words = f"The smallest effect these seeds find with 80 % power is {smallest}."
+        found = replace(found, notes=(*found.notes, words))
+    return found
+
+
+def _decide(
+    study: Study, claim: Claim, effect: Effect | None, controls: Sequence[Control]
+) -> tuple[Judgement, list[str]]:
+    """The rule itself."""
+    for arm in dict.fromkeys(claim.compared):
+        planned, done = len(study.arms[arm].seeds), len(study.finished(arm))
+        if done < planned:
+            return "inconclusive", [f"{done} of {plural(planned, 'planned run')} of {study.label(arm)} finished."]
+    if effect is None:
+        return "inconclusive", ["The two arms share no seed with a measured value."]
+    if not effect.has_interval:
+        return "inconclusive", ["Too few seeds for an interval."]
+    sign = _sign(claim)
+    low, high = sorted((sign * effect.low, sign * effect.high))
+    failed = [c.name for c in controls if not c.passed and not c.name.startswith("positive control")]
+    positive = [c for c in controls if c.name.startswith("positive control")]
+    if low <= claim.delta <= high:
+        return "inconclusive", ["The interval includes the smallest effect of interest."]
+    if failed:
+        return "inconclusive", [f"Not satisfied: {', '.join(failed)}."]
+    if low > claim.delta:
+        return "reproduced", []
+    if not positive:
+        return "inconclusive", ["The interval lies short of the smallest effect of interest, without a "
+                                "positive control that could make this a contradiction."]
+    if not positive[0].passed:
+        return "inconclusive", ["The interval lies short of the smallest effect of interest, but the positive "
+                                "control did not pass."]
+    return "contradicted", []
+
+
+def _controls(study: Study, claim: Claim, runs: Sequence[Run], others: Mapping[str, Verdict]) -> list[Control]:
+    controls = [only_declared_differences(study, claim, runs)]
+    if claim.regime:
+        controls.insert(0, regime_reached(study, claim, runs))
+    if (bound := within_bound(study, runs)) is not None:
+        controls.append(bound)
+    if claim.positive_control in others:
+        found = others[claim.positive_control].verdict
+        controls.append(Control(f"positive control {claim.positive_control}", found == "reproduced", found))
+    elif claim.positive_control:
+        named = [c for c in study.claims if c.id == claim.positive_control and c.status == "control"]
+        controls += [reaches(study, control) for control in named]
+    return controls
+
+
+def _outcomes(study: Study, claim: Claim) -> tuple[dict[str, dict[int, float]], int]:
+    """The metric on its scale, by arm and seed, and how many runs had to be given the worst finite value.
+
+    A run that never measured it is left out.
+    """
+    metric, modality = find_metric(claim.metric)
+    measured = {
+        arm: {run.seed: metric.on_scale(metric.measure(run, modality)) for run in study.finished(arm)}
+        for arm in dict.fromkeys(claim.compared)
+    }
+    finite = [v for values in measured.values() for v in values.values() if math.isfinite(v)]
+    if not finite:
+        return {arm: {} for arm in measured}, 0
+    worst = max(finite) if metric.worst == "high" else min(finite)
+    censored = sum(math.isinf(v) for values in measured.values() for v in values.values())
+    outcomes = {
+        arm: {seed: worst if math.isinf(v) else v for seed, v in values.items() if not math.isnan(v)}
+        for arm, values in measured.items()
+    }
+    return outcomes, censored
+
+
+def _spread_outcomes(
+    study: Study, claim: Claim, outcomes: Mapping[str, Mapping[int, float]]
+) -> dict[str, list[float]]:
+    """Outcomes by arm for the seed spread: the compared arms, and every other one of their block."""
+    metric, modality = find_metric(claim.metric)
+    by_arm = {arm: list(values.values()) for arm, values in outcomes.items()}
+    block = study.arms[claim.treatment].block
+    for arm in study.arms.values():
+        if arm.block == block and arm.name not in by_arm:
+            values = [metric.on_scale(metric.measure(run, modality)) for run in study.finished(arm.name)]
+            by_arm[arm.name] = [v for v in values if math.isfinite(v)]
+    return by_arm
+
+
+def _medians(study: Study, claim: Claim) -> dict[str, float]:
+    metric, modality = find_metric(claim.metric)
+    return {
+        arm: middle(metric.measure(run, modality) for run in study.finished(arm))
+        for arm in dict.fromkeys(claim.compared)
+    }
+
+
+def middle(values: Any) -> float:
+    """The median, with what was not measured left out and infinities kept; NaN of nothing."""
+    kept = sorted(v for v in values if not math.isnan(v))
+    if not kept:
+        return math.nan
+    half = len(kept) // 2
+    return kept[half] if len(kept) % 2 else (kept[half - 1] + kept[half]) / 2
+
+
+def _about_spread(spread: Spread | None, effect: Effect | None) -> list[str]:
+    if spread is None or effect is None or not effect.has_interval:
+        return []
+    sds = ", ".join(f"{sd:.2g}" for sd in spread.by_arm.values())
+    if effect.pooled:
+        return [
+            f"Seed spread {spread.sd:.2g}, pooled over {len(spread.by_arm)} arms ({sds}; {spread.df} degrees "
+            f"of freedom; equal spread p = {spread.p_equal:.2f})."
+        ]
+    return [
+        f"The arms' seed spreads ({sds}) are too different to be pooled (p = {spread.p_equal:.2g}): the "
+        "interval uses the two arms alone."
+    ]
+
+
+def detectable_in_words(verdict: Verdict) -> str:
+    """The smallest effect these seeds would have found, or nothing where that is not known."""
+    effect = verdict.effect
+    if effect is None or not math.isfinite(effect.detectable):
+        return ""
+    if verdict.metric.scale == "log":
+        return f"a factor of {number(math.exp(effect.detectable))}"
+    return f"{number(effect.detectable)} {verdict.metric.unit}"
+
+
+def _sign(claim: Claim) -> int:
+    return 1 if claim.direction == "greater" else -1
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."

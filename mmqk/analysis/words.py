@@ -1,0 +1,53 @@
+"""Numbers and words of a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number for a reader: three significant digits, thousands apart; "not finite" and "not measured"."""
+    if math.isnan(value):
+        return "not measured"
+    if math.isinf(value):
+        return "not finite"
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    rounded = round(value, digits - 1 - size)
+    # Rounding may have carried: 9.996 is 10.0.
+    size = math.floor(math.log10(abs(rounded)))
+    if size >= digits - 1:
+        return f"{rounded:,.0f}"
+    if size < -4:
+        return f"{value:.{digits - 1}e}"
+    return f"{rounded:.{digits - 1 - size}f}"
+
+
+def nats(value: float) -> str:
+    """A loss or an entropy, to a hundredth of a nat."""
+    return f"{value:.2f}" if math.isfinite(value) else number(value)
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 seed``, ``3 seeds``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def listed(items: Sequence[str], last: str = "and") -> str:
+    """``a, b and c``."""
+    if len(items) < 2:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} {last} {items[-1]}"
+
+
+def capital(text: str) -> str:
+    """With a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``3 min 05 s``."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60:02d} s"

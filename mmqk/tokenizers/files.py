@@ -1,0 +1,52 @@
+"""Where the two tokenizer files lie in their folder, and the hash that names them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from mmqk.store import UserError
+
+TEXT_FILE = "text.json"
+IMAGE_FILE = "image.safetensors"
+HASH_DIGITS = 10
+
+TRAIN_COMMAND = "python -m mmqk.tokenizers.train"
+
+
+def existing_file(folder: Path | str, name: str) -> Path:
+    """The path of one tokenizer file.
+
+    Raises:
+        UserError: the folder has no such file.
+    """
+    path = Path(folder) / name
+    if not path.is_file():
+        raise UserError(
+            f"The tokenizer file {path} is missing: name the folder that has it,"
+            f" or make it with `{TRAIN_COMMAND}`."
+        )
+    return path
+
+
+def damaged(path: Path, why: object) -> UserError:
+    """The error for a tokenizer file that is there but cannot be used."""
+    reason = " ".join(str(why).split()).rstrip(".")
+    return UserError(
+        f"The tokenizer file {path} cannot be used ({reason}): restore it or make it again with"
+        f" `{TRAIN_COMMAND} --overwrite`."
+    )
+
+
+def tokenizers_hash(folder: Path | str) -> str:
+    """Hash of both tokenizer files' bytes (10 hex digits): part of the name of a token cache.
+
+    Raises:
+        UserError: one of the files is missing.
+    """
+    digest = hashlib.sha256()
+    for name in (TEXT_FILE, IMAGE_FILE):
+        content = existing_file(folder, name).read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:HASH_DIGITS]

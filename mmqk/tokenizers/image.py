@@ -1,0 +1,201 @@
+"""Images to codes and back: a vector-quantised autoencoder (van den Oord et al., 1711.00937) in plain torch.
+
+Needs torch, safetensors and `image.safetensors` only. Training it is `mmqk.tokenizers.vq`.
+
+Shapes: B images, C channels, H height, W width, G grid side, N = G * G codes an image, V codes in the
+codebook, D code width.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from mmqk.store import UserError
+from mmqk.tokenizers.convnext import CONVNEXT_WIDTHS, STEM_STRIDE, ConvNeXtFeatures, Decoder
+from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
+
+FORMAT = "mmqk image tokenizer 1"
+
+
+@dataclass(frozen=True)
+class ImageTokenizerConfig:
+    """Shape of an image tokenizer.
+
+    Attributes:
+        image_size: side of an image in pixels.
+        grid: side of the grid of codes; image_size / grid is 4, 8, 16 or 32.
+        codes: entries of the codebook.
+        code_dim: width of a code vector.
+        decoder_width: channels of the decoder at the grid; they halve with every doubling of the side.
+        decoder_depth: residual blocks of the decoder at the grid.
+    """
+
+    image_size: int = 64
+    grid: int = 8
+    codes: int = 512
+    code_dim: int = 32
+    decoder_width: int = 160
+    decoder_depth: int = 2
+
+    def __post_init__(self) -> None:
+        strides = [STEM_STRIDE * 2**i for i in range(len(CONVNEXT_WIDTHS))]
+        if self.grid < 1 or self.image_size % self.grid or self.stride not in strides:
+            sides = [str(self.image_size // s) for s in reversed(strides) if self.image_size % s == 0]
+            raise ValueError(
+                f"a grid of {self.grid} does not fit {self.image_size} px images: use {' or '.join(sides)}"
+            )
+        if self.codes < 2:
+            raise ValueError(f"a codebook needs at least 2 codes, not {self.codes}")
+        if self.decoder_width % 2 ** (self.doublings - 1):
+            times = self.doublings - 1
+            raise ValueError(f"decoder_width {self.decoder_width} cannot be halved {times} times")
+
+    @property
+    def stride(self) -> int:
+        """Pixels from one code to the next."""
+        return self.image_size // self.grid
+
+    @property
+    def doublings(self) -> int:
+        """How often the decoder doubles the side: log2 of the stride."""
+        return self.stride.bit_length() - 1
+
+    @property
+    def stages(self) -> int:
+        """Encoder stages that lead to this stride."""
+        return self.doublings - 1
+
+
+class ImageTokenizer(nn.Module):
+    """64 px images to an 8x8 grid of codes (by default) and back.
+
+    ```
+    images_BCHW ── encoder ── channel norm ── project ── nearest code ──> codes_BN
+    codes_BN    ── look up ── decoder ──> images_BCHW
+    ```
+
+    Attributes:
+        grid: (G, G), rows and columns of codes.
+        size: number of codes in the codebook.
+        image_size: side of an image in pixels.
+    """
+
+    def __init__(self, config: ImageTokenizerConfig, encoder: nn.Module | None = None) -> None:
+        """`encoder` replaces the plain-torch encoder while training; it maps images to (B, C, G, G)."""
+        super().__init__()
+        self.config = config
+        self.grid = (config.grid, config.grid)
+        self.size = config.codes
+        self.image_size = config.image_size
+        self.encoder = encoder if encoder is not None else ConvNeXtFeatures(config.stages)
+        self.project = nn.Conv2d(CONVNEXT_WIDTHS[config.stages - 1], config.code_dim, 1)
+        self.decoder = Decoder(config.code_dim, config.decoder_width, config.doublings, config.decoder_depth)
+        self.register_buffer("codebook_VD", torch.zeros(config.codes, config.code_dim))
+        self.codebook_VD: Tensor
+
+    @classmethod
+    def load(cls, folder: Path | str) -> ImageTokenizer:
+        """Read `image.safetensors` of a tokenizer folder; weights are fp32, frozen, in evaluation mode.
+
+        Raises:
+            UserError: the file is missing, damaged, or not an image tokenizer.
+        """
+        config = read_config(folder)
+        path = existing_file(folder, IMAGE_FILE)
+        tokenizer = cls(config)
+        try:
+            with safe_open(path, framework="pt") as file:
+                weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+            tokenizer.load_state_dict(weights)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise damaged(path, str(error).splitlines()[0]) from error
+        return tokenizer.eval().requires_grad_(False)
+
+    def to_bytes(self) -> bytes:
+        """The content of `image.safetensors`: weights in fp16, the configuration in the metadata."""
+        weights = {name: w.detach().cpu().half().contiguous() for name, w in self.state_dict().items()}
+        return save(weights, {"format": FORMAT, "config": json.dumps(asdict(self.config))})
+
+    def features(self, images_BCHW: Tensor) -> Tensor:
+        """Vectors before quantisation, (B, D, G, G); pixels are in [0, 1]."""
+        h_BCHW = self.encoder(images_BCHW * 2 - 1)
+        # The norm has no weights: the projection has them. It keeps the scale of what is quantised steady.
+        h_BHWC = h_BCHW.permute(0, 2, 3, 1)
+        return self.project(F.layer_norm(h_BHWC, h_BHWC.shape[-1:]).permute(0, 3, 1, 2))
+
+    def quantise(self, z_BDHW: Tensor) -> Tensor:
+        """Nearest code by Euclidean distance, row-major, (B, N) int64."""
+        z_BND = z_BDHW.flatten(2).transpose(1, 2)
+        # |z - c|^2 without the term that all codes share
+        return (self.codebook_VD.square().sum(1) - 2 * z_BND @ self.codebook_VD.T).argmin(-1)
+
+    @torch.no_grad()
+    def encode(self, images_BCHW: Tensor) -> Tensor:
+        """Codes of images with pixels in [0, 1]: (B, N) int64, rows of the grid one after another.
+
+        Raises:
+            UserError: the images are not (B, 3, image_size, image_size) in floating point.
+        """
+        side = self.image_size
+        if images_BCHW.ndim != 4 or tuple(images_BCHW.shape[1:]) != (3, side, side):
+            raise UserError(
+                f"The image tokenizer takes images of shape (B, 3, {side}, {side}), not"
+                f" {tuple(images_BCHW.shape)}: resize them to {side} px RGB."
+            )
+        if not images_BCHW.is_floating_point():
+            raise UserError(
+                f"The image tokenizer takes floats in [0, 1], not {images_BCHW.dtype}: divide by 255."
+            )
+        return self.quantise(self.features(images_BCHW.float()))
+
+    @torch.no_grad()
+    def decode(self, codes_BN: Tensor) -> Tensor:
+        """Images of codes: (B, 3, image_size, image_size), fp32 in [0, 1].
+
+        Raises:
+            UserError: the codes are not (B, N), or outside 0 to size - 1.
+        """
+        n = self.config.grid**2
+        if codes_BN.ndim != 2 or codes_BN.shape[1] != n:
+            raise UserError(
+                f"The image tokenizer decodes codes of shape (B, {n}), not {tuple(codes_BN.shape)}:"
+                " pass whole images."
+            )
+        if codes_BN.numel() and not 0 <= int(codes_BN.min()) <= int(codes_BN.max()) < self.size:
+            raise UserError(
+                f"Image codes are 0 to {self.size - 1}: take the offset of the joint vocabulary off first."
+            )
+        z_BND = self.codebook_VD[codes_BN.long()]
+        return self.decoder(z_BND.transpose(1, 2).unflatten(2, self.grid)).clamp(0, 1)
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"{c.image_size} px -> {c.grid}x{c.grid} of {c.codes} codes"
+
+
+def read_config(folder: Path | str) -> ImageTokenizerConfig:
+    """The configuration stored in a folder's `image.safetensors`, without its weights.
+
+    Raises:
+        UserError: the file is missing, damaged, or not an image tokenizer.
+    """
+    path = existing_file(folder, IMAGE_FILE)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise damaged(path, error) from error
+    if metadata.get("format") != FORMAT:
+        raise damaged(path, f"its format is {metadata.get('format', 'not given')!r}, not {FORMAT!r}")
+    try:
+        return ImageTokenizerConfig(**json.loads(metadata["config"]))
+    except (KeyError, ValueError, TypeError) as error:
+        raise damaged(path, error) from error

@@ -1,0 +1,153 @@
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+import mmqk.ablate as ablate
+from mmqk.store import UserError, front_door, identity_hash, read_status
+
+GRID = """
+name: toy
+base: base.yaml
+seeds: [0, 1]
+arms:
+  good: {set: {act: finish}}
+  wild: {seeds: [0], set: {act: diverge}}
+"""
+
+
+@pytest.fixture
+def world(fake, tmp_path, monkeypatch):
+    """A grid, with the stand-in for training and one for the parser of its fields."""
+    import fake_train
+
+    def resolve(args):
+        given = dict(arg.removeprefix("--").split("=") for arg in args if "=" in arg)
+        unknown = given.keys() - {"act", "seed", "threads"}
+        if unknown:
+            raise UserError(f"There is no field '{unknown.pop()}'")
+        identity = fake_train.identity_of(given["act"], int(given["seed"]))
+        threads = int(given.get("threads", 0))
+        return types.SimpleNamespace(identity=identity, id=identity_hash(identity), threads=threads)
+
+    config = types.ModuleType("mmqk.config")
+    monkeypatch.setattr(config, "resolve", resolve, raising=False)
+    monkeypatch.setitem(sys.modules, "mmqk.config", config)
+    monkeypatch.setattr(ablate, "TRAIN", "fake_train:main")
+    monkeypatch.setattr(ablate, "PRELOAD", ("fake_train",))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("{}")
+
+    def run(*argv, grid=GRID):
+        (tmp_path / "toy.yaml").write_text(grid)
+        return front_door(ablate.main)(["--config", "toy.yaml", *argv])
+
+    return run
+
+
+def test_a_grid_becomes_runs_a_record_and_a_table(world, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ablate.os, "cpu_count", lambda: 6)
+    assert world("--jobs", "2") == 0
+    record = json.loads((tmp_path / "runs/toy/ablation.json").read_text())
+    assert record["name"] == "toy" and record["threads"] == 3
+    assert record["grid"]["arms"]["wild"] == {"seeds": [0], "set": {"act": "diverge"}}
+    variant = identity_hash({"act": "finish", "trainer": {"max_steps": 4}})
+    assert [(r["arm"], r["seed"]) for r in record["runs"]] == [("good", 0), ("wild", 0), ("good", 1)]
+    assert [r["folder"] for r in record["runs"][::2]] == [f"good-{variant}/seed0", f"good-{variant}/seed1"]
+    for run in record["runs"]:
+        folder = tmp_path / "runs/toy" / run["folder"]
+        assert json.loads((folder / "run.json").read_text())["id"] == run["id"]
+        assert "'--threads=3'" in (folder / "train.log").read_text()
+        assert read_status(folder).status == {"good": "completed", "wild": "diverged"}[run["arm"]]
+    out = capsys.readouterr().out
+    assert "toy: 3 runs in runs/toy, 3 to train, 2 at a time" in out
+    rows = [line.split()[:5] for line in out.splitlines()]
+    assert ["arm", "seed", "status", "step", "last"] in rows
+    assert ["good", "1", "completed", "4/4", "4.000"] in rows
+    assert ["wild", "0", "diverged", "2/4", "6.000"] in rows
+    assert "wild seed 0 diverged: text loss became nan" in out
+
+
+def test_run_again_it_trains_nothing(world, tmp_path, capsys):
+    assert world() == 0
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*/seed*/*")}
+    capsys.readouterr()
+    assert world() == 0
+    assert "3 runs in runs/toy, 0 to train" in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+def test_a_changed_field_is_another_run_and_the_old_one_stays(world, tmp_path):
+    assert world() == 0
+    assert world(grid=GRID.replace("act: diverge", "act: finish")) == 0
+    assert len(list((tmp_path / "runs/toy").glob("wild-*"))) == 2
+
+
+def test_a_failing_arm_is_exit_code_1_and_the_others_are_done(world, tmp_path, capsys):
+    assert world(grid=GRID.replace("act: diverge", "act: sigkill")) == 1
+    captured = capsys.readouterr()
+    assert "wild seed 0 failed: killed by SIGKILL" in captured.out
+    assert captured.out.count("completed") == 2
+    assert "train.log" in captured.err
+
+
+def test_a_dry_run_lists_the_runs_and_writes_nothing(world, tmp_path, capsys):
+    before = {"base.yaml", "toy.yaml"}
+    assert world("--dry-run") == 0
+    assert capsys.readouterr().out.count("waiting") == 3
+    assert {p.name for p in tmp_path.iterdir()} == before
+
+
+def test_finished_runs_of_other_code_are_reported(world, capsys, monkeypatch):
+    assert world() == 0
+    assert "other code" not in capsys.readouterr().out
+    monkeypatch.setattr(ablate, "code_hash", lambda: "0000000000")
+    assert world() == 0
+    assert capsys.readouterr().out.count("was made by other code") == 3
+
+
+def test_an_unknown_field_is_refused_with_its_arm_before_anything_is_written(world, tmp_path, capsys):
+    assert world(grid=GRID.replace("act: diverge", "model.width: 3")) == 2
+    assert "toy.yaml, arm wild: There is no field 'model.width'" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_of_another_ablation_or_a_file_is_refused(world, tmp_path, capsys):
+    assert world("--out", "here") == 0
+    before = (tmp_path / "here/ablation.json").read_bytes()
+    assert world("--out", "here", grid=GRID.replace("name: toy", "name: other")) == 2
+    assert "here holds the ablation 'toy', not 'other'" in capsys.readouterr().err
+    assert (tmp_path / "here/ablation.json").read_bytes() == before
+    assert world("--out", "base.yaml") == 2
+    assert world("--out", "base.yaml/runs") == 2
+    assert "base.yaml/runs cannot be written" in capsys.readouterr().err
+    assert (tmp_path / "base.yaml").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (("--jobs", "0"), "'0' is not a number of runs from 1 on"),
+        (("--jobs", "two"), "'two' is not a number of runs"),
+        (("--joobs", "2"), "unrecognized arguments: --joobs 2"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(world, capsys, argv, sentence):
+    assert world(*argv) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and "--help" in err and err.count("\n") == 1
+
+
+def test_help_is_for_newcomers_and_needs_no_torch():
+    code = (
+        "import sys\n"
+        "from mmqk.ablate import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'torch', 'lightning', 'numpy', 'jsonargparse'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "example:" in done.stdout and "exit code:" in done.stdout

@@ -1,0 +1,115 @@
+import io
+from pathlib import Path
+
+import pytest
+
+from mmqk.ablation.pool import Outcome, Pool, Task
+from mmqk.ablation.progress import Progress, clock, table
+from mmqk.store import MetricsWriter
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def make(tmp_path, states):
+    """A pool as it stands in the middle: {arm: (outcome, step of its last metrics or None)}."""
+    outcomes, running = {}, {}
+    for arm, (outcome, step) in states.items():
+        task = Task(arm, 0, (), tmp_path / arm, "id", 100)
+        outcomes[task] = outcome
+        if outcome.status == "running":
+            running[task] = None
+            log(task.folder, step)
+    pool = Pool(list(outcomes), 2)
+    pool.outcomes, pool.running = outcomes, running
+    return pool
+
+
+def log(folder: Path, step):
+    folder.mkdir(exist_ok=True)
+    if step is not None:
+        writer = MetricsWriter(folder / "metrics.jsonl")
+        writer.write(step, {"loss": 3.214})
+        writer.write(step + 1, {"val_loss/text": 1.0})
+        writer.close()
+
+
+def test_the_line_says_which_run_where_it_is_and_how_long(tmp_path):
+    pool = make(
+        tmp_path,
+        {
+            "old": (Outcome("completed", 100), None),
+            "gone": (Outcome("failed", 30), None),
+            "a": (Outcome("running"), 20),
+            "b": (Outcome("running"), None),
+            "next": (Outcome("waiting"), None),
+            "kept": (Outcome("waiting", 40), None),
+        },
+    )
+    progress = Progress(io.StringIO())
+    assert progress.line(pool, 1000.0) == "run 3 of 6 · a seed 0 · step 20/100 · loss 3.21 · 2 running"
+    # 30 steps more in 10 s, 10 of them of b: a has 60 left, b 90, next 100 and kept 60.
+    log(tmp_path / "a", 40)
+    log(tmp_path / "b", 10)
+    assert progress.line(pool, 1010.0).endswith("step 40/100 · loss 3.21 · 2 running · about 1:43 left")
+    pool.signal_received = 2
+    assert progress.line(pool, 1010.0).endswith("2 running · stopping (again to end at once)")
+
+
+def test_a_run_without_metrics_is_starting_and_a_held_folder_is_named(tmp_path):
+    progress = Progress(io.StringIO())
+    pool = make(tmp_path, {"a": (Outcome("running"), None)})
+    assert progress.line(pool, 0.0) == "run 1 of 1 · a seed 0 · starting · 1 running"
+    pool = make(tmp_path, {"a": (Outcome("waiting"), None), "b": (Outcome("completed", 100), None)})
+    assert progress.line(pool, 0.0) == f"waiting: another process trains a seed 0 in {tmp_path / 'a'}"
+
+
+@pytest.mark.parametrize(("stream", "times", "lines"), [(io.StringIO, 5, 1), (Terminal, 5, 5)])
+def test_a_terminal_is_rewritten_in_place_and_anything_else_gets_few_lines(
+    tmp_path, monkeypatch, stream, times, lines
+):
+    pool = make(tmp_path, {"a" * 60: (Outcome("running"), 7)})
+    now = [100.0]
+    monkeypatch.setattr("mmqk.ablation.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setenv("COLUMNS", "50")
+    out = stream()
+    progress = Progress(out)
+    for _ in range(times):
+        progress(pool)
+        progress(pool)
+        now[0] += 1.0
+    progress.close()
+    text = out.getvalue()
+    assert text.count("run 1 of 1") == lines
+    assert ("\n" in text) == (stream is io.StringIO)
+    if stream is Terminal:
+        assert all(len(line) < 50 for line in text.split("\r\x1b[K"))
+        assert text.endswith("\r\x1b[K")
+        return
+    now[0] += 6.0
+    progress(pool)
+    assert out.getvalue().count("run 1 of 1") == 2
+
+
+def test_the_table_has_a_row_a_run_and_a_sentence_where_there_is_a_reason(tmp_path):
+    task, bad = (Task(arm, 3, (), tmp_path, "id", 100) for arm in ("mixed-qk", "bad"))
+    text = table(
+        {
+            task: Outcome("completed", 100, 2.3456, 61.4),
+            bad: Outcome("diverged", 7, None, 3.0, "loss became nan"),
+        },
+        {task: "was made by other code"},
+    )
+    assert text.splitlines() == [
+        "arm       seed  status        step  last loss  seconds",
+        "mixed-qk     3  completed  100/100      2.346       61",
+        "bad          3  diverged     7/100                   3",
+        "mixed-qk seed 3 completed: was made by other code",
+        "bad seed 3 diverged: loss became nan",
+    ]
+
+
+def test_time_is_minutes_and_seconds():
+    assert [clock(s) for s in (0, 59.6, 61, 3600)] == ["0:00", "1:00", "1:01", "60:00"]

@@ -1,0 +1,75 @@
+"""RMSNorm and LayerNorm against torch's own, in value, gradient, dtype and rounding order."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmqk.model.norms import LayerNorm, RMSNorm
+
+DIM, EPS = 24, 1e-5
+
+
+def pair(kind, dtype=torch.float32, eps=EPS):
+    """Ours and torch's, with one set of random gains and biases."""
+    ours, torchs = {
+        "rms": (RMSNorm(DIM, eps), torch.nn.RMSNorm(DIM, EPS)),
+        "layer": (LayerNorm(DIM, eps), torch.nn.LayerNorm(DIM, EPS)),
+    }[kind]
+    generator = torch.Generator().manual_seed(1)
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, 1.0, 0.3, generator=generator)
+    torchs.load_state_dict(ours.state_dict())
+    return ours.to(dtype), torchs.to(dtype)
+
+
+def sample(*shape, dtype=torch.float32):
+    return 0.5 + 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(2), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_equals_torch_in_value_and_gradient(kind, dtype, tolerance):
+    ours, torchs = pair(kind, dtype)
+    x = sample(3, 5, DIM, dtype=dtype).requires_grad_()
+    upstream = sample(3, 5, DIM, dtype=dtype)
+    y, reference = ours(x), torchs(x)
+    torch.testing.assert_close(y, reference, rtol=0, atol=tolerance)
+    grads = torch.autograd.grad(y, [x, *ours.parameters()], upstream)
+    expected = torch.autograd.grad(reference, [x, *torchs.parameters()], upstream)
+    for grad, reference_grad in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, reference_grad, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_another_epsilon_is_seen(kind):
+    ours, torchs = pair(kind, eps=1e-3)
+    x = sample(3, DIM)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(ours(x), torchs(x), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bf16_input_gives_the_fp32_result_rounded_once(kind, autocast):
+    ours, torchs = pair(kind)
+    x = sample(64, DIM).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = ours(x)
+    assert y.dtype == torch.bfloat16
+    once = torchs(x.float()).bfloat16()
+    # fp32 sums in another order move a few values across a bf16 rounding boundary, not more.
+    assert (y != once).float().mean() < 0.01
+    if kind == "rms":
+        normalised = F.rms_norm(x.float(), (DIM,), eps=EPS)
+        twice = (torchs.weight * normalised.bfloat16()).bfloat16()
+        assert (y != twice).float().mean() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_fp32_input_stays_fp32_under_autocast(kind):
+    ours, _ = pair(kind)
+    x = sample(8, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ours(x)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, ours(x))

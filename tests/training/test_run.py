@@ -1,0 +1,177 @@
+"""A run as its user has it: the same command again, killed, interrupted, diverged, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.store import UserError, front_door, read_metrics
+from mmqk.train import main
+
+WALL_CLOCK = {"tokens_per_s"}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = sorted((folder / "checkpoints").glob("step*.ckpt"))[-1]
+    return torch.load(newest, weights_only=True)["state_dict"]
+
+
+def series(folder: Path) -> list[dict]:
+    return [{k: v for k, v in line.items() if k not in WALL_CLOCK} for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    one, two = weights(a), weights(b)
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+def status(folder: Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_args, tmp_path_factory) -> Path:
+    """An uninterrupted run with dropout."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    assert main([*tiny_args, "--model.residual_dropout=0.1", f"--out={out}"]) == 0
+    return out
+
+
+def test_a_run_leaves_what_the_design_promises(whole):
+    assert status(whole)["status"] == "completed" and status(whole)["step"] == 12
+    assert (whole / "config.yaml").exists() and list(whole.glob("events*"))
+    lines = {line["step"]: line for line in series(whole)}
+    assert set(range(13)) <= set(lines)
+    assert {"loss", "loss/text", "loss/image", "log_z/text", "grad_norm", "lr"} <= set(lines[1])
+    for step in (0, 4, 8, 12):
+        assert "attn_logit_absmax/text-image/layer01" in lines[step] and "final_norm/image" in lines[step]
+    assert "q_norm/text/layer00" not in lines[5]
+    assert {"val_loss/text", "val_loss/image"} <= set(lines[12]) and "val_unigram/image" in lines[0]
+
+
+def test_finished_run_is_left_alone(whole, tiny_args, capsys):
+    before = (whole / "metrics.jsonl").read_bytes()
+    assert main([*tiny_args, "--model.residual_dropout=0.1", f"--out={whole}"]) == 0
+    assert "nothing to train" in capsys.readouterr().out
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_identity_is_refused_by_field(whole, tiny_args):
+    before = sorted((p, p.stat().st_mtime_ns) for p in whole.rglob("*"))
+    with pytest.raises(UserError, match=r"optim\.lr .*model\.|model\..*optim\.lr"):
+        main([*tiny_args, "--optim.lr=0.02", f"--out={whole}"])
+    assert sorted((p, p.stat().st_mtime_ns) for p in whole.rglob("*")) == before
+
+
+def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> int:
+    """Starts a run in its own process and sends ``signum`` once a checkpoint of ``after_step`` is there."""
+    process = subprocess.Popen([sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE)
+    for _ in range(1200):
+        if (out / f"checkpoints/step{after_step:08d}.ckpt").exists() or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    process.send_signal(signum)
+    process.communicate()
+    return process.returncode
+
+
+@pytest.mark.parametrize(("signum", "code", "word"), [(signal.SIGKILL, -9, "running"), (signal.SIGTERM, 143, "interrupted")])
+def test_stopped_run_ends_bit_for_bit_like_one_that_was_not(tiny_args, tmp_path, signum, code, word):
+    """With several loader workers and dropout, killed in the middle and started by the same command."""
+    args = [*tiny_args, "--model.residual_dropout=0.1", "--data.workers=2", "--trainer.max_steps=300",
+            "--trainer.val_check_interval=100", "--checkpoint.every_n_steps=7"]  # fmt: skip
+    assert run_and_signal(args, tmp_path / "stopped", signum, after_step=21) == code
+    assert status(tmp_path / "stopped")["status"] == word
+    reached = sorted((tmp_path / "stopped/checkpoints").glob("step*.ckpt"))[-1]
+    assert reached.name < "step00000300.ckpt"
+    assert main([*args, f"--out={tmp_path / 'stopped'}"]) == 0
+    assert main([*args, f"--out={tmp_path / 'straight'}"]) == 0
+    assert same_weights(tmp_path / "stopped", tmp_path / "straight")
+    assert series(tmp_path / "stopped") == series(tmp_path / "straight")
+    # The control: another seed's run is not the same, so the comparison can fail.
+    assert main([*args, "--seed=1", f"--out={tmp_path / 'other'}"]) == 0
+    assert not same_weights(tmp_path / "other", tmp_path / "straight")
+
+
+def test_probing_changes_no_bit_of_training(tiny_args, tmp_path):
+    base = [*tiny_args, "--model.residual_dropout=0.1", "--model.qk_norm.kind=rms"]
+    for name, every in (("often", 1), ("never", 0)):
+        assert main([*base, f"--monitor.every_n_steps={every}", f"--out={tmp_path / name}"]) == 0
+    current = [*base, "--monitor.every_n_steps=1", "--monitor.batch=current", f"--out={tmp_path / 'current'}"]
+    assert main(current) == 0
+    assert same_weights(tmp_path / "often", tmp_path / "never")
+    assert same_weights(tmp_path / "current", tmp_path / "never")
+
+
+def test_micro_batches_equal_one_batch(tiny_args, tmp_path):
+    """Accumulation divides by the targets of the whole step, not by each micro-batch's own."""
+    for n in (1, 4):
+        assert main([*tiny_args, f"--trainer.accumulate_grad_batches={n}", f"--out={tmp_path / str(n)}"]) == 0
+    one, four = weights(tmp_path / "1"), weights(tmp_path / "4")
+    assert max(float((one[k] - four[k]).abs().max()) for k in one) < 2e-4
+    losses = [[line["loss"] for line in series(tmp_path / n) if "loss" in line] for n in ("1", "4")]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_divergence_ends_in_order(tiny_args, tmp_path):
+    out = tmp_path / "hot"
+    code = main([*tiny_args, "--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", f"--out={out}"])
+    assert code == 3
+    found = status(out)
+    assert found["status"] == "diverged" and 0 < found["step"] < 200 and found["reason"]
+    kept = sorted((out / "checkpoints").glob("*.ckpt"))
+    for path in kept:  # whatever was kept is from before
+        assert all(torch.isfinite(w).all() for w in torch.load(path, weights_only=True)["state_dict"].values())
+    assert main([*tiny_args, "--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", f"--out={out}"]) == 0
+
+
+def test_checkpoint_of_another_model_is_refused(tiny_args, tmp_path, whole, capsys):
+    """Pre-norm and post-norm have the same parameter names: nothing but the stored configuration tells them apart."""
+    out = tmp_path / "post"
+    args = [*tiny_args, "--model.pre_norm=false", "--model.post_norm=true", f"--out={out}"]
+    (out / "checkpoints").mkdir(parents=True)
+    assert front_door(main)(args) == 2  # a folder with other files is not a run folder
+    for path in (out / "checkpoints", out):
+        path.rmdir()
+    from mmqk.config import resolve
+    from mmqk.store import RunFolder
+
+    RunFolder.open(out, resolve(args).identity, {}).close()
+    (out / "checkpoints").mkdir()
+    os.link(whole / "checkpoints/step00000012.ckpt", out / "checkpoints/step00000008.ckpt")
+    assert front_door(main)(args) == 2
+    said = capsys.readouterr().err
+    assert "model.post_norm" in said and "model.pre_norm" in said and "Traceback" not in said
+
+
+def test_two_processes_never_share_a_folder(tiny_args, tmp_path):
+    from mmqk.config import resolve
+    from mmqk.store import RunFolder
+
+    args = [*tiny_args, f"--out={tmp_path / 'held'}"]
+    run = resolve(args)
+    with RunFolder.open(run.out, run.identity, {}):
+        done = subprocess.run([sys.executable, "-m", "mmqk.train", *args], capture_output=True, text=True)
+    assert done.returncode == 2 and "another process" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_folder_that_cannot_be_written(tiny_args, tmp_path, capsys):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    assert front_door(main)([*tiny_args, f"--out={tmp_path / 'locked/run'}"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_out_below_a_file_is_refused(tiny_args, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert front_door(main)([*tiny_args, f"--out={tmp_path / 'file/run'}"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
