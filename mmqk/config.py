@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from mmqk.data.module import DataConfig
 from mmqk.data.shards import manifest_hash
-from mmqk.model import BACKENDS, ModelConfig
+from mmqk.model import BACKENDS, ModelConfig, check_backend
 from mmqk.monitors import MonitorConfig
 from mmqk.store import UserError, flatten, identity_hash
 from mmqk.tokenizers import JointVocabulary, tokenizers_hash
@@ -157,6 +157,7 @@ def _complete(parsed: Namespace) -> RunConfig:
             )
         sections["model"] = dataclasses.replace(sections["model"], blocks=blocks)
         sections["loss"].weights_of(sections["model"].modalities)
+        check_backend(parsed.backend, sections["model"].attn_softcap)
     except ValueError as error:
         raise UserError(str(error)) from error
     data = sections["data"]
@@ -169,8 +170,6 @@ def _complete(parsed: Namespace) -> RunConfig:
     }
     identity |= {"backend": parsed.backend, "seed": parsed.seed}
     identity["trainer"] = {flag: trainer[flag] for flag in IDENTITY_TRAINER_FLAGS}
-    if parsed.backend not in BACKENDS:
-        raise UserError(f"backend is '{parsed.backend}': choose one of {', '.join(BACKENDS)}.")
     files = [str(path) for path in parsed.config or []]
     name = Path(files[-1]).stem if files else "run"
     out = Path(parsed.out) if parsed.out else Path("runs") / name / identity_hash(identity)
@@ -189,9 +188,9 @@ def _complete(parsed: Namespace) -> RunConfig:
 
 def _build(section: type, values: Any) -> Any:
     """A frozen dataclass from the parser's namespace, nested ones included; it checks itself."""
-    if not isinstance(values, (Namespace, dict)):
-        raise ValueError(f"{section.__name__.removesuffix('Config').lower()} is '{values}': it is a group of fields.")
     plain = vars(values) if isinstance(values, Namespace) else values
+    if not isinstance(plain, dict) or any(f.name not in plain for f in dataclasses.fields(section)):
+        raise ValueError(f"{section.__name__.removesuffix('Config').lower()} is not one value: it is a group of fields.")
     built = {}
     for f in dataclasses.fields(section):
         value = plain[f.name]

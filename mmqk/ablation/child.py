@@ -30,7 +30,7 @@ def run_job(entry: str, args: list[str], log: str) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    pass
+    threading.Thread(target=_end_with_parent, name="mmqk-parent-watch", daemon=True).start()
     sys.exit(front_door(lambda argv: _call(entry, argv))(args))
 
 

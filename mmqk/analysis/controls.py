@@ -11,6 +11,7 @@ import numpy as np
 from mmqk.analysis.metrics import find_metric, is_trained, learnt
 from mmqk.analysis.runs import Run
 from mmqk.analysis.study import Claim, Study
+from mmqk.analysis.words import number
 from mmqk.store import differing_fields
 
 BOUND_SLACK = 1.01
@@ -94,6 +95,6 @@ def reaches(study: Study, control: Claim) -> Control:
         values = [metric.measure(run, modality) for run in study.finished(arm)]
         median = float(np.median(values)) if values else math.nan
         passed = passed and median >= control.at_least
-        seen.append(f"{median:,.4g} in {study.label(arm)}" if values else f"no finished run of {study.label(arm)}")
+        seen.append(f"{number(median)} in {study.label(arm)}" if values else f"no finished run of {study.label(arm)}")
     what = f"{metric.label} at least {control.at_least:g}"
     return Control(f"positive control {control.id}", passed, f"{what}: {', '.join(seen)}")

@@ -84,19 +84,19 @@ def numbers_here(verdict: Verdict) -> dict[str, str]:
     }
 
 
-def number_here(study: Study, verdict: Verdict) -> str:
-    """The verdict table's cell: the effect with its interval, or the values that are only shown."""
-    effect = verdict.effect
+def number_here(study: Study, verdict: Verdict) -> tuple[str, str]:
+    """The verdict table's cell: the effect with its interval, empty without one, and the arms' medians."""
     if verdict.verdict == "not run":
-        return "not run"
+        return "", "Not run."
     values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
-    medians = f"{capital(verdict.metric.label)}: {', '.join(values)}"
+    medians = f"{capital(verdict.metric.label)}: {', '.join(values)}."
+    effect = verdict.effect
     if effect is None or not verdict.claim.decided:
-        return medians
+        return "", medians
     words = numbers_here(verdict)
-    sign = "×" if verdict.metric.scale == "log" else ""
+    value = f"×{words['ratio']}" if verdict.metric.scale == "log" else words["ratio"]
     interval = f" ({words['low']} to {words['high']})" if effect.has_interval else " (no interval)"
-    return f"{sign}{words['ratio']}{interval}, n = {effect.n}. {medians}"
+    return f"{value}{interval}, n = {effect.n}", medians
 
 
 def _threshold(verdict: Verdict) -> str:

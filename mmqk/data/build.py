@@ -33,6 +33,7 @@ def build(archives: dict[str, Path], out: Path) -> None:
             raise UserError(f"{folder} is not a data set of mmqk and would be replaced: move it, or give another --out")
     wordnet = _wordnet(archives["wordnet"])
     samples = emoji.collect(archives, wordnet)
+    print(f"writing {len(samples)} pairs and the text corpus", flush=True)
     staging = out / ".building"
     try:
         shutil.rmtree(staging, ignore_errors=True)

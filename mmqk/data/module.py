@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmqk.data.batch import TokenBatch
 from mmqk.data.cache import open_cache
+from mmqk.data.mix import Mixture
 from mmqk.data.sequences import SequenceBuilder, TrainingOrder, validation_rows
 from mmqk.store import UserError
 from mmqk.tokenizers.vocabulary import JointVocabulary
@@ -51,6 +52,7 @@ class DataConfig:
                 raise ValueError(f"data.{name} is {getattr(self, name)}: it must be at least 1.")
         if self.workers < 0:
             raise ValueError(f"data.workers is {self.workers}: it cannot be negative.")
+        Mixture(self.mix, self.image_first, seed=0)  # refuses what cannot be mixed
 
 
 class MicroBatches(Dataset):

@@ -23,6 +23,8 @@ from mmqk.store import UserError
 __all__ = ["IMAGE_SIZE", "Pair", "iterate_shard", "manifest_hash", "read_pairs", "read_text", "write_documents", "write_shard"]
 
 IMAGE_SIZE = 64
+# lc=4, pb=0: what liblzma's manual advises for text.
+_TEXT_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]
 _IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
 
 
@@ -173,7 +175,7 @@ def read_text(folder: Path | str, split: str) -> Iterator[str]:
 def write_documents(path: Path, documents: Iterable[dict[str, str]]) -> Shard:
     """Write documents (``text``, ``source``) as xz-compressed JSON lines; the same documents give the same bytes."""
     count = 0
-    with lzma.open(path, "wt", preset=9 | lzma.PRESET_EXTREME, encoding="utf-8", newline="\n") as file:
+    with lzma.open(path, "wt", filters=_TEXT_FILTERS, encoding="utf-8", newline="\n") as file:
         for document in documents:
             file.write(json.dumps(document, ensure_ascii=False) + "\n")
             count += 1

@@ -23,6 +23,7 @@ from mmqk.tokenizers.convnext import CONVNEXT_WIDTHS, STEM_STRIDE, ConvNeXtFeatu
 from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
 
 FORMAT = "mmqk image tokenizer 1"
+METADATA_KEY = "mmqk"
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,9 @@ class ImageTokenizer(nn.Module):
     def to_bytes(self) -> bytes:
         """The content of `image.safetensors`: weights in fp16, the configuration in the metadata."""
         weights = {name: w.detach().cpu().half().contiguous() for name, w in self.state_dict().items()}
-        return save(weights, {"format": FORMAT, "config": json.dumps(asdict(self.config))})
+        # One key: safetensors writes several in an order of its own, and the same tokenizer must give the same bytes.
+        about = json.dumps({"format": FORMAT, "config": asdict(self.config)})
+        return save(weights, {METADATA_KEY: about})
 
     def features(self, images_BCHW: Tensor) -> Tensor:
         """Vectors before quantisation, (B, D, G, G); pixels are in [0, 1]."""
@@ -190,12 +193,9 @@ def read_config(folder: Path | str) -> ImageTokenizerConfig:
     path = existing_file(folder, IMAGE_FILE)
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise damaged(path, error) from error
-    if metadata.get("format") != FORMAT:
-        raise damaged(path, f"its format is {metadata.get('format', 'not given')!r}, not {FORMAT!r}")
-    try:
-        return ImageTokenizerConfig(**json.loads(metadata["config"]))
-    except (KeyError, ValueError, TypeError) as error:
+            about = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+        if about.get("format") != FORMAT:
+            raise ValueError(f"it is not marked {FORMAT!r}")
+        return ImageTokenizerConfig(**about["config"])
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise damaged(path, error) from error

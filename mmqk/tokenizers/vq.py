@@ -44,7 +44,7 @@ class VQTrainingConfig:
         seed: of weights, order and augmentation.
     """
 
-    steps: int = 2400
+    steps: int = 1200
     batch_size: int = 32
     lr: float = 3e-3
     decay: float = 0.97

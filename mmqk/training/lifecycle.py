@@ -103,6 +103,6 @@ class ProgressLine(L.Callback):
         pace = (now - self._start) / max(1, step - self._first)
         left = int(pace * (trainer.max_steps - step))
         losses = " · ".join(f"{k} {v:.3f}" for k, v in self.step_log.latest.items() if k.startswith("loss"))
-        line = f"step {step}/{trainer.max_steps} · {losses} · {left // 60}:{left % 60:02d} left"
+        line = f"step {step}/{trainer.max_steps} · {losses or 'starting'} · {left // 60}:{left % 60:02d} left"
         ends = "\n" if last or not live else ""
         print(f"\r\x1b[K{line}" if live else line, end=ends, file=sys.stderr, flush=True)

@@ -1,0 +1,177 @@
+"""Rows of the page's tables, in words."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from mmqk.analysis.findings import MARKS, number_here, threshold_in_words
+from mmqk.analysis.metrics import (
+    METRICS,
+    FinalLoss,
+    final_loss,
+    initial_loss,
+    is_trained,
+    learnt,
+    unigram_entropy,
+)
+from mmqk.analysis.runs import Run
+from mmqk.analysis.study import Study
+from mmqk.analysis.verdicts import Verdict, middle
+from mmqk.analysis.words import capital, duration, nats, number
+
+DASH = "–"
+
+
+def anchor(run: Run) -> str:
+    """The id of a run's row."""
+    return "run-" + re.sub(r"[^A-Za-z0-9]+", "-", run.name).strip("-")
+
+
+def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """One row a claim."""
+    rows = []
+    for verdict in verdicts:
+        claim = verdict.claim
+        effect, medians = number_here(study, verdict)
+        runs = []
+        for arm in dict.fromkeys(claim.compared):
+            links = [
+                {"seed": run.seed, "anchor": anchor(run)} for run in study.of_arm(arm) if run.name in verdict.runs
+            ]
+            if links:
+                runs.append((f"{study.label(arm)}, seed", links))
+        rows.append(
+            {
+                "id": claim.id,
+                "statement": f"{capital(claim.statement).rstrip('.')}.",
+                "source": claim.source,
+                "mark": claim.mark,
+                "falsifier": claim.falsifier.rstrip("."),
+                "number_there": claim.number_there or DASH,
+                "effect": effect,
+                "medians": medians,
+                "threshold": threshold_in_words(verdict),
+                "verdict": verdict.verdict,
+                "css": verdict.verdict.replace(" ", "-"),
+                "note": " ".join(verdict.notes),
+                "controls": verdict.controls,
+                "runs": runs,
+            }
+        )
+    return rows
+
+
+def used_marks(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
+    """The marks that the table has, with their meaning."""
+    used = {v.claim.mark for v in verdicts}
+    return [(mark, meaning) for mark, meaning in MARKS.items() if mark in used]
+
+
+def arm_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
+    """One row an arm and modality: where its loss began, where it ended, and whether that is learning."""
+    rows = []
+    for arm in study.arms:
+        runs = [run for run in study.of_arm(arm) if run.tags]
+        for modality in study.modalities if runs else ():
+            ends = [final_loss(run, modality) for run in runs]
+            values = [end.value for end in ends if math.isfinite(end.value)]
+            star = "" if all(end.held_out for end in ends) else "*"
+            rows.append(
+                {
+                    "first": modality == study.modalities[0],
+                    "label": study.label(arm),
+                    "colour": colours[arm],
+                    "modality": modality,
+                    "initial": _nats(middle(initial_loss(run, modality) for run in runs)),
+                    "unigram": _nats(middle(unigram_entropy(run, modality) for run in runs)),
+                    "final": _nats(middle(values)) + (star if values else ""),
+                    "range": f"{nats(min(values))} to {nats(max(values))}" if len(values) > 1 else DASH,
+                    "learnt": f"{sum(learnt(run, modality) for run in runs)} of {len(runs)}",
+                    "trained": "yes" if all(is_trained(run, modality) for run in runs) else "no",
+                }
+            )
+    return rows
+
+
+def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
+    """One row a run, and one for each that has not started."""
+    rows = []
+    for arm in dict.fromkeys([*study.arms, *(run.arm for run in study.runs)]):
+        for run in study.of_arm(arm):
+            remarks = [capital(text).rstrip(".") + "." for text in (run.status.reason, *run.notes) if text]
+            rows.append(
+                {
+                    "anchor": anchor(run),
+                    "label": study.label(arm),
+                    "colour": colours.get(arm, "#000000"),
+                    "seed": run.seed,
+                    "status": run.status.status,
+                    "step": f"{max(run.status.step, run.last_step):,}",
+                    "losses": [_final(final_loss(run, m)) for m in study.modalities],
+                    "logit": _number(METRICS["largest_attention_logit"].measure(run, None)),
+                    "seconds": duration(run.status.seconds) if run.status.seconds else DASH,
+                    "remarks": " ".join(remarks),
+                    "name": run.name,
+                }
+            )
+        rows += [
+            {
+                "anchor": f"missing-{arm}-{seed}",
+                "label": study.label(arm),
+                "colour": colours.get(arm, "#000000"),
+                "seed": seed,
+                "status": "not started",
+                "step": DASH,
+                "losses": [DASH] * len(study.modalities),
+                "logit": DASH,
+                "seconds": DASH,
+                "remarks": "",
+                "name": arm,
+            }
+            for missing, seed in study.missing
+            if missing == arm
+        ]
+    return rows
+
+
+def environment(study: Study) -> list[tuple[str, str]]:
+    """What the runs ran on; where they disagree, every value."""
+    rows: list[tuple[str, str]] = []
+    rows.append(("Versions", _distinct(study, lambda run: _pairs(run.details.get("versions")))))
+    rows.append(("Machine", _distinct(study, lambda run: _pairs(run.details.get("machine")))))
+    for name, field in (("Precision", "trainer.precision"), ("Attention backend", "backend"), ("Threads a run", "threads")):
+        rows.append((name, _distinct(study, lambda run, field=field: _text(run.setting(field)))))
+    rows.append(("Code", _distinct(study, lambda run: run.code)))
+    total = sum(run.status.seconds for run in study.runs)
+    rows.append(("Training time, all runs", duration(total) if total else ""))
+    return [(name, value) for name, value in rows if value]
+
+
+def _distinct(study: Study, of: Any) -> str:
+    return " / ".join(dict.fromkeys(filter(None, (of(run) for run in study.runs))))
+
+
+def _pairs(record: Any) -> str:
+    if not isinstance(record, dict):
+        return _text(record)
+    return ", ".join(f"{name} {_text(value)}" for name, value in record.items())
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _final(loss: FinalLoss) -> str:
+    return DASH if math.isnan(loss.value) else nats(loss.value) + ("" if loss.held_out else "*")
+
+
+def _nats(value: float) -> str:
+    return DASH if math.isnan(value) else nats(value)
+
+
+def _number(value: float) -> str:
+    return DASH if math.isnan(value) else number(value)

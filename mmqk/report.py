@@ -1,0 +1,56 @@
+"""Turn run folders into a page: ``python -m mmqk.report runs/demo --out reports/demo``. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mmqk.store import run_main
+
+DESCRIPTION = """\
+Read the runs of a folder and write their report: verdicts on the claims that the runs were made for, figures
+by modality, and a table of every run. Works on what mmqk.ablate or mmqk.train wrote, finished or not."""
+
+EPILOG = """\
+what is written into --out:
+  index.html      the page, in one file that needs nothing else
+  report.md       the same for GitHub
+  figures/        each figure as PNG, and the plotted numbers as CSV
+  verdicts.json   claim, verdict, effect, interval, threshold, runs, controls, note
+
+examples:
+  python -m mmqk.report runs/demo                    an ablation: verdicts and figures
+  python -m mmqk.report runs/demo/mixed-0123456789   one arm of it: figures only"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write a report and say where it is.
+
+    Raises:
+        UserError: the folder has no runs, or --out cannot be written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m mmqk.report",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", type=Path, help="folder of an ablation, of one arm, or of one run")
+    parser.add_argument("--out", type=Path, help="folder for the report (default: reports/<name of the runs>)")
+    args = parser.parse_args(argv)
+
+    from mmqk.analysis import write_report
+    from mmqk.analysis.findings import headline
+
+    out = args.out or Path("reports") / args.runs.resolve().name
+    study, verdicts = write_report(args.runs, out)
+    print(headline(study, verdicts)[0])
+    for verdict in verdicts:
+        print(f"  {verdict.claim.id}: {verdict.verdict}")
+    print(out / "index.html")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,259 @@
+"""Run folders of the demonstration's shape with planted numbers, written without any of mmqk's own writers.
+
+``python tests/analysis/fake_runs.py FOLDER`` makes one to look at.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STEPS, EVERY, LAYERS = 200, 20, 4
+START = {"text": 6.9, "image": 6.3}
+UNIGRAM = {"text": 5.6, "image": 5.5}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What a run of an arm shall look like.
+
+    ``logit`` is its largest attention logit at the end (log-spread ``spread`` over seeds), ``loss`` the final
+    loss by modality; ``diverges`` the step at which it stops; ``nan_from`` the step from which probes are NaN.
+    """
+
+    logit: float
+    loss: dict[str, float] = field(default_factory=lambda: {"text": 3.4, "image": 4.6})
+    spread: float = 0.12
+    diverges: int | None = None
+    nan_from: int | None = None
+    status: str = "completed"
+    validated: bool = True
+    bound: bool = False
+
+
+DEMO = {
+    "mixed": Planted(60.0),
+    "mixed-qk": Planted(8.5, {"text": 3.4, "image": 4.5}, bound=True),
+    "image-off": Planted(55.0, {"text": 3.3, "image": 6.35}),
+    "high-pre": Planted(42000.0, {"text": 5.9, "image": 6.2}, diverges=140, validated=False),
+    "high-pre-qk": Planted(18.0, {"text": 3.9, "image": 5.0}, bound=True),
+    "high-post": Planted(160000.0, {"text": 4.4, "image": 5.4}),
+    "high-post-qk": Planted(16.0, {"text": 3.6, "image": 4.8}, bound=True),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mixed": {"model.qk_norm.kind": "none"},
+    "mixed-qk": {"model.qk_norm.kind": "rms"},
+    "image-off": {"model.qk_norm.kind": "none", "loss.weights.image": 0.0},
+    "high-pre": {"optim.lr": 0.1, "model.qk_norm.kind": "none"},
+    "high-pre-qk": {"optim.lr": 0.1, "model.qk_norm.kind": "rms"},
+    "high-post": {"optim.lr": 0.1, "model.qk_norm.kind": "none", "model.pre_norm": False, "model.post_norm": True},
+    "high-post-qk": {"optim.lr": 0.1, "model.qk_norm.kind": "rms", "model.pre_norm": False, "model.post_norm": True},
+}
+LABELS = {
+    "mixed": "mixed, no QK-Norm",
+    "mixed-qk": "mixed, QK-Norm",
+    "image-off": "image loss off, no QK-Norm",
+    "high-pre": "pre-norm, no QK-Norm",
+    "high-pre-qk": "pre-norm, QK-Norm",
+    "high-post": "post-norm, no QK-Norm",
+    "high-post-qk": "post-norm, QK-Norm",
+}
+BASE: dict[str, Any] = {
+    "model": {"qk_norm": {"kind": "none"}, "pre_norm": True, "post_norm": False, "d_model": 64, "n_heads": 4},
+    "loss": {"weights": {}},
+    "optim": {"lr": 0.01},
+    "backend": "sdpa",
+    "trainer": {"max_steps": STEPS, "precision": "32-true"},
+}
+C2 = {
+    "id": "C2",
+    "statement": "without QK-Norm attention logits explode with the learning rate",
+    "source": "Wortsman et al. 2309.14322, Fig. 2",
+    "mark": "V",
+    "number_there": "172.8 against 11.2 at learning rate 0.01",
+    "metric": "largest_attention_logit",
+    "treatment": "mixed",
+    "control": "mixed-qk",
+    "delta": 0.69,
+    "direction": "greater",
+    "regime": "both modalities learnt",
+    "positive_control": "P1",
+    "status": "confirmatory",
+    "falsifier": "ratio below 2",
+}
+P1 = {
+    "id": "P1",
+    "statement": "at a learning rate that is too high, logits without QK-Norm are large",
+    "metric": "largest_attention_logit",
+    "arms": ["high-pre"],
+    "at_least": 100,
+    "status": "control",
+}
+C10 = {
+    "id": "C10",
+    "statement": "image generation is what destabilises",
+    "source": "Chameleon 2405.09818, Fig. 6b",
+    "mark": "V",
+    "number_there": "no divergence with image generation off",
+    "metric": "largest_attention_logit",
+    "treatment": "mixed",
+    "control": "image-off",
+    "delta": 0.45,
+    "direction": "greater",
+    "regime": "both modalities learnt",
+    "positive_control": "C2",
+    "status": "confirmatory",
+}
+C13 = {
+    "id": "C13",
+    "statement": "QK-Norm is essential and not sufficient",
+    "source": "Chameleon 2405.09818, Fig. 5a to 5c",
+    "mark": "V",
+    "number_there": "without QK-Norm diverges after about 20 % of an epoch",
+    "status": "shown",
+    "arms": ["high-pre", "high-pre-qk", "high-post", "high-post-qk"],
+}
+
+
+def grid(planted: dict[str, Planted]) -> dict[str, Any]:
+    """The grid of these arms, as ablation.json holds it."""
+    shown = [arm for arm in planted if arm.startswith("high")]
+    arms = {
+        arm: {
+            "label": LABELS[arm],
+            "block": "shown" if arm in shown else "decided",
+            "set": SETTINGS[arm],
+        }
+        for arm in planted
+    }
+    for arm in shown:
+        arms[arm]["seeds"] = [0]
+    return {
+        "name": "demo",
+        "title": "Norm competition in minutes",
+        "seeds": [0, 1, 2],
+        "arms": arms,
+        "claims": copy.deepcopy([C2, P1, C10, C13]),
+        "report": {
+            "hero": ["mixed", "mixed-qk", "image-off"],
+            "command": "make demo",
+            "cannot_tell": ["Anything about size: these are toy models on icon art.", "What a <7B> run would do."],
+        },
+    }
+
+
+def write_demo(
+    folder: Path,
+    planted: dict[str, Planted] | None = None,
+    *,
+    seeds: tuple[int, ...] = (0, 1, 2),
+    leave_out: tuple[str, ...] = (),
+    unigram: bool = True,
+    change: Any = None,
+) -> Path:
+    """Write a whole ablation under ``folder``; ``leave_out`` are arms whose runs never started.
+
+    ``change(grid)`` may alter the grid before it is written.
+    """
+    planted = DEMO | (planted or {})
+    raw = grid(planted)
+    if change is not None:
+        change(raw)
+    runs = []
+    for number, (arm, numbers) in enumerate(planted.items()):
+        id = f"{number:010x}"
+        for seed in (0,) if arm.startswith("high") else seeds:
+            name = f"{arm}-{id}/seed{seed}"
+            runs.append({"arm": arm, "seed": seed, "folder": name, "id": id})
+            if arm not in leave_out:
+                write_run(folder / name, numbers, seed, SETTINGS[arm], id, unigram)
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"name": "demo", "grid": raw, "runs": runs, "threads": 1}
+    (folder / "ablation.json").write_text(json.dumps(record))
+    return folder
+
+
+def write_run(
+    path: Path, planted: Planted, seed: int = 0, settings: dict | None = None, id: str = "0" * 10, unigram: bool = True
+) -> Path:
+    """Write one run folder."""
+    path.mkdir(parents=True)
+    identity = copy.deepcopy(BASE) | {"seed": seed}
+    for name, value in (settings or {}).items():
+        *parents, last = name.split(".")
+        section = identity
+        for parent in parents:
+            section = section[parent]
+        section[last] = value
+    details = {
+        "config": identity,
+        "command": ["python", "-m", "mmqk.train", "--config", "configs/demo.yaml", f"--seed={seed}"],
+        "versions": {"python": "3.11.7", "torch": "2.15.0"},
+        "machine": {"system": "Linux", "processor": "x86_64", "cpus": 2},
+    }
+    record = {"id": id, "code": "c0de", "identity": identity, "details": details}
+    (path / "run.json").write_text(json.dumps(record))
+    end = planted.diverges or STEPS
+    status = "diverged" if planted.diverges else planted.status
+    reason = "image loss 7.41 was 0.1 nat above its initial 6.30 for 50 steps" if planted.diverges else ""
+    (path / "status.json").write_text(
+        json.dumps({"status": status, "step": end, "reason": reason, "seconds": 31.5 + seed})
+    )
+    with open(path / "metrics.jsonl", "w") as file:
+        for line in lines(planted, seed, end, unigram):
+            cells = {k: v if math.isfinite(v) else str(v) for k, v in line.items()}
+            file.write(json.dumps(cells) + "\n")
+    return path
+
+
+def lines(planted: Planted, seed: int, end: int, unigram: bool = True):
+    """The lines of a run's metrics, one a step."""
+    rng = random.Random(f"{seed} {planted.logit} {planted.loss}")
+    # Spread exactly over three seeds, so that a test knows the standard deviation it planted.
+    final = planted.logit * math.exp(planted.spread * ((seed % 3) - 1))
+    for step in range(end + 1):
+        line: dict[str, float] = {"step": step}
+        if step == 0 and unigram:
+            line |= {f"val_unigram/{m}": nats for m, nats in UNIGRAM.items()}
+        if step:
+            for m, start in START.items():
+                line[f"loss/{m}"] = planted.loss[m] + (start - planted.loss[m]) * math.exp(-5 * step / end)
+                line[f"loss/{m}"] += rng.gauss(0, 0.05)
+            line["loss"] = (line["loss/text"] + line["loss/image"]) / 2
+        if step % EVERY == 0 or step == end:
+            line |= probe(planted, final, step, end)
+        if step == end and planted.validated:
+            line |= {f"val_loss/{m}": loss + 0.02 * seed for m, loss in planted.loss.items()}
+        yield line
+
+
+def probe(planted: Planted, final: float, step: int, end: int) -> dict[str, float]:
+    """Statistics of one probe; the largest logit is exactly ``final`` in the last three, in layer 1."""
+    late = min(1.0, step / (end - 2 * EVERY))
+    line: dict[str, float] = {}
+    for layer in range(LAYERS):
+        if planted.bound:
+            line[f"attn_logit_bound/layer{layer:02d}"] = max(4 * 1.3**2, final * 1.15)
+        for m in START:
+            for key in START:
+                share = (1.0 if layer == 1 else 0.6) * (1.0 if m == key == "text" else 0.8)
+                line[f"attn_logit_absmax/{m}-{key}/layer{layer:02d}"] = share * 3.0 ** (1 - late) * final**late
+            line[f"attn_entropy/{m}/layer{layer:02d}"] = 3.2 - late * 0.2 * math.log(final) + 0.1 * layer
+            for statistic, rate in (("q_norm", 0.5), ("k_norm", 0.45), ("v_norm", 0.1), ("resid_norm", 0.2)):
+                line[f"{statistic}/{m}/layer{layer:02d}"] = 4.0 * (final / 3) ** (rate * late) + layer
+    for m in START:
+        line[f"final_norm/{m}"] = 8 * (1 + late * math.log(final))
+        line[f"final_rms/{m}"] = line[f"final_norm/{m}"] / 8
+    if planted.nan_from is not None and step >= planted.nan_from:
+        line = {name: math.nan for name in line}
+    return line
+
+
+if __name__ == "__main__":
+    print(write_demo(Path(sys.argv[1])))

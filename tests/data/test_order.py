@@ -1,0 +1,191 @@
+"""The order of a run: exact proportions, pure functions of the index, sequences of the promised form."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from mmqk.data.cache import open_cache
+from mmqk.data.mix import CYCLE, Epochs, Mixture
+from mmqk.data.module import MicroBatches
+from mmqk.data.sequences import SequenceBuilder, TrainingOrder, validation_rows
+from mmqk.store import UserError
+from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
+from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD
+
+
+@pytest.fixture(scope="module")
+def splits(tiny_data):
+    return open_cache(*(tiny_data / name for name in ("pairs", "text", "tokenizers", "cache")), say=lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def builder(tiny_data, splits) -> SequenceBuilder:
+    return SequenceBuilder(splits["train"], JointVocabulary.load(tiny_data / "tokenizers"), seq_len=96)
+
+
+def test_weights_are_met_in_every_cycle_and_near_any_place():
+    mixture = Mixture({"pair": 3.0, "text": 1.0}, image_first=0.5, seed=3)
+    slots = [mixture.draw(i).slot for i in range(20 * CYCLE)]
+    for start in range(0, len(slots), CYCLE):
+        counts = Counter(slots[start : start + CYCLE])
+        assert counts == {"image_first": 90, "caption_first": 90, "text": 60}
+    windows = [Counter(slots[s : s + 300])["text"] / 300 for s in range(0, len(slots) - 300, 37)]
+    assert max(abs(share - 0.25) for share in windows) < 0.06
+    independent = np.random.default_rng(0).random(len(slots)) < 0.25  # what sampling by chance would do
+    by_chance = [independent[s : s + CYCLE].sum() for s in range(0, len(slots), CYCLE)]
+    assert len(set(by_chance)) > 1
+
+
+def test_draws_count_each_source_without_gaps():
+    mixture = Mixture({"pair": 2.0, "text": 1.0, "image": 1.0}, image_first=0.25, seed=0)
+    nth: dict[str, list[int]] = {}
+    for i in range(3 * CYCLE):
+        draw = mixture.draw(i)
+        nth.setdefault({"image_first": "pair", "caption_first": "pair"}.get(draw.slot, draw.slot), []).append(draw.nth)
+    assert all(counts == list(range(len(counts))) for counts in nth.values()) and set(nth) == {"pair", "text", "image"}
+
+
+def test_changing_one_weight_leaves_the_order_of_the_others():
+    def pairs(weights):
+        mixture = Mixture(weights, image_first=1.0, seed=5)
+        draws = (mixture.draw(i) for i in range(4 * CYCLE))
+        return [d.nth for d in draws if d.slot == "image_first"]
+
+    some, all_ = pairs({"pair": 1.0, "text": 1.0}), pairs({"pair": 1.0})
+    assert some == all_[: len(some)]
+
+
+def test_epochs_visit_every_item_once_and_reshuffle():
+    epochs = Epochs(17, seed=1, stream=1)
+    first, second = ([epochs.item(e * 17 + i)[1] for i in range(17)] for e in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(17)) and first != second
+    assert first != [Epochs(17, seed=2, stream=1).item(i)[1] for i in range(17)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "share", "says"),
+    [
+        ({"video": 1.0}, 0.5, "video"),
+        ({"pair": -1.0}, 0.5, "negative"),
+        ({"pair": 0.0}, 0.5, "no kind"),
+        ({"pair": 1.0}, 1.5, "image_first"),
+        ({"pair": 10000.0, "text": 1.0}, 0.5, "less than one place"),
+    ],
+)
+def test_impossible_mixtures_are_refused(weights, share, says):
+    with pytest.raises(ValueError, match=says):
+        Mixture(weights, share, seed=0)
+
+
+def test_sequences_have_the_promised_form(tiny_data, builder):
+    """Decoded with the tokenizers alone, a pair holds its own image and its own caption, in both orders."""
+    vocabulary = builder.vocabulary
+    text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
+    from mmqk.data.shards import read_pairs
+
+    pair = list(read_pairs(tiny_data / "pairs", "train"))[7]
+    pixels = torch.from_numpy(np.array(pair.image)).permute(2, 0, 1)[None].float() / 255
+    codes = image.encode(pixels)[0].numpy()
+    for image_first in (True, False):
+        row = builder.pair(7, image_first)
+        begin, end = list(row).index(BEGIN_IMAGE), list(row).index(END_IMAGE)
+        assert row[0] == BOS and row[-1] == EOS and end - begin == 65
+        assert (vocabulary.image_codes(row[begin + 1 : end]) == codes).all()
+        caption = row[end + 1 : -1] if image_first else row[1:begin]
+        assert pair.caption.startswith(text.decode(vocabulary.text_ids(caption)))
+        assert (begin == 1) is image_first
+
+
+def test_padding_is_no_target_and_no_token(builder):
+    batch = builder.batch([builder.image(0), builder.text(0)])
+    length = len(builder.image(0))
+    assert (batch.ids_BT[0, length:] == PAD).all() and not batch.valid_BT[0, length:].any()
+    assert batch.target_mask_BT[0].sum() == length - 1 and batch.target_mask_BT[1].sum() == 95
+    assert not batch.target_mask_BT[:, -1].any()
+    assert batch.step_targets == length - 1 + 95
+    assert (batch.modality_BT.bool() == (batch.ids_BT >= builder.vocabulary.image_offset)).all()
+    assert batch.modality_BT[0].sum() == 64
+
+
+def test_one_field_switches_a_modality_off(builder):
+    text_only = TrainingOrder(builder, {"text": 1.0}, 0.5, seed=0)
+    image_only = TrainingOrder(builder, {"image": 1.0}, 0.5, seed=0)
+    offset = builder.vocabulary.image_offset
+    assert all((text_only.row(i) < offset).all() for i in range(50))
+    assert all(((image_only.row(i) >= offset).sum() == 64) and len(image_only.row(i)) == 68 for i in range(50))
+
+
+def test_a_sample_is_a_function_of_seed_and_index(builder):
+    def rows(seed, order):
+        made = TrainingOrder(builder, {"pair": 3.0, "text": 1.0}, 0.5, seed)
+        return {i: made.row(i).tolist() for i in order}
+
+    assert rows(0, range(60)) == rows(0, reversed(range(60)))
+    assert rows(0, range(60)) != rows(1, range(60))
+
+
+@pytest.mark.parametrize(("accumulate", "world"), [(1, 1), (4, 1), (2, 2), (1, 4)])
+def test_global_batch_is_the_same_however_it_is_dealt(builder, accumulate, world):
+    order = TrainingOrder(builder, {"pair": 3.0, "text": 1.0}, 0.5, seed=2)
+    whole = MicroBatches(order, 8, 1, 0, 1, steps=5)
+    parts = [MicroBatches(order, 8, accumulate, rank, world, steps=5) for rank in range(world)]
+    for step in range(5):
+        dealt = [parts[r][step * accumulate + m] for m in range(accumulate) for r in range(world)]
+        assert torch.equal(torch.cat([b.ids_BT for b in dealt]), whole[step].ids_BT)
+        assert {float(b.step_targets) for b in dealt} == {float(whole[step].target_mask_BT.sum())}
+
+
+def test_validation_rows_are_fixed_and_hold_every_form(tiny_data, splits):
+    builder = SequenceBuilder(splits["val"], JointVocabulary.load(tiny_data / "tokenizers"), seq_len=96)
+    rows = validation_rows(builder, 8)
+    forms = ["text" if BEGIN_IMAGE not in row else "first" if row[1] == BEGIN_IMAGE else "last" for row in rows]
+    assert forms == ["first", "last", "first", "text", "last", "first", "last", "text"]
+    with pytest.raises(ValueError, match="held-out pairs"):
+        validation_rows(builder, 100)
+
+
+def test_too_short_a_sequence_is_refused(tiny_data, splits):
+    with pytest.raises(ValueError, match="at least 76"):
+        SequenceBuilder(splits["train"], JointVocabulary.load(tiny_data / "tokenizers"), seq_len=70)
+
+
+def test_cache_is_made_once_and_a_damaged_one_is_named(tiny_data, tmp_path):
+    folders = [tiny_data / name for name in ("pairs", "text", "tokenizers")]
+    said: list[str] = []
+    open_cache(*folders, tmp_path, say=said.append)
+    assert len(said) == 2
+    open_cache(*folders, tmp_path, say=said.append)
+    assert len(said) == 2
+    made = next(p for p in tmp_path.iterdir() if p.is_dir())
+    np.save(made / "train-captions.npy", np.array([10**6], dtype=np.int32))
+    with pytest.raises(UserError, match="does not match its shards and tokenizers: delete it"):
+        open_cache(*folders, tmp_path)
+
+
+def test_new_tokenizers_make_a_new_cache(tiny_data, tmp_path):
+    import shutil
+
+    other = tmp_path / "tokenizers"
+    shutil.copytree(tiny_data / "tokenizers", other)
+    folders = [tiny_data / name for name in ("pairs", "text")]
+    open_cache(*folders, other, tmp_path / "cache", say=lambda _: None)
+    tokenizer = ImageTokenizer.load(other)
+    tokenizer.codebook_VD.mul_(-1)
+    (other / "image.safetensors").write_bytes(tokenizer.to_bytes())
+    open_cache(*folders, other, tmp_path / "cache", say=lambda _: None)
+    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 2
+
+
+def test_damaged_shard_is_named_before_training(tiny_data, tmp_path):
+    import shutil
+
+    shutil.copytree(tiny_data / "pairs", tmp_path / "pairs")
+    shard = tmp_path / "pairs/train-00001.tar"
+    shard.write_bytes(shard.read_bytes()[:-4096])
+    with pytest.raises(UserError, match="train-00001.tar differs from its manifest"):
+        open_cache(tmp_path / "pairs", tiny_data / "text", tiny_data / "tokenizers", tmp_path / "cache", lambda _: None)
+    assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]

@@ -1,0 +1,218 @@
+"""Every statistic of a probe against a brute-force fp64 computation that shares no code with it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
+from mmqk.monitors import probe
+from mmqk.monitors import attention as attention_module
+from mmqk.monitors.attention import FEWEST_KEYS, attention_statistics, visible_pairs
+from mmqk.monitors.reduce import moments, selection
+
+NAMES = ("text", "image")
+
+
+def make_batch(B=3, T=40, seed=0, blocks=(30, 12), pad=7, only=None) -> TokenBatch:
+    """Random ids of two blocks, the last sequence padded at its end."""
+    random = torch.Generator().manual_seed(seed)
+    modality_BT = (torch.rand(B, T, generator=random) < 0.5).long() if only is None else torch.full((B, T), only)
+    low, size = torch.tensor([0, blocks[0]]), torch.tensor(blocks)
+    ids_BT = low[modality_BT] + (torch.rand(B, T, generator=random) * size[modality_BT]).long()
+    valid_BT = torch.ones(B, T, dtype=torch.bool)
+    if pad:
+        valid_BT[-1, -pad:] = False
+        modality_BT = modality_BT.where(valid_BT, torch.zeros_like(modality_BT))
+    return TokenBatch(ids_BT, modality_BT, valid_BT.roll(-1, 1), valid_BT, torch.tensor(1.0))
+
+
+def make_model(seed=0, **changes) -> EarlyFusionTransformer:
+    config = ModelConfig(blocks={"text": 30, "image": 12}, d_model=16, n_layers=2, n_heads=2, **changes)
+    model = EarlyFusionTransformer(config, backend="math", seed=seed)
+    with torch.no_grad():  # unit gains hide errors
+        for name, p in model.named_parameters():
+            if p.ndim < 2:
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
+            elif "w_q" in name or "w_k" in name:
+                p.mul_(3)
+    return model
+
+
+def brute_force(model, batch) -> dict[str, float]:
+    """Loops over sequences, heads and rows in float64; sites are read off with plain forward hooks."""
+    sites: dict[tuple[str, int], torch.Tensor] = {}
+    model.double()(batch.ids_BT, sink=lambda site, layer, t: sites.__setitem__((site, layer), t.detach()))
+    model.float()
+    K, cap = model.config.head_dim, model.config.attn_softcap
+    scale = {"rsqrt": K**-0.5, "inverse": 1 / K, "none": 1.0}[model.config.attn_scale]
+    modality, valid = batch.modality_BT.numpy(), batch.valid_BT.numpy()
+    B, T = modality.shape
+    expected: dict[str, float] = {}
+    tokens = [(b, t) for b in range(B) for t in range(T) if valid[b, t]]
+    norm_names = {"q_raw": "q_raw_norm", "k_raw": "k_raw_norm", "q": "q_norm", "k": "k_norm", "v": "v_norm",
+                  "attn_out": "attn_out_norm", "mlp_out": "mlp_out_norm", "resid": "resid_norm"}  # fmt: skip
+    for (site, layer), tensor in sites.items():
+        array = tensor.numpy()
+        for m, name in enumerate(NAMES):
+            mine = [(b, t) for b, t in tokens if modality[b, t] == m]
+            if not mine:
+                continue
+            if site in norm_names:
+                vectors = [array[b, :, t] if array.ndim == 4 else array[b, t][None] for b, t in mine]
+                lengths = np.linalg.norm(np.concatenate(vectors), axis=-1)
+                expected[f"{norm_names[site]}/{name}/layer{layer:02d}"] = lengths.mean()
+                expected[f"{norm_names[site]}_max/{name}/layer{layer:02d}"] = lengths.max()
+            if site == "final":
+                lengths = np.array([np.linalg.norm(array[b, t]) for b, t in mine])
+                expected[f"final_norm/{name}"] = lengths.mean()
+                expected[f"final_rms/{name}"] = np.mean(lengths) / math.sqrt(array.shape[-1])
+    for layer in range(model.config.n_layers):
+        q, k = sites["q", layer].numpy(), sites["k", layer].numpy()
+        pairs: dict[tuple[int, int], list[float]] = {}
+        entropies: dict[int, list[float]] = {}
+        for b, t in tokens:
+            keys = [s for s in range(t + 1) if valid[b, s]]
+            for h in range(q.shape[1]):
+                z = np.array([scale * q[b, h, t] @ k[b, h, s] for s in keys])
+                for s, value in zip(keys, z, strict=True):
+                    pairs.setdefault((modality[b, t], modality[b, s]), []).append(value)
+                if len(keys) >= 8:
+                    y = z if cap is None else cap * np.tanh(z / cap)
+                    p = np.exp(y - y.max()) / np.exp(y - y.max()).sum()
+                    entropies.setdefault(modality[b, t], []).append(-(p[p > 0] * np.log(p[p > 0])).sum())
+        for (a, c), values in pairs.items():
+            place = f"{NAMES[a]}-{NAMES[c]}/layer{layer:02d}"
+            magnitude = np.sort(np.abs(values))[::-1]
+            expected[f"attn_logit_max/{place}"] = max(values)
+            expected[f"attn_logit_absmax/{place}"] = magnitude[0]
+            expected[f"attn_logit_p999/{place}"] = magnitude[max(1, round(len(values) / 1000)) - 1]
+        for a, values in entropies.items():
+            expected[f"attn_entropy/{NAMES[a]}/layer{layer:02d}"] = float(np.mean(values))
+    return expected
+
+
+VARIANTS = [
+    {},
+    {"qk_norm": QKNormConfig("rms")},
+    {"qk_norm": QKNormConfig("layer"), "pre_norm": False, "post_norm": True},
+    {"attn_softcap": 2.0, "attn_scale": "none"},
+]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=["none", "rms", "layer-post", "cap"])
+@pytest.mark.parametrize("chunk", [2**24, 500], ids=["one chunk", "many chunks"])
+def test_probe_equals_brute_force(changes, chunk, monkeypatch):
+    monkeypatch.setattr(attention_module, "CHUNK_ELEMENTS", chunk)
+    model, batch = make_model(**changes), make_batch()
+    measured = {k: v for k, v in probe(model, batch).flat().items() if not k.startswith("attn_logit_bound")}
+    expected = brute_force(model, batch)
+    assert measured.keys() == expected.keys()
+    assert measured == {k: pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items()}
+    # The control: with the modalities exchanged the same comparison fails.
+    swapped = probe(model, TokenBatch(batch.ids_BT, 1 - batch.modality_BT, batch.target_mask_BT, batch.valid_BT,
+                                      batch.step_targets)).flat()  # fmt: skip
+    assert any(swapped.get(k) != pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items())
+
+
+def test_padding_is_not_counted():
+    model, batch = make_model(), make_batch(pad=7)
+    other = batch.ids_BT.clone()
+    other[-1, -7:] = 41 - other[-1, -7:] % 10
+    changed = TokenBatch(other, batch.modality_BT, batch.target_mask_BT, batch.valid_BT, batch.step_targets)
+    assert probe(model, batch).flat() == pytest.approx(probe(model, changed).flat(), rel=1e-5)
+
+
+def test_absent_modality_is_an_absent_key():
+    values = probe(make_model(), make_batch(only=0, pad=0)).flat()
+    assert values and not any("image" in tag for tag in values)
+    assert not any(math.isnan(v) for v in values.values())
+
+
+def test_one_token_sequence_has_logits_and_no_entropy():
+    values = probe(make_model(), make_batch(B=2, T=1, pad=0, only=1)).flat()
+    assert "attn_logit_absmax/image-image/layer00" in values
+    assert not any(tag.startswith("attn_entropy") for tag in values)
+
+
+def test_parts_add_up_to_the_whole():
+    values_BHT = torch.randn(3, 2, 40)
+    batch = make_batch()
+    split = moments(values_BHT, selection(batch.modality_BT, batch.valid_BT, 2))
+    whole = moments(values_BHT, selection(torch.zeros_like(batch.modality_BT), batch.valid_BT, 1))
+    for name in ("count", "sum", "sum_sq"):
+        assert float(getattr(split, name).sum()) == pytest.approx(float(getattr(whole, name)), rel=1e-5)
+    assert float(split.max.max()) == float(whole.max)
+    halves = [moments(values_BHT[i], selection(batch.modality_BT[i], batch.valid_BT[i], 2)) for i in (slice(0, 1), slice(1, 3))]
+    assert torch.allclose((halves[0] + halves[1]).mean, split.mean)
+
+
+def test_entropy_has_its_known_values():
+    """Equal logits give log n; one dominant logit gives 0, however large the logits are."""
+    T = 32
+    valid, modality = torch.ones(1, T, dtype=torch.bool), torch.zeros(1, T, dtype=torch.long)
+    q = torch.ones(1, 1, T, 2)
+
+    def entropy(k):
+        return float(attention_statistics(q, k, 1.0, modality, visible_pairs(valid), 1).entropy.mean[0])
+
+    rows = [math.log(n) for n in range(FEWEST_KEYS, T + 1)]
+    assert entropy(torch.full((1, 1, T, 2), 3e4)) == pytest.approx(np.mean(rows), rel=1e-5)
+    spike = torch.zeros(1, 1, T, 2)
+    spike[:, :, 0] = 5e4
+    assert entropy(spike) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_scaling_w_q_scales_raw_logits_only_without_qk_norm():
+    for kind, factor in (("none", 5.0), ("rms", 1.0)):
+        model, batch = make_model(qk_norm=QKNormConfig(kind, eps=1e-12)), make_batch()
+        name = "attn_logit_absmax/text-image/layer00"
+        before = probe(model, batch).flat()[name]
+        with torch.no_grad():
+            model.blocks[0].attention.w_q.weight.mul_(5)
+        assert probe(model, batch).flat()[name] == pytest.approx(factor * before, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_no_logit_passes_the_qk_norm_bound_and_aligned_vectors_reach_it(kind):
+    model, batch = make_model(qk_norm=QKNormConfig(kind)), make_batch()
+    values = probe(model, batch).flat()
+    for layer in range(2):
+        bound = values[f"attn_logit_bound/layer{layer:02d}"]
+        seen = [v for k, v in values.items() if k.startswith("attn_logit_absmax") and k.endswith(f"layer{layer:02d}")]
+        assert 0 < max(seen) <= bound
+    assert "attn_logit_bound/layer00" not in probe(make_model(), batch).flat()
+    if kind == "rms":  # one channel carries everything: the bound is attained at zero distance
+        with torch.no_grad():
+            attention = model.blocks[0].attention
+            for norm, weight in ((attention.q_norm, attention.w_q), (attention.k_norm, attention.w_k)):
+                norm.weight.fill_(1.5)
+                weight.weight.zero_()
+                weight.weight[0::8, :] = 1.0
+        after = probe(model, batch).flat()
+        reached = after["attn_logit_absmax/text-text/layer00"] / after["attn_logit_bound/layer00"]
+        assert 0.95 < reached <= 1.0001
+
+
+def test_probe_leaves_the_model_as_it_was():
+    model, batch = make_model(residual_dropout=0.5), make_batch()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    first = probe(model.train(), batch).flat()
+    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert probe(model.eval(), batch).flat() == first and not model.training
+
+
+def test_nan_of_one_modality_does_not_spread_to_the_other():
+    model, batch = make_model(), make_batch()
+    with torch.no_grad():
+        model.embed.weight[30:] = float("nan")
+    values = probe(model, batch).flat()
+    assert math.isnan(values["v_norm/image/layer00"])
+    assert math.isfinite(values["v_norm/text/layer00"])

@@ -1,0 +1,117 @@
+"""The one parser: every mistake is one sentence that names the field."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mmqk.config import print_yaml, resolve
+from mmqk.store import UserError, differing_fields, front_door
+from mmqk.train import main
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--model.qknorm=rms"], "no field 'model.qknorm': did you mean 'model.qk_norm'"),
+        (["--model.qk_norm.kin=rms"], "no field 'model.qk_norm.kin': did you mean 'model.qk_norm.kind'"),
+        (["--trainer.max_step=3"], "no field 'trainer.max_step': did you mean 'trainer.max_steps'"),
+        (["--model.d_model=wide"], "model.d_model is 'wide': expected int"),
+        (["--model.qk_norm.kind=layers"], "model.qk_norm.kind is 'layers': expected one of"),
+        (["--model.d_model=18", "--model.n_heads=4"], "model.d_model 18 cannot be split"),
+        (["--backend=flash"], "backend must be one of math, sdpa, but is 'flash'"),
+        (["--model.attn_softcap=30"], "sdpa cannot apply model.attn_softcap"),
+        (["--optim.lr=-1"], "optim.lr is -1.0"),
+        (["--loss.weights.video=0"], "loss.weights names 'video'"),
+        (["--data.mix.video=1"], "data.mix knows pair, text, image"),
+        (["--data.seq_len=40"], "data.seq_len 40 is too short"),
+        (["--data.batch_size=6", "--trainer.accumulate_grad_batches=4"], "not a multiple of"),
+        (["--trainer.max_epochs=2"], "trainer.max_epochs is decided by mmqk"),
+        (["--seed=-1"], "seed is -1"),
+        (["--config=configs/absent.yaml"], "absent.yaml cannot be read"),
+        (["--data.pairs=nowhere"], "nowhere"),
+        (["--data.tokenizers=nowhere"], "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_nothing_is_made(tiny_args, tmp_path, capsys, extra, says):
+    out = tmp_path / "run"
+    assert front_door(main)([*tiny_args, *extra, f"--out={out}"]) == 2
+    notices, *said = capsys.readouterr().err.strip().split("mmqk: ")
+    assert len(said) == 1 and says in said[0] and "\n" not in said[0] and "Traceback" not in notices
+    assert not list(out.glob("checkpoints/*"))
+
+
+@pytest.mark.parametrize(
+    ("yaml", "says"),
+    [
+        ("model:\n  d_modell: 3\n", "no field 'model.d_modell': did you mean 'model.d_model'"),
+        ("modell:\n  d_model: 3\n", "no field 'modell"),
+        ("optim: 3\n", "optim is not one value"),
+        ("model: [\n", "expected node content"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_too(tiny_args, tmp_path, yaml, says):
+    path = tmp_path / "bad.yaml"
+    path.write_text(yaml)
+    with pytest.raises(UserError, match=says):
+        resolve([f"--config={path}", *tiny_args])
+
+
+def test_files_merge_and_the_command_line_wins(tiny_args, tmp_path):
+    (tmp_path / "a.yaml").write_text("optim: {lr: 0.5, eps: 1.0e-5}\n")
+    (tmp_path / "b.yaml").write_text("optim: {lr: 0.25}\n")
+    files = [f"--config={tmp_path / n}.yaml" for n in "ab"]
+    run = resolve([*tiny_args, *files])
+    assert (run.optim.lr, run.optim.eps) == (0.25, 1e-5)
+    assert resolve([*tiny_args, *files, "--optim.lr=0.125"]).optim.lr == 0.125
+
+
+def test_resolved_configuration_reads_back_as_the_same_run(tiny_args, tmp_path):
+    run = resolve([*tiny_args, "--model.qk_norm.kind=layer", "--loss.weights.image=0", '--data.mix={"text": 1}'])
+    (tmp_path / "again.yaml").write_text(print_yaml(run))
+    again = resolve([f"--config={tmp_path / 'again.yaml'}"])
+    assert again.id == run.id and again.data.mix == {"text": 1.0}
+    assert resolve([f"--config={tmp_path / 'again.yaml'}", "--seed=5"]).id != run.id
+
+
+def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
+    base = resolve(tiny_args)
+    for same in ("--data.workers=2", "--checkpoint.keep=5", "--threads=2", "--out=elsewhere", f"--data.cache={tiny_data}"):
+        assert resolve([*tiny_args, same]).id == base.id, same
+    for other in ("--seed=1", "--optim.lr=0.5", "--data.mix.text=2", "--backend=math", "--monitor.sequences=2",
+                  "--trainer.max_steps=13", "--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=2",
+                  "--model.post_norm=true", "--loss.z_loss=1e-4"):  # fmt: skip
+        changed = resolve([*tiny_args, other])
+        assert changed.id != base.id
+        field = other.removeprefix("--").split("=")[0]
+        assert differing_fields(base.identity, changed.identity) == [field]
+
+
+def test_blocks_come_from_the_tokenizers(tiny_args):
+    assert resolve(tiny_args).model.blocks == {"text": 305, "image": 32}
+    with pytest.raises(UserError, match="does not match the tokenizers"):
+        resolve([*tiny_args, '--model.blocks={"text": 9, "image": 9}'])
+
+
+def test_help_is_for_a_newcomer():
+    shown = {
+        flag: subprocess.run([sys.executable, "-m", "mmqk.train", flag], capture_output=True, text=True)
+        for flag in ("--help", "--help-all")
+    }
+    for result in shown.values():
+        assert result.returncode == 0 and "--model.qk_norm.kind" in result.stdout and "Example:" in result.stdout
+    assert "--trainer.max_steps" in shown["--help"].stdout and "--trainer.profiler" not in shown["--help"].stdout
+    assert "--trainer.profiler" in shown["--help-all"].stdout and "--trainer.max_epochs" not in shown["--help-all"].stdout
+
+
+def test_the_table_of_commands():
+    said = subprocess.run([sys.executable, "-m", "mmqk"], capture_output=True, text=True).stdout
+    assert all(name in said for name in ("mmqk.train", "mmqk.ablate", "mmqk.report", "mmqk.tokenizers.train"))
+
+
+@pytest.mark.parametrize("name", ["demo", "cpu", "gpu_25m", "gpu_124m"])
+def test_every_configuration_parses(name, monkeypatch):
+    run = resolve([f"--config=configs/{name}.yaml"])
+    assert run.out.parts[:2] == ("runs", name)

@@ -1,0 +1,212 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mmqk.store import UserError
+from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig
+from mmqk.tokenizers.convnext import ConvNeXtFeatures
+from mmqk.tokenizers.measure import psnr
+from mmqk.tokenizers.train import read_images
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Between what the shipped codebook reaches on held-out images and what its permutation does.
+HELD_OUT_DB = 20.0
+
+
+def randomised(module: torch.nn.Module) -> torch.nn.Module:
+    """Gains and biases too: at their initial values a forgotten one would not show."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    return module.eval()
+
+
+def small_tokenizer(seed: int = 0) -> ImageTokenizer:
+    torch.manual_seed(seed)
+    config = ImageTokenizerConfig(codes=16, code_dim=8, decoder_width=16, decoder_depth=1)
+    tokenizer = ImageTokenizer(config)
+    tokenizer.codebook_VD.normal_()
+    return tokenizer.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_the_encoder_computes_what_timm_computes(stages):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    theirs = randomised(
+        timm.create_model("convnext_atto", features_only=True, out_indices=tuple(range(stages)))
+    )
+    ours = ConvNeXtFeatures(stages).eval()
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = theirs(images)[-1]
+        torch.testing.assert_close(ours(images), expected, rtol=1e-4, atol=1e-4)
+        ours.stem_1.bias[0] += 0.1  # control
+        assert (ours(images) - expected).abs().max() > 1e-3
+
+
+def test_encode_finds_the_nearest_code():
+    tokenizer = small_tokenizer()
+    images = torch.rand(3, 3, 64, 64)
+    codes = tokenizer.encode(images)
+    z = tokenizer.features(images)
+
+    def nearest(codebook):
+        found = torch.empty(3, 64, dtype=torch.long)
+        for b in range(3):
+            for row in range(8):
+                for column in range(8):
+                    distances = [float((z[b, :, row, column] - code).square().sum()) for code in codebook]
+                    found[b, 8 * row + column] = min(range(16), key=distances.__getitem__)
+        return found
+
+    assert torch.equal(codes, nearest(tokenizer.codebook_VD))
+    assert not torch.equal(codes, nearest(tokenizer.codebook_VD.roll(1, 0)))  # control
+    assert codes.unique().numel() > 1
+
+
+@pytest.mark.parametrize(("grid", "batch"), [(8, 2), (4, 1), (16, 3), (8, 0)])
+def test_shapes_types_and_ranges(grid, batch):
+    config = ImageTokenizerConfig(grid=grid, codes=16, code_dim=8, decoder_width=16, decoder_depth=1)
+    tokenizer = ImageTokenizer(config)
+    tokenizer.codebook_VD.normal_()
+    codes = tokenizer.encode(torch.rand(batch, 3, 64, 64))
+    assert codes.shape == (batch, grid * grid) and codes.dtype == torch.int64
+    assert not batch or (codes.min() >= 0 and codes.max() < 16)
+    images = tokenizer.decode(codes)
+    assert images.shape == (batch, 3, 64, 64) and images.dtype == torch.float32
+    assert not batch or (images.min() >= 0 and images.max() <= 1)
+    assert tokenizer.encode(images).shape == codes.shape
+    assert not images.requires_grad
+
+
+def test_the_grid_is_row_major(shipped_image):
+    white = torch.ones(1, 3, 64, 64)
+    spot = white.clone()
+    spot[:, :, 8:16, 48:56] = 0  # row 1, column 6
+    changed = (shipped_image.encode(white) != shipped_image.encode(spot))[0]
+    assert changed[1 * 8 + 6]
+    assert not changed[6 * 8 + 1]
+    difference = shipped_image.decode(shipped_image.encode(spot)) - shipped_image.decode(
+        shipped_image.encode(white)
+    )
+    strength = difference.abs().sum(1)[0]
+    assert strength[8:16, 48:56].mean() > 10 * strength[48:56, 8:16].mean()
+
+
+def test_codes_do_not_depend_on_the_batch(shipped_image):
+    images = torch.rand(5, 3, 64, 64)
+    together = shipped_image.encode(images)
+    alone = torch.cat([shipped_image.encode(image[None]) for image in images])
+    # rounding may differ by batch shape and flip a near-tie, no more
+    assert (together == alone).float().mean() > 0.99
+    assert torch.equal(together, shipped_image.encode(images))
+
+
+def test_held_out_images_come_back(shipped_image):
+    images = read_images(REPOSITORY / "data/emoji", "val", 64).float() / 255
+    codes = shipped_image.encode(images)
+    assert psnr(images, shipped_image.decode(codes)).mean() > HELD_OUT_DB
+    assert codes.unique().numel() > 256
+    shuffled = torch.randperm(512, generator=torch.Generator().manual_seed(0))
+    assert psnr(images, shipped_image.decode(shuffled[codes])).mean() < HELD_OUT_DB - 6  # control
+
+
+def test_the_shipped_file_is_small_and_has_the_default_shape(shipped, shipped_image):
+    assert (shipped / "image.safetensors").stat().st_size < 3e6
+    assert shipped_image.config == ImageTokenizerConfig()
+    assert (shipped_image.grid, shipped_image.size, shipped_image.image_size) == ((8, 8), 512, 64)
+    assert all(p.dtype == torch.float32 for p in shipped_image.parameters())
+    assert "8x8 of 512 codes" in repr(shipped_image)
+
+
+def test_weights_survive_the_file(tmp_path):
+    tokenizer = small_tokenizer()
+    (tmp_path / "image.safetensors").write_bytes(tokenizer.to_bytes())
+    again = ImageTokenizer.load(tmp_path)
+    assert again.config == tokenizer.config
+    assert again.to_bytes() == tokenizer.to_bytes() != small_tokenizer(seed=1).to_bytes()
+    for name, weight in tokenizer.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], weight, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_but_torch_is_needed(shipped):
+    script = f"""
+import sys
+for name in ("timm", "vector_quantize_pytorch", "lightning", "torchvision", "webdataset"):
+    sys.modules[name] = None
+import torch
+from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer, tokenizers_hash
+tokenizer = ImageTokenizer.load({str(shipped)!r})
+assert tokenizer.decode(tokenizer.encode(torch.rand(1, 3, 64, 64))).shape == (1, 3, 64, 64)
+JointVocabulary.load({str(shipped)!r}), tokenizers_hash({str(shipped)!r})
+try:
+    import mmqk.tokenizers.vq
+except ImportError:
+    print("blocked")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout.strip()) == (0, "blocked"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        (torch.rand(1, 3, 32, 32), "resize them to 64 px"),
+        (torch.rand(3, 64, 64), "resize them to 64 px"),
+        (torch.rand(1, 4, 64, 64), "resize them to 64 px"),
+        (torch.zeros(1, 3, 64, 64, dtype=torch.uint8), "divide by 255"),
+    ],
+)
+def test_images_of_another_kind_are_refused(images, words):
+    with pytest.raises(UserError, match=words):
+        small_tokenizer().encode(images)
+
+
+@pytest.mark.parametrize(
+    "codes", [torch.full((1, 64), 16), torch.full((1, 64), -1), torch.zeros(1, 63).long()]
+)
+def test_codes_of_another_kind_are_refused(codes):
+    with pytest.raises(UserError, match="codes"):
+        small_tokenizer().decode(codes)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path):
+    path = tmp_path / "image.safetensors"
+    with pytest.raises(UserError, match=r"image\.safetensors is missing"):
+        ImageTokenizer.load(tmp_path)
+    whole = small_tokenizer().to_bytes()
+    for content in (
+        b"",
+        b"not a tokenizer",
+        whole[: len(whole) // 2],
+        whole.replace(b'16, \\"code_dim', b'17, \\"code_dim'),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"image\.safetensors cannot be used .*--overwrite"):
+            ImageTokenizer.load(tmp_path)
+    save_file({"weight": torch.zeros(1)}, path)
+    with pytest.raises(UserError, match="it is not marked"):
+        ImageTokenizer.load(tmp_path)
+    path.write_bytes(whole)
+    ImageTokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"grid": 7}, "use 2 or 4 or 8 or 16"),
+        ({"grid": 32}, "use 2"),
+        ({"codes": 1}, "at least 2"),
+        ({"decoder_width": 6}, "halved"),
+    ],
+)
+def test_impossible_shapes_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        ImageTokenizerConfig(**fields)

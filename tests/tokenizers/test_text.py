@@ -1,0 +1,86 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmqk.data.shards import read_pairs
+from mmqk.store import UserError
+from mmqk.tokenizers import TextTokenizer, tokenizers_hash
+
+SHIPPED = TextTokenizer.load(Path(__file__).resolve().parents[2] / "data" / "tokenizers")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=("Cs",))))
+def test_any_text_comes_back(text):
+    ids = SHIPPED.encode(text)
+    assert SHIPPED.decode(ids) == text
+    assert all(0 <= i < SHIPPED.size for i in ids)
+
+
+@pytest.mark.parametrize("text", ["", " two  spaces \n", "naïve – 日本語 – 👩‍🚀", "<bos><image>"])
+def test_unusual_text_comes_back(text):
+    assert SHIPPED.decode(SHIPPED.encode(text)) == text
+    # control: with one id taken away it does not
+    if text:
+        assert SHIPPED.decode(SHIPPED.encode(text)[:-1]) != text
+
+
+def test_shipped_vocabulary_has_1024_entries_and_covers_captions():
+    captions = [
+        pair.caption for pair in read_pairs(Path(__file__).resolve().parents[2] / "data/emoji", "val")
+    ]
+    tokens = sum(len(SHIPPED.encode(caption)) for caption in captions)
+    assert SHIPPED.size == 1024
+    # a token a byte would be the vocabulary of someone who learnt nothing
+    assert sum(map(len, captions)) / tokens > 2
+    bytes_only = TextTokenizer.train(captions[:5], 256)
+    assert sum(map(len, captions)) / sum(len(bytes_only.encode(caption)) for caption in captions) < 1.1
+
+
+def test_same_texts_give_the_same_entries(tmp_path):
+    texts = ["the red round heart", "the blue square moon", "a heart and a moon"] * 3
+    one, two = (TextTokenizer.train(texts, 280).to_json() for _ in range(2))
+    assert one == two
+    assert one != TextTokenizer.train([text[::-1] for text in texts], 280).to_json()
+    (tmp_path / "text.json").write_text(one)
+    assert TextTokenizer.load(tmp_path).encode("the heart") == TextTokenizer.train(texts, 280).encode(
+        "the heart"
+    )
+
+
+def test_half_a_character_decodes_to_a_replacement():
+    assert "\ufffd" in SHIPPED.decode(SHIPPED.encode("日")[:1])
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(255, "--text-size is at least 256"), (900, "lower --text-size")]
+)
+def test_an_impossible_size_is_refused(size, words):
+    with pytest.raises(UserError, match=words):
+        TextTokenizer.train(["one short text"], size)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"text\.json is missing"):
+        TextTokenizer.load(tmp_path)
+    for content in ("", "{}", SHIPPED.to_json()[:1000]):
+        (tmp_path / "text.json").write_text(content)
+        with pytest.raises(UserError, match=r"text\.json cannot be used .*--overwrite"):
+            TextTokenizer.load(tmp_path)
+
+
+def test_the_hash_names_both_files(tmp_path):
+    (tmp_path / "text.json").write_bytes(b"a")
+    with pytest.raises(UserError, match=r"image\.safetensors is missing"):
+        tokenizers_hash(tmp_path)
+    (tmp_path / "image.safetensors").write_bytes(b"b")
+    first = tokenizers_hash(tmp_path)
+    assert len(first) == 10 and first == tokenizers_hash(tmp_path)
+    (tmp_path / "image.safetensors").write_bytes(b"c")
+    assert tokenizers_hash(tmp_path) != first
+    # content that moves from one file to the other is other content
+    (tmp_path / "text.json").write_bytes(b"ab")
+    (tmp_path / "image.safetensors").write_bytes(b"")
+    assert tokenizers_hash(tmp_path) != first

@@ -1,0 +1,67 @@
+import math
+import re
+
+import pytest
+import torch
+from PIL import Image
+
+from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig, TextTokenizer
+from mmqk.tokenizers.measure import psnr, token_statistics
+from mmqk.tokenizers.report import KEPT_BELOW, SHEET, contact_sheet, main, measure
+
+
+@pytest.fixture
+def tokenizers(small_data, tmp_path):
+    torch.manual_seed(0)
+    image = ImageTokenizer(ImageTokenizerConfig(codes=16, code_dim=8, decoder_width=16, decoder_depth=1))
+    image.codebook_VD.normal_()
+    text = TextTokenizer.train(["red blue round square heart moon"] * 9, 270)
+    (tmp_path / "image.safetensors").write_bytes(image.to_bytes())
+    (tmp_path / "text.json").write_text(text.to_json())
+    return tmp_path
+
+
+def test_psnr_of_known_errors():
+    images = torch.rand(3, 3, 8, 8)
+    offsets = torch.tensor([0.1, 0.01, 1.0])
+    expected = torch.tensor([20.0, 40.0, 0.0])
+    torch.testing.assert_close(
+        psnr(images, images + offsets[:, None, None, None]), expected, atol=1e-3, rtol=0
+    )
+
+
+def test_statistics_of_known_counts():
+    even = token_statistics(torch.arange(8).repeat(5), 16)
+    assert (even.tokens, even.used) == (40, 8)
+    assert even.entropy == pytest.approx(math.log(8))
+    assert (even.bits, even.perplexity) == (pytest.approx(3), pytest.approx(8))
+    assert token_statistics(torch.zeros(2, 3).long(), 4).perplexity == pytest.approx(1)
+    skewed = token_statistics(torch.tensor([0, 0, 0, 1]), 2)
+    assert skewed.entropy == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert skewed.entropy < even.entropy
+
+
+def test_the_page_has_the_numbers_and_keeps_what_others_added(small_data, tokenizers, tmp_path):
+    out = tmp_path / "page"
+    folders = {
+        "shards": small_data / "pairs",
+        "text": small_data / "text",
+        "tokenizers": tokenizers,
+        "out": out,
+    }
+    command = [part for k, v in folders.items() for part in (f"--{k}", str(v))]
+    assert main(command) == 0
+    text = (out / "README.md").read_text()
+    numbers = measure(small_data / "pairs", small_data / "text", tokenizers)
+    assert numbers.images == {"train": 24, "val": 6}
+    assert f"| held out | 6 | {numbers.psnr_db['val']:.2f} |" in text
+    assert f"| {numbers.codes['train'].entropy:.2f} |" in text
+    assert len(re.findall(r"^\| (image codes|captions|documents) \|", text, re.M)) == 3
+    with Image.open(out / SHEET) as sheet:
+        assert sheet.size == contact_sheet(small_data / "pairs", tokenizers).size
+
+    assert text.rstrip().endswith(KEPT_BELOW)
+    (out / "README.md").write_text(text + "\n## Added\n")
+    for _ in range(2):
+        main(command)
+    assert (out / "README.md").read_text() == text + "## Added\n"
