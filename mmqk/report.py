@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("runs", type=Path, help="folder of an ablation, of one arm, or of one run")
-    parser.add_argument("--out", type=Path, help="folder for the report (default: reports/<name of the runs>)")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the report (default: reports/<name of the runs>)"
+    )
     args = parser.parse_args(argv)
 
     from mmqk.analysis import write_report

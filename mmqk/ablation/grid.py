@@ -35,8 +35,9 @@ CLAIM_KEYS = (
     *("id", "statement", "source", "mark", "number_there", "estimand", "metric", "treatment", "control"),
     *("arms", "delta", "direction", "regime", "regime_condition", "positive_control", "negative_control"),
     *("alpha_family", "test", "seeds", "lr_rule", "exclusions", "stopping", "falsifier", "status", "note"),
+    *("at_least", "finding"),
 )
-REPORT_KEYS = ("hero", "command")
+REPORT_KEYS = ("hero", "shown", "headline", "cannot_tell", "command")
 # These come from the grid itself.
 _NOT_SET = ("seed", "out", "config", "fork")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")
@@ -164,7 +165,9 @@ def _check_references(grid: Grid) -> None:
             raise UserError(f"{where}: its positive control {control!r} is not one of the claims")
     report = _mapping(grid.raw.get("report") or {}, f"{grid.path}: report")
     _known(report, REPORT_KEYS, f"{grid.path}: report")
-    _arms_exist(_strings(report.get("hero") or [], f"{grid.path}: hero"), arms, f"{grid.path}: report.hero")
+    for key in ("hero", "shown"):
+        where = f"{grid.path}: report.{key}"
+        _arms_exist(_strings(report.get(key) or [], where), arms, where)
 
 
 def _arms_exist(names: Iterable[Any], arms: set[str], where: str) -> None:

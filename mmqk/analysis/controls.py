@@ -44,7 +44,8 @@ def regime_reached(study: Study, claim: Claim, runs: Sequence[Run]) -> Control:
             elif not learnt(run, modality):
                 unlearnt[(run.arm, modality)] = unlearnt.get((run.arm, modality), 0) + 1
     parts = [
-        f"{modality} was not learnt in {count} of {sum(r.arm == arm for r in runs)} runs of {study.label(arm)}"
+        f"{modality} was not learnt in {count} of {sum(r.arm == arm for r in runs)} runs of "
+        f"{study.label(arm)}"
         for (arm, modality), count in unlearnt.items()
     ] or ["every modality that is trained was learnt in every run"]
     parts += [f"{modality} is not trained in {study.label(arm)}" for arm, modality in untrained]
@@ -65,14 +66,20 @@ def only_declared_differences(study: Study, claim: Claim, runs: Sequence[Run]) -
     for run in runs:
         if run.arm == claim.treatment and run.seed in control:
             found.update(differing_fields(run.identity, control[run.seed].identity))
-    extra = sorted(f for f in found if not any(f == d or f.startswith(f"{d}.") for d in declared))
+    extra = sorted(f for f in found if not any(_covers(d, f) for d in declared))
     if extra:
         return Control(name, False, f"they also differ in {', '.join(extra)}")
-    return Control(name, True, f"they differ in {', '.join(sorted(found)) or 'nothing'}")
+    named = sorted(f for f in found if not any(other.startswith(f"{f}.") for other in found))
+    return Control(name, True, f"they differ in {', '.join(named) or 'nothing'}")
+
+
+def _covers(declared: str, field: str) -> bool:
+    # The other way round too: an arm that leaves a mapping empty has the mapping itself as its field.
+    return field == declared or field.startswith(f"{declared}.") or declared.startswith(f"{field}.")
 
 
 def within_bound(study: Study, runs: Sequence[Run]) -> Control | None:
-    """Whether no measured logit lies above the bound of QK-Norm, where there is one: a check of the monitor."""
+    """Whether no measured logit lies above the bound of QK-Norm, where there is one: a check of us."""
     worst = 0.0
     for run in runs:
         steps, bounds = run.combined("attn_logit_bound", np.max)
@@ -88,13 +95,15 @@ def within_bound(study: Study, runs: Sequence[Run]) -> Control | None:
 
 
 def reaches(study: Study, control: Claim) -> Control:
-    """Whether a control's arms show what they are known to show: the metric can be moved, and we can see it."""
+    """Whether a control's arms show what they are known to show: the metric can move, and we see it."""
     metric, modality = find_metric(control.metric)
     seen, passed = [], True
     for arm in control.arms:
         values = [metric.measure(run, modality) for run in study.finished(arm)]
         median = float(np.median(values)) if values else math.nan
         passed = passed and median >= control.at_least
-        seen.append(f"{number(median)} in {study.label(arm)}" if values else f"no finished run of {study.label(arm)}")
+        seen.append(
+            f"{number(median)} in {study.label(arm)}" if values else f"no finished run of {study.label(arm)}"
+        )
     what = f"{metric.label} at least {control.at_least:g}"
     return Control(f"positive control {control.id}", passed, f"{what}: {', '.join(seen)}")

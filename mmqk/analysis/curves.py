@@ -47,6 +47,7 @@ class Panel:
         ylabel: with its unit.
         log: logarithmic values.
         top: nothing above is drawn; NaN for no such limit.
+        right: label and factor of a second scale on the right.
     """
 
     statistic: str
@@ -55,6 +56,7 @@ class Panel:
     lines: tuple[Line, ...]
     log: bool = False
     top: float = math.nan
+    right: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,8 @@ def binned(series: Series, width: int) -> Series:
     steps, values = steps[keep], values[keep]
     if width <= 1 or not len(steps):
         return steps, values
-    bins, index = np.unique((steps - 1) // width, return_inverse=True)
+    index = np.unique((steps - 1) // width, return_inverse=True)[1]
     count = np.bincount(index)
-    del bins
     return np.bincount(index, steps) / count, np.bincount(index, values) / count
 
 
@@ -188,18 +189,23 @@ def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line,
 
 
 def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[NDArray, NDArray] | None:
-    """(steps, values of shape (L, steps)): a statistic's largest value by layer, median over an arm's seeds."""
+    """(steps, values of shape (L, steps)): a statistic's largest by layer, median over an arm's seeds."""
     tables: list[tuple[NDArray, NDArray]] = []
     for run in study.of_arm(arm):
         by_layer: dict[int, list[Series]] = {}
         for name, tag in run.tags.items():
             query = tag.pair[0] if tag.pair else tag.modality
-            if tag.statistic == statistic and tag.layer is not None and tag.head is None and query == modality:
+            if (
+                tag.statistic == statistic
+                and tag.layer is not None
+                and tag.head is None
+                and query == modality
+            ):
                 by_layer.setdefault(tag.layer, []).append(run.series(name))
         if by_layer:
             steps = by_layer[min(by_layer)][0][0]
             rows = [
-                np.max([values[np.searchsorted(at, steps)] for at, values in by_layer[layer]], axis=0)
+                np.max([_worst(values) for _, values in by_layer[layer]], axis=0)
                 for layer in sorted(by_layer)
                 if all(len(at) == len(steps) for at, _ in by_layer[layer])
             ]
@@ -212,3 +218,8 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
     layers = min(len(rows) for _, rows in tables)
     stacked = np.stack([rows[:layers, np.searchsorted(at, steps)] for at, rows in tables])
     return steps.astype(float), np.median(stacked, axis=0)
+
+
+def _worst(values: NDArray) -> NDArray:
+    """With infinity for what is not a number."""
+    return np.where(np.isnan(values), np.inf, values)

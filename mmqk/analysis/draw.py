@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 import numpy as np
@@ -20,58 +19,19 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from mmqk.analysis.curves import Figure, HeatMap, Line, Panel
 from mmqk.analysis.study import Study
+from mmqk.analysis.style import INK, RC, STYLES, arm_colours
+from mmqk.analysis.svg import svg_element
 
-# Okabe and Ito's palette, which keeps apart for colour-blind eyes; its yellow is last, being faint on white.
-PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-STYLES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (6, 1.5, 1, 1.5)), (0, (1, 1)))
-DASHES = ("", "7 3", "9 2.5 2 2.5", "2 2")
-INK, FAINT = "#1b1f24", "#8b929b"
 PANEL_INCHES = (5.4, 3.5)
 HEAT_INCHES = (5.4, 2.5)
 DPI = 130
-
-RC = {
-    "font.family": "DejaVu Sans",
-    "font.size": 11,
-    "axes.labelsize": 11,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e9ec",
-    "grid.linewidth": 0.8,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "mmqk",
-    "path.simplify": True,
-}
-_SVG_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-
-
-def arm_colours(study: Study) -> dict[str, str]:
-    """A colour an arm, the same on the whole page."""
-    return {arm: PALETTE[i % len(PALETTE)] for i, arm in enumerate(study.arms)}
-
-
-def modality_dashes(study: Study) -> dict[str, str]:
-    """The line style of a modality as an SVG dash array, for legends."""
-    return {m: DASHES[i % len(DASHES)] for i, m in enumerate(study.modalities)}
+# Below this ratio of its ends a logarithmic axis has no ticks worth reading.
+WORTH_A_LOG = 5
+NICE = (1, 2, 2.5, 5, 10)
 
 
 def svg_panels(study: Study, figure: Figure) -> list[str]:
-    """Every panel as an SVG element for a page; ids are unique to the figure, and no file name or date in it."""
+    """Every panel as an SVG element for a page; with ids of its own."""
     drawn = []
     with matplotlib.rc_context(RC):
         for r, row in enumerate(figure.rows):
@@ -79,13 +39,11 @@ def svg_panels(study: Study, figure: Figure) -> list[str]:
             for c, panel in enumerate(row):
                 canvas = Canvas(figsize=HEAT_INCHES if isinstance(panel, HeatMap) else PANEL_INCHES)
                 FigureCanvasSVG(canvas)
-                axes = canvas.add_axes((0.135, 0.16, 0.845, 0.735))
-                if isinstance(panel, HeatMap):
-                    axes.set_position((0.135, 0.215, 0.845, 0.655))
+                axes = canvas.add_axes(_frame(panel))
                 _draw(study, axes, panel, limits, _heat_range(figure))
-                out = io.StringIO()
-                canvas.savefig(out, format="svg", transparent=True, metadata=_no_metadata())
-                drawn.append(_clean(out.getvalue(), f"{figure.name}-{r}{c}", panel))
+                what = panel.label if isinstance(panel, HeatMap) else panel.ylabel
+                label = f"{panel.title}: {what} by optimizer step"
+                drawn.append(svg_element(canvas, f"{figure.name}-{r}{c}", label))
     return drawn
 
 
@@ -94,8 +52,8 @@ def png(study: Study, figure: Figure) -> bytes:
     rows, columns = len(figure.rows), max(len(row) for row in figure.rows)
     heat = isinstance(figure.rows[0][0], HeatMap)
     width = 5.2 * max(columns, 2)
-    title = textwrap.wrap(figure.reading, int(width * 10.2))
-    head = 0.34 * len(title) + (0.25 if heat else 0.25 + 0.3 * -(-_legend_entries(figure) // 3))
+    title = textwrap.wrap(figure.reading, int(width * 8.7))
+    head = 0.27 * len(title) + (0.2 if heat else 0.2 + 0.23 * -(-_legend_entries(figure) // 3))
     height = head + rows * (2.4 if heat else 3.2)
     with matplotlib.rc_context(RC):
         canvas = Canvas(figsize=(width, height), facecolor="white")
@@ -104,10 +62,10 @@ def png(study: Study, figure: Figure) -> bytes:
             rows,
             columns,
             left=0.075,
-            right=0.985,
+            right=0.935 if _has_right(figure) else 0.985,
             top=1 - (head + 0.35) / height,
             bottom=0.55 / height,
-            wspace=0.17,
+            wspace=0.32 if _has_right(figure) else 0.2,
             hspace=0.55 if heat else 0.36,
         )
         for r, row in enumerate(figure.rows):
@@ -115,7 +73,13 @@ def png(study: Study, figure: Figure) -> bytes:
             for c, panel in enumerate(row):
                 _draw(study, canvas.add_subplot(grid[r, c]), panel, limits, _heat_range(figure))
         canvas.text(
-            0.012, 1 - 0.1 / height, "\n".join(title), va="top", fontsize=13, fontweight="bold", linespacing=1.3
+            0.012,
+            1 - 0.1 / height,
+            "\n".join(title),
+            va="top",
+            fontsize=13,
+            fontweight="bold",
+            linespacing=1.3,
         )
         if not heat:
             canvas.legend(
@@ -129,6 +93,13 @@ def png(study: Study, figure: Figure) -> bytes:
         out = io.BytesIO()
         canvas.savefig(out, format="png", dpi=DPI, metadata={"Software": None})
     return out.getvalue()
+
+
+def _frame(panel: Panel | HeatMap) -> tuple[float, float, float, float]:
+    """Where the axes of a panel of its own lie in it: left, bottom, width, height."""
+    if isinstance(panel, HeatMap):
+        return (0.135, 0.215, 0.845, 0.655)
+    return (0.135, 0.16, 0.845 if panel.right is None else 0.745, 0.735)
 
 
 def _draw(
@@ -148,36 +119,37 @@ def _draw(
     styles = {m: STYLES[i % len(STYLES)] for i, m in enumerate(study.modalities)}
     for line in panel.lines:
         _draw_line(axes, line, colours, styles)
-    axes.set_ylabel(panel.ylabel, labelpad=4)
-    if panel.log:
-        axes.set_yscale("log")
+    _name_bound(axes, [line for line in panel.lines if line.role == "bound"])
+    axes.set_ylabel(panel.ylabel)
+    axes.yaxis.set_label_coords(-0.105, 0.5)
     if limits is not None:
-        axes.set_ylim(*limits)
-        if panel.log:
+        logarithmic = panel.log and limits[1] / limits[0] > WORTH_A_LOG
+        if logarithmic:
+            axes.set_yscale("log")
             narrow = limits[1] / limits[0] < 60
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
-            axes.yaxis.set_major_formatter(FuncFormatter(_plain))
             axes.yaxis.set_minor_locator(NullLocator())
+        else:
+            axes.yaxis.set_major_locator(MaxNLocator(6, steps=NICE))
+        axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+        axes.set_ylim(*limits)
+    if panel.right is not None:
+        label, factor = panel.right
+        there, back = (lambda v: np.asarray(v) * factor), (lambda v: np.asarray(v) / factor)
+        second = axes.secondary_yaxis("right", functions=(there, back))
+        second.set_ylabel(label, labelpad=3)
+        second.spines["right"].set_visible(False)
+        second.yaxis.set_major_formatter(FuncFormatter(_plain))
     axes.set_xlim(left=0)
     axes.margins(x=0.01)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=NICE))
+    axes.xaxis.set_major_formatter(FuncFormatter(_commas))
 
 
 def _draw_line(axes: Axes, line: Line, colours: Mapping[str, str], styles: Mapping[str, Any]) -> None:
     colour = colours.get(line.arm, INK)
     if line.role == "bound":
         axes.plot(line.steps, line.values, color=colour, linewidth=1.4, linestyle=(0, (1, 1.4)))
-        axes.annotate(
-            "QK-Norm bound (by construction)",
-            (line.steps[-1], line.values[-1]),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            fontsize=9.5,
-            color=colour,
-        )
         return
     thick = line.role == "median" or line.alone
     # Over-long dashes would swallow a thin line's shape; its style is that of its modality all the same.
@@ -193,8 +165,31 @@ def _draw_line(axes: Axes, line: Line, colours: Mapping[str, str], styles: Mappi
     )
     if line.diverged:
         axes.plot(
-            line.steps[-1:], line.values[-1:], "x", color=colour, markersize=9, markeredgewidth=2.2, clip_on=False
+            line.steps[-1:],
+            line.values[-1:],
+            "x",
+            color=colour,
+            markersize=9,
+            markeredgewidth=2.2,
+            clip_on=False,
         )
+
+
+def _name_bound(axes: Axes, bounds: Sequence[Line]) -> None:
+    """Say once what the dotted lines are, above the highest."""
+    if not bounds:
+        return
+    highest = max(bounds, key=lambda line: line.values[-1])
+    axes.annotate(
+        "QK-Norm bound (by construction)",
+        (highest.steps[-1], float(highest.values.max())),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=9.5,
+        color=INK,
+    )
 
 
 def _draw_heat(axes: Axes, panel: HeatMap, heat: tuple[float, float]) -> None:
@@ -212,15 +207,14 @@ def _draw_heat(axes: Axes, panel: HeatMap, heat: tuple[float, float]) -> None:
     axes.grid(False)
     axes.set_ylabel("layer")
     axes.yaxis.set_major_locator(MaxNLocator(min(layers, 8), integer=True))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=NICE))
     assert axes.figure is not None
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06)
-    bar.set_label("largest |logit|")
     narrow = heat[1] / heat[0] < 60
     bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
     bar.ax.yaxis.set_major_formatter(FuncFormatter(_plain))
     bar.ax.yaxis.set_minor_locator(NullLocator())
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    cast(Any, bar.outline).set_visible(False)
 
 
 def _limits(row: Sequence[Panel | HeatMap]) -> tuple[float, float] | None:
@@ -251,13 +245,19 @@ def _heat_range(figure: Figure) -> tuple[float, float] | None:
     return low, max(high, low * 1.01)
 
 
+def _has_right(figure: Figure) -> bool:
+    return any(isinstance(panel, Panel) and panel.right is not None for panel in figure.panels)
+
+
 def _legend_entries(figure: Figure) -> int:
     return len(figure.arms) + (len(figure.modalities) if len(figure.modalities) > 1 else 0)
 
 
 def _legend(study: Study, figure: Figure) -> list[Line2D]:
     colours = arm_colours(study)
-    handles = [Line2D([], [], color=colours[arm], linewidth=2.4, label=study.label(arm)) for arm in figure.arms]
+    handles = [
+        Line2D([], [], color=colours[arm], linewidth=2.4, label=study.label(arm)) for arm in figure.arms
+    ]
     if len(figure.modalities) > 1:
         handles += [
             Line2D([], [], color=INK, linewidth=1.6, linestyle=STYLES[i % len(STYLES)], label=modality)
@@ -267,32 +267,12 @@ def _legend(study: Study, figure: Figure) -> list[Line2D]:
 
 
 def _plain(value: float, _position: int | None = None) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1 or value == 0 else f"{value:g}"
+    """A value on an axis: 250, 10k, 2e6."""
+    if abs(value) >= 1e6:
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
 
 
-def _no_metadata() -> dict[str, None]:
-    return dict.fromkeys(("Date", "Creator", "Format", "Type"))
-
-
-def _clean(svg: str, prefix: str, panel: Panel | HeatMap) -> str:
-    """An element that can stand in a page beside others: the page's font, ids of its own, short numbers."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', _opening(panel), svg, count=1)
-    svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
-    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
-    svg = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg)
-    svg = re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)
-    svg = svg.replace("'DejaVu Sans'", _SVG_FONT)
-    return re.sub(r"\n\s*", "\n", svg).strip()
-
-
-def _opening(panel: Panel | HeatMap) -> str:
-    what = panel.label if isinstance(panel, HeatMap) else panel.ylabel
-    label = re.sub(r"[<>&\"]", "", f"{panel.title}: {what} by optimizer step")
-    return (
-        r'<svg viewBox="\1" role="img" '
-        f'aria-label="{label}" '
-        r'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
-    )
+def _commas(value: float, _position: int | None = None) -> str:
+    """A step on an axis: 1,500."""
+    return f"{value:,.0f}"

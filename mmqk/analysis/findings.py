@@ -46,18 +46,21 @@ def finding(study: Study, verdict: Verdict) -> str:
     words = numbers_here(verdict)
     if template := claim.finding.get(verdict.verdict):
         return template.format(**words)
-    amount = "{ratio} times" if verdict.metric.scale == "log" else "{difference} more than"
+    amount = "{ratio} times as high in" if verdict.metric.scale == "log" else "{size} higher in"
     if verdict.metric.scale == "linear" and effect.value < 0:
-        amount = "{size} less than"
-    interval = "95 % interval {low} to {high}, {seeds} an arm" if effect.has_interval else "{seeds}, no interval"
+        amount = "{size} lower in"
+    than = "as" if verdict.metric.scale == "log" else "than"
+    interval = (
+        "95 % interval {low} to {high}, {seeds} an arm" if effect.has_interval else "{seeds}, no interval"
+    )
     tail = {
         "reproduced": "",
         "contradicted": f", short of the {_threshold(verdict)} that {claim.id} asks for",
         "inconclusive": f", which does not decide {claim.id}",
     }[verdict.verdict]
     sentence = (
-        f"{capital(verdict.metric.label)} of {study.label(claim.treatment)} ended at {amount} that of "
-        f"{study.label(claim.control)} ({interval}){tail}."
+        f"The {verdict.metric.label} ended {amount} “{study.label(claim.treatment)}” {than} in "
+        f"“{study.label(claim.control)}” ({interval}){tail}."
     )
     return sentence.format(**words)
 
@@ -126,7 +129,8 @@ def _plain_headline(study: Study) -> str:
     if len(measured) == 1:
         (arm, value), *_ = measured.items()
         losses = [
-            f"{m} {nats(middle(final_loss(run, m).value for run in study.of_arm(arm)))}" for m in study.modalities
+            f"{m} {nats(middle(final_loss(run, m).value for run in study.of_arm(arm)))}"
+            for m in study.modalities
         ]
         return (
             f"{study.label(arm)}: the largest attention logit ended at {number(value)} and the losses at "
@@ -146,14 +150,15 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
         for control in verdict.controls:
             if not control.passed:
                 items.append(f"{verdict.claim.id}: “{control.name}” did not pass: {control.detail}.")
-    powers = [(v.claim.id, v.effect, detectable_in_words(v)) for v in verdicts if detectable_in_words(v)]
-    if powers:
-        sizes = listed([f"{size} ({claim})" for claim, _, size in powers])
-        seeds = sorted({effect.n for _, effect, _ in powers if effect is not None})
-        items.append(
-            f"Effects smaller than {sizes}: {listed([str(n) for n in seeds])} seeds an arm find them less "
-            "than four times in five."
-        )
+    powers: dict[tuple[str, int], list[str]] = {}
+    for verdict in verdicts:
+        if verdict.effect is not None and (size := detectable_in_words(verdict)):
+            powers.setdefault((size, verdict.effect.n), []).append(verdict.claim.id)
+    items += [
+        f"Effects smaller than {size} ({listed(claims)}): {plural(n, 'seed')} an arm find them less than "
+        "four times in five."
+        for (size, n), claims in powers.items()
+    ]
     shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]
     if shown:
         items.append(f"{listed(shown)}: shown, not decided. One look at a few runs, with no interval.")
@@ -172,15 +177,19 @@ def _about_runs(study: Study) -> list[str]:
             f"{study.label(run.arm)} seed {run.seed} {run.status.status} at step {run.status.step}"
             for run in unfinished
         ]
-        items.append(f"What is not finished: {', '.join(parts)}. Such runs are drawn and count in no verdict.")
+        items.append(
+            f"What is not finished: {', '.join(parts)}. Such runs are drawn and count in no verdict."
+        )
     rates = sorted({float(v) for v in _values(study, study.hero, "optim.lr")})
     if study.registered and len(rates) == 1:
         items.append(
-            f"Other learning rates: the compared arms ran at {rates[0]:g} and were not tuned one by one, so an "
-            "arm may stand better or worse at its own best one."
+            f"Other learning rates: the compared arms ran at {rates[0]:g} and were not tuned one by one, so "
+            "an arm may stand better or worse at its own best one."
         )
     if len({run.code for run in study.runs if run.code}) > 1:
-        items.append("Whether a change of the code between the runs matters: they were made by several versions.")
+        items.append(
+            "Whether a change of the code between the runs matters: they were made by several versions."
+        )
     return items
 
 

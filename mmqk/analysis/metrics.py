@@ -1,7 +1,7 @@
 """What a claim measures: functions of one run, named in the grid.
 
-A name is a metric of the table below, with ``/modality`` where it goes by modality: ``largest_attention_logit``,
-``largest_attention_logit/text`` (text queries), ``final_loss/image``.
+A name is a metric of the table below, with ``/modality`` where it goes by modality:
+``largest_attention_logit``, ``largest_attention_logit/text`` (text queries), ``final_loss/image``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def logit_growth(run: Run, modality: str | None = None) -> float:
 
 def attention_entropy(run: Run, modality: str | None = None) -> float:
     """Mean attention entropy of the layer with the lowest, in nats, at the end of the run."""
-    return _end(run.combined("attn_entropy", np.min, modality), 0.0)
+    return _end(run.combined("attn_entropy", np.min, modality), -math.inf)
 
 
 def _norm(statistic: str) -> Callable[[Run, str | None], float]:
@@ -93,7 +93,7 @@ class FinalLoss:
 
 
 def final_loss(run: Run, modality: str) -> FinalLoss:
-    """The loss of a modality at the end; held-out where it was measured after step 0 and the run completed."""
+    """The loss of a modality at the end: held-out where it was measured then and the run completed."""
     steps, values = run.series(f"val_loss/{modality}")
     if len(steps) and steps[-1] > 0 and run.status.status == "completed":
         return FinalLoss(float(values[-1]), True)
@@ -131,8 +131,8 @@ def best_loss(run: Run, modality: str) -> float:
 
 
 def learnt(run: Run, modality: str) -> bool:
-    """Whether the run ever got 0.1 nat below what needs no context: the unigram entropy, where it was measured,
-    or the loss at initialisation."""
+    """Whether the run ever got 0.1 nat below what needs no context: the unigram entropy, where it was
+    measured, or the loss at initialisation."""
     floor = unigram_entropy(run, modality)
     if math.isnan(floor):
         floor = initial_loss(run, modality)
@@ -150,9 +150,7 @@ def _final_loss(run: Run, modality: str | None = None) -> float:
 
 
 METRICS = {
-    "largest_attention_logit": Metric(
-        "largest attention logit", "", "log", "high", largest_attention_logit
-    ),
+    "largest_attention_logit": Metric("largest attention logit", "", "log", "high", largest_attention_logit),
     "logit_growth": Metric("growth of the largest attention logit", "", "log", "high", logit_growth),
     "attention_entropy": Metric("attention entropy", "nats", "linear", "low", attention_entropy),
     "final_loss": Metric("final loss", "nats", "linear", "high", _final_loss, "yes"),

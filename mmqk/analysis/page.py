@@ -12,11 +12,12 @@ from typing import Any
 import jinja2
 
 from mmqk.analysis.curves import Figure
-from mmqk.analysis.draw import INK, arm_colours, modality_dashes, png, svg_panels
+from mmqk.analysis.draw import png, svg_panels
 from mmqk.analysis.figures import figures
 from mmqk.analysis.findings import cannot_tell, headline
 from mmqk.analysis.metrics import LEARNT_NATS, LOSS_WINDOW, unigram_entropy
 from mmqk.analysis.study import Study, load_study
+from mmqk.analysis.style import INK, arm_colours, modality_dashes
 from mmqk.analysis.tables import arm_rows, environment, run_rows, used_marks, verdict_rows
 from mmqk.analysis.verdicts import Verdict, judge
 from mmqk.analysis.words import plural
@@ -105,9 +106,7 @@ def _view(study: Study, figure: Figure) -> dict[str, Any]:
             {"label": study.label(arm), "colour": colours[arm], "dash": "", "width": 3} for arm in figure.arms
         ]
         if len(figure.modalities) > 1:
-            legend += [
-                {"label": m, "colour": INK, "dash": dashes[m], "width": 2} for m in figure.modalities
-            ]
+            legend += [{"label": m, "colour": INK, "dash": dashes[m], "width": 2} for m in figure.modalities]
     return {
         "name": figure.name,
         "reading": figure.reading,
@@ -134,12 +133,14 @@ def _about_learning(study: Study) -> str:
     )
     return (
         f"A modality counts as learnt once its loss has been {LEARNT_NATS} nat below {floor}. "
-        "Comparing an arm that has learnt with one that has not says something about learning, and little else."
+        "Comparing an arm that has learnt with one that has not says something about learning only."
     )
 
 
 def _commands(study: Study) -> list[str]:
-    report = f"python -m mmqk.report runs/{study.name} --out reports/{study.name}"
+    # An absolute path is true of one machine only.
+    runs = f"runs/{study.name}" if study.registered or study.folder.is_absolute() else study.folder.as_posix()
+    report = f"python -m mmqk.report {runs} --out reports/{study.name}"
     named = study.report.get("command")
     if named:
         return [str(named), f"{report}   # the page alone, from finished runs"]

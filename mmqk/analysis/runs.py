@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mmqk.store import Status, Tag, UserError, parse_tag, read_json, read_metrics, read_status
 
-Series = tuple[NDArray[np.int64], NDArray[np.float64]]
+Series = tuple[NDArray[Any], NDArray[np.float64]]
 
 EMPTY: Series = (np.zeros(0, dtype=np.int64), np.zeros(0))
 _SEED = re.compile(r"seed(\d+)")
@@ -131,8 +131,8 @@ class Run:
 def load_runs(folder: str | Path) -> list[Run]:
     """Every run under ``folder``: that of an ablation, of one arm, or a run itself.
 
-    With an ``ablation.json`` the runs are those that it lists, in its order; those that have no folder yet are
-    left out. Otherwise they are found by their ``run.json`` or ``metrics.jsonl``, up to three folders down.
+    With an ``ablation.json`` the runs are those that it lists, in its order; those without a folder are left
+    out. Otherwise they are found by their ``run.json`` or ``metrics.jsonl``, up to three folders down.
 
     Raises:
         UserError: the folder does not exist, or holds no run.

@@ -19,7 +19,7 @@ STATUSES = ("confirmatory", "exploratory", "shown", "control")
 
 @dataclass(frozen=True)
 class Arm:
-    """One variant: its name, the words for it, its block of the page, planned seeds, and the fields it sets."""
+    """One variant: its name, the words for it, its block of the page, planned seeds, the fields it sets."""
 
     name: str
     label: str

@@ -40,7 +40,9 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
         runs = []
         for arm in dict.fromkeys(claim.compared):
             links = [
-                {"seed": run.seed, "anchor": anchor(run)} for run in study.of_arm(arm) if run.name in verdict.runs
+                {"seed": run.seed, "anchor": anchor(run)}
+                for run in study.of_arm(arm)
+                if run.name in verdict.runs
             ]
             if links:
                 runs.append((f"{study.label(arm)}, seed", links))
@@ -143,7 +145,11 @@ def environment(study: Study) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     rows.append(("Versions", _distinct(study, lambda run: _pairs(run.details.get("versions")))))
     rows.append(("Machine", _distinct(study, lambda run: _pairs(run.details.get("machine")))))
-    for name, field in (("Precision", "trainer.precision"), ("Attention backend", "backend"), ("Threads a run", "threads")):
+    for name, field in (
+        ("Precision", "trainer.precision"),
+        ("Attention backend", "backend"),
+        ("Threads a run", "threads"),
+    ):
         rows.append((name, _distinct(study, lambda run, field=field: _text(run.setting(field)))))
     rows.append(("Code", _distinct(study, lambda run: run.code)))
     total = sum(run.status.seconds for run in study.runs)

@@ -131,7 +131,9 @@ def _decide(
     for arm in dict.fromkeys(claim.compared):
         planned, done = len(study.arms[arm].seeds), len(study.finished(arm))
         if done < planned:
-            return "inconclusive", [f"{done} of {plural(planned, 'planned run')} of {study.label(arm)} finished."]
+            return "inconclusive", [
+                f"{done} of {plural(planned, 'planned run')} of {study.label(arm)} finished."
+            ]
     if effect is None:
         return "inconclusive", ["The two arms share no seed with a measured value."]
     if not effect.has_interval:
@@ -147,15 +149,21 @@ def _decide(
     if low > claim.delta:
         return "reproduced", []
     if not positive:
-        return "inconclusive", ["The interval lies short of the smallest effect of interest, without a "
-                                "positive control that could make this a contradiction."]
+        return "inconclusive", [
+            "The interval lies short of the smallest effect of interest, without a "
+            "positive control that could make this a contradiction."
+        ]
     if not positive[0].passed:
-        return "inconclusive", ["The interval lies short of the smallest effect of interest, but the positive "
-                                "control did not pass."]
+        return "inconclusive", [
+            "The interval lies short of the smallest effect of interest, but the positive "
+            "control did not pass."
+        ]
     return "contradicted", []
 
 
-def _controls(study: Study, claim: Claim, runs: Sequence[Run], others: Mapping[str, Verdict]) -> list[Control]:
+def _controls(
+    study: Study, claim: Claim, runs: Sequence[Run], others: Mapping[str, Verdict]
+) -> list[Control]:
     controls = [only_declared_differences(study, claim, runs)]
     if claim.regime:
         controls.insert(0, regime_reached(study, claim, runs))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number for a reader: three significant digits, thousands apart; "not finite" and "not measured"."""
+    """A number for a reader: three significant digits, thousands apart; infinite, and "not measured"."""
     if math.isnan(value):
         return "not measured"
     if math.isinf(value):
-        return "not finite"
+        return "∞" if value > 0 else "-∞"
     if value == 0:
         return "0"
     size = math.floor(math.log10(abs(value)))

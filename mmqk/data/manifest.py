@@ -1,6 +1,6 @@
 """What a folder of shards should hold: by split, each file with its sample count and sha256.
 
-``python -m mmqk.data.manifest FOLDER`` writes the manifest of your own shards (``train-*.tar``, ``val-*.tar``).
+``python -m mmqk.data.manifest FOLDER`` writes one for your own shards (``train-*.tar``, ``val-*.tar``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from mmqk.store import UserError, identity_hash, run_main, write_json
 
 MANIFEST = "manifest.json"
-_RESTORE = "restore it with git, or rebuild with python -m mmqk.data.build"
+RESTORE = "restore it with git, or rebuild with python -m mmqk.data.build"
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ def load_manifest(folder: Path | str) -> Manifest:
         }
     except FileNotFoundError:
         raise UserError(
-            f"{path} is missing: {_RESTORE}, or run python -m mmqk.data.manifest {folder} for shards of your own"
+            f"{path} is missing: {RESTORE}; for your own shards run python -m mmqk.data.manifest {folder}"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read as a manifest ({error}): {_RESTORE}") from None
+        raise UserError(f"{path} cannot be read as a manifest ({error}): {RESTORE}") from None
     return Manifest(splits, record)
 
 
 def manifest_hash(folder: Path | str) -> str:
-    """Identity of the samples in a folder: 10 hex digits over the split, file, count and sha256 of every shard."""
+    """Identity of a folder's samples: 10 hex digits over split, file, count and sha256 of every shard."""
     manifest = load_manifest(folder)
     return identity_hash({split: [asdict(s) for s in shards] for split, shards in manifest.splits.items()})
 
@@ -94,14 +94,15 @@ def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
     for shard in manifest.splits[split]:
         path = folder / shard.file
         if not path.is_file():
-            raise UserError(f"shard {path} is missing: {_RESTORE}")
+            raise UserError(f"shard {path} is missing: {RESTORE}")
         try:
             digest = sha256_file(path)
         except OSError as error:
-            raise UserError(f"shard {path} cannot be read ({error.strerror}): make it readable") from None
+            raise UserError(f"shard {path} cannot be read ({error.strerror}): {RESTORE}") from None
         if digest != shard.sha256:
             raise UserError(
-                f"shard {path} differs from its manifest (sha256 {digest[:10]}, expected {shard.sha256[:10]}): {_RESTORE}"
+                f"shard {path} differs from its manifest "
+                f"(sha256 {digest[:10]}, expected {shard.sha256[:10]}): {RESTORE}"
             )
         found.append((path, shard))
     return found
@@ -111,12 +112,12 @@ def main(argv: list[str] | None = None) -> int:
     """Write the manifest of a folder of WebDataset shards."""
     parser = argparse.ArgumentParser(
         prog="python -m mmqk.data.manifest",
-        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar, each sample a "
-        "64x64 image (webp, png or jpg) and a caption (json with 'caption', or txt).",
+        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar, each sample "
+        "a 64x64 image (webp, png or jpg) and a caption (json with 'caption', or txt).",
     )
     parser.add_argument("folder", type=Path, help="the folder with the shards")
     folder: Path = parser.parse_args(argv).folder
-    # Counting means reading, and reading means webdataset: not needed by those who only import this module.
+    # Imported here because shards imports this module.
     from mmqk.data.shards import iterate_shard
 
     splits: dict[str, tuple[Shard, ...]] = {}
@@ -127,7 +128,10 @@ def main(argv: list[str] | None = None) -> int:
     if not splits:
         raise UserError(f"{folder} holds no shards: name them SPLIT-NUMBER.tar, such as train-00000.tar")
     manifest = Manifest(splits, {})
-    write_manifest(folder, manifest)
+    try:
+        write_manifest(folder, manifest)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}): make it writable") from None
     print(f"{folder / MANIFEST}: " + ", ".join(f"{split} {manifest.count(split)}" for split in splits))
     return 0
 

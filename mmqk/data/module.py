@@ -162,23 +162,23 @@ class TokenDataModule(L.LightningDataModule):
         return self.builder.batch(self._val_rows[:sequences])
 
     def unigram_loss(self, sequences: int = 512) -> dict[str, float]:
-        """Validation loss of a predictor that knows only how often each token occurs, nats by modality.
+        """Validation loss of a predictor that knows the modality and how often each of its tokens occurs.
 
-        Counted over the first training sequences of this run's order, one added to each count. A model that
-        does not beat it has learnt nothing but frequencies.
+        Nats by modality, counted over the first training sequences of this run's order, one added to each
+        count. A model that does not beat it has learnt nothing of the context but where a modality begins.
         """
         blocks = self.builder.vocabulary.blocks
-        counts = np.ones(sum(blocks.values()))
+        edges = np.cumsum([0, *blocks.values()])
+        counts = np.ones(edges[-1])
         for index in range(sequences):
             np.add.at(counts, self.order.row(index)[1:], 1)
-        nats = -np.log(counts / counts.sum())
         targets = np.concatenate([row[1:] for row in self._val_rows])
-        edges = np.cumsum([0, *blocks.values()])
-        inside = {
-            name: targets[(targets >= low) & (targets < high)]
-            for name, low, high in zip(blocks, edges[:-1], edges[1:], strict=True)
-        }
-        return {name: float(nats[ids].mean()) for name, ids in inside.items() if len(ids)}
+        losses = {}
+        for name, low, high in zip(blocks, edges[:-1], edges[1:], strict=True):
+            inside = targets[(targets >= low) & (targets < high)] - low
+            if len(inside):
+                losses[name] = float(-np.log(counts[low:high] / counts[low:high].sum())[inside].mean())
+        return losses
 
 
 def _on_gpu(trainer: L.Trainer) -> bool:

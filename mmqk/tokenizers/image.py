@@ -123,7 +123,7 @@ class ImageTokenizer(nn.Module):
     def to_bytes(self) -> bytes:
         """The content of `image.safetensors`: weights in fp16, the configuration in the metadata."""
         weights = {name: w.detach().cpu().half().contiguous() for name, w in self.state_dict().items()}
-        # One key: safetensors writes several in an order of its own, and the same tokenizer must give the same bytes.
+        # One key: safetensors writes several in any order, and the same tokenizer must give the same bytes.
         about = json.dumps({"format": FORMAT, "config": asdict(self.config)})
         return save(weights, {METADATA_KEY: about})
 

@@ -145,15 +145,15 @@ def page(m: Measures, args: argparse.Namespace) -> str:
 # The tokenizers: {words.size} text entries, {pictures.size} image codes
 
 Held-out images come back at {m.psnr_db["val"]:.1f} dB from {n} codes each, and the codes are spread over
-{codes["val"].perplexity:.0f} effective entries of {pictures.size}. The images are icons on a white ground,
-not photographs, and no emoji of the held-out split is in the train split, whichever vendor drew it.
+{codes["val"].perplexity:.0f} effective entries of {pictures.size}. The shipped images are icons on a white
+ground, not photographs; their held-out split shares no emoji with the train split, whoever drew it.
 
 ![held-out originals, each above its reconstruction]({SHEET})
 
 *Held-out originals, each above its reconstruction from {n} codes.*
 
 Every number and the sheet: `{COMMAND}` (data {manifest_hash(args.shards)} and {manifest_hash(args.text)},
-tokenizers {tokenizers_hash(args.tokenizers)}). The tokenizers themselves: `python -m mmqk.tokenizers.train`.
+tokenizers {tokenizers_hash(args.tokenizers)}). The tokenizers: `python -m mmqk.tokenizers.train --overwrite`.
 
 ## Reconstruction
 
@@ -184,8 +184,9 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, draw, write README.md and the contact sheet."""
     p = argparse.ArgumentParser(prog="python -m mmqk.tokenizers.report", description=__doc__)
     add_data_arguments(p)
-    p.add_argument("--tokenizers", type=Path, default=Path("data/tokenizers"), help="(data/tokenizers)")
-    p.add_argument("--out", type=Path, default=Path("reports/tokenizer"), help="(reports/tokenizer)")
+    tokenizers, out = Path("data/tokenizers"), Path("reports/tokenizer")
+    p.add_argument("--tokenizers", type=Path, default=tokenizers, help="what to measure (data/tokenizers)")
+    p.add_argument("--out", type=Path, default=out, help="folder of the page (reports/tokenizer)")
     args = p.parse_args(argv)
     text = page(measure(args.shards, args.text, args.tokenizers), args)
     sheet = contact_sheet(args.shards, args.tokenizers)

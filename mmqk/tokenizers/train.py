@@ -38,22 +38,23 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_data_arguments(p)
-    p.add_argument("--out", type=Path, default=Path("data/tokenizers"), help="where to (data/tokenizers)")
+    out, log_dir = Path("data/tokenizers"), Path("runs/tokenizer")
+    p.add_argument("--out", type=Path, default=out, help="folder of the two files (data/tokenizers)")
     p.add_argument("--only", choices=("text", "image"), help="train one of the two")
     p.add_argument("--text-size", type=int, default=1024, help="entries of the text vocabulary (1024)")
     p.add_argument("--codes", type=int, default=512, help="codes of the image vocabulary (512)")
     p.add_argument("--grid", type=int, default=8, help="side of an image's grid of codes: 2, 4, 8 or 16 (8)")
     p.add_argument("--steps", type=int, default=1200, help="optimizer steps of the image tokenizer (1200)")
     p.add_argument("--seed", type=int, default=0, help="of the image tokenizer's weights and batches (0)")
-    p.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
-    p.add_argument("--log-dir", type=Path, default=Path("runs/tokenizer"), help="(runs/tokenizer)")
+    p.add_argument("--threads", type=int, default=1, help="CPU threads; more round differently (1)")
+    p.add_argument("--log-dir", type=Path, default=log_dir, help="TensorBoard events (runs/tokenizer)")
     p.add_argument("--overwrite", action="store_true", help="replace tokenizer files that exist in --out")
     return p
 
 
 def add_data_arguments(p: argparse.ArgumentParser) -> None:
     """`--shards` and `--text`."""
-    p.add_argument("--shards", type=Path, default=Path("data/emoji"), help="image shards (data/emoji)")
+    p.add_argument("--shards", type=Path, default=Path("data/emoji"), help="shards of pairs (data/emoji)")
     p.add_argument("--text", type=Path, default=Path("data/text"), help="text documents (data/text)")
 
 
@@ -152,6 +153,10 @@ def _check(args: argparse.Namespace, wanted: list[str]) -> None:
         path = args.out / {"text": TEXT_FILE, "image": IMAGE_FILE}[kind]
         if path.exists() and not args.overwrite:
             raise UserError(f"{path} exists: give --overwrite to replace it or another --out.")
+    if "image" in wanted:
+        from mmqk.tokenizers.vq import quantizer_class
+
+        quantizer_class()
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         writable = os.access(args.out, os.W_OK)

@@ -74,11 +74,11 @@ class TimmEncoder(nn.Module):
         return self.timm(x_BCHW)[-1]
 
 
-def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -> nn.Module:
-    """The quantiser of vector-quantize-pytorch.
+def quantizer_class() -> type[nn.Module]:
+    """`VectorQuantize` of vector-quantize-pytorch.
 
     Raises:
-        UserError: the extra is not installed.
+        UserError: the extra `[vq]` is not installed.
     """
     try:
         from vector_quantize_pytorch import VectorQuantize
@@ -86,7 +86,12 @@ def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -
         raise UserError(
             "Training the image tokenizer needs vector-quantize-pytorch: run `pip install 'mmqk[vq]'`."
         ) from error
-    return VectorQuantize(
+    return VectorQuantize
+
+
+def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -> nn.Module:
+    """The quantiser of an image tokenizer in training; needs the extra as `quantizer_class` does."""
+    return quantizer_class()(
         dim=config.code_dim,
         codebook_size=config.codes,
         decay=training.decay,
@@ -104,6 +109,7 @@ class VQModule(L.LightningModule):
     def __init__(self, config: ImageTokenizerConfig, training: VQTrainingConfig) -> None:
         super().__init__()
         self.training_config = training
+        self.log_every = min(LOG_EVERY, training.steps)
         self.quantizer = vector_quantizer(config, training)
         self.model = ImageTokenizer(config, encoder=TimmEncoder(config.stages))
         # on a CPU 1.5 times as fast
@@ -131,7 +137,7 @@ class VQModule(L.LightningModule):
         edge = (y.diff(dim=3) - x.diff(dim=3)).abs().mean() + (y.diff(dim=2) - x.diff(dim=2)).abs().mean()
         l1 = F.l1_loss(y, x)
         loss = l1 + config.edge * edge / 2 + config.squared * F.mse_loss(y, x) + commitment
-        if batch_idx % LOG_EVERY == 0:
+        if (batch_idx + 1) % self.log_every == 0:
             counts = token_statistics(codes, self.model.size)
             quality = psnr(x, y.detach().clamp(0, 1)).mean()
             self.log_dict(
@@ -196,7 +202,7 @@ def train_image_tokenizer(
     training: VQTrainingConfig,
     **trainer_flags: Any,
 ) -> ImageTokenizer:
-    """Train on uint8 images; the same images, seed, device and thread count give the same weights.
+    """Train on uint8 images; on a CPU, the same images, seed and threads give the same weights.
 
     `trainer_flags` go to Lightning's Trainer (logger, progress bar, validation interval).
 
@@ -216,7 +222,7 @@ def train_image_tokenizer(
         enable_checkpointing=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        log_every_n_steps=1,
+        log_every_n_steps=module.log_every,
         gradient_clip_val=1.0,
         **trainer_flags,
     )

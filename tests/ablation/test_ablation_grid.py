@@ -1,9 +1,12 @@
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from mmqk.ablation import load_grid
+from mmqk.ablation.grid import CLAIM_KEYS
+from mmqk.analysis.study import Claim
 from mmqk.store import UserError
 
 GRID = """
@@ -114,6 +117,10 @@ def test_a_missing_grid_or_one_that_is_no_mapping_is_named(write, tmp_path):
         load_grid(write("- a\n- b\n"))
     with pytest.raises(UserError, match="arms is empty"):
         load_grid(write("name: x\nbase: ../base.yaml\narms: {}\n"))
+
+
+def test_a_claim_may_say_everything_that_the_analysis_reads():
+    assert {field.name for field in dataclasses.fields(Claim)} <= set(CLAIM_KEYS)
 
 
 def test_grids_that_ship_can_be_read():

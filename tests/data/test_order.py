@@ -189,3 +189,21 @@ def test_damaged_shard_is_named_before_training(tiny_data, tmp_path):
     with pytest.raises(UserError, match="train-00001.tar differs from its manifest"):
         open_cache(tmp_path / "pairs", tiny_data / "text", tiny_data / "tokenizers", tmp_path / "cache", lambda _: None)
     assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
+
+
+def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data):
+    from mmqk.data.module import DataConfig, TokenDataModule
+
+    folders = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers", "cache")}
+    data = TokenDataModule(DataConfig(**folders, seq_len=88, val_sequences=8), seed=0)
+    data.setup()
+    found = data.unigram_loss(sequences=100)
+    offset = data.builder.vocabulary.image_offset
+    seen = [t for i in range(100) for t in data.order.row(i)[1:].tolist()]
+    held = [t for row in data._val_rows for t in row[1:].tolist()]
+    for name, mine, size in (("text", lambda t: t < offset, 305), ("image", lambda t: t >= offset, 32)):
+        counts = Counter(t for t in seen if mine(t))
+        total = sum(counts.values()) + size
+        expected = -np.mean([np.log((counts[t] + 1) / total) for t in held if mine(t)])
+        assert found[name] == pytest.approx(expected)
+    assert found["image"] < np.log(32) + 0.5 < np.log(337)

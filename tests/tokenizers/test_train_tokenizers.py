@@ -107,10 +107,11 @@ def test_an_existing_file_is_kept(small_data, tmp_path, capsys):
 
 def test_a_missing_extra_is_one_sentence(small_data, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vector_quantize_pytorch", None)
-    assert front_door(main)(arguments(small_data, tmp_path, "--only", "image", "--steps", "1")) == 2
+    assert front_door(main)(arguments(small_data, tmp_path, "--text-size", "270")) == 2
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0 and "pip install 'mmqk[vq]'" in error
-    assert not (tmp_path / "image.safetensors").exists()
+    assert not list(tmp_path.iterdir())  # not even the text tokenizer, which needs no extra
+    assert front_door(main)(arguments(small_data, tmp_path, "--only", "text", "--text-size", "270")) == 0
 
 
 @pytest.mark.parametrize(

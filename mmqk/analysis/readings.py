@@ -1,0 +1,109 @@
+"""What figures say of themselves: values at the end of the runs, and sentences made from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mmqk.analysis.curves import binned
+from mmqk.analysis.metrics import METRICS, final_loss, is_trained
+from mmqk.analysis.runs import Run, Series
+from mmqk.analysis.study import Study
+from mmqk.analysis.verdicts import middle
+from mmqk.analysis.words import listed, nats, number, plural
+
+LOGIT = METRICS["largest_attention_logit"].measure
+
+
+def loss_series(modality: str, width: int) -> Callable[[Run], Series]:
+    """A run's training loss, by means over ``width`` steps."""
+    return lambda run: binned(run.series(f"loss/{modality}"), width)
+
+
+def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], Series]:
+    """A run's statistic over layers, where it is finite."""
+
+    def series(run: Run) -> Series:
+        steps, values = run.combined(statistic, reduce, modality)
+        keep = np.isfinite(values)
+        return steps[keep], values[keep]
+
+    return series
+
+
+def at_end(study: Study, arm: str, measure: Callable, modality: str | None = None) -> float:
+    """A metric of an arm: the median over its runs."""
+    return middle(measure(run, modality) for run in study.of_arm(arm))
+
+
+def listed_ends(
+    study: Study, arms: Sequence[str], measure: Callable, modality: str | None = None
+) -> list[str]:
+    """Each arm's value at the end, with its label where there are several."""
+    values = [number(at_end(study, arm, measure, modality)) for arm in arms]
+    if len(values) == 1:
+        return values
+    return [f"{value} ({study.label(arm)})" for value, arm in zip(values, arms, strict=True)]
+
+
+def by_logit(study: Study, arms: Sequence[str]) -> list[str]:
+    """Arms by their largest logit, highest first."""
+    ends = {arm: at_end(study, arm, LOGIT) for arm in arms}
+    return sorted(arms, key=lambda arm: (math.isnan(ends[arm]), -ends[arm]))
+
+
+def ends_by_modality(
+    study: Study, arms: Sequence[str], measure: Callable, noun: str, form: Callable[[float], str]
+) -> str:
+    """``between 1 (a) and 2 (b) for text tokens and at 3 for image tokens``; empty if nothing is finite."""
+    parts = []
+    for modality in study.modalities:
+        ends = {arm: at_end(study, arm, measure, modality) for arm in arms}
+        ends = {arm: value for arm, value in ends.items() if math.isfinite(value)}
+        if not ends:
+            continue
+        low, high = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
+        where = f"between {form(ends[low])} ({study.label(low)}) and {form(ends[high])} ({study.label(high)})"
+        parts.append(f"{where if low != high else f'at {form(ends[low])}'} for {modality} {noun}")
+    return "; ".join(parts)
+
+
+def hero_reading(study: Study) -> str:
+    """Where the logits ended, and how far apart the losses are: logits of unlike losses say little."""
+    arms = by_logit(study, study.hero)
+    ends = listed_ends(study, arms, LOGIT)
+    reading = f"The largest attention logit ended at {listed(ends)}"
+    gaps = []
+    for modality in study.modalities:
+        losses = [
+            middle(final_loss(run, modality).value for run in study.of_arm(arm))
+            for arm in arms
+            if all(is_trained(run, modality) for run in study.of_arm(arm))
+        ]
+        losses = [loss for loss in losses if math.isfinite(loss)]
+        if len(losses) > 1:
+            gaps.append(f"{nats(max(losses) - min(losses))} nat ({modality})")
+    if gaps:
+        reading += f"; final losses of what is trained lie within {listed(gaps)} of each other"
+    return f"{reading}."
+
+
+def seeds_caption(study: Study, arms: Sequence[str]) -> str:
+    """What thin and thick lines are."""
+    counts = {len(study.of_arm(arm)) for arm in arms}
+    if counts == {1}:
+        return "One run an arm."
+    seeds = plural(min(counts), "seed") if len(counts) == 1 else f"{min(counts)} to {max(counts)} seeds"
+    return f"Thin lines: {seeds} an arm; thick: their median."
+
+
+def untrained(study: Study, arms: Sequence[str]) -> list[str]:
+    """A sentence for each arm and modality whose loss is switched off."""
+    return [
+        f"In {study.label(arm)} the {modality} loss is measured and not trained."
+        for arm in arms
+        for modality in study.modalities
+        if any(not is_trained(run, modality) for run in study.of_arm(arm))
+    ]

