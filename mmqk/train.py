@@ -82,7 +82,7 @@ def _fit(run, folder: RunFolder) -> int:
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
-        log_every_n_steps=FLUSH_EVERY,
+        log_every_n_steps=1,
     )
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)

@@ -21,6 +21,9 @@ LOSS_WINDOW = 50
 LEARNT_NATS = 0.1
 
 
+BySeries = Callable[[Run, str | None], Series]
+
+
 @dataclass(frozen=True)
 class Metric:
     """A number of a run.
@@ -29,9 +32,10 @@ class Metric:
         label: how a sentence names it.
         unit: empty for a pure number.
         scale: "log" when effects are ratios, "linear" when they are differences.
-        worst: which end is the bad one; a run without a finite value is put there.
-        measure: the function; NaN when the run did not measure it at all.
-        by_modality: it needs a modality ("yes"), can have one ("maybe").
+        worst: which end is the bad one; what is not a number counts as that.
+        measure: the function; infinite when the run ended without a finite value, NaN when it has none at all.
+        series: the series over steps that it is the end of.
+        by_modality: it needs a modality.
     """
 
     label: str
@@ -39,13 +43,22 @@ class Metric:
     scale: Literal["log", "linear"]
     worst: Literal["high", "low"]
     measure: Callable[[Run, str | None], float]
-    by_modality: Literal["yes", "maybe"] = "maybe"
+    series: BySeries
+    by_modality: bool = False
 
     def on_scale(self, value: float) -> float:
         """The value on the scale on which effects are differences."""
         if self.scale == "linear":
             return value
         return math.log(value) if value > 0 else math.nan
+
+    def worst_seen(self, run: Run, modality: str | None) -> float:
+        """The worst finite value of the whole run, NaN if it has none."""
+        values = self.series(run, modality)[1]
+        values = values[np.isfinite(values)]
+        if not len(values):
+            return math.nan
+        return float(values.max() if self.worst == "high" else values.min())
 
 
 def _end(series: Series, worst: float) -> float:
@@ -54,29 +67,38 @@ def _end(series: Series, worst: float) -> float:
     return float(np.median(np.where(np.isnan(values), worst, values))) if len(values) else math.nan
 
 
+def logit_series(run: Run, modality: str | None = None) -> Series:
+    """Largest absolute attention logit over layers, heads and modality pairs, by probe."""
+    return run.combined("attn_logit_absmax", np.max, modality)
+
+
+def growth_series(run: Run, modality: str | None = None) -> Series:
+    """`logit_series` over its first value."""
+    steps, values = logit_series(run, modality)
+    return steps, values / values[:1] if len(values) else values
+
+
+def entropy_series(run: Run, modality: str | None = None) -> Series:
+    """Attention entropy of the layer where it is lowest, in nats, by probe."""
+    return run.combined("attn_entropy", np.min, modality)
+
+
+def norm_series(statistic: str) -> BySeries:
+    """Mean over layers and tokens of a norm, by probe."""
+    return lambda run, modality=None: run.combined(statistic, np.mean, modality)
+
+
 def largest_attention_logit(run: Run, modality: str | None = None) -> float:
-    """Largest absolute attention logit at the end of the run: over layers, heads and modality pairs, the
-    median of the last three probes. For a run that diverged, the end is where it was stopped."""
-    return _end(run.combined("attn_logit_absmax", np.max, modality), math.inf)
+    """`logit_series` at the end of the run, the median of the last three probes.
 
-
-def logit_growth(run: Run, modality: str | None = None) -> float:
-    """`largest_attention_logit` over its value at the first probe."""
-    first = run.combined("attn_logit_absmax", np.max, modality)[1][:1]
-    return largest_attention_logit(run, modality) / float(first[0]) if len(first) else math.nan
+    For a run that diverged, the end is where it was stopped.
+    """
+    return _end(logit_series(run, modality), math.inf)
 
 
 def attention_entropy(run: Run, modality: str | None = None) -> float:
-    """Mean attention entropy of the layer with the lowest, in nats, at the end of the run."""
-    return _end(run.combined("attn_entropy", np.min, modality), -math.inf)
-
-
-def _norm(statistic: str) -> Callable[[Run, str | None], float]:
-    def measure(run: Run, modality: str | None = None) -> float:
-        return _end(run.combined(statistic, np.mean, modality), math.inf)
-
-    measure.__doc__ = f"Mean over layers and tokens of {statistic}, at the end of the run."
-    return measure
+    """`entropy_series` at the end of the run, the median of the last three probes."""
+    return _end(entropy_series(run, modality), -math.inf)
 
 
 @dataclass(frozen=True)
@@ -84,7 +106,7 @@ class FinalLoss:
     """A loss at the end of a run, in nats a token.
 
     Attributes:
-        value: NaN when none was measured.
+        value: infinite when it ended so, NaN when none was measured.
         held_out: on held-out data at the last step, or the mean of the last 50 training steps.
     """
 
@@ -96,9 +118,11 @@ def final_loss(run: Run, modality: str) -> FinalLoss:
     """The loss of a modality at the end: held-out where it was measured then and the run completed."""
     steps, values = run.series(f"val_loss/{modality}")
     if len(steps) and steps[-1] > 0 and run.status.status == "completed":
-        return FinalLoss(float(values[-1]), True)
+        return FinalLoss(math.inf if math.isnan(values[-1]) else float(values[-1]), True)
     training = run.series(f"loss/{modality}")[1][-LOSS_WINDOW:]
-    return FinalLoss(float(training.mean()) if len(training) else math.nan, False)
+    if not len(training):
+        return FinalLoss(math.nan, False)
+    return FinalLoss(float(np.where(np.isnan(training), math.inf, training).mean()), False)
 
 
 def initial_loss(run: Run, modality: str) -> float:
@@ -149,15 +173,25 @@ def _final_loss(run: Run, modality: str | None = None) -> float:
     return final_loss(run, modality or "").value
 
 
+def _loss_series(run: Run, modality: str | None = None) -> Series:
+    return run.series(f"loss/{modality}")
+
+
+def _probed(label: str, series: BySeries) -> Metric:
+    return Metric(label, "", "log", "high", lambda run, m=None: _end(series(run, m), math.inf), series)
+
+
 METRICS = {
-    "largest_attention_logit": Metric("largest attention logit", "", "log", "high", largest_attention_logit),
-    "logit_growth": Metric("growth of the largest attention logit", "", "log", "high", logit_growth),
-    "attention_entropy": Metric("attention entropy", "nats", "linear", "low", attention_entropy),
-    "final_loss": Metric("final loss", "nats", "linear", "high", _final_loss, "yes"),
-    "final_norm": Metric("last-layer output norm", "", "log", "high", _norm("final_norm")),
-    "q_norm": Metric("query norm", "", "log", "high", _norm("q_norm")),
-    "k_norm": Metric("key norm", "", "log", "high", _norm("k_norm")),
-    "resid_norm": Metric("residual norm", "", "log", "high", _norm("resid_norm")),
+    "largest_attention_logit": _probed("largest attention logit", logit_series),
+    "logit_growth": _probed("growth of the largest attention logit", growth_series),
+    "attention_entropy": Metric(
+        "attention entropy", "nats", "linear", "low", attention_entropy, entropy_series
+    ),
+    "final_loss": Metric("final loss", "nats", "linear", "high", _final_loss, _loss_series, True),
+    "final_norm": _probed("last-layer output norm", norm_series("final_norm")),
+    "q_norm": _probed("query norm", norm_series("q_norm")),
+    "k_norm": _probed("key norm", norm_series("k_norm")),
+    "resid_norm": _probed("residual norm", norm_series("resid_norm")),
 }
 
 
@@ -170,6 +204,6 @@ def find_metric(name: str) -> tuple[Metric, str | None]:
     base, _, modality = name.partition("/")
     if base not in METRICS:
         raise UserError(f"metric {name!r} of a claim is unknown: use one of {', '.join(METRICS)}")
-    if METRICS[base].by_modality == "yes" and not modality:
+    if METRICS[base].by_modality and not modality:
         raise UserError(f"metric {name!r} of a claim needs a modality: write {base}/text or the like")
     return METRICS[base], modality or None

@@ -5,8 +5,8 @@ contradicted    the interval lies short of delta, and besides all that the posit
 not run         an arm has no finished run
 inconclusive    everything else, and whatever is shown without being decided
 
-A run whose metric is not finite ranks worst: it is given the worst finite value of the runs compared, so the
-effect is a lower bound of what happened.
+A run that ends without a finite value ranks worst: it is given the worst finite value of the runs compared,
+its own earlier ones included. The effect is then a bound, and no verdict is given that it does not support.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def _judge(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> Verdict
         return Verdict(claim, "not run", None, None, {}, names, (), (*notes, f"No finished run of {absent}."))
     outcomes, censored = _outcomes(study, claim)
     medians = _medians(study, claim)
-    if censored:
+    for arm in censored:
         notes.append(
-            f"{plural(censored, 'run')} had no finite value and got the worst finite one: the effect is a "
-            "lower bound."
+            f"{plural(censored[arm], 'run')} of {study.label(arm)} ended without a finite value and got the worst "
+            "finite one: the effect is a bound."
         )
     if not claim.decided:
         n = max(len(study.finished(arm)) for arm in claim.compared)
@@ -115,7 +115,7 @@ def _judge(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> Verdict
     spread = pooled_spread(_spread_outcomes(study, claim, outcomes))
     effect = paired_effect(outcomes[claim.treatment], outcomes[claim.control], spread)
     controls = tuple(_controls(study, claim, runs, others))
-    verdict, why = _decide(study, claim, effect, controls)
+    verdict, why = _decide(study, claim, effect, controls, censored)
     notes += [*why, *_about_spread(spread, effect)]
     found = Verdict(claim, verdict, effect, spread, medians, names, controls, tuple(notes))
     if verdict == "inconclusive" and (smallest := detectable_in_words(found)):
@@ -125,7 +125,11 @@ def _judge(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> Verdict
 
 
 def _decide(
-    study: Study, claim: Claim, effect: Effect | None, controls: Sequence[Control]
+    study: Study,
+    claim: Claim,
+    effect: Effect | None,
+    controls: Sequence[Control],
+    censored: Mapping[str, int],
 ) -> tuple[Judgement, list[str]]:
     """The rule itself."""
     for arm in dict.fromkeys(claim.compared):
@@ -146,8 +150,14 @@ def _decide(
         return "inconclusive", ["The interval includes the smallest effect of interest."]
     if failed:
         return "inconclusive", [f"Not satisfied: {', '.join(failed)}."]
+    # The arm whose true values lie further out makes the claim truer, or less true, than it was measured.
+    helps = claim.treatment if (find_metric(claim.metric)[0].worst == "high") == (sign > 0) else claim.control
     if low > claim.delta:
+        if set(censored) - {helps}:
+            return "inconclusive", ["The runs without a finite value may make the effect smaller."]
         return "reproduced", []
+    if helps in censored:
+        return "inconclusive", ["The runs without a finite value may make the effect larger."]
     if not positive:
         return "inconclusive", [
             "The interval lies short of the smallest effect of interest, without a "
@@ -178,25 +188,29 @@ def _controls(
     return controls
 
 
-def _outcomes(study: Study, claim: Claim) -> tuple[dict[str, dict[int, float]], int]:
-    """The metric on its scale, by arm and seed, and how many runs had to be given the worst finite value.
+def _outcomes(study: Study, claim: Claim) -> tuple[dict[str, dict[int, float]], dict[str, int]]:
+    """The metric on its scale, by arm and seed, and how many runs of an arm ended without a finite value.
 
     A run that never measured it is left out.
     """
     metric, modality = find_metric(claim.metric)
-    measured = {
-        arm: {run.seed: metric.on_scale(metric.measure(run, modality)) for run in study.finished(arm)}
-        for arm in dict.fromkeys(claim.compared)
-    }
-    finite = [v for values in measured.values() for v in values.values() if math.isfinite(v)]
-    if not finite:
-        return {arm: {} for arm in measured}, 0
-    worst = max(finite) if metric.worst == "high" else min(finite)
-    censored = sum(math.isinf(v) for values in measured.values() for v in values.values())
-    outcomes = {
-        arm: {seed: worst if math.isinf(v) else v for seed, v in values.items() if not math.isnan(v)}
-        for arm, values in measured.items()
-    }
+    runs = {arm: study.finished(arm) for arm in dict.fromkeys(claim.compared)}
+    values = {arm: {run.seed: metric.measure(run, modality) for run in runs[arm]} for arm in runs}
+    ends = [metric.on_scale(v) for by_seed in values.values() for v in by_seed.values() if math.isfinite(v)]
+    outcomes: dict[str, dict[int, float]] = {arm: {} for arm in runs}
+    censored: dict[str, int] = {}
+    for arm in runs:
+        for run in runs[arm]:
+            value = values[arm][run.seed]
+            if math.isinf(value):
+                censored[arm] = censored.get(arm, 0) + 1
+                seen = [*ends, metric.on_scale(metric.worst_seen(run, modality))]
+                seen = [v for v in seen if math.isfinite(v)] or [math.nan]
+                value = max(seen) if metric.worst == "high" else min(seen)
+            else:
+                value = metric.on_scale(value)
+            if not math.isnan(value):
+                outcomes[arm][run.seed] = value
     return outcomes, censored
 
 
