@@ -71,7 +71,14 @@ def _fit(run, folder: RunFolder) -> int:
         StoryLogger(folder.path, run.model.modalities, run.monitor.tensorboard_layers),
     ]
     if resume_from is None:
-        loggers[0].log_metrics({f"val_unigram/{m}": nats for m, nats in data.unigram_loss().items()}, 0)
+        at_start = {f"val_unigram/{m}": nats for m, nats in data.unigram_loss().items()}
+        loggers[0].log_metrics({**at_start, "captions_cut": data.builder.captions_cut}, 0)
+        if data.builder.captions_cut:
+            print(
+                f"{data.builder.captions_cut:.1%} of the captions are longer than {data.builder.caption_room} tokens"
+                " and are cut: raise data.seq_len to keep them whole.",
+                file=sys.stderr,
+            )
     trainer = L.Trainer(
         **run.trainer,
         max_epochs=-1,

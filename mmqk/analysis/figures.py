@@ -156,8 +156,8 @@ def norms(study: Study) -> Figure | None:
         return None
     top = _changed_most(growth)
     reading = (
-        f"From first to last probe {top[0]} of {top[1]} tokens in {study.label(top[2])} changed most of these "
-        f"norms, ×{number(growth[top])}"
+        f"From first to last probe {top[0]} of {top[1]} tokens in {study.label(top[2])} changed most of "
+        f"these norms, ×{number(growth[top])}"
     )
     values = {key: v for key, v in growth.items() if key[0] == NORMS["v_norm"]}
     if values and top not in values:
@@ -195,8 +195,8 @@ def final_norm(study: Study) -> Figure | None:
     )
     caption = (
         f"{seeds_caption(study, study.hero)} Norm of the residual stream after the last layer and before the "
-        "final norm, mean over tokens. Chameleon (2405.09818, Fig. 5a) does not say whether its norm is L2 or "
-        "RMS" + (": the right axis is RMS." if factor else ".")
+        "final norm, mean over tokens. Chameleon (2405.09818, Fig. 5a) does not say whether its norm is L2 "
+        "or RMS" + (": the right axis is RMS." if factor else ".")
     )
     return Figure("final_norm", reading, caption, (row,), study.hero, study.modalities)
 

@@ -145,7 +145,8 @@ def _plain_headline(study: Study) -> str:
 
 def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
     """What these runs cannot say: the grid's own list, and what the runs turned out to lack."""
-    items = [str(item) for item in study.report.get("cannot_tell") or ()]
+    written = study.report.get("cannot_tell") or ()
+    items = [written] if isinstance(written, str) else [str(item) for item in written]
     for verdict in verdicts:
         for control in verdict.controls:
             if not control.passed:

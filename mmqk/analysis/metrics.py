@@ -33,7 +33,7 @@ class Metric:
         unit: empty for a pure number.
         scale: "log" when effects are ratios, "linear" when they are differences.
         worst: which end is the bad one; what is not a number counts as that.
-        measure: the function; infinite when the run ended without a finite value, NaN when it has none at all.
+        measure: the function; infinite when the run ended without a finite value, NaN when it has none.
         series: the series over steps that it is the end of.
         by_modality: it needs a modality.
     """
@@ -85,7 +85,11 @@ def entropy_series(run: Run, modality: str | None = None) -> Series:
 
 def norm_series(statistic: str) -> BySeries:
     """Mean over layers and tokens of a norm, by probe."""
-    return lambda run, modality=None: run.combined(statistic, np.mean, modality)
+
+    def series(run: Run, modality: str | None = None) -> Series:
+        return run.combined(statistic, np.mean, modality)
+
+    return series
 
 
 def largest_attention_logit(run: Run, modality: str | None = None) -> float:
@@ -178,7 +182,10 @@ def _loss_series(run: Run, modality: str | None = None) -> Series:
 
 
 def _probed(label: str, series: BySeries) -> Metric:
-    return Metric(label, "", "log", "high", lambda run, m=None: _end(series(run, m), math.inf), series)
+    def measure(run: Run, modality: str | None = None) -> float:
+        return _end(series(run, modality), math.inf)
+
+    return Metric(label, "", "log", "high", measure, series)
 
 
 METRICS = {

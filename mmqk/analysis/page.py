@@ -28,7 +28,7 @@ SECTIONS = (
     ("attention", "Attention entropy and norms", ("entropy", "norms")),
     ("output", "Output of the last layer", ("final_norm",)),
     ("by-layer", "Layer by layer", ("layers",)),
-    ("shown", "Shown, not decided", ("shown",)),
+    ("not-decided", "Shown, not decided", ("shown",)),
 )
 
 
@@ -73,7 +73,7 @@ def page_content(study: Study, verdicts: list[Verdict], drawn: list[Figure]) -> 
     for id, heading, names in SECTIONS:
         present = [views[name] for name in names if name in views]
         if present:
-            ended = [row for row in rows if row["label"] in shown] if id == "shown" else []
+            ended = [row for row in rows if row["label"] in shown] if id == "not-decided" else []
             sections.append({"id": id, "title": heading, "text": "", "figures": present, "ended": ended})
     return {
         "page": {

@@ -103,8 +103,8 @@ def _judge(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> Verdict
     medians = _medians(study, claim)
     for arm in censored:
         notes.append(
-            f"{plural(censored[arm], 'run')} of {study.label(arm)} ended without a finite value and got the worst "
-            "finite one: the effect is a bound."
+            f"{plural(censored[arm], 'run')} of {study.label(arm)} ended without a finite value and got "
+            "the worst finite one: the effect is a bound."
         )
     if not claim.decided:
         n = max(len(study.finished(arm)) for arm in claim.compared)

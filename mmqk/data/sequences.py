@@ -21,7 +21,8 @@ SHORTEST_CAPTION = 8
 class SequenceBuilder:
     """Rows of at most ``seq_len`` tokens out of one split of the cache.
 
-    A caption that does not fit beside its image is cut on the right; ``caption_room`` says how much fits.
+    A caption that does not fit beside its image is cut on the right; ``caption_room`` says how much fits and
+    ``captions_cut`` how many do not.
 
     Raises:
         ValueError: ``seq_len`` leaves a pair's caption fewer than 8 tokens.
@@ -36,6 +37,11 @@ class SequenceBuilder:
                 f"data.seq_len {seq_len} is too short for an image of {cache.codes_NG.shape[1]} codes and its"
                 f" caption: at least {least} is needed."
             )
+
+    @property
+    def captions_cut(self) -> float:
+        """Share of the captions that are longer than there is room for."""
+        return float((np.diff(self.cache.offsets) > self.caption_room).mean())
 
     def image(self, item: int) -> np.ndarray:
         return np.concatenate([[BOS], self._image(item), [EOS]])

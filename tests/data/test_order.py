@@ -207,3 +207,12 @@ def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data):
         expected = -np.mean([np.log((counts[t] + 1) / total) for t in held if mine(t)])
         assert found[name] == pytest.approx(expected)
     assert found["image"] < np.log(32) + 0.5 < np.log(337)
+
+
+def test_cut_captions_are_counted(tiny_data, splits):
+    vocabulary = JointVocabulary.load(tiny_data / "tokenizers")
+    lengths = np.diff(splits["train"].offsets)
+    assert SequenceBuilder(splits["train"], vocabulary, 68 + int(lengths.max())).captions_cut == 0
+    short = SequenceBuilder(splits["train"], vocabulary, 76)
+    assert short.captions_cut == np.mean(lengths > 8) > 0
+    assert max(len(short.pair(i, True)) for i in range(40)) <= 76

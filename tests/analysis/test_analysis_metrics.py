@@ -1,0 +1,113 @@
+"""What a claim measures, against numbers that were planted."""
+
+import math
+
+import pytest
+from fake_runs import UNIGRAM, Planted, write_run
+
+from mmqk.analysis.metrics import (
+    METRICS,
+    best_loss,
+    final_loss,
+    find_metric,
+    initial_loss,
+    is_trained,
+    largest_attention_logit,
+    learnt,
+    unigram_entropy,
+)
+from mmqk.analysis.runs import load_runs
+from mmqk.store import UserError
+
+
+def run_of(tmp_path, planted, **kwargs):
+    write_run(tmp_path / "x", planted, **kwargs)
+    return load_runs(tmp_path)[0]
+
+
+def append(tmp_path, text):
+    with open(tmp_path / "x" / "metrics.jsonl", "a") as file:
+        file.write(text + "\n")
+    return load_runs(tmp_path)[0]
+
+
+def test_largest_logit_is_the_median_of_the_last_three_probes(tmp_path):
+    run = run_of(tmp_path, Planted(50.0, spread=0))
+    assert largest_attention_logit(run) == pytest.approx(50.0)
+    assert METRICS["logit_growth"].measure(run, None) == pytest.approx(50.0 / 3)
+    # One wild probe does not count; two of three do.
+    run = append(tmp_path, '{"step": 220, "attn_logit_absmax/text-text/layer00": 9000}')
+    assert largest_attention_logit(run) == pytest.approx(50.0)
+    run = append(tmp_path, '{"step": 240, "attn_logit_absmax/text-text/layer00": 8000}')
+    assert largest_attention_logit(run) == pytest.approx(8000)
+
+
+def test_nan_ranks_worst_and_what_was_seen_is_known(tmp_path):
+    run = run_of(tmp_path, Planted(50.0, spread=0, nan_from=160))
+    assert largest_attention_logit(run) == math.inf
+    seen = METRICS["largest_attention_logit"].worst_seen(run, None)
+    assert 30 < seen < 50
+    assert METRICS["attention_entropy"].measure(run, "text") == -math.inf
+
+
+def test_diverged_run_counts_as_what_was_measured(tmp_path):
+    run = run_of(tmp_path, Planted(700.0, spread=0, diverges=140, validated=False))
+    assert largest_attention_logit(run) == pytest.approx(700.0)
+
+
+def test_a_run_without_probes_was_not_measured(tmp_path):
+    path = tmp_path / "x"
+    path.mkdir()
+    (path / "metrics.jsonl").write_text('{"step": 1, "loss/text": 3.0}\n')
+    run = load_runs(tmp_path)[0]
+    assert math.isnan(largest_attention_logit(run))
+    assert math.isnan(METRICS["largest_attention_logit"].worst_seen(run, None))
+    assert math.isnan(final_loss(run, "image").value)
+
+
+def test_final_loss_is_held_out_only_at_the_end_of_a_completed_run(tmp_path):
+    planted = {"text": 3.4, "image": 4.6}
+    completed = final_loss(run_of(tmp_path / "a", Planted(50.0, planted)), "text")
+    assert completed.held_out and completed.value == pytest.approx(3.4)
+    stopped = final_loss(run_of(tmp_path / "b", Planted(50.0, planted, status="interrupted")), "text")
+    assert not stopped.held_out and stopped.value == pytest.approx(3.46, abs=0.05)
+    run_of(tmp_path / "c", Planted(50.0, planted, status="interrupted"))
+    assert final_loss(append(tmp_path / "c", '{"step": 201, "loss/text": "nan"}'), "text").value == math.inf
+
+
+def test_learnt_is_measured_against_the_unigram_entropy(tmp_path):
+    low = {"text": UNIGRAM["text"] - 0.15, "image": UNIGRAM["image"] - 0.05}
+    run = run_of(tmp_path / "a", Planted(50.0, low))
+    assert unigram_entropy(run, "text") == UNIGRAM["text"]
+    assert learnt(run, "text")
+    assert not learnt(run, "image")
+
+
+def test_learnt_falls_back_on_the_loss_at_initialisation(tmp_path):
+    low = {"text": UNIGRAM["text"] - 0.15, "image": 6.28}
+    run = run_of(tmp_path, Planted(50.0, low, validated=False), unigram=False)
+    assert math.isnan(unigram_entropy(run, "text"))
+    assert initial_loss(run, "text") == pytest.approx(6.9, abs=0.2)
+    assert best_loss(run, "text") == pytest.approx(low["text"], abs=0.05)
+    assert learnt(run, "text")
+    assert not learnt(run, "image")
+
+
+def test_a_run_that_learnt_and_lost_it_had_learnt(tmp_path):
+    run_of(tmp_path, Planted(50.0, status="diverged", validated=False))
+    run = append(tmp_path, '{"step": 201, "loss/text": "inf"}')
+    assert learnt(run, "text")
+    assert final_loss(run, "text").value == math.inf
+
+
+def test_a_loss_that_is_off_is_not_trained(tmp_path):
+    run = run_of(tmp_path, Planted(50.0), settings={"loss.weights.image": 0.0})
+    assert not is_trained(run, "image")
+    assert is_trained(run, "text")
+
+
+def test_metrics_are_found_by_name():
+    metric, modality = find_metric("largest_attention_logit/text")
+    assert metric is METRICS["largest_attention_logit"] and modality == "text"
+    with pytest.raises(UserError, match="unknown: use one of largest_attention_logit"):
+        find_metric("grace")

@@ -1,0 +1,322 @@
+"""The page: true of its runs, one file, the same bytes twice."""
+
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_runs import DEMO, Planted, write_demo, write_run
+
+from mmqk.analysis import load_study, write_report
+from mmqk.analysis.curves import binned
+from mmqk.analysis.figures import hero
+from mmqk.analysis.findings import cannot_tell, finding, headline
+from mmqk.analysis.style import arm_colours
+from mmqk.analysis.verdicts import judge
+from mmqk.analysis.words import duration, listed, number
+
+FILES = {
+    "index.html",
+    "report.md",
+    "verdicts.json",
+    *(
+        f"figures/{name}.{kind}"
+        for name in ("hero", "entropy", "norms", "final_norm", "layers", "shown")
+        for kind in ("csv", "png")
+    ),
+}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """(runs, report) of the demonstration with planted numbers."""
+    root = tmp_path_factory.mktemp("page")
+    runs = write_demo(root / "runs" / "demo")
+    write_report(runs, root / "report")
+    return runs, root / "report"
+
+
+class Checker(HTMLParser):
+    """Collects what a page refers to, and whether its tags match."""
+
+    VOID = ("meta", "br", "col", "img", "line", "link", "input", "hr")
+
+    def __init__(self):
+        super().__init__()
+        self.references, self.ids, self.open, self.headings = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href"):
+                self.references.append(value)
+            if name == "id":
+                self.ids.append(value)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+
+def test_files_are_those_promised(demo):
+    found = files_of(demo[1])
+    assert set(found) == FILES
+    assert len(found["index.html"]) < 2_000_000
+    assert sum(map(len, found.values())) < 5_000_000
+
+
+def test_two_reports_of_the_same_runs_are_the_same_bytes(demo, tmp_path):
+    runs, report = demo
+    write_report(runs, tmp_path / "elsewhere")
+    assert files_of(tmp_path / "elsewhere") == files_of(report)
+
+
+def test_other_runs_give_another_page(demo, tmp_path):
+    other = write_demo(tmp_path / "demo", {"mixed": Planted(61.0)})
+    write_report(other, tmp_path / "report")
+    for name in ("index.html", "report.md", "verdicts.json", "figures/hero.csv", "figures/hero.png"):
+        assert files_of(tmp_path / "report")[name] != files_of(demo[1])[name]
+
+
+def test_page_needs_nothing_else_and_its_tags_match(demo):
+    report = demo[1]
+    page = Checker()
+    page.feed((report / "index.html").read_text())
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    for reference in page.references:
+        if reference.startswith("#"):
+            assert reference[1:] in page.ids
+        elif not reference.startswith("data:image/png;base64,"):
+            assert (report / reference).exists(), reference
+    assert "<script" not in (report / "index.html").read_text()
+
+
+def test_page_is_in_order(demo):
+    page = Checker()
+    page.feed((demo[1] / "index.html").read_text())
+    assert page.headings[1:] == [
+        "Verdicts",
+        "What this cannot tell",
+        "Make it again",
+        "Attention entropy and norms",
+        "Output of the last layer",
+        "Layer by layer",
+        "Shown, not decided",
+        "Where each arm stands",
+        "All runs",
+        "Environment",
+    ]
+    text = (demo[1] / "index.html").read_text()
+    assert text.index('id="hero"') < text.index('id="verdicts"')
+
+
+def test_title_has_its_numbers_n_and_interval(demo):
+    page = Checker()
+    page.feed((demo[1] / "index.html").read_text())
+    title = page.headings[0]
+    (record,) = [v for v in json.loads((demo[1] / "verdicts.json").read_text()) if v["claim"] == "C2"]
+    for value in (record["effect"], *record["interval"]):
+        assert number(float(np.exp(value))) in title
+    assert "3 seeds" in title
+    assert title in (demo[1] / "report.md").read_text()
+
+
+def test_text_from_the_grid_is_escaped(demo):
+    assert "What a &lt;7B&gt; run would do." in (demo[1] / "index.html").read_text()
+    assert r"What a \<7B\> run would do." in (demo[1] / "report.md").read_text()
+
+
+def test_markdown_shows_every_figure(demo):
+    images = re.findall(r"\]\((figures/\w+\.png)\)", (demo[1] / "report.md").read_text())
+    assert [Path(i).stem for i in images] == ["hero", "entropy", "norms", "final_norm", "layers", "shown"]
+    assert all((demo[1] / image).exists() for image in images)
+
+
+def test_plotted_numbers_are_those_of_the_runs(demo):
+    runs, report = demo
+    rows = list(csv.DictReader(io.StringIO((report / "figures" / "hero.csv").read_text())))
+    logits = {
+        (row["arm"], row["seed"]): float(row["value"])
+        for row in rows
+        if row["statistic"] == "attn_logit_absmax/text" and row["step"] == "200"
+    }
+    for seed in (0, 1, 2):
+        lines = (runs / "mixed-0000000000" / f"seed{seed}" / "metrics.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1])
+        expected = max(v for k, v in last.items() if k.startswith("attn_logit_absmax/text-"))
+        assert logits["mixed", str(seed)] == pytest.approx(expected, rel=1e-5)
+    assert logits["mixed", "median"] == pytest.approx(60.0, rel=1e-5)
+    assert {row["arm"] for row in rows} == {"mixed", "mixed-qk", "image-off"}
+    assert {row["arm"] for row in rows if row["statistic"] == "attn_logit_bound"} == {"mixed-qk"}
+
+
+def test_binned_is_the_mean_of_its_steps():
+    steps, values = np.arange(1, 8), np.array([1.0, 2, 3, 4, 5, np.nan, 8])
+    at, means = binned((steps, values), 3)
+    assert at.tolist() == [2, 4.5, 7]
+    assert means.tolist() == [2, 4.5, 8]
+
+
+def test_colour_is_arm_on_every_figure(demo):
+    study = load_study(demo[0])
+    colours = arm_colours(study)
+    assert len(set(colours.values())) == len(DEMO)
+    figure = hero(study)
+    assert {line.arm for panel in figure.panels for line in panel.lines} == set(study.hero)
+
+
+def test_diverged_lines_are_marked(demo):
+    text = (demo[1] / "index.html").read_text()
+    assert "× marks where a run was stopped as diverged." in text
+    assert "Image loss 7.41 was 0.1 nat above its initial 6.30 for 50 steps." in text
+
+
+def test_sentences_follow_the_verdicts(tmp_path):
+    study = load_study(write_demo(tmp_path / "a", {"mixed-qk": Planted(120.0)}))
+    title, _ = headline(study, judge(study))
+    assert "0.500 times as high" in title and "short of the factor of 1.99 that C2 asks for" in title
+    study = load_study(write_demo(tmp_path / "b", leave_out=("mixed-qk",)))
+    assert "C2 was not run" in headline(study, judge(study))[0]
+
+
+def test_the_grid_may_word_a_finding(tmp_path):
+    def change(grid):
+        grid["claims"][2]["finding"] = {"contradicted": "Image loss: ×{ratio} ({low} to {high}), {seeds}."}
+        grid["report"]["headline"] = ["C10", "C2"]
+
+    study = load_study(write_demo(tmp_path / "demo", change=change))
+    title, rest = headline(study, judge(study))
+    assert title.startswith(
+        "Image loss: ×1.09 (0.858 to 1.39), 3 seeds; The largest attention logit ended 7.06"
+    )
+    assert rest == []
+
+
+def test_a_loss_is_worded_as_a_difference(tmp_path):
+    def change(grid):
+        grid["claims"][2].update(metric="final_loss/text", delta=0.05)
+
+    study = load_study(write_demo(tmp_path / "demo", change=change))
+    (verdict,) = [v for v in judge(study) if v.claim.id == "C10"]
+    assert "0.100 nats higher in “mixed, no QK-Norm” than in" in finding(study, verdict)
+
+
+def test_what_cannot_be_told_is_generated(tmp_path):
+    study = load_study(write_demo(tmp_path / "demo", leave_out=("image-off",)))
+    items = cannot_tell(study, judge(study))
+    assert items[0] == "Anything about size: these are toy models on icon art."
+    assert any("Effects smaller than a factor of" in item for item in items)
+    assert any("3 runs of the grid not started" in item for item in items)
+    assert any("C13: shown, not decided" in item for item in items)
+    assert any("ran at 0.01" in item for item in items)
+
+
+@pytest.mark.parametrize("what", ["one", "several", "bare", "nan"])
+def test_runs_without_a_grid_get_a_plain_page(tmp_path, what):
+    runs = tmp_path / "runs"
+    if what == "bare":
+        (runs / "x").mkdir(parents=True)
+        (runs / "x" / "metrics.jsonl").write_text('{"step": 1, "loss/text": 3.0}\n{"step": 2, "lo')
+    else:
+        for number in range(10 if what == "several" else 1):
+            nan = 100 if what == "nan" else None
+            write_run(runs / f"arm{number}" / "seed0", Planted(10.0 + number, nan_from=nan))
+    write_report(runs, tmp_path / "report")
+    page = Checker()
+    page.feed((tmp_path / "report" / "index.html").read_text())
+    assert "Verdicts" not in page.headings and "All runs" in page.headings
+    assert json.loads((tmp_path / "report" / "verdicts.json").read_text()) == []
+    assert "hero" in page.ids and (tmp_path / "report" / "figures" / "hero.png").exists()
+
+
+def test_two_other_modalities_and_arms_get_the_same_page(tmp_path):
+    """Nothing on the page knows of the demonstration: rename its arms and a modality, and it still reads."""
+    folder = write_demo(tmp_path / "demo")
+    for path in [*folder.rglob("metrics.jsonl"), *folder.rglob("run.json")]:
+        path.write_text(path.read_text().replace("image", "audio"))
+    record = (folder / "ablation.json").read_text()
+    (folder / "ablation.json").write_text(
+        record.replace("image-off-0000000002", "KEEP")
+        .replace("image-off", "quiet")
+        .replace("loss.weights.image", "loss.weights.audio")
+        .replace("KEEP", "image-off-0000000002")
+    )
+    _, found = write_report(folder, tmp_path / "report")
+    assert {v.claim.id: v.verdict for v in found} == {
+        "C2": "reproduced",
+        "C10": "contradicted",
+        "C13": "inconclusive",
+    }
+    assert "Audio queries" in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_words():
+    assert [number(v) for v in (42123.4, 999.6, 9.996, 0.04567, 250, 1.5e-7, 0)] == [
+        "42,100", "1,000", "10.0", "0.0457", "250", "1.50e-07", "0",
+    ]  # fmt: skip
+    assert number(float("inf")) == "∞" and number(float("nan")) == "not measured"
+    assert listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
+    assert duration(42.4) == "42 s" and duration(185) == "3 min 05 s"
+
+
+FRONT_DOOR = """
+import sys
+sys.modules["torch"] = None
+sys.modules["lightning"] = None
+from mmqk.report import main
+from mmqk.store import front_door
+sys.exit(front_door(main)(sys.argv[1:]))
+"""
+
+
+def front_door(*args, cwd=None):
+    """The front door in a process of its own that cannot import torch."""
+    source = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FRONT_DOOR, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+def test_front_door_reports_without_torch(demo, tmp_path):
+    done = front_door(demo[0], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "reports/demo/index.html"
+    assert "C2: reproduced" in done.stdout
+    assert files_of(tmp_path / "reports" / "demo") == files_of(demo[1])
+
+
+def test_front_door_names_mistakes_in_one_sentence(demo, tmp_path):
+    done = front_door(tmp_path / "nowhere", "--out", tmp_path / "out")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "nowhere is not a folder" in done.stderr
+    (tmp_path / "file").write_text("kept")
+    done = front_door(demo[0], "--out", tmp_path / "file")
+    assert done.returncode == 2 and "cannot be written" in done.stderr
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_help_says_what_is_written():
+    done = front_door("--help")
+    assert done.returncode == 0
+    for word in ("--out", "verdicts.json", "examples:"):
+        assert word in done.stdout

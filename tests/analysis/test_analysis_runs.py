@@ -1,0 +1,133 @@
+"""Run folders as records: found wherever they lie, and kept when they are damaged."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from fake_runs import DEMO, Planted, write_demo, write_run
+
+from mmqk.analysis import load_runs, load_study
+from mmqk.store import UserError
+
+
+def test_ablation_lists_its_runs_in_order(tmp_path):
+    runs = load_runs(write_demo(tmp_path / "demo"))
+    assert [(run.arm, run.seed) for run in runs] == [
+        *((arm, seed) for arm in ("mixed", "mixed-qk", "image-off") for seed in (0, 1, 2)),
+        *((arm, 0) for arm in DEMO if arm.startswith("high")),
+    ]
+    assert runs[0].setting("optim.lr") == 0.01
+    assert runs[-1].setting("optim.lr") == 0.1
+    assert runs[0].setting("optim.nothing", "absent") == "absent"
+
+
+@pytest.mark.parametrize("asked", [".", "mixed-0123456789", "mixed-0123456789/seed1"])
+def test_runs_are_found_without_an_ablation(tmp_path, asked):
+    write_run(tmp_path / "mixed-0123456789" / "seed1", Planted(50.0), 1)
+    (run,) = load_runs(tmp_path / asked)
+    assert (run.arm, run.seed) == ("mixed", 1)
+
+
+def test_single_run_of_train_takes_its_seed_from_its_record(tmp_path):
+    write_run(tmp_path / "0123456789", Planted(50.0), seed=7)
+    (run,) = load_runs(tmp_path)
+    assert (run.arm, run.seed) == ("0123456789", 7)
+
+
+def test_series_are_numbers_and_not_finite_ones_come_back(tmp_path):
+    path = write_run(tmp_path / "x", Planted(50.0))
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 201, "loss": "nan"}\n{"step": 202, "loss": "-inf"}\n')
+    (run,) = load_runs(tmp_path)
+    steps, values = run.series("loss")
+    assert steps[-2:].tolist() == [201, 202]
+    assert math.isnan(values[-2]) and values[-1] == -math.inf
+    assert len(run.series("nothing")[0]) == 0
+
+
+def test_combined_reduces_over_layers_and_keys_and_ranks_nan_worst(tmp_path):
+    path = write_run(tmp_path / "x", Planted(50.0, spread=0))
+    (run,) = load_runs(tmp_path)
+    assert run.combined("attn_logit_absmax", np.max)[1][-1] == pytest.approx(50.0)
+    assert run.combined("attn_logit_absmax", np.max, "image")[1][-1] == pytest.approx(0.8 * 50.0)
+    assert len(run.combined("attn_logit_absmax", np.max, "audio")[0]) == 0
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 220, "attn_logit_absmax/text-text/layer00": "nan", ')
+        file.write('"attn_logit_absmax/text-text/layer01": 3.0}\n')
+    (run,) = load_runs(tmp_path)
+    assert run.combined("attn_logit_absmax", np.max)[1][-1] == math.inf
+
+
+def test_half_written_run_is_kept_with_a_note(tmp_path):
+    path = write_run(tmp_path / "x", Planted(50.0, status="running"))
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 201, "loss": 3.')
+    (run,) = load_runs(tmp_path)
+    assert run.last_step == 200
+    assert len(run.notes) == 2 and "cut off" in run.notes[0] and "metrics.jsonl" in run.notes[1]
+    # The control: a whole run has nothing to remark.
+    assert load_runs(write_run(tmp_path / "whole" / "y", Planted(50.0)))[0].notes == ()
+
+
+def test_run_without_records_is_kept_with_notes(tmp_path):
+    path = write_run(tmp_path / "x", Planted(50.0))
+    (path / "run.json").unlink()
+    (path / "status.json").write_text("{")
+    (run,) = load_runs(tmp_path)
+    assert not run.status.finished
+    assert len(run.notes) == 2
+    assert len(run.series("loss/text")[0]) == 200
+
+
+def test_missing_runs_are_named(tmp_path):
+    study = load_study(write_demo(tmp_path / "demo", leave_out=("image-off",)))
+    assert study.missing == (("image-off", 0), ("image-off", 1), ("image-off", 2))
+    assert study.hero == ("mixed", "mixed-qk")
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda path: path / "nowhere", "nowhere is not a folder"),
+        (lambda path: path, "holds no run"),
+        (lambda path: (path / "ablation.json").write_text("{") and path, "ablation.json cannot be read"),
+        (
+            lambda path: (path / "ablation.json").write_text('{"grid": {}, "runs": [{"arm": "a"}]}') and path,
+            "without arm, seed and folder",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, make, named):
+    with pytest.raises(UserError, match=named):
+        load_runs(make(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda grid: grid["claims"][0].update(metric="beauty"), "'beauty'"),
+        (lambda grid: grid["claims"][0].update(metric="final_loss"), "needs a modality"),
+        (lambda grid: grid["claims"][0].update(control="nobody"), "'nobody'"),
+        (lambda grid: grid["claims"][0].update(delta="much"), "'much'"),
+        (lambda grid: grid["claims"][0].update(delta=-1), "positive delta"),
+        (lambda grid: grid["claims"][0].update(regime="sunny"), "'sunny'"),
+        (lambda grid: grid["claims"][0].update(direction="up"), "'up'"),
+        (lambda grid: grid["claims"][0].update(status="sure"), "'sure'"),
+        (lambda grid: grid["claims"][1].pop("at_least"), "needs at_least"),
+        (lambda grid: grid["claims"][3].update(arms=[]), "names no arms"),
+    ],
+)
+def test_impossible_claims_are_refused_by_name(tmp_path, change, named):
+    with pytest.raises(UserError, match=named):
+        load_study(write_demo(tmp_path / "demo", change=change))
+
+
+def test_grid_is_read_from_the_record(tmp_path):
+    folder = write_demo(tmp_path / "demo")
+    record = json.loads((folder / "ablation.json").read_text())
+    study = load_study(folder)
+    assert [claim.id for claim in study.claims] == [claim["id"] for claim in record["grid"]["claims"]]
+    assert study.label("mixed-qk") == "mixed, QK-Norm"
+    assert study.arms["mixed"].seeds == (0, 1, 2) and study.arms["high-pre"].seeds == (0,)
+    assert study.shown == ("high-pre", "high-pre-qk", "high-post", "high-post-qk")

@@ -1,0 +1,95 @@
+"""The statistics against scipy's own, and against what they promise."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mmqk.analysis.stats import paired_effect, pooled_spread, quantile_t
+
+A, B, C = [4.1, 4.3, 3.9], [2.0, 2.2, 2.1], [3.0, 3.4, 3.1]
+
+
+def by_seed(values):
+    return dict(enumerate(values))
+
+
+def test_two_arms_pooled_are_the_two_sample_t_interval():
+    effect = paired_effect(by_seed(A), by_seed(B), pooled_spread({"a": A, "b": B}))
+    expected = stats.ttest_ind(A, B).confidence_interval(0.95)
+    assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
+    assert effect.value == pytest.approx(np.mean(A) - np.mean(B))
+    assert effect.n == 3 and effect.df == 4 and effect.pooled
+
+
+def test_more_arms_give_degrees_of_freedom():
+    spread = pooled_spread({"a": A, "b": B, "c": C})
+    assert spread.df == 6
+    assert spread.sd == pytest.approx(math.sqrt(np.mean([np.var(v, ddof=1) for v in (A, B, C)])))
+    effect = paired_effect(by_seed(A), by_seed(B), spread)
+    half = stats.t.ppf(0.975, 6) * spread.sd * math.sqrt(2 / 3)
+    assert effect.high - effect.value == pytest.approx(half)
+
+
+def test_homogeneity_is_bartletts():
+    wild = [1.0, 5.0, 9.0]
+    for arms in ((A, B, C), (A, B, wild)):
+        spread = pooled_spread(dict(zip("abc", arms, strict=True)))
+        assert spread.p_equal == pytest.approx(stats.bartlett(*arms).pvalue)
+    assert not spread.homogeneous
+    assert pooled_spread({"a": A, "b": B, "c": C}).homogeneous
+
+
+def test_unlike_arms_stand_alone():
+    wild = [1.0, 5.0, 9.0]
+    effect = paired_effect(by_seed(wild), by_seed(B), pooled_spread({"wild": wild, "b": B, "c": C}))
+    expected = stats.ttest_ind(wild, B, equal_var=False).confidence_interval(0.95)
+    assert not effect.pooled
+    assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
+
+
+def test_only_shared_seeds_count():
+    effect = paired_effect({0: 1.0, 1: 2.0, 5: 100.0}, {0: 0.0, 1: 1.0, 7: -100.0}, pooled_spread({"a": A}))
+    assert effect.n == 2 and effect.value == 1.0
+    assert paired_effect({0: 1.0}, {1: 1.0}, None) is None
+
+
+def test_one_seed_has_no_interval():
+    assert pooled_spread({"a": [1.0], "b": [2.0]}) is None
+    effect = paired_effect({0: 2.0}, {0: 1.0}, None)
+    assert effect.value == 1.0 and not effect.has_interval and math.isnan(effect.detectable)
+
+
+def test_equal_seeds_have_no_spread():
+    spread = pooled_spread({"a": [1.0, 1.0, 1.0], "b": [2.0, 2.0, 2.0]})
+    effect = paired_effect(by_seed([2.0] * 3), by_seed([1.0] * 3), spread)
+    assert (effect.low, effect.high) == (1.0, 1.0)
+
+
+def test_smallest_detectable_effect_is_that_of_methods():
+    """methods.md 6: a pooled seed SD of 0.14 finds about 0.35 with three seeds and 0.24 with six."""
+    for n, expected in ((3, 0.35), (6, 0.24)):
+        values = 0.14 * stats.zscore(np.arange(n), ddof=1)
+        spread = pooled_spread({arm: list(values) for arm in ("a", "b", "c", "d", "e")})
+        effect = paired_effect(by_seed(values + 1), by_seed(values), spread)
+        assert effect.detectable == pytest.approx(expected, abs=0.03)
+        # The noncentral t says how often it is found.
+        shift = effect.detectable / (spread.sd * math.sqrt(2 / n))
+        power = 1 - stats.nct.cdf(stats.t.ppf(0.975, spread.df), spread.df, shift)
+        assert power == pytest.approx(0.8, abs=0.03)
+
+
+def test_null_arms_are_rarely_told_apart():
+    rng = np.random.default_rng(0)
+    wrong = tight = 0
+    draws = 2000
+    for _ in range(draws):
+        arms = {name: list(rng.normal(0, 0.14, 3)) for name in "abc"}
+        effect = paired_effect(by_seed(arms["a"]), by_seed(arms["b"]), pooled_spread(arms))
+        wrong += not effect.low <= 0 <= effect.high
+        # The control: with the normal quantile three seeds would claim too much.
+        half = (effect.high - effect.value) * 1.96 / quantile_t(0.975, effect.df)
+        tight += abs(effect.value) > half
+    assert wrong / draws <= 0.065
+    assert tight / draws > 0.065

@@ -1,0 +1,213 @@
+"""Every verdict can be reached, and only by what it stands for."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from fake_runs import DEMO, Planted, write_demo
+
+from mmqk.analysis import judge, load_study
+
+UNLEARNT = {"text": 3.4, "image": 5.45}
+
+
+def verdicts(tmp_path, planted=None, **kwargs):
+    study = load_study(write_demo(tmp_path / "demo", planted, **kwargs))
+    return {verdict.claim.id: verdict for verdict in judge(study)}
+
+
+def claim(number, **fields):
+    """A change of the grid: fields of its claim with this number, None to drop one."""
+
+    def change(grid):
+        for name, value in fields.items():
+            if value is None:
+                grid["claims"][number].pop(name)
+            else:
+                grid["claims"][number][name] = value
+
+    return change
+
+
+def controls(verdict):
+    return {control.name: control.passed for control in verdict.controls}
+
+
+def test_planted_effect_is_reproduced_with_its_numbers(tmp_path):
+    found = verdicts(tmp_path)["C2"]
+    assert found.verdict == "reproduced"
+    assert found.effect.value == pytest.approx(math.log(60 / 8.5))
+    assert found.spread.sd == pytest.approx(0.12) and found.spread.df == 6
+    half = 2.4469 * 0.12 * math.sqrt(2 / 3)
+    assert found.effect.low == pytest.approx(found.effect.value - half, abs=1e-4)
+    assert all(controls(found).values()) and len(found.runs) == 6
+
+
+def test_planted_opposite_with_its_controls_is_contradicted(tmp_path):
+    found = verdicts(tmp_path, {"mixed-qk": Planted(120.0)})
+    assert found["C2"].verdict == "contradicted"
+    assert controls(found["C2"])["positive control P1"]
+
+
+def test_null_far_from_delta_is_contradicted_with_its_controls(tmp_path):
+    assert verdicts(tmp_path)["C10"].verdict == "contradicted"
+
+
+def test_without_a_positive_control_it_is_inconclusive(tmp_path):
+    found = verdicts(tmp_path, {"mixed-qk": Planted(120.0)}, change=claim(0, positive_control=None))
+    assert found["C2"].verdict == "inconclusive"
+    assert "without a positive control" in found["C2"].notes[0]
+
+
+def test_with_a_failed_positive_control_it_is_inconclusive(tmp_path):
+    planted = {"mixed-qk": Planted(120.0), "high-pre": Planted(30.0)}
+    found = verdicts(tmp_path, planted)
+    assert found["C2"].verdict == "inconclusive"
+    assert not controls(found["C2"])["positive control P1"]
+    # C10 leans on C2.
+    assert found["C10"].verdict == "inconclusive"
+    assert not controls(found["C10"])["positive control C2"]
+
+
+def test_a_failed_positive_control_does_not_take_a_reproduction_away(tmp_path):
+    assert verdicts(tmp_path, {"high-pre": Planted(30.0)})["C2"].verdict == "reproduced"
+
+
+def test_an_interval_that_includes_delta_is_inconclusive_and_says_what_it_could_find(tmp_path):
+    found = verdicts(tmp_path, {"image-off": Planted(60 / math.exp(0.5))})["C10"]
+    assert found.verdict == "inconclusive"
+    assert "includes the smallest effect" in found.notes[0]
+    assert "80 % power" in found.notes[-1]
+
+
+def test_a_larger_image_effect_is_reproduced(tmp_path):
+    assert verdicts(tmp_path, {"image-off": Planted(20.0)})["C10"].verdict == "reproduced"
+
+
+@pytest.mark.parametrize(("direction", "verdict"), [("greater", "contradicted"), ("less", "reproduced")])
+def test_direction_is_that_of_the_claim(tmp_path, direction, verdict):
+    planted = {"image-off": Planted(200.0)}
+    found = verdicts(tmp_path, planted, change=claim(2, direction=direction))["C10"]
+    assert found.verdict == verdict
+    assert found.as_record()["threshold"] == (0.45 if direction == "greater" else -0.45)
+
+
+def test_missing_arms_are_not_run(tmp_path):
+    found = verdicts(tmp_path, leave_out=("image-off",))
+    assert found["C10"].verdict == "not run" and found["C10"].effect is None
+    assert found["C2"].verdict == "reproduced"
+
+
+def test_a_missing_shown_arm_is_not_run(tmp_path):
+    assert verdicts(tmp_path, leave_out=("high-post",))["C13"].verdict == "not run"
+
+
+def test_shown_is_not_decided(tmp_path):
+    found = verdicts(tmp_path)["C13"]
+    assert found.verdict == "inconclusive"
+    assert found.notes[0] == "Shown, 1 seed: not decided."
+    assert found.medians["high-post"] == pytest.approx(160000 * math.exp(-0.12))
+
+
+def test_a_control_is_no_claim(tmp_path):
+    assert "P1" not in verdicts(tmp_path)
+
+
+def test_unlearnt_runs_decide_nothing(tmp_path):
+    for arm in ("mixed", "mixed-qk"):
+        found = verdicts(tmp_path / arm, {arm: replace(DEMO[arm], loss=UNLEARNT)})["C2"]
+        assert found.verdict == "inconclusive"
+        assert not controls(found)["both modalities learnt"]
+        assert "both modalities learnt" in found.notes[0]
+
+
+def test_a_modality_that_is_not_trained_need_not_be_learnt(tmp_path):
+    found = verdicts(tmp_path)["C10"]
+    assert controls(found)["both modalities learnt"]
+    detail = next(c.detail for c in found.controls if c.name == "both modalities learnt")
+    assert "image is not trained in image loss off" in detail
+
+
+def test_an_interrupted_seed_leaves_it_open(tmp_path):
+    folder = write_demo(tmp_path / "demo")
+    status = folder / "mixed-0000000000" / "seed2" / "status.json"
+    status.write_text(json.dumps({"status": "interrupted", "step": 90}))
+    found = {v.claim.id: v for v in judge(load_study(folder))}["C2"]
+    assert found.verdict == "inconclusive"
+    assert found.notes[0] == "2 of 3 planned runs of mixed, no QK-Norm finished."
+    assert found.effect.n == 2 and len(found.runs) == 5
+
+
+def test_one_seed_decides_nothing(tmp_path):
+    found = verdicts(tmp_path, seeds=(0,))["C2"]
+    assert found.verdict == "inconclusive"
+    assert found.as_record()["interval"] is None
+    assert "Too few seeds" in found.notes[0]
+
+
+def test_undeclared_differences_decide_nothing(tmp_path):
+    folder = write_demo(tmp_path / "demo")
+    path = folder / "mixed-0000000000" / "seed1" / "run.json"
+    record = json.loads(path.read_text())
+    record["identity"]["optim"]["lr"] = 0.03
+    path.write_text(json.dumps(record))
+    found = {v.claim.id: v for v in judge(load_study(folder))}["C2"]
+    assert found.verdict == "inconclusive"
+    assert "they also differ in optim.lr" in [c.detail for c in found.controls]
+
+
+def test_runs_of_different_code_decide_nothing(tmp_path):
+    folder = write_demo(tmp_path / "demo")
+    path = folder / "mixed-0000000000" / "seed1" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"code": "other"}))
+    assert {v.claim.id: v for v in judge(load_study(folder))}["C2"].verdict == "inconclusive"
+
+
+def test_logits_above_the_bound_decide_nothing(tmp_path):
+    folder = write_demo(tmp_path / "demo")
+    with open(folder / "mixed-qk-0000000001" / "seed0" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 205, "attn_logit_bound/layer00": 4, ')
+        file.write('"attn_logit_absmax/text-text/layer00": 5}\n')
+    found = {v.claim.id: v for v in judge(load_study(folder))}["C2"]
+    assert found.verdict == "inconclusive"
+    assert not controls(found)["logits within the QK-Norm bound"]
+
+
+def test_diverged_seeds_count(tmp_path):
+    planted = {"mixed": replace(DEMO["mixed"], diverges=150, validated=False)}
+    found = verdicts(tmp_path, planted)["C2"]
+    assert found.verdict == "reproduced" and found.effect.n == 3
+
+
+def test_nan_in_the_treatment_ranks_worst_and_cannot_contradict(tmp_path):
+    """Runs that end in NaN had at least the logits that were seen before: never too little."""
+    nan = replace(DEMO["mixed"], nan_from=160)
+    found = verdicts(tmp_path / "a", {"mixed": nan})["C2"]
+    assert found.verdict == "reproduced"
+    assert any("ended without a finite value" in note for note in found.notes)
+    found = verdicts(tmp_path / "b", {"mixed": nan, "mixed-qk": Planted(120.0)})["C2"]
+    assert found.verdict != "contradicted"
+    assert found.effect.value >= 0
+
+
+def test_nan_in_the_control_cannot_reproduce(tmp_path):
+    found = verdicts(tmp_path, {"image-off": replace(DEMO["image-off"], nan_from=60)})["C10"]
+    assert found.verdict != "reproduced"
+    assert found.effect.value <= 0
+
+
+def test_unlike_spreads_are_not_pooled(tmp_path):
+    found = verdicts(tmp_path, {"mixed-qk": replace(DEMO["mixed-qk"], spread=0.001)})["C10"]
+    assert not found.effect.pooled
+    assert any("too different to be pooled" in note for note in found.notes)
+    assert not verdicts(tmp_path / "b")["C10"].effect.df < 6
+
+
+def test_record_is_the_contract(tmp_path):
+    for found in verdicts(tmp_path, leave_out=("image-off",)).values():
+        record = found.as_record()
+        assert list(record) == [
+            "claim", "verdict", "effect", "interval", "threshold", "runs", "controls", "note",
+        ]  # fmt: skip
+        assert json.loads(json.dumps(record, allow_nan=False)) == record
