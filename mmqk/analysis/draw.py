@@ -62,7 +62,7 @@ def png(study: Study, figure: Figure) -> bytes:
             rows,
             columns,
             left=0.075,
-            right=0.935 if _has_right(figure) else 0.985,
+            right=0.935 if _has_right(figure) else 0.97,
             top=1 - (head + 0.35) / height,
             bottom=0.55 / height,
             wspace=0.32 if _has_right(figure) else 0.2,
@@ -98,7 +98,7 @@ def png(study: Study, figure: Figure) -> bytes:
 def _frame(panel: Panel | HeatMap) -> tuple[float, float, float, float]:
     """Where the axes of a panel of its own lie in it: left, bottom, width, height."""
     if isinstance(panel, HeatMap):
-        return (0.135, 0.215, 0.845, 0.655)
+        return (0.135, 0.215, 0.82, 0.655)
     return (0.135, 0.16, 0.845 if panel.right is None else 0.745, 0.735)
 
 
@@ -140,8 +140,8 @@ def _draw(
         second.set_ylabel(label, labelpad=3)
         second.spines["right"].set_visible(False)
         second.yaxis.set_major_formatter(FuncFormatter(_plain))
-    axes.set_xlim(left=0)
-    axes.margins(x=0.01)
+    last = max((line.steps[-1] for line in panel.lines), default=1.0)
+    axes.set_xlim(0, 1.015 * last)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=NICE))
     axes.xaxis.set_major_formatter(FuncFormatter(_commas))
 

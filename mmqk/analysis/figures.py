@@ -40,7 +40,7 @@ NORMS = {
     "resid_norm": "‖residual‖",
 }
 # Losses above this many times the initial one say "high" and nothing more; drawing them flattens the rest.
-LOSS_TOP = 1.5
+LOSS_TOP = 1.15
 
 
 def figures(study: Study) -> list[Figure]:

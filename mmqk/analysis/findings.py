@@ -56,13 +56,18 @@ def finding(study: Study, verdict: Verdict) -> str:
     tail = {
         "reproduced": "",
         "contradicted": f", short of the {_threshold(verdict)} that {claim.id} asks for",
-        "inconclusive": f", which does not decide {claim.id}",
+        "inconclusive": f", which does not decide {claim.id}{_because(verdict)}",
     }[verdict.verdict]
     sentence = (
         f"The {verdict.metric.label} ended {amount} “{study.label(claim.treatment)}” {than} in "
         f"“{study.label(claim.control)}” ({interval}){tail}."
     )
     return sentence.format(**words)
+
+
+def _because(verdict: Verdict) -> str:
+    failed = [c.name for c in verdict.controls if not c.passed and not c.name.startswith("positive control")]
+    return f": “{failed[0]}” did not hold" if failed else ""
 
 
 def numbers_here(verdict: Verdict) -> dict[str, str]:

@@ -39,9 +39,21 @@ def write_report(folder: str | Path, out: str | Path) -> tuple[Study, list[Verdi
         UserError: ``folder`` has no runs or a record that cannot be read; ``out`` cannot be written.
     """
     study = load_study(folder)
-    verdicts = judge(study)
-    drawn = figures(study)
     out = Path(out)
+    try:
+        # Before anything is drawn: a folder that cannot be written is known at once.
+        (out / "figures").mkdir(parents=True, exist_ok=True)
+        verdicts = judge(study)
+        for name, data in _files(study, verdicts).items():
+            (out / name).write_bytes(data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror or error}): give another --out") from error
+    return study, verdicts
+
+
+def _files(study: Study, verdicts: list[Verdict]) -> dict[str, str | bytes]:
+    """The report's files by name."""
+    drawn = figures(study)
     files: dict[str, str | bytes] = {
         "verdicts.json": json.dumps([v.as_record() for v in verdicts], indent=1, ensure_ascii=False) + "\n"
     }
@@ -53,13 +65,7 @@ def write_report(folder: str | Path, out: str | Path) -> tuple[Study, list[Verdi
     files["index.html"] = _template("index.html").render(
         content, css=(TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
     )
-    try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            (out / name).write_bytes(data.encode() if isinstance(data, str) else data)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror or error}): give another --out") from error
-    return study, verdicts
+    return files
 
 
 def page_content(study: Study, verdicts: list[Verdict], drawn: list[Figure]) -> dict[str, Any]:
