@@ -78,7 +78,7 @@ class RunConfig:
 
     def nested(self) -> dict[str, Any]:
         """The configuration as plain data, which the parser reads back as ``--config``."""
-        plain = {name: asdict(getattr(self, name)) for name in SECTIONS}
+        plain: dict[str, Any] = {name: asdict(getattr(self, name)) for name in SECTIONS}
         plain |= {"backend": self.backend, "seed": self.seed, "threads": self.threads}
         return {**plain, "trainer": dict(self.trainer)}
 
@@ -102,10 +102,14 @@ def build_parser(help_all: bool = False) -> Parser:
     )
     parser.add_argument("--config", action="config", help="YAML file of a run; repeat it to merge several.")
     parser.add_argument("--help-all", action="store_true", help="Show Trainer's flags too, and exit.")
-    parser.add_argument("--print-config", action="store_true", help="Print the resolved configuration and exit.")
+    parser.add_argument(
+        "--print-config", action="store_true", help="Print the resolved configuration and exit."
+    )
     parser.add_argument("--out", type=str, default=None, help="Run folder (default: runs/NAME/<id>).")
     parser.add_argument("--seed", type=int, default=0, help="Of initial weights, dropout and data order.")
-    parser.add_argument("--backend", type=str, default="sdpa", help=f"Attention backend: {', '.join(BACKENDS)}.")
+    parser.add_argument(
+        "--backend", type=str, default="sdpa", help=f"Attention backend: {', '.join(BACKENDS)}."
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: torch's own choice).")
     parser.add_argument("--quiet", action="store_true", help="No progress line.")
     for name, section in SECTIONS.items():
@@ -114,7 +118,9 @@ def build_parser(help_all: bool = False) -> Parser:
     parser.set_defaults({"trainer.max_steps": 1000, "trainer.devices": 1, "trainer.gradient_clip_val": 1.0})
     for action in parser._actions:
         flag = action.dest.removeprefix("trainer.")
-        if flag != action.dest and (flag in OWN_TRAINER_FLAGS or not (help_all or flag in SHOWN_TRAINER_FLAGS)):
+        if flag != action.dest and (
+            flag in OWN_TRAINER_FLAGS or not (help_all or flag in SHOWN_TRAINER_FLAGS)
+        ):
             action.help = argparse.SUPPRESS
     return parser
 
@@ -190,13 +196,15 @@ def _build(section: type, values: Any) -> Any:
     """A frozen dataclass from the parser's namespace, nested ones included; it checks itself."""
     plain = vars(values) if isinstance(values, Namespace) else values
     if not isinstance(plain, dict) or any(f.name not in plain for f in dataclasses.fields(section)):
-        raise ValueError(f"{section.__name__.removesuffix('Config').lower()} is not one value: it is a group of fields.")
+        raise ValueError(
+            f"{section.__name__.removesuffix('Config').lower()} is not one value: it is a group of fields."
+        )
     built = {}
     for f in dataclasses.fields(section):
         value = plain[f.name]
         nested = f.default_factory if isinstance(f.default_factory, type) else None
         if nested is not None and dataclasses.is_dataclass(nested):
-            value = _build(nested, value)  # type: ignore[arg-type]
+            value = _build(nested, value)
         elif isinstance(value, Namespace):
             value = vars(value)
         built[f.name] = value
@@ -212,7 +220,9 @@ def _sentence(message: str, parser: Parser) -> str:
         return _unknown(f"{nested[1]}.{nested[2]}", parser)
     if top := re.search(r"Option '([\w.]+)' is not accepted", flat):
         return _unknown(top[1], parser)
-    if union := re.search(r'Parser key "([\w.]+)": Does not validate.*?Subtypes: (.*?) Errors:.*Got value: (.*)', flat):
+    if union := re.search(
+        r'Parser key "([\w.]+)": Does not validate.*?Subtypes: (.*?) Errors:.*Got value: (.*)', flat
+    ):
         return f"{union[1]} is '{union[3].split(' ')[0]}', which is none of {union[2]}."[:400]
     if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', flat):
         kind = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", wrong[2])
@@ -238,4 +248,3 @@ def print_yaml(run: RunConfig) -> str:
     import yaml
 
     return yaml.safe_dump(run.nested(), sort_keys=False, allow_unicode=True)
-

@@ -63,7 +63,12 @@ def _fit(run, folder: RunFolder) -> int:
 
     step_log = StepLog(FLUSH_EVERY, run.optim.warmup_steps)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, step_log)
-    callbacks = [step_log, NormMonitor(run.monitor, heldout), checkpoints, Lifecycle(folder, step_log, checkpoints)]
+    callbacks = [
+        step_log,
+        NormMonitor(run.monitor, heldout),
+        checkpoints,
+        Lifecycle(folder, step_log, checkpoints),
+    ]
     if not run.quiet:
         callbacks.append(ProgressLine(step_log))
     loggers: list[Any] = [
@@ -94,7 +99,10 @@ def _fit(run, folder: RunFolder) -> int:
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     except Interrupted as stop:
-        print(f"interrupted at step {trainer.global_step}; the same command goes on from there.", file=sys.stderr)
+        print(
+            f"interrupted at step {trainer.global_step}; the same command goes on from there.",
+            file=sys.stderr,
+        )
         return 128 + stop.signum
     except SystemExit:  # how Lightning leaves on a second Ctrl-C
         return EXIT_CODES["interrupted"]
@@ -122,7 +130,16 @@ def _last_checkpoint(folder: RunFolder) -> Path | None:
 
 
 def _environment() -> dict[str, Any]:
-    packages = ("torch", "torchvision", "lightning", "timm", "webdataset", "tokenizers", "tensorboard", "numpy")
+    packages = (
+        "torch",
+        "torchvision",
+        "lightning",
+        "timm",
+        "webdataset",
+        "tokenizers",
+        "tensorboard",
+        "numpy",
+    )
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "machine": {"system": platform.system(), "processor": platform.machine(), "cpus": os.cpu_count()},
@@ -133,7 +150,12 @@ def _quieten() -> None:
     """Lightning's tips and notices, which say nothing about this run."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for about in ("does not have many workers", "isinstance.treespec", "Checkpoint directory", "does not have a"):
+    for about in (
+        "does not have many workers",
+        "isinstance.treespec",
+        "Checkpoint directory",
+        "does not have a",
+    ):
         warnings.filterwarnings("ignore", message=f".*{about}.*")
 
 

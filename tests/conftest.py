@@ -12,7 +12,7 @@ from PIL import Image
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "black": (10, 10, 10)}
 SHAPES = ("square", "stripe", "corner", "bar")
-WORDS = "the people of this union shall see a long and steady growth of trade and peace in every state".split()
+WORDS = "the people of this union shall see a long and steady growth of trade and peace".split()  # noqa: SIM905
 
 
 def draw(colour: str, shape: str, seed: int) -> Image.Image:
@@ -35,7 +35,11 @@ def samples(n: int, offset: int):
         colour, shape = list(COLOURS)[i % 4], SHAPES[i // 4 % 4]
         buffer = io.BytesIO()
         draw(colour, shape, i).save(buffer, "WEBP", lossless=True)
-        yield f"tiny-{i:04d}", buffer.getvalue(), {"caption": f"a {colour} {shape} on a white ground, plain and flat"}
+        yield (
+            f"tiny-{i:04d}",
+            buffer.getvalue(),
+            {"caption": f"a {colour} {shape} on a white ground, plain and flat"},
+        )
 
 
 def documents(n: int, seed: int):

@@ -69,7 +69,9 @@ def test_files_merge_and_the_command_line_wins(tiny_args, tmp_path):
 
 
 def test_resolved_configuration_reads_back_as_the_same_run(tiny_args, tmp_path):
-    run = resolve([*tiny_args, "--model.qk_norm.kind=layer", "--loss.weights.image=0", '--data.mix={"text": 1}'])
+    run = resolve(
+        [*tiny_args, "--model.qk_norm.kind=layer", "--loss.weights.image=0", '--data.mix={"text": 1}']
+    )
     (tmp_path / "again.yaml").write_text(print_yaml(run))
     again = resolve([f"--config={tmp_path / 'again.yaml'}"])
     assert again.id == run.id and again.data.mix == {"text": 1.0}
@@ -78,7 +80,13 @@ def test_resolved_configuration_reads_back_as_the_same_run(tiny_args, tmp_path):
 
 def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
     base = resolve(tiny_args)
-    for same in ("--data.workers=2", "--checkpoint.keep=5", "--threads=2", "--out=elsewhere", f"--data.cache={tiny_data}"):
+    for same in (
+        "--data.workers=2",
+        "--checkpoint.keep=5",
+        "--threads=2",
+        "--out=elsewhere",
+        f"--data.cache={tiny_data}",
+    ):
         assert resolve([*tiny_args, same]).id == base.id, same
     for other in ("--seed=1", "--optim.lr=0.5", "--data.mix.text=2", "--backend=math", "--monitor.sequences=2",
                   "--trainer.max_steps=13", "--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=2",
@@ -101,9 +109,16 @@ def test_help_is_for_a_newcomer():
         for flag in ("--help", "--help-all")
     }
     for result in shown.values():
-        assert result.returncode == 0 and "--model.qk_norm.kind" in result.stdout and "Example:" in result.stdout
-    assert "--trainer.max_steps" in shown["--help"].stdout and "--trainer.profiler" not in shown["--help"].stdout
-    assert "--trainer.profiler" in shown["--help-all"].stdout and "--trainer.max_epochs" not in shown["--help-all"].stdout
+        assert (
+            result.returncode == 0 and "--model.qk_norm.kind" in result.stdout and "Example:" in result.stdout
+        )
+    assert (
+        "--trainer.max_steps" in shown["--help"].stdout and "--trainer.profiler" not in shown["--help"].stdout
+    )
+    assert (
+        "--trainer.profiler" in shown["--help-all"].stdout
+        and "--trainer.max_epochs" not in shown["--help-all"].stdout
+    )
 
 
 def test_the_table_of_commands():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -40,9 +41,9 @@ class TokenBatch:
         """Modality of the next token: the modality of a *prediction* is its target's."""
         return self.modality_BT.roll(-1, dims=1)
 
-    def _map(self, function) -> TokenBatch:
-        changed = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v if v is None else function(v) for k, v in changed.items()})
+    def _map(self, function: Callable[[Tensor], Tensor]) -> TokenBatch:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TokenBatch(**{name: function(t) for name, t in given.items() if t is not None})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))

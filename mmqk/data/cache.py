@@ -64,7 +64,7 @@ def open_cache(
     if not (folder / "meta.json").exists():
         try:
             root.mkdir(parents=True, exist_ok=True)
-            lock = open(root / f"{digest}.lock", "w")
+            lock = open(root / f"{digest}.lock", "w")  # noqa: SIM115 (closed by the with below)
         except OSError as error:
             raise UserError(
                 f"The token cache {root} cannot be written ({error.strerror}): set --data.cache."
@@ -109,7 +109,9 @@ def _encode_pairs(pairs: Path, split: str, text_tokenizer, image_tokenizer) -> d
     import torch
     from torchvision.transforms.functional import pil_to_tensor
 
-    codes, captions, images = [], [], []
+    codes: list[np.ndarray] = []
+    captions: list[list[int]] = []
+    images: list[torch.Tensor] = []
 
     def encode() -> None:
         if images:

@@ -72,7 +72,9 @@ class Mixture:
         counts = apportion(by_slot, CYCLE)
         for slot, weight in by_slot.items():
             if weight > 0 and counts[slot] == 0:
-                raise ValueError(f"data.mix gives '{slot}' less than one place in {CYCLE}: raise it or set it to 0.")
+                raise ValueError(
+                    f"data.mix gives '{slot}' less than one place in {CYCLE}: raise it or set it to 0."
+                )
         self.seed = seed
         self._slots = np.repeat(np.arange(len(SLOTS)), [counts[s] for s in SLOTS])
         self._cycle = lru_cache(maxsize=64)(self._make_cycle)

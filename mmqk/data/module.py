@@ -58,7 +58,9 @@ class DataConfig:
 class MicroBatches(Dataset):
     """Micro-batch ``i`` of one rank: a pure function of ``i``, so that workers and resumption cannot change it."""
 
-    def __init__(self, order: TrainingOrder, batch_size: int, accumulate: int, rank: int, world: int, steps: int):
+    def __init__(
+        self, order: TrainingOrder, batch_size: int, accumulate: int, rank: int, world: int, steps: int
+    ):
         self.order, self.batch_size, self.accumulate, self.steps = order, batch_size, accumulate, steps
         self.rank, self.world, self.size = rank, world, batch_size // (accumulate * world)
 
@@ -123,9 +125,9 @@ class TokenDataModule(L.LightningDataModule):
         if hasattr(self, "builder"):
             return
         config = self.config
-        folders = [Path(p) for p in (config.pairs, config.text, config.tokenizers, config.cache)]
-        splits = open_cache(*folders)
-        vocabulary = JointVocabulary.load(folders[2])
+        tokenizers = Path(config.tokenizers)
+        splits = open_cache(Path(config.pairs), Path(config.text), tokenizers, Path(config.cache))
+        vocabulary = JointVocabulary.load(tokenizers)
         try:
             self.builder = SequenceBuilder(splits["train"], vocabulary, config.seq_len)
             self.order = TrainingOrder(self.builder, config.mix, config.image_first, self.seed)

@@ -73,7 +73,11 @@ def attention_statistics(
     everywhere_BT = torch.ones_like(modality_BT, dtype=torch.bool)
     of_MBT = selection(modality_BT, everywhere_BT, M)
     pair_counts = torch.stack(
-        [(visible_BTS & of_MBT[a][:, :, None] & of_MBT[b][:, None, :]).sum() for a in range(M) for b in range(M)]
+        [
+            (visible_BTS & of_MBT[a][:, :, None] & of_MBT[b][:, None, :]).sum()
+            for a in range(M)
+            for b in range(M)
+        ]
     )
     count_MM = (pair_counts * H).view(M, M)
     tail = [max(1, round(n * TAIL)) for n in count_MM.flatten().tolist()]
@@ -102,7 +106,10 @@ def attention_statistics(
 
     assert entropy is not None
     none = q.new_tensor(-torch.inf)
-    tops = [torch.cat(parts).topk(n).values if parts else none.view(1) for parts, n in zip(largest, tail, strict=True)]
+    tops = [
+        torch.cat(parts).topk(n).values if parts else none.view(1)
+        for parts, n in zip(largest, tail, strict=True)
+    ]
     return AttentionStatistics(
         count=count_MM,
         max=torch.stack([torch.stack(parts).max() if parts else none for parts in signed]).view(M, M),

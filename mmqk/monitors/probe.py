@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
+from mmqk.model.transformer import Block
 from mmqk.monitors.attention import attention_statistics, visible_pairs
 from mmqk.monitors.reduce import moments, selection
 from mmqk.store.tags import tag
@@ -121,9 +123,9 @@ def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
     A normalised head has norm at most sqrt(head_dim), so ``|g_q|_max |g_k|_max sqrt(head_dim)`` at the usual
     scale; a LayerNorm's bias adds its own norm to each factor.
     """
-    attention = model.blocks[layer].attention
+    attention = cast(Block, model.blocks[layer]).attention
 
-    def longest(norm: torch.nn.Module) -> Tensor:
+    def longest(norm: Any) -> Tensor:
         length = norm.weight.detach().abs().max() * model.config.head_dim**0.5
         bias = getattr(norm, "bias", None)
         return length if bias is None else length + bias.detach().norm()
@@ -131,7 +133,9 @@ def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
     return model.attn_scale_value * longest(attention.q_norm) * longest(attention.k_norm)
 
 
-def _forward(model: EarlyFusionTransformer, batch: TokenBatch, sink: Callable[[str, int, Tensor], None]) -> None:
+def _forward(
+    model: EarlyFusionTransformer, batch: TokenBatch, sink: Callable[[str, int, Tensor], None]
+) -> None:
     was_training = model.training
     model.eval()
     try:

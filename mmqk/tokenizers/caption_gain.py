@@ -86,7 +86,9 @@ def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder, captio
     difference = shuffled - true
     half = 1.96 * float(difference.std()) / math.sqrt(len(difference))
     gain = float(difference.mean())
-    return CaptionGain(len(true), float(true.mean()), float(shuffled.mean()), gain, (gain - half, gain + half))
+    return CaptionGain(
+        len(true), float(true.mean()), float(shuffled.mean()), gain, (gain - half, gain + half)
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,13 +102,13 @@ def main(argv: list[str] | None = None) -> int:
     if record is None:
         raise UserError(f"{run} is not a run folder: name one that python -m mmqk.train wrote.")
     data = record["details"]["config"]["data"]
-    folders = [Path(data[name]) for name in ("pairs", "text", "tokenizers", "cache")]
-    vocabulary = JointVocabulary.load(folders[2])
-    builder = SequenceBuilder(open_cache(*folders)["val"], vocabulary, data["seq_len"])
+    pairs, text, tokenizers, cache = (Path(data[name]) for name in ("pairs", "text", "tokenizers", "cache"))
+    vocabulary = JointVocabulary.load(tokenizers)
+    builder = SequenceBuilder(open_cache(pairs, text, tokenizers, cache)["val"], vocabulary, data["seq_len"])
     model = load_model(run)
     if model.config.blocks != vocabulary.blocks:
-        raise UserError(f"{run} was trained with other tokenizers than {folders[2]}: train it again.")
-    found = caption_gain(model, builder, [pair.caption for pair in read_pairs(folders[0], "val")])
+        raise UserError(f"{run} was trained with other tokenizers than {tokenizers}: train it again.")
+    found = caption_gain(model, builder, [pair.caption for pair in read_pairs(pairs, "val")])
     low, high = found.interval
     verdict = "gain from" if low > 0 else "gain nothing measurable from"
     print(

@@ -30,5 +30,7 @@ def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer
         model.load_state_dict(weights)
     except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, EOFError) as error:
         said = " ".join(str(error).split())[:120]
-        raise UserError(f"The checkpoint {found[-1]} cannot be read ({said}): delete it, or name another run.") from error
+        raise UserError(
+            f"The checkpoint {found[-1]} cannot be read ({said}): delete it, or name another run."
+        ) from error
     return model.eval()

@@ -67,7 +67,9 @@ class Lifecycle(L.Callback):
         elif trainer.global_step >= trainer.max_steps:
             self.folder.set_status("completed", trainer.global_step)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         self._restore()
         if not trainer.is_global_zero:
             return

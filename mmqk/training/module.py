@@ -39,7 +39,7 @@ def modality_sums(sums: LossSums) -> Tensor:
 
 def modality_means(sums_3M: list[list[float]], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
     """Mean loss and log Z by modality as tags; a modality without a target is an absent key."""
-    values = {}
+    values: dict[str, float] = {}
     for name, count, ce, log_z in zip(names, *sums_3M, strict=True):
         if count:
             values |= {tag(prefix + "loss", name): ce / count, tag(prefix + "log_z", name): log_z / count}
@@ -138,7 +138,7 @@ class TrainingModule(L.LightningModule):
 
     # Optimizer -----------------------------------------------------------------------------------------
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.optim_config, self.model)
         max_steps = self.trainer.max_steps
         schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -155,7 +155,9 @@ class TrainingModule(L.LightningModule):
         """Refuses another model: pre-norm and post-norm share every parameter name and would load silently."""
         stored = checkpoint.get("mmqk_model")
         if stored is None:
-            raise UserError("The checkpoint carries no mmqk model configuration: it was not written by mmqk.train.")
+            raise UserError(
+                "The checkpoint carries no mmqk model configuration: it was not written by mmqk.train."
+            )
         differing = differing_fields(stored, asdict(self.model_config))
         if differing:
             raise UserError(

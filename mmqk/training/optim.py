@@ -45,9 +45,13 @@ class OptimConfig:
         if self.eps < 0 or self.weight_decay < 0 or self.warmup_steps < 0:
             raise ValueError("optim.eps, optim.weight_decay and optim.warmup_steps cannot be negative.")
         if not 0 <= self.final_lr <= 1:
-            raise ValueError(f"optim.final_lr is {self.final_lr}: it is a share of the peak, between 0 and 1.")
+            raise ValueError(
+                f"optim.final_lr is {self.final_lr}: it is a share of the peak, between 0 and 1."
+            )
         if self.schedule == "exponential" and self.final_lr == 0:
-            raise ValueError("optim.schedule exponential cannot end at optim.final_lr 0: give it a share above 0.")
+            raise ValueError(
+                "optim.schedule exponential cannot end at optim.final_lr 0: give it a share above 0."
+            )
 
 
 def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:

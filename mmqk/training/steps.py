@@ -77,14 +77,18 @@ class StepLog(L.Callback):
     def _diverged(self, step: int, pl_module: TrainingModule) -> str | None:
         if not math.isfinite(self.latest["grad_norm"]):
             return f"the gradient norm became {self.latest['grad_norm']}"
-        losses = {m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest}
+        losses = {
+            m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest
+        }
         return self.rule.update(step, losses)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._since = time.monotonic()  # validation is not training time
         self._tokens = 0
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         assert isinstance(pl_module, TrainingModule)
         self.flush(trainer, pl_module)
 

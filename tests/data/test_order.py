@@ -19,7 +19,9 @@ from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD
 
 @pytest.fixture(scope="module")
 def splits(tiny_data):
-    return open_cache(*(tiny_data / name for name in ("pairs", "text", "tokenizers", "cache")), say=lambda _: None)
+    return open_cache(
+        *(tiny_data / name for name in ("pairs", "text", "tokenizers", "cache")), say=lambda _: None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,14 @@ def test_draws_count_each_source_without_gaps():
     nth: dict[str, list[int]] = {}
     for i in range(3 * CYCLE):
         draw = mixture.draw(i)
-        nth.setdefault({"image_first": "pair", "caption_first": "pair"}.get(draw.slot, draw.slot), []).append(draw.nth)
-    assert all(counts == list(range(len(counts))) for counts in nth.values()) and set(nth) == {"pair", "text", "image"}
+        nth.setdefault({"image_first": "pair", "caption_first": "pair"}.get(draw.slot, draw.slot), []).append(
+            draw.nth
+        )
+    assert all(counts == list(range(len(counts))) for counts in nth.values()) and set(nth) == {
+        "pair",
+        "text",
+        "image",
+    }
 
 
 def test_changing_one_weight_leaves_the_order_of_the_others():
@@ -116,7 +124,9 @@ def test_one_field_switches_a_modality_off(builder):
     image_only = TrainingOrder(builder, {"image": 1.0}, 0.5, seed=0)
     offset = builder.vocabulary.image_offset
     assert all((text_only.row(i) < offset).all() for i in range(50))
-    assert all(((image_only.row(i) >= offset).sum() == 64) and len(image_only.row(i)) == 68 for i in range(50))
+    assert all(
+        ((image_only.row(i) >= offset).sum() == 64) and len(image_only.row(i)) == 68 for i in range(50)
+    )
 
 
 def test_a_sample_is_a_function_of_seed_and_index(builder):
@@ -142,7 +152,9 @@ def test_global_batch_is_the_same_however_it_is_dealt(builder, accumulate, world
 def test_validation_rows_are_fixed_and_hold_every_form(tiny_data, splits):
     builder = SequenceBuilder(splits["val"], JointVocabulary.load(tiny_data / "tokenizers"), seq_len=96)
     rows = validation_rows(builder, 8)
-    forms = ["text" if BEGIN_IMAGE not in row else "first" if row[1] == BEGIN_IMAGE else "last" for row in rows]
+    forms = [
+        "text" if BEGIN_IMAGE not in row else "first" if row[1] == BEGIN_IMAGE else "last" for row in rows
+    ]
     assert forms == ["first", "last", "first", "text", "last", "first", "last", "text"]
     with pytest.raises(ValueError, match="held-out pairs"):
         validation_rows(builder, 100)
@@ -186,8 +198,14 @@ def test_damaged_shard_is_named_before_training(tiny_data, tmp_path):
     shutil.copytree(tiny_data / "pairs", tmp_path / "pairs")
     shard = tmp_path / "pairs/train-00001.tar"
     shard.write_bytes(shard.read_bytes()[:-4096])
-    with pytest.raises(UserError, match="train-00001.tar differs from its manifest"):
-        open_cache(tmp_path / "pairs", tiny_data / "text", tiny_data / "tokenizers", tmp_path / "cache", lambda _: None)
+    with pytest.raises(UserError, match=r"train-00001\.tar differs from its manifest"):
+        open_cache(
+            tmp_path / "pairs",
+            tiny_data / "text",
+            tiny_data / "tokenizers",
+            tmp_path / "cache",
+            lambda _: None,
+        )
     assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
 
 

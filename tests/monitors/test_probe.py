@@ -10,8 +10,8 @@ import torch
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
-from mmqk.monitors import probe
 from mmqk.monitors import attention as attention_module
+from mmqk.monitors import probe
 from mmqk.monitors.attention import FEWEST_KEYS, attention_statistics, visible_pairs
 from mmqk.monitors.reduce import moments, selection
 
@@ -21,7 +21,9 @@ NAMES = ("text", "image")
 def make_batch(B=3, T=40, seed=0, blocks=(30, 12), pad=7, only=None) -> TokenBatch:
     """Random ids of two blocks, the last sequence padded at its end."""
     random = torch.Generator().manual_seed(seed)
-    modality_BT = (torch.rand(B, T, generator=random) < 0.5).long() if only is None else torch.full((B, T), only)
+    modality_BT = (
+        (torch.rand(B, T, generator=random) < 0.5).long() if only is None else torch.full((B, T), only)
+    )
     low, size = torch.tensor([0, blocks[0]]), torch.tensor(blocks)
     ids_BT = low[modality_BT] + (torch.rand(B, T, generator=random) * size[modality_BT]).long()
     valid_BT = torch.ones(B, T, dtype=torch.bool)
@@ -147,7 +149,10 @@ def test_parts_add_up_to_the_whole():
     for name in ("count", "sum", "sum_sq"):
         assert float(getattr(split, name).sum()) == pytest.approx(float(getattr(whole, name)), rel=1e-5)
     assert float(split.max.max()) == float(whole.max)
-    halves = [moments(values_BHT[i], selection(batch.modality_BT[i], batch.valid_BT[i], 2)) for i in (slice(0, 1), slice(1, 3))]
+    halves = [
+        moments(values_BHT[i], selection(batch.modality_BT[i], batch.valid_BT[i], 2))
+        for i in (slice(0, 1), slice(1, 3))
+    ]
     assert torch.allclose((halves[0] + halves[1]).mean, split.mean)
 
 
@@ -183,7 +188,11 @@ def test_no_logit_passes_the_qk_norm_bound_and_aligned_vectors_reach_it(kind):
     values = probe(model, batch).flat()
     for layer in range(2):
         bound = values[f"attn_logit_bound/layer{layer:02d}"]
-        seen = [v for k, v in values.items() if k.startswith("attn_logit_absmax") and k.endswith(f"layer{layer:02d}")]
+        seen = [
+            v
+            for k, v in values.items()
+            if k.startswith("attn_logit_absmax") and k.endswith(f"layer{layer:02d}")
+        ]
         assert 0 < max(seen) <= bound
     assert "attn_logit_bound/layer00" not in probe(make_model(), batch).flat()
     if kind == "rms":  # one channel carries everything: the bound is attained at zero distance

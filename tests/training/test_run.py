@@ -25,7 +25,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def series(folder: Path) -> list[dict]:
-    return [{k: v for k, v in line.items() if k not in WALL_CLOCK} for line in read_metrics(folder / "metrics.jsonl")]
+    return [
+        {k: v for k, v in line.items() if k not in WALL_CLOCK}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
 
 
 def same_weights(a: Path, b: Path) -> bool:
@@ -73,7 +76,9 @@ def test_another_identity_is_refused_by_field(whole, tiny_args):
 
 def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> int:
     """Starts a run in its own process and sends ``signum`` once a checkpoint of ``after_step`` is there."""
-    process = subprocess.Popen([sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE
+    )
     for _ in range(1200):
         if (out / f"checkpoints/step{after_step:08d}.ckpt").exists() or process.poll() is not None:
             break
@@ -83,7 +88,9 @@ def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> 
     return process.returncode
 
 
-@pytest.mark.parametrize(("signum", "code", "word"), [(signal.SIGKILL, -9, "running"), (signal.SIGTERM, 143, "interrupted")])
+@pytest.mark.parametrize(
+    ("signum", "code", "word"), [(signal.SIGKILL, -9, "running"), (signal.SIGTERM, 143, "interrupted")]
+)
 def test_stopped_run_ends_bit_for_bit_like_one_that_was_not(tiny_args, tmp_path, signum, code, word):
     """With several loader workers and dropout, killed in the middle and started by the same command."""
     args = [*tiny_args, "--model.residual_dropout=0.1", "--data.workers=2", "--trainer.max_steps=300",
@@ -124,14 +131,35 @@ def test_micro_batches_equal_one_batch(tiny_args, tmp_path):
 
 def test_divergence_ends_in_order(tiny_args, tmp_path):
     out = tmp_path / "hot"
-    code = main([*tiny_args, "--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", f"--out={out}"])
+    code = main(
+        [
+            *tiny_args,
+            "--optim.lr=1e30",
+            "--trainer.max_steps=200",
+            "--trainer.gradient_clip_val=0",
+            f"--out={out}",
+        ]
+    )
     assert code == 3
     found = status(out)
     assert found["status"] == "diverged" and 0 < found["step"] < 200 and found["reason"]
     kept = sorted((out / "checkpoints").glob("*.ckpt"))
     for path in kept:  # whatever was kept is from before
-        assert all(torch.isfinite(w).all() for w in torch.load(path, weights_only=True)["state_dict"].values())
-    assert main([*tiny_args, "--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", f"--out={out}"]) == 0
+        assert all(
+            torch.isfinite(w).all() for w in torch.load(path, weights_only=True)["state_dict"].values()
+        )
+    assert (
+        main(
+            [
+                *tiny_args,
+                "--optim.lr=1e30",
+                "--trainer.max_steps=200",
+                "--trainer.gradient_clip_val=0",
+                f"--out={out}",
+            ]
+        )
+        == 0
+    )
 
 
 def test_checkpoint_of_another_model_is_refused(tiny_args, tmp_path, whole, capsys):
