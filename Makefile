@@ -26,7 +26,7 @@ test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 
 tensorboard: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	@echo "open http://localhost:6006/#custom_scalars"
-	$(PYTHON) -m tensorboard.main --logdir runs --samples_per_plugin scalars=0,images=100
+	$(PYTHON) -m tensorboard.main --logdir runs --samples_per_plugin scalars=1000000
 
 clean:
 	rm -rf .venv .cache runs reports/demo

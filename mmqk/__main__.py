@@ -1,5 +1,11 @@
 """``python -m mmqk``: the table of all commands."""
 
+from __future__ import annotations
+
+import sys
+
+from mmqk.store import UserError, run_main
+
 COMMANDS = {
     "python -m mmqk.train --config configs/demo.yaml": "train one run",
     "python -m mmqk.ablate --config configs/ablations/demo.yaml": "train a grid of runs with seeds",
@@ -8,16 +14,28 @@ COMMANDS = {
     "python -m mmqk.data.manifest FOLDER": "write the manifest of shards of your own",
     "python -m mmqk.tokenizers.train": "train the text and the image tokenizer",
     "python -m mmqk.tokenizers.report": "how good the tokenizers are, on held-out data",
+    "python -m mmqk.tokenizers.caption_gain --run runs/cpu/<id>": "do image tokens gain from their captions",
 }
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Print the table, whether or not ``--help`` asks for it.
+
+    Raises:
+        UserError: any other argument.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if unknown := [word for word in argv if word not in ("-h", "--help")]:
+        raise UserError(
+            f"unrecognized arguments: {' '.join(unknown)}: python -m mmqk takes none and lists the commands"
+        )
     width = max(map(len, COMMANDS))
     print("mmqk: an open laboratory for multimodal training instability.\n")
     for command, purpose in COMMANDS.items():
         print(f"  {command:{width}}  {purpose}")
     print("\nEach takes --help; the first three are the ones to learn.")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

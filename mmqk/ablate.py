@@ -9,12 +9,11 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
-from mmqk.ablation.grid import Grid, load_grid
+from mmqk.ablation.grid import Grid, claims_hash, load_grid
 from mmqk.ablation.pool import LOG_NAME, PRELOAD, TRAIN, Pool, Task, standing, start_server
 from mmqk.ablation.progress import Progress, table
-from mmqk.store import UserError, code_hash, identity_hash, read_json, run_main, write_json
+from mmqk.store import OneSentenceParser, UserError, code_hash, identity_hash, read_json, run_main, write_json
 
 ABLATION_NAME = "ablation.json"
 STALE = "was made by other code than the present one (a fresh --out makes it again)"
@@ -32,11 +31,6 @@ example:
 
 exit code: 0 when every run completed or diverged, 1 when one failed, 2 for a mistake in the
 grid or the command, 130 or 143 when interrupted."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}: see python -m mmqk.ablate --help")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = OneSentenceParser(
         prog="python -m mmqk.ablate",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -140,11 +134,22 @@ def _write_record(out: Path, grid: Grid, tasks: list[Task], threads: int) -> Non
         {"arm": t.arm, "seed": t.seed, "folder": t.folder.relative_to(out).as_posix(), "id": t.id}
         for t in tasks
     ]
+    first = read_json(out / ABLATION_NAME)
+    if first is None:
+        registered = claims_hash(grid.raw)
+    else:
+        # A record without the field still has the claims themselves.
+        registered = first.get("registered") or claims_hash(first.get("grid") or {})
+    record = {
+        "name": grid.name,
+        "registered": registered,
+        "grid": grid.raw,
+        "runs": runs,
+        "threads": threads,
+    }
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(
-            out / ABLATION_NAME, {"name": grid.name, "grid": grid.raw, "runs": runs, "threads": threads}
-        )
+        write_json(out / ABLATION_NAME, record)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): give another --out") from error
 

@@ -34,18 +34,19 @@ SECTIONS: dict[str, type] = {
 }
 # Trainer's flags that --help shows; --help-all shows every one.
 SHOWN_TRAINER_FLAGS = (
-    "accelerator", "devices", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val",
-    "val_check_interval",
+    "accelerator", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val",
 )  # fmt: skip
-# What mmqk decides itself; a run's length is max_steps alone.
+# What mmqk decides itself, or what would make a run something else than its configuration says.
 OWN_TRAINER_FLAGS = {
     "logger", "callbacks", "max_epochs", "min_epochs", "min_steps", "max_time", "default_root_dir",
     "enable_checkpointing", "enable_progress_bar", "num_sanity_val_steps", "use_distributed_sampler",
-    "reload_dataloaders_every_n_epochs", "log_every_n_steps", "enable_model_summary",
+    "reload_dataloaders_every_n_epochs", "log_every_n_steps", "enable_model_summary", "fast_dev_run",
+    "overfit_batches", "limit_train_batches", "limit_val_batches", "limit_test_batches",
+    "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_algorithm",
+    "plugins", "barebones", "model_registry", "strategy", "num_nodes", "sync_batchnorm",
 }  # fmt: skip
-IDENTITY_TRAINER_FLAGS = (
-    "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
-)  # fmt: skip
+IDENTITY_TRAINER_FLAGS = ("max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val")
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,6 @@ class RunConfig:
     out: Path
     identity: dict[str, Any]
     quiet: bool = False
-    print_config: bool = False
 
     @property
     def id(self) -> str:
@@ -96,15 +96,13 @@ def build_parser(help_all: bool = False) -> Parser:
         prog="python -m mmqk.train",
         description="Train one run. Everything it measures goes to the run folder: config.yaml, metrics.jsonl,"
         " status.json, TensorBoard events and checkpoints/. The same command again resumes it.",
+        usage="python -m mmqk.train [--config YAML] [--FIELD VALUE ...]",
         epilog="Example: python -m mmqk.train --config configs/demo.yaml --optim.lr 0.03 --model.qk_norm.kind rms",
         exit_on_error=False,
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file of a run; repeat it to merge several.")
     parser.add_argument("--help-all", action="store_true", help="Show Trainer's flags too, and exit.")
-    parser.add_argument(
-        "--print-config", action="store_true", help="Print the resolved configuration and exit."
-    )
     parser.add_argument("--out", type=str, default=None, help="Run folder (default: runs/NAME/<id>).")
     parser.add_argument("--seed", type=int, default=0, help="Of initial weights, dropout and data order.")
     parser.add_argument(
@@ -115,7 +113,8 @@ def build_parser(help_all: bool = False) -> Parser:
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
     parser.add_lightning_class_args(Trainer, "trainer")
-    parser.set_defaults({"trainer.max_steps": 1000, "trainer.devices": 1, "trainer.gradient_clip_val": 1.0})
+    defaults = {"max_steps": 1000, "devices": 1, "gradient_clip_val": 1.0, "precision": "32-true"}
+    parser.set_defaults({f"trainer.{flag}": value for flag, value in defaults.items()})
     for action in parser._actions:
         flag = action.dest.removeprefix("trainer.")
         if flag != action.dest and (
@@ -145,13 +144,24 @@ def resolve(argv: list[str]) -> RunConfig:
 def _complete(parsed: Namespace) -> RunConfig:
     trainer = {k: v for k, v in vars(parsed.trainer).items() if k not in OWN_TRAINER_FLAGS}
     defaults = vars(build_parser().get_defaults().trainer)
-    for flag in sorted(OWN_TRAINER_FLAGS):
+    for flag in sorted(OWN_TRAINER_FLAGS & vars(parsed.trainer).keys()):  # Trainer's flags differ by version
         if getattr(parsed.trainer, flag) != defaults[flag]:
             raise UserError(f"trainer.{flag} is decided by mmqk and cannot be set: leave it out.")
     if trainer["max_steps"] < 1:
         raise UserError(f"trainer.max_steps is {trainer['max_steps']}: a run has at least 1 step.")
-    if parsed.seed < 0:
-        raise UserError(f"seed is {parsed.seed}: it cannot be negative.")
+    if trainer["precision"] not in PRECISIONS:
+        raise UserError(
+            f"trainer.precision is '{trainer['precision']}': choose one of {', '.join(PRECISIONS)}."
+        )
+    if trainer["accumulate_grad_batches"] < 1:
+        raise UserError("trainer.accumulate_grad_batches must be at least 1.")
+    if str(trainer["devices"]) != "1":
+        raise UserError(
+            f"trainer.devices is {trainer['devices']}: a run trains on one device, so leave it at 1."
+        )
+    for name in ("seed", "threads"):
+        if getattr(parsed, name) < 0:
+            raise UserError(f"{name} is {getattr(parsed, name)}: it cannot be negative.")
     try:
         sections = {name: _build(section, getattr(parsed, name)) for name, section in SECTIONS.items()}
         blocks = JointVocabulary.load(Path(sections["data"].tokenizers)).blocks
@@ -163,6 +173,7 @@ def _complete(parsed: Namespace) -> RunConfig:
             )
         sections["model"] = dataclasses.replace(sections["model"], blocks=blocks)
         sections["loss"].weights_of(sections["model"].modalities)
+        _check_probe(sections["monitor"], sections["data"], trainer["accumulate_grad_batches"])
         check_backend(parsed.backend, sections["model"].attn_softcap)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -188,8 +199,14 @@ def _complete(parsed: Namespace) -> RunConfig:
         out=out,
         identity=identity,
         quiet=parsed.quiet,
-        print_config=parsed.print_config,
     )
+
+
+def _check_probe(monitor: MonitorConfig, data: DataConfig, accumulate: int) -> None:
+    room = data.val_sequences if monitor.batch == "heldout" else data.batch_size // accumulate
+    if monitor.sequences > room:
+        what = "held-out sequences" if monitor.batch == "heldout" else "sequences of a micro-batch"
+        raise UserError(f"monitor.sequences {monitor.sequences} is more than the {room} {what}: lower it.")
 
 
 def _build(section: type, values: Any) -> Any:
@@ -220,10 +237,12 @@ def _sentence(message: str, parser: Parser) -> str:
         return _unknown(f"{nested[1]}.{nested[2]}", parser)
     if top := re.search(r"Option '([\w.]+)' is not accepted", flat):
         return _unknown(top[1], parser)
-    if union := re.search(
-        r'Parser key "([\w.]+)": Does not validate.*?Subtypes: (.*?) Errors:.*Got value: (.*)', flat
-    ):
-        return f"{union[1]} is '{union[3].split(' ')[0]}', which is none of {union[2]}."[:400]
+    if group := re.search(r"Parser key \"([\w.]+)\": Unable to load config '(.*?)'", flat):
+        return f"{group[1]} is a group of fields, not '{group[2]}': set one of them, as --help lists them."
+    if broken := re.search(r"Problems parsing config: (.*)", flat):
+        return f"A file given with --config is not the YAML of a run ({broken[1]}): check the path."
+    if union := re.search(r'Parser key "([\w.]+)": Does not validate', flat):
+        return f"{union[1]} has a value of the wrong type: --help-all says what it takes."
     if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', flat):
         kind = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", wrong[2])
         return f"{wrong[1]} is '{wrong[3]}': expected {kind}."

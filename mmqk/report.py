@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mmqk.store import run_main
+from mmqk.store import OneSentenceParser, run_main
 
 DESCRIPTION = """\
 Read the runs of a folder and write their report: verdicts on the claims that the runs were made for, figures
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         UserError: the folder has no runs, or --out cannot be written.
     """
-    parser = argparse.ArgumentParser(
+    parser = OneSentenceParser(
         prog="python -m mmqk.report",
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -9,9 +9,12 @@ import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mmqk.store import EXIT_CODES, MetricsWriter, RunFolder, run_main
+from mmqk.store import EXIT_CODES, MetricsWriter, RunFolder, UserError, run_main
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
 
 FLUSH_EVERY = 10
 
@@ -26,9 +29,6 @@ def main(argv: list[str] | None = None) -> int:
     from mmqk.config import print_yaml, resolve
 
     run = resolve(argv)
-    if run.print_config:
-        print(print_yaml(run), end="")
-        return 0
     details = {"config": run.nested(), "command": ["python", "-m", "mmqk.train", *argv], **_environment()}
     with RunFolder.open(run.out, run.identity, details) as folder:
         if folder.state == "finished":
@@ -36,13 +36,17 @@ def main(argv: list[str] | None = None) -> int:
             stale = "; its code has changed since" if folder.stale else ""
             print(f"{run.out} is {status.status} at step {status.step}{stale}: nothing to train.", flush=True)
             return 0
-        if folder.state == "new":
+        if not folder.config_path.exists():
             folder.config_path.write_text(print_yaml(run))
-        return _fit(run, folder)
+        try:
+            return _fit(run, folder)
+        except Exception as error:
+            if folder.status().status == "running":  # it broke before or after Lightning's own hooks
+                folder.set_status("failed", folder.status().step, " ".join(str(error).split())[:300])
+            raise
 
 
-def _fit(run, folder: RunFolder) -> int:
-    import lightning as L
+def _fit(run: RunConfig, folder: RunFolder) -> int:
     import torch
 
     from mmqk.data.module import TokenDataModule
@@ -50,22 +54,29 @@ def _fit(run, folder: RunFolder) -> int:
     from mmqk.training.lifecycle import Interrupted, Lifecycle, ProgressLine
     from mmqk.training.loggers import RunLogger, StoryLogger
     from mmqk.training.module import TrainingModule
-    from mmqk.training.steps import Checkpoints, StepLog
+    from mmqk.training.steps import Checkpoints, StepLog, Validation, step_of
 
     _quieten()
     if run.threads:
         torch.set_num_threads(run.threads)
-    module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
     data = TokenDataModule(run.data, run.seed)
     data.setup()
-    resume_from = _last_checkpoint(folder)
+    resume_from = _last_checkpoint(run, folder)
+    resumed_at = step_of(resume_from) if resume_from is not None else None
+    if resumed_at is not None and resumed_at >= run.trainer["max_steps"]:
+        # Killed between its last checkpoint, which comes after the last validation and probe, and its last word.
+        folder.set_status("completed", resumed_at)
+        return EXIT_CODES["completed"]
+    module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
     heldout = data.probe_batch(run.monitor.sequences) if run.monitor.batch == "heldout" else None
 
-    step_log = StepLog(FLUSH_EVERY, run.optim.warmup_steps)
+    every = (run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)
+    step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps)
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, step_log)
-    callbacks = [
+    callbacks = [  # in this order: the numbers of a step are written before the checkpoint that ends it
         step_log,
         NormMonitor(run.monitor, heldout),
+        Validation(data.val_batches, run.data.val_every_n_steps),
         checkpoints,
         Lifecycle(folder, step_log, checkpoints),
     ]
@@ -73,29 +84,11 @@ def _fit(run, folder: RunFolder) -> int:
         callbacks.append(ProgressLine(step_log))
     loggers: list[Any] = [
         RunLogger(folder.metrics_path),
-        StoryLogger(folder.path, run.model.modalities, run.monitor.tensorboard_layers),
+        StoryLogger(folder.path, run.model.modalities, run.monitor.tensorboard_layers, resumed_at),
     ]
     if resume_from is None:
-        at_start = {f"val_unigram/{m}": nats for m, nats in data.unigram_loss().items()}
-        loggers[0].log_metrics({**at_start, "captions_cut": data.builder.captions_cut}, 0)
-        if data.builder.captions_cut:
-            print(
-                f"{data.builder.captions_cut:.1%} of the captions are longer than {data.builder.caption_room} tokens"
-                " and are cut: raise data.seq_len to keep them whole.",
-                file=sys.stderr,
-            )
-    trainer = L.Trainer(
-        **run.trainer,
-        max_epochs=-1,
-        logger=loggers,
-        callbacks=callbacks,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        log_every_n_steps=1,
-    )
+        _log_start(loggers[0], data)
+    trainer = _trainer(run, loggers, callbacks)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     except Interrupted as stop:
@@ -111,21 +104,64 @@ def _fit(run, folder: RunFolder) -> int:
         print(f"diverged at step {status.step}: {status.reason}", file=sys.stderr)
     if not run.quiet:
         print(f"{status.status} at step {status.step} in {folder.path}")
-        print(f"dashboards: python -m tensorboard.main --logdir {folder.path} --samples_per_plugin scalars=0")
+        print(
+            f"dashboards: python -m tensorboard.main --logdir {folder.path}"
+            " --samples_per_plugin scalars=1000000, then #custom_scalars"
+        )
     return EXIT_CODES[status.status]
 
 
-def _last_checkpoint(folder: RunFolder) -> Path | None:
-    """The newest checkpoint; later lines of metrics.jsonl, whose steps will be trained again, are dropped."""
+def _trainer(run: RunConfig, loggers: list[Any], callbacks: list[Any]) -> Any:
+    import lightning as L
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    try:
+        return L.Trainer(
+            **run.trainer,
+            max_epochs=-1,
+            logger=loggers,
+            callbacks=callbacks,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            log_every_n_steps=1,
+        )
+    except (MisconfigurationException, ValueError, TypeError) as error:
+        raise UserError(f"Lightning refuses the trainer flags: {error}") from error
+
+
+def _log_start(logger: Any, data: Any) -> None:
+    """What is known before the first step: the floor that knows no context, and how many captions are cut."""
+    builder = data.builder
+    floors = {f"val_unigram/{modality}": nats for modality, nats in data.unigram_loss().items()}
+    logger.log_metrics({**floors, "captions_cut": builder.captions_cut}, 0)
+    if builder.captions_cut:
+        print(
+            f"{builder.captions_cut:.1%} of the captions are longer than {builder.caption_room} tokens and are"
+            " cut: raise data.seq_len to keep them whole.",
+            file=sys.stderr,
+        )
+
+
+def _last_checkpoint(run: RunConfig, folder: RunFolder) -> Path | None:
+    """The newest checkpoint, checked; later lines of metrics.jsonl, whose steps come again, are dropped."""
+    from mmqk.training.checkpoint import check_checkpoint
     from mmqk.training.steps import checkpoints_in, step_of
 
     found = checkpoints_in(folder.checkpoints)
+    if found:
+        check_checkpoint(found[-1], run.model)
+    step = step_of(found[-1]) if found else 0
+    for partial in folder.checkpoints.glob("*.partial"):
+        partial.unlink()
     if folder.metrics_path.exists():
         writer = MetricsWriter(folder.metrics_path)
-        writer.truncate_after(step_of(found[-1]) if found else -1)
+        writer.truncate_after(step if found else -1)
         writer.close()
     if folder.state == "resume":
-        print(f"resuming from step {step_of(found[-1]) if found else 0} in {folder.path}", file=sys.stderr)
+        mixed = "; part of it was made by other code" if "+" in folder.record["code"] else ""
+        print(f"resuming from step {step} in {folder.path}{mixed}", file=sys.stderr)
     return found[-1] if found else None
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from mmqk.config import print_yaml, resolve
-from mmqk.store import UserError, differing_fields, front_door
+from mmqk.store import UserError, differing_fields, front_door, read_metrics
 from mmqk.train import main
 
 
@@ -29,6 +31,18 @@ from mmqk.train import main
         (["--data.seq_len=40"], "data.seq_len 40 is too short"),
         (["--data.batch_size=6", "--trainer.accumulate_grad_batches=4"], "not a multiple of"),
         (["--trainer.max_epochs=2"], "trainer.max_epochs is decided by mmqk"),
+        (["--trainer.fast_dev_run=true"], "trainer.fast_dev_run is decided by mmqk"),
+        (["--trainer.limit_train_batches=2"], "trainer.limit_train_batches is decided by mmqk"),
+        (["--trainer.gradient_clip_algorithm=value"], "trainer.gradient_clip_algorithm is decided by mmqk"),
+        (["--trainer.precision=16-mixed"], "trainer.precision is '16-mixed': choose one of"),
+        (["--trainer.precision=int8"], "trainer.precision has a value of the wrong type"),
+        (["--trainer.devices=2"], "trainer.devices is 2"),
+        (["--trainer.accelerator=tpu_of_old"], "Lightning refuses the trainer flags"),
+        (["--threads=-1"], "threads is -1"),
+        (["--model.qk_norm=rms"], "model.qk_norm is a group of fields"),
+        (["--config=README.md"], "is not the YAML of a run"),
+        (["--monitor.sequences=50"], "monitor.sequences 50 is more than the 8 held-out sequences"),
+        (["--data.val_sequences=50"], "more than the 12 held-out pairs"),
         (["--seed=-1"], "seed is -1"),
         (["--config=configs/absent.yaml"], "absent.yaml cannot be read"),
         (["--data.pairs=nowhere"], "nowhere"),
@@ -126,7 +140,36 @@ def test_the_table_of_commands():
     assert all(name in said for name in ("mmqk.train", "mmqk.ablate", "mmqk.report", "mmqk.tokenizers.train"))
 
 
+@pytest.mark.parametrize(
+    ("name", "smaller"), [("cpu", ()), ("gpu_25m", ()), ("gpu_124m", ("--model.n_layers=1",))]
+)
+def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data, tmp_path):
+    """On tiny data and few sequences; bf16-mixed where the configuration says so. gpu_124m keeps its width."""
+    own = [f"--data.{k}={tiny_data / k}" for k in ("pairs", "text", "tokenizers", "cache")]
+    few = ["--data.batch_size=2", "--data.val_sequences=8", "--data.workers=0", "--trainer.max_steps=2"]
+    args = [f"--config=configs/{name}.yaml", *own, *few, *smaller, "--trainer.accelerator=cpu", "--threads=2"]
+    assert main([*args, "--quiet", f"--out={tmp_path / name}"]) == 0
+    lines = read_metrics(tmp_path / name / "metrics.jsonl")
+    assert lines[-1]["step"] == 2 and math.isfinite(lines[-1]["val_loss/image"])
+    assert resolve(args).trainer["precision"] == ("32-true" if name == "cpu" else "bf16-mixed")
+
+
+def test_bf16_mixed_keeps_parameters_in_fp32_and_differs_from_fp32(tiny_args, tmp_path):
+    from mmqk.training.checkpoint import load_model
+
+    losses = {}
+    for precision in ("32-true", "bf16-mixed"):
+        out = tmp_path / precision
+        assert (
+            main([*tiny_args, "--model.qk_norm.kind=rms", f"--trainer.precision={precision}", f"--out={out}"])
+            == 0
+        )
+        assert {p.dtype for p in load_model(out).parameters()} == {torch.float32}
+        losses[precision] = [line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
+    assert losses["bf16-mixed"] != losses["32-true"]
+    assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["demo", "cpu", "gpu_25m", "gpu_124m"])
-def test_every_configuration_parses(name, monkeypatch):
-    run = resolve([f"--config=configs/{name}.yaml"])
-    assert run.out.parts[:2] == ("runs", name)
+def test_every_configuration_names_its_folder(name):
+    assert resolve([f"--config=configs/{name}.yaml"]).out.parts[:2] == ("runs", name)

@@ -26,16 +26,15 @@ from typing import Any
 
 import yaml
 
-from mmqk.store import UserError
+from mmqk.store import UserError, identity_hash
 
 GRID_KEYS = ("name", "title", "base", "seeds", "arms", "claims", "report")
 ARM_KEYS = ("label", "block", "seeds", "set")
 # What a registered claim may say; `mmqk.analysis` reads them.
 CLAIM_KEYS = (
-    *("id", "statement", "source", "mark", "number_there", "estimand", "metric", "treatment", "control"),
-    *("arms", "delta", "direction", "regime", "regime_condition", "positive_control", "negative_control"),
-    *("alpha_family", "test", "seeds", "lr_rule", "exclusions", "stopping", "falsifier", "status", "note"),
-    *("at_least", "finding"),
+    *("id", "statement", "source", "mark", "number_there", "metric", "treatment", "control", "arms"),
+    *("delta", "direction", "regime", "positive_control", "at_least", "status", "falsifier", "note"),
+    "finding",
 )
 REPORT_KEYS = ("hero", "shown", "headline", "cannot_tell", "command")
 # These come from the grid itself.
@@ -127,6 +126,11 @@ def load_grid(path: str | Path) -> Grid:
     return grid
 
 
+def claims_hash(grid: Mapping[str, Any]) -> str:
+    """Hash of the claims of a grid's content; the same whatever else the grid holds."""
+    return identity_hash({"claims": grid.get("claims") or []})
+
+
 def _arm(name: Any, value: Any, seeds: tuple[int, ...], path: Path) -> Arm:
     where = f"{path}: arms.{name}"
     record = _mapping({} if value is None else value, where)
@@ -212,7 +216,10 @@ def _read(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     # Dates and the like become text: the grid is stored with the runs as JSON.
-    return json.loads(json.dumps(_mapping(raw, str(path)), default=str))
+    try:
+        return json.loads(json.dumps(_mapping(raw, str(path)), default=str, allow_nan=False))
+    except ValueError as error:
+        raise UserError(f"{path} holds a number that is not finite (.inf or .nan)") from error
 
 
 def _known(record: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:

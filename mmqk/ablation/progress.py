@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TextIO
 
 from mmqk.ablation.pool import Outcome, Pool, Task
-from mmqk.store import last_metrics
+from mmqk.store import clock, last_metrics
 
 LIVE_EVERY_SECONDS = 0.5
 PLAIN_EVERY_SECONDS = 10.0
@@ -115,9 +115,3 @@ def _remarks(outcomes: Mapping[Task, Outcome], notes: Mapping[Task, str]) -> Ite
         for said in (out.reason, notes.get(task, "")):
             if said:
                 yield f"{task.name} {out.status}: {said}"
-
-
-def clock(seconds: float) -> str:
-    """Minutes and seconds as m:ss."""
-    whole = max(0, round(seconds))
-    return f"{whole // 60}:{whole % 60:02d}"

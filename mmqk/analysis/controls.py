@@ -78,7 +78,7 @@ def _covers(declared: str, field: str) -> bool:
     return field == declared or field.startswith(f"{declared}.") or declared.startswith(f"{field}.")
 
 
-def within_bound(study: Study, runs: Sequence[Run]) -> Control | None:
+def within_bound(runs: Sequence[Run]) -> Control | None:
     """Whether no measured logit lies above the bound of QK-Norm, where there is one: a check of us."""
     worst = 0.0
     for run in runs:

@@ -55,7 +55,7 @@ def finding(study: Study, verdict: Verdict) -> str:
     )
     tail = {
         "reproduced": "",
-        "contradicted": f", short of the {_threshold(verdict)} that {claim.id} asks for",
+        "contradicted": f", short of the smallest effect of interest, {_threshold(verdict)}",
         "inconclusive": f", which does not decide {claim.id}{_because(verdict)}",
     }[verdict.verdict]
     sentence = (
@@ -111,17 +111,13 @@ def _threshold(verdict: Verdict) -> str:
     delta = verdict.claim.delta
     sign = 1 if verdict.claim.direction == "greater" else -1
     if verdict.metric.scale == "log":
-        return f"factor of {number(math.exp(sign * delta))}"
+        return f"a factor of {number(math.exp(sign * delta))}"
     return f"{number(sign * delta)} {verdict.metric.unit}"
 
 
 def threshold_in_words(verdict: Verdict) -> str:
-    """What the claim asks for, e.g. ``at least a factor of 2``; empty for what is not decided."""
-    if not verdict.claim.decided:
-        return ""
-    at = "at least" if verdict.claim.direction == "greater" else "at most"
-    article = "a " if verdict.metric.scale == "log" else ""
-    return f"{at} {article}{_threshold(verdict)}"
+    """The smallest effect of interest, e.g. ``a factor of 2``; empty for what is not decided."""
+    return _threshold(verdict) if verdict.claim.decided else ""
 
 
 def _plain_headline(study: Study) -> str:

@@ -7,7 +7,7 @@ A name is a metric of the table below, with ``/modality`` where it goes by modal
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,8 @@ from mmqk.store import UserError
 LAST_PROBES = 3
 LOSS_WINDOW = 50
 LEARNT_NATS = 0.1
+# Modalities of each kind of sequence in data.mix; a kind that is not here holds the one of its own name.
+MODALITIES_OF = {"pair": ("text", "image")}
 
 
 BySeries = Callable[[Run, str | None], Series]
@@ -119,9 +121,9 @@ class FinalLoss:
 
 
 def final_loss(run: Run, modality: str) -> FinalLoss:
-    """The loss of a modality at the end: held-out where it was measured then and the run completed."""
+    """The loss of a modality at the end: held-out where the run completed and its last step measured it."""
     steps, values = run.series(f"val_loss/{modality}")
-    if len(steps) and steps[-1] > 0 and run.status.status == "completed":
+    if len(steps) and 0 < steps[-1] == run.status.step and run.status.status == "completed":
         return FinalLoss(math.inf if math.isnan(values[-1]) else float(values[-1]), True)
     training = run.series(f"loss/{modality}")[1][-LOSS_WINDOW:]
     if not len(training):
@@ -168,7 +170,15 @@ def learnt(run: Run, modality: str) -> bool:
 
 
 def is_trained(run: Run, modality: str) -> bool:
-    """Whether the run has a loss on this modality (its weight is not 0)."""
+    """Whether the run has a loss on this modality: the data mix holds it, and its weight is not 0.
+
+    The special tokens around an image belong to the text, but an image alone does not train it.
+    """
+    mix = run.setting("data.mix")
+    if isinstance(mix, Mapping):
+        kinds = [kind for kind, share in mix.items() if share != 0]
+        if not any(modality in MODALITIES_OF.get(kind, (kind,)) for kind in kinds):
+            return False
     weight = run.setting(f"loss.weights.{modality}", 1.0)
     return not (isinstance(weight, int | float) and weight == 0)
 

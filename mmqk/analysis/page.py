@@ -30,6 +30,7 @@ SECTIONS = (
     ("by-layer", "Layer by layer", ("layers",)),
     ("not-decided", "Shown, not decided", ("shown",)),
 )
+CHANGED = "Claims were changed after they were first registered."
 
 
 def write_report(folder: str | Path, out: str | Path) -> tuple[Study, list[Verdict]]:
@@ -92,6 +93,7 @@ def page_content(study: Study, verdicts: list[Verdict], drawn: list[Figure]) -> 
         },
         "figures": views,
         "verdicts": verdict_rows(study, verdicts),
+        "registration": CHANGED if study.claims_changed else "",
         "marks": used_marks(verdicts),
         "cannot_tell": cannot_tell(study, verdicts),
         "commands": _commands(study),

@@ -100,7 +100,7 @@ def seeds_caption(study: Study, arms: Sequence[str]) -> str:
 
 
 def untrained(study: Study, arms: Sequence[str]) -> list[str]:
-    """A sentence for each arm and modality whose loss is switched off."""
+    """A sentence for each arm and modality that is not trained."""
     return [
         f"In {study.label(arm)} the {modality} loss is measured and not trained."
         for arm in arms

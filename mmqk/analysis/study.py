@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmqk.ablation.grid import claims_hash
 from mmqk.analysis.metrics import find_metric
 from mmqk.analysis.runs import Run, load_runs, read_ablation
 from mmqk.store import UserError
@@ -97,6 +98,7 @@ class Study:
         runs: those that have a folder.
         missing: (arm, seed) of those that have none.
         registered: whether there is a grid at all.
+        claims_changed: whether its claims are other ones than those first registered.
     """
 
     folder: Path
@@ -108,6 +110,7 @@ class Study:
     runs: tuple[Run, ...]
     missing: tuple[tuple[str, int], ...]
     registered: bool
+    claims_changed: bool = False
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -190,6 +193,7 @@ def load_study(folder: str | Path) -> Study:
         runs=runs,
         missing=tuple(pair for pair in planned if pair not in present),
         registered=True,
+        claims_changed=ablation.get("registered") not in (None, claims_hash(grid)),
     )
 
 

@@ -40,7 +40,6 @@ class Verdict:
         claim: as registered.
         verdict: reproduced, contradicted, inconclusive or not run.
         effect: treatment against control on the metric's scale (log ratio or difference); None without one.
-        spread: the seed spread behind its interval.
         medians: the metric by arm, the median over finished runs.
         runs: names of the runs it came from.
         controls: what was checked.
@@ -50,7 +49,6 @@ class Verdict:
     claim: Claim
     verdict: Judgement
     effect: Effect | None
-    spread: Spread | None
     medians: Mapping[str, float]
     runs: tuple[str, ...]
     controls: tuple[Control, ...]
@@ -98,7 +96,7 @@ def _judge(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> Verdict
     notes = [_sentence(claim.note)] if claim.note else []
     if missing:
         absent = ", ".join(study.label(arm) for arm in missing)
-        return Verdict(claim, "not run", None, None, {}, names, (), (*notes, f"No finished run of {absent}."))
+        return Verdict(claim, "not run", None, {}, names, (), (*notes, f"No finished run of {absent}."))
     outcomes, censored = _outcomes(study, claim)
     medians = _medians(study, claim)
     for arm in censored:
@@ -110,14 +108,14 @@ def _judge(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> Verdict
         n = max(len(study.finished(arm)) for arm in claim.compared)
         notes.insert(0, f"Shown, {plural(n, 'seed')}: not decided.")
         effect = paired_effect(outcomes.get(claim.treatment, {}), outcomes.get(claim.control, {}), None)
-        controls = tuple(filter(None, [within_bound(study, runs)]))
-        return Verdict(claim, "inconclusive", effect, None, medians, names, controls, tuple(notes))
+        controls = tuple(filter(None, [within_bound(runs)]))
+        return Verdict(claim, "inconclusive", effect, medians, names, controls, tuple(notes))
     spread = pooled_spread(_spread_outcomes(study, claim, outcomes))
     effect = paired_effect(outcomes[claim.treatment], outcomes[claim.control], spread)
     controls = tuple(_controls(study, claim, runs, others))
     verdict, why = _decide(study, claim, effect, controls, censored)
     notes += [*why, *_about_spread(spread, effect)]
-    found = Verdict(claim, verdict, effect, spread, medians, names, controls, tuple(notes))
+    found = Verdict(claim, verdict, effect, medians, names, controls, tuple(notes))
     if verdict == "inconclusive" and (smallest := detectable_in_words(found)):
         words = f"The smallest effect these seeds find with 80 % power is {smallest}."
         found = replace(found, notes=(*found.notes, words))
@@ -177,7 +175,7 @@ def _controls(
     controls = [only_declared_differences(study, claim, runs)]
     if claim.regime:
         controls.insert(0, regime_reached(study, claim, runs))
-    if (bound := within_bound(study, runs)) is not None:
+    if (bound := within_bound(runs)) is not None:
         controls.append(bound)
     if claim.positive_control in others:
         found = others[claim.positive_control].verdict

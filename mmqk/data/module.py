@@ -15,7 +15,7 @@ from mmqk.data.cache import open_cache
 from mmqk.data.mix import Mixture
 from mmqk.data.sequences import SequenceBuilder, TrainingOrder, validation_rows
 from mmqk.store import UserError
-from mmqk.tokenizers.vocabulary import JointVocabulary
+from mmqk.tokenizers.vocabulary import SPECIALS, JointVocabulary
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class DataConfig:
         mix: relative weight of each kind of sequence: pair, text, image. {"text": 1} is text only.
         image_first: share of the pairs in which the image comes before its caption.
         val_sequences: size of the validation set, which is the same for every arm and seed.
+        val_every_n_steps: optimizer steps between two validations; 0 validates at the end only, as all do.
         workers: loader processes; does not change what is read.
     """
 
@@ -44,14 +45,16 @@ class DataConfig:
     mix: dict[str, float] = field(default_factory=lambda: {"pair": 3.0, "text": 1.0})
     image_first: float = 0.5
     val_sequences: int = 128
+    val_every_n_steps: int = 0
     workers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "batch_size", "val_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} is {getattr(self, name)}: it must be at least 1.")
-        if self.workers < 0:
-            raise ValueError(f"data.workers is {self.workers}: it cannot be negative.")
+        for name in ("workers", "val_every_n_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"data.{name} is {getattr(self, name)}: it cannot be negative.")
         Mixture(self.mix, self.image_first, seed=0)  # refuses what cannot be mixed
 
 
@@ -150,36 +153,40 @@ class TokenDataModule(L.LightningDataModule):
         )
         return PositionedLoader(dataset, self.config.workers, pin_memory=_on_gpu(trainer))
 
-    def val_dataloader(self) -> DataLoader:
-        """Every rank reads the whole validation set: it is small, and sums need no exchange."""
+    def val_batches(self) -> Iterator[TokenBatch]:
+        """The whole validation set, a micro-batch at a time, on every rank: it is small."""
         trainer = self.trainer
         assert trainer is not None
         size = max(1, self.config.batch_size // (trainer.accumulate_grad_batches * trainer.world_size))
         rows = self._val_rows
-        batches = [self.builder.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
-        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        return (self.builder.batch(rows[i : i + size]) for i in range(0, len(rows), size))
 
     def probe_batch(self, sequences: int) -> TokenBatch:
         """The first validation sequences, for monitors that compare runs on the same tokens."""
         return self.builder.batch(self._val_rows[:sequences])
 
     def unigram_loss(self, sequences: int = 512) -> dict[str, float]:
-        """Validation loss of a predictor that knows the modality and how often each of its tokens occurs.
+        """Validation loss of a predictor that knows the form of a sequence and how often each token occurs.
 
-        Nats by modality, counted over the first training sequences of this run's order, one added to each
-        count. A model that does not beat it has learnt nothing of the context but where a modality begins.
+        The form is where each modality begins and ends: specials cost it nothing. The other tokens of a
+        modality it draws by their frequency, counted over the first training sequences of this run's order,
+        one added to each count. Nats by modality; a model that does not beat it has learnt no context.
         """
-        blocks = self.builder.vocabulary.blocks
-        edges = np.cumsum([0, *blocks.values()])
+        vocabulary = self.builder.vocabulary
+        edges = np.cumsum([0, *vocabulary.blocks.values()])
         counts = np.ones(edges[-1])
         for index in range(sequences):
             np.add.at(counts, self.order.row(index)[1:], 1)
+        counts[: len(SPECIALS)] = 0
         targets = np.concatenate([row[1:] for row in self._val_rows])
         losses = {}
-        for name, low, high in zip(blocks, edges[:-1], edges[1:], strict=True):
+        for name, low, high in zip(vocabulary.blocks, edges[:-1], edges[1:], strict=True):
+            nats = np.zeros(high - low)
+            counted = counts[low:high] > 0
+            nats[counted] = -np.log(counts[low:high][counted] / counts[low:high].sum())
             inside = targets[(targets >= low) & (targets < high)] - low
             if len(inside):
-                losses[name] = float(-np.log(counts[low:high] / counts[low:high].sum())[inside].mean())
+                losses[name] = float(nats[inside].mean())
         return losses
 
 

@@ -79,7 +79,7 @@ class SequenceBuilder:
             modality_BT=torch.from_numpy(modality_BT),
             target_mask_BT=torch.from_numpy(target_mask_BT),
             valid_BT=torch.from_numpy(valid_BT),
-            step_targets=torch.tensor(step_targets, dtype=torch.float32),
+            step_targets=torch.tensor(step_targets),
         )
 
 

@@ -31,7 +31,9 @@ class NormMonitor(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
         step, every = trainer.global_step, self.config.every_n_steps
-        if every and step != self._probed and (step % every == 0 or step == trainer.max_steps):
+        due = every and (step % every == 0 or step == trainer.max_steps)
+        # Between two micro-batches of a step there is nothing new to see.
+        if due and step != self._probed and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self._probe(trainer, pl_module, batch)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

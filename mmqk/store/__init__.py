@@ -1,13 +1,14 @@
 """The run folder, both ways: identity, lock, status, metrics, tags, alarms. Standard library only."""
 
 from mmqk.store.alarms import DivergenceRule
-from mmqk.store.errors import UserError, front_door, run_main
+from mmqk.store.errors import OneSentenceParser, UserError, front_door, run_main
 from mmqk.store.files import read_json, write_atomic, write_json
 from mmqk.store.folder import EXIT_CODES, FINISHED, RunFolder, Status, mark_ended, read_status
 from mmqk.store.identity import canonical, code_hash, differing_fields, flatten, identity_hash
 from mmqk.store.lock import FolderLock, is_locked
 from mmqk.store.metrics import MetricLines, MetricsWriter, last_metrics, read_metrics
 from mmqk.store.tags import Tag, parse_tag, tag
+from mmqk.store.words import clock
 
 __all__ = [
     "EXIT_CODES",
@@ -16,11 +17,13 @@ __all__ = [
     "FolderLock",
     "MetricLines",
     "MetricsWriter",
+    "OneSentenceParser",
     "RunFolder",
     "Status",
     "Tag",
     "UserError",
     "canonical",
+    "clock",
     "code_hash",
     "differing_fields",
     "flatten",

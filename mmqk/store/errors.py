@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import sys
@@ -18,6 +19,13 @@ Main = Callable[[list[str] | None], int]
 
 class UserError(Exception):
     """A mistake of the user's. The message is one sentence that names the thing and says what to do."""
+
+
+class OneSentenceParser(argparse.ArgumentParser):
+    """A parser whose errors are a `UserError` that names ``--help``: no usage block, no exit of its own."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}: see {self.prog} --help")
 
 
 def front_door(main: Main) -> Callable[..., int]:

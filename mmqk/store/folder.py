@@ -85,7 +85,7 @@ class RunFolder:
         self.record = dict(record)
         self.id: str = record["id"]
         status = read_status(path)
-        finished = status is not None and status.finished
+        finished = _finished(path)
         self.state: Literal["new", "resume", "finished"] = (
             "new" if new else "finished" if finished else "resume"
         )
@@ -133,6 +133,10 @@ class RunFolder:
                     "details": dict(details),
                 }
                 (path / STATUS_NAME).unlink(missing_ok=True)
+                write_json(path / RUN_NAME, record)
+            elif code not in record["code"].split("+") and not _finished(path):
+                # Part of the run was made by other code: it is like no run of either.
+                record["code"] = f"{record['code']}+{code}"
                 write_json(path / RUN_NAME, record)
             for leftover in filter(is_temporary, path.iterdir()):
                 leftover.unlink(missing_ok=True)
@@ -183,6 +187,11 @@ class RunFolder:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _finished(path: Path) -> bool:
+    status = read_status(path)
+    return status is not None and status.finished
 
 
 def mark_ended(path: Path, status: str, step: int, reason: str, before: Status | None = None) -> bool:

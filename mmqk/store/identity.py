@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 HASH_DIGITS = 10
-CODE_ROOMS = ("model", "training", "data", "tokenizers")
+CODE_ROOMS = ("model", "training", "data", "tokenizers", "monitors")
 
 
 def canonical(obj: Any) -> str:

@@ -2,22 +2,25 @@
 
 The image loss of a trained model on held-out pairs, caption first, with the true caption and with the caption
 of another emoji. An image tokenizer whose codes say nothing about content would show no difference.
+Several vendors draw one emoji and share its caption, so captions, not images, are the independent samples.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from scipy import stats
+from torch import Tensor
 
 from mmqk.data.cache import open_cache
 from mmqk.data.sequences import SequenceBuilder
 from mmqk.data.shards import read_pairs
 from mmqk.model import EarlyFusionTransformer
-from mmqk.store import UserError, read_json, run_main
+from mmqk.store import OneSentenceParser, UserError, read_json, run_main
+from mmqk.tokenizers.files import tokenizers_hash
 from mmqk.tokenizers.vocabulary import JointVocabulary
 
 BATCH = 32
@@ -25,15 +28,16 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class CaptionGain:
-    """Mean image loss over held-out images, nats a code.
+    """Image loss of held-out pairs, nats a code: the mean over captions of the mean over a caption's images.
 
     Attributes:
-        images: number of images.
+        images, captions: number of images, and of distinct captions among them.
         true, shuffled: with the image's own caption, and with that of another emoji.
-        gain: shuffled minus true, and its 95 % interval over images (normal approximation).
+        gain: shuffled minus true, and its 95 % interval over captions (Student t).
     """
 
     images: int
+    captions: int
     true: float
     shuffled: float
     gain: float
@@ -69,7 +73,9 @@ def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder, captio
         captions: of that split, in order.
     """
 
-    def image_losses(sources: list[int]) -> torch.Tensor:
+    image = model.config.modalities.index("image")
+
+    def image_losses(sources: list[int]) -> Tensor:
         losses = []
         for start in range(0, len(sources), BATCH):
             places = range(start, min(start + BATCH, len(sources)))
@@ -78,43 +84,77 @@ def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder, captio
             nats_BT = torch.nn.functional.cross_entropy(
                 logits_BTV.transpose(1, 2), batch.targets_BT, reduction="none"
             )
-            image_BT = (batch.target_modality_BT == 1) & batch.target_mask_BT
+            image_BT = (batch.target_modality_BT == image) & batch.target_mask_BT
             losses.append((nats_BT * image_BT).sum(1) / image_BT.sum(1))
         return torch.cat(losses).double()
 
-    true, shuffled = image_losses(list(range(len(captions)))), image_losses(partners(captions))
-    difference = shuffled - true
-    half = 1.96 * float(difference.std()) / math.sqrt(len(difference))
-    gain = float(difference.mean())
+    return summary(image_losses(list(range(len(captions)))), image_losses(partners(captions)), captions)
+
+
+def summary(true_N: Tensor, shuffled_N: Tensor, captions: list[str]) -> CaptionGain:
+    """The losses of N images, nats a code, averaged by caption first; at least 2 captions must differ."""
+    true_C, shuffled_C = mean_by_caption(true_N, captions), mean_by_caption(shuffled_N, captions)
+    difference_C = shuffled_C - true_C
+    n = len(difference_C)
+    half = float(stats.t.ppf(0.975, n - 1)) * float(difference_C.std()) / math.sqrt(n)
+    gain = float(difference_C.mean())
     return CaptionGain(
-        len(true), float(true.mean()), float(shuffled.mean()), gain, (gain - half, gain + half)
+        images=len(captions),
+        captions=n,
+        true=float(true_C.mean()),
+        shuffled=float(shuffled_C.mean()),
+        gain=gain,
+        interval=(gain - half, gain + half),
     )
 
 
+def mean_by_caption(values_N: Tensor, captions: list[str]) -> Tensor:
+    """The mean of each distinct caption's values (C,), in order of first appearance."""
+    number = {caption: c for c, caption in enumerate(dict.fromkeys(captions))}
+    place_N = torch.tensor([number[caption] for caption in captions])
+    sums_C = values_N.new_zeros(len(number)).index_add(0, place_N, values_N)
+    return sums_C / place_N.bincount()
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Measure a run and print the paragraph that reports/tokenizer keeps."""
+    """Measure a run and print the sentence that reports/tokenizer keeps.
+
+    Raises:
+        UserError: no run folder, one that does not say what it was trained on, or other tokenizers since.
+    """
     from mmqk.training.checkpoint import load_model
 
-    parser = argparse.ArgumentParser(prog="python -m mmqk.tokenizers.caption_gain", description=__doc__)
+    parser = OneSentenceParser(prog="python -m mmqk.tokenizers.caption_gain", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of a finished run")
     run = parser.parse_args(argv).run
     record = read_json(run / "run.json")
     if record is None:
         raise UserError(f"{run} is not a run folder: name one that python -m mmqk.train wrote.")
-    data = record["details"]["config"]["data"]
-    pairs, text, tokenizers, cache = (Path(data[name]) for name in ("pairs", "text", "tokenizers", "cache"))
+    try:
+        data, trained_on = record["details"]["config"]["data"], record["identity"]["data"]["tokenizers"]
+        pairs, text, tokenizers, cache = (
+            Path(data[name]) for name in ("pairs", "text", "tokenizers", "cache")
+        )
+        seq_len = data["seq_len"]
+    except (KeyError, TypeError):
+        raise UserError(
+            f"{run / 'run.json'} does not say what the run was trained on: name one that python -m mmqk.train wrote."
+        ) from None
+    # Other tokenizers may well have blocks of the same sizes: only the hash tells.
+    if (present := tokenizers_hash(tokenizers)) != trained_on:
+        raise UserError(
+            f"{run} was trained with other tokenizers ({trained_on}) than {tokenizers} now holds ({present}):"
+            " train it again."
+        )
     vocabulary = JointVocabulary.load(tokenizers)
-    builder = SequenceBuilder(open_cache(pairs, text, tokenizers, cache)["val"], vocabulary, data["seq_len"])
-    model = load_model(run)
-    if model.config.blocks != vocabulary.blocks:
-        raise UserError(f"{run} was trained with other tokenizers than {tokenizers}: train it again.")
-    found = caption_gain(model, builder, [pair.caption for pair in read_pairs(pairs, "val")])
+    builder = SequenceBuilder(open_cache(pairs, text, tokenizers, cache)["val"], vocabulary, seq_len)
+    found = caption_gain(load_model(run), builder, [pair.caption for pair in read_pairs(pairs, "val")])
     low, high = found.interval
     verdict = "gain from" if low > 0 else "gain nothing measurable from"
     print(
-        f"Image tokens {verdict} their captions: over {found.images} held-out images the loss is {found.true:.3f}"
-        f" nats a code with the true caption and {found.shuffled:.3f} with that of another emoji, a difference of"
-        f" {found.gain:.3f} (95 % interval over images {low:.3f} to {high:.3f})."
+        f"Image tokens {verdict} their captions: over {found.images} held-out images with {found.captions} distinct"
+        f" captions the loss is {found.true:.3f} nats a code with the true caption and {found.shuffled:.3f} with that"
+        f" of another emoji, a difference of {found.gain:.3f} (95 % interval over captions {low:.3f} to {high:.3f})."
     )
     return 0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from mmqk.data.shards import manifest_hash, read_pairs, read_text
-from mmqk.store import UserError, run_main
+from mmqk.store import OneSentenceParser, UserError, run_main
 from mmqk.tokenizers.files import tokenizers_hash
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.measure import TokenStatistics, psnr, token_statistics
@@ -182,7 +182,7 @@ caption and {m.document_chars:.2f} characters of a document (train split).
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, draw, write README.md and the contact sheet."""
-    p = argparse.ArgumentParser(prog="python -m mmqk.tokenizers.report", description=__doc__)
+    p = OneSentenceParser(prog="python -m mmqk.tokenizers.report", description=__doc__)
     add_data_arguments(p)
     tokenizers, out = Path("data/tokenizers"), Path("reports/tokenizer")
     p.add_argument("--tokenizers", type=Path, default=tokenizers, help="what to measure (data/tokenizers)")

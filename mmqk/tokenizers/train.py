@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.data.shards import read_pairs, read_text
-from mmqk.store import UserError, run_main, write_atomic
+from mmqk.store import OneSentenceParser, UserError, clock, run_main, write_atomic
 from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE
 from mmqk.tokenizers.image import ImageTokenizer, ImageTokenizerConfig
 from mmqk.tokenizers.text import TextTokenizer
@@ -31,7 +31,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = OneSentenceParser(
         prog="python -m mmqk.tokenizers.train",
         description="Train the tokenizers that place text and images in one vocabulary.",
         epilog=EPILOG,
@@ -196,7 +196,7 @@ def _progress(steps: int) -> Any:
             print(
                 f"image: step {done}/{steps} · held out: PSNR {values['val/psnr']:.2f} dB, perplexity"
                 f" {values['val/perplexity']:.0f}, {values['val/codes_used']:.0f} codes used"
-                f" · about {int(left) // 60}:{int(left) % 60:02d} left",
+                f" · about {clock(left)} left",
                 flush=True,
             )
 

@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
-from mmqk.store import UserError
+from mmqk.store import UserError, differing_fields
 from mmqk.training.steps import checkpoints_in
+
+
+def check_checkpoint(path: Path, model: ModelConfig) -> None:
+    """Refuse a file that is damaged or of another model, before anything of the run is touched.
+
+    Attention scale, caps and dropout have no parameters: nothing but the stored configuration tells two such
+    models apart.
+
+    Raises:
+        UserError: the file cannot be read, was not written by mmqk.train, or its model differs.
+    """
+    stored = _load(path).get("mmqk_model")
+    if stored is None:
+        raise UserError(
+            f"The checkpoint {path} has no model configuration: it was not written by mmqk.train."
+        )
+    differing = differing_fields(stored, asdict(model))
+    if differing:
+        named = ", ".join(f"model.{name}" for name in differing)
+        raise UserError(f"The checkpoint {path} is of another model ({named} differ): remove it.")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        said = " ".join(str(error).split())[:120] or type(error).__name__
+        raise UserError(
+            f"The checkpoint {path} cannot be read ({said}): delete it, and the run goes on from the one before."
+        ) from error
 
 
 def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer:
@@ -21,16 +53,14 @@ def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer
     found = checkpoints_in(Path(run) / "checkpoints")
     if not found:
         raise UserError(f"{run} has no checkpoint: name the folder of a run that wrote one.")
+    checkpoint = _load(found[-1])
     try:
-        checkpoint = torch.load(found[-1], map_location="cpu", weights_only=True)
         stored = dict(checkpoint["mmqk_model"])
         config = ModelConfig(**{**stored, "qk_norm": QKNormConfig(**stored["qk_norm"])})
-        weights = {k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items()}
         model = EarlyFusionTransformer(config, backend)
-        model.load_state_dict(weights)
-    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, EOFError) as error:
-        said = " ".join(str(error).split())[:120]
+        model.load_state_dict({k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items()})
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"The checkpoint {found[-1]} cannot be read ({said}): delete it, or name another run."
+            f"The checkpoint {found[-1]} is of no model this mmqk knows: name another run."
         ) from error
     return model.eval()

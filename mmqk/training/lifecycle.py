@@ -11,9 +11,9 @@ from typing import Any
 
 import lightning as L
 
-from mmqk.store import RunFolder
+from mmqk.store import RunFolder, clock
 from mmqk.training.module import TrainingModule
-from mmqk.training.steps import Checkpoints, StepLog
+from mmqk.training.steps import Checkpoints, StepLog, ends_step
 
 
 class Interrupted(BaseException):
@@ -50,10 +50,11 @@ class Lifecycle(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         assert isinstance(pl_module, TrainingModule)
-        # Only between optimizer steps: gradients of half a step are not in a checkpoint.
-        if self._signal is not None and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        last = trainer.global_step >= trainer.max_steps
+        if self._signal is not None and not last and ends_step(trainer, batch_idx):
             self.checkpoints.save(trainer, pl_module)
-            raise Interrupted(self._signal)
+            if self.step_log.divergence is None:
+                raise Interrupted(self._signal)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restore()
@@ -103,8 +104,8 @@ class ProgressLine(L.Callback):
             return
         self._shown = now
         pace = (now - self._start) / max(1, step - self._first)
-        left = int(pace * (trainer.max_steps - step))
+        left = pace * (trainer.max_steps - step)
         losses = " · ".join(f"{k} {v:.3f}" for k, v in self.step_log.latest.items() if k.startswith("loss"))
-        line = f"step {step}/{trainer.max_steps} · {losses or 'starting'} · {left // 60}:{left % 60:02d} left"
+        line = f"step {step}/{trainer.max_steps} · {losses or 'starting'} · {clock(left)} left"
         ends = "\n" if last or not live else ""
         print(f"\r\x1b[K{line}" if live else line, end=ends, file=sys.stderr, flush=True)

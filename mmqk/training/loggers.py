@@ -54,9 +54,11 @@ class RunLogger(Logger):
 # Statistics drawn for every modality side by side, and how they are combined over layers.
 CHARTS = {
     "Attention logits": ("attn_logit_absmax", ("max",)),
+    "Attention logits, signed": ("attn_logit_max", ("max",)),
     "Attention entropy": ("attn_entropy", ("median",)),
     "Query norm": ("q_norm", ("max", "median")),
     "Key norm": ("k_norm", ("max", "median")),
+    "Value norm": ("v_norm", ("max",)),
     "Residual norm": ("resid_norm", ("max",)),
     "Attention output": ("attn_out_norm", ("max",)),
     "MLP output": ("mlp_out_norm", ("max",)),
@@ -94,10 +96,14 @@ class StoryLogger(TensorBoardLogger):
         folder: the run folder; events are written straight into it.
         modalities: names of the vocabulary blocks, in order.
         layers: also write every per-layer series.
+        resumed_at: step a resumed run goes on from; what an earlier process drew after it is discarded.
     """
 
-    def __init__(self, folder, modalities: tuple[str, ...], layers: bool = False):
-        super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False)
+    def __init__(
+        self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None
+    ):
+        purge = None if resumed_at is None else resumed_at + 1
+        super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
         self._modalities, self._layers, self._has_layout = modalities, layers, False
 
     @rank_zero_only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.store import UserError, differing_fields, tag
+from mmqk.store import tag
 from mmqk.training.loss import LossConfig, LossSums, modality_losses, total_loss
 from mmqk.training.optim import OptimConfig, lr_multiplier, make_optimizer
 
@@ -63,7 +64,6 @@ class TrainingModule(L.LightningModule):
         self.step_record: StepRecord | None = None
         self._sums_3M: Tensor | None = None
         self._loss: Tensor | None = None
-        self._val_sums_3M: Tensor | None = None
 
     @property
     def trained_modalities(self) -> tuple[str, ...]:
@@ -121,20 +121,18 @@ class TrainingModule(L.LightningModule):
         rows = [sums[i * n : (i + 1) * n] for i in range(3)]
         return {"loss": loss, "grad_norm": grad_norm, **modality_means(rows, self.model_config.modalities)}
 
-    # Validation ----------------------------------------------------------------------------------------
-
-    def on_validation_epoch_start(self) -> None:
-        self._val_sums_3M = None
-
-    def validation_step(self, batch: TokenBatch, index: int) -> None:
-        self._val_sums_3M = _add(self._val_sums_3M, modality_sums(self._losses(batch)))
-
-    def on_validation_epoch_end(self) -> None:
-        if self._val_sums_3M is None:
-            return
-        values = modality_means(self._val_sums_3M.tolist(), self.model_config.modalities, prefix="val_")
-        for logger in self.trainer.loggers:
-            logger.log_metrics(values, self.trainer.global_step)
+    @torch.no_grad()
+    def validation_losses(self, batches: Iterable[TokenBatch]) -> dict[str, float]:
+        """Loss and log Z by target modality over held-out batches, in the run's precision, as ``val_`` tags."""
+        was_training = self.model.training
+        self.model.eval()
+        total_3M: Tensor | None = None
+        with self.trainer.precision_plugin.val_step_context():
+            for batch in batches:
+                total_3M = _add(total_3M, modality_sums(self._losses(batch.to(self.device))))
+        self.model.train(was_training)
+        assert total_3M is not None
+        return modality_means(total_3M.tolist(), self.model_config.modalities, prefix="val_")
 
     # Optimizer -----------------------------------------------------------------------------------------
 
@@ -146,25 +144,9 @@ class TrainingModule(L.LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    # Checkpoints: the configuration travels with the weights -------------------------------------------
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The configuration travels with the weights; `mmqk.training.checkpoint` compares it on loading."""
         checkpoint["mmqk_model"] = asdict(self.model_config)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses another model: pre-norm and post-norm share every parameter name and would load silently."""
-        stored = checkpoint.get("mmqk_model")
-        if stored is None:
-            raise UserError(
-                "The checkpoint carries no mmqk model configuration: it was not written by mmqk.train."
-            )
-        differing = differing_fields(stored, asdict(self.model_config))
-        if differing:
-            raise UserError(
-                "The checkpoint is of another model: "
-                + ", ".join(f"model.{name}" for name in differing)
-                + " differ; remove it from the run's checkpoints or choose another --out."
-            )
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,16 @@ class StepLog(L.Callback):
     non-finite numbers and for divergence (`DivergenceRule`), and stops the run in order.
 
     Args:
-        flush_every: steps between two transfers to the host.
+        flush_at: a flush comes at every step that is a multiple of one of these.
+        warmup_steps: of the learning rate, for the divergence rule.
 
     Attributes:
         divergence: (step, reason) once the run has diverged.
         latest: values of the newest flushed step, for a progress line.
     """
 
-    def __init__(self, flush_every: int, warmup_steps: int):
-        self.flush_every = flush_every
+    def __init__(self, flush_at: Iterable[int], warmup_steps: int):
+        self.flush_at = [n for n in flush_at if n]
         self.rule = DivergenceRule(warmup_steps)
         self.divergence: tuple[int, str] | None = None
         self.latest: dict[str, float] = {}
@@ -52,7 +55,7 @@ class StepLog(L.Callback):
             return  # in the middle of an accumulated step
         pl_module.step_record = None
         self._records.append(record)
-        if record.step % self.flush_every == 0 or record.step == trainer.max_steps:
+        if record.step == trainer.max_steps or any(record.step % n == 0 for n in self.flush_at):
             self.flush(trainer, pl_module)
 
     def flush(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
@@ -82,21 +85,57 @@ class StepLog(L.Callback):
         }
         return self.rule.update(step, losses)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._since = time.monotonic()  # validation is not training time
-        self._tokens = 0
-
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         assert isinstance(pl_module, TrainingModule)
-        self.flush(trainer, pl_module)
+        # What broke the run may break this too (a full disk, a lost device): its status still has to be written.
+        with contextlib.suppress(OSError, RuntimeError):
+            self.flush(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         return self.rule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rule.load_state_dict(state_dict)
+
+
+def ends_step(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Whether this micro-batch closed an optimizer step: in between, gradients of half a step are pending."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+class Validation(L.Callback):
+    """Held-out losses every N optimizer steps, and at the end of every run that reaches one.
+
+    Not Lightning's own loop, which a resume at a step with a validation due would skip.
+
+    Args:
+        batches: makes the fixed validation batches.
+        every_n_steps: 0 for the end only.
+    """
+
+    def __init__(self, batches: Callable[[], Iterator[TokenBatch]], every_n_steps: int):
+        self.batches, self.every_n_steps = batches, every_n_steps
+        self._validated = -1
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
+        step, every = trainer.global_step, self.every_n_steps
+        due = step == trainer.max_steps or (every and step % every == 0)
+        if due and step != self._validated and ends_step(trainer, batch_idx):
+            self._validate(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A run that diverged is validated where it ended."""
+        if trainer.global_step != self._validated:
+            self._validate(trainer, pl_module)
+
+    def _validate(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        self._validated = trainer.global_step
+        values = pl_module.validation_losses(self.batches())
+        for logger in trainer.loggers:
+            logger.log_metrics(values, trainer.global_step)
 
 
 @dataclass(frozen=True)
@@ -125,9 +164,13 @@ class Checkpoints(L.Callback):
         self.folder, self.config, self.step_log = folder, config, step_log
         self._saved = -1
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._saved = trainer.global_step
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         step, every = trainer.global_step, self.config.every_n_steps
-        if step and step != self._saved and ((every and step % every == 0) or step == trainer.max_steps):
+        due = step == trainer.max_steps or (every and step % every == 0)
+        if due and step != self._saved and ends_step(trainer, batch_idx):
             self.save(trainer, pl_module)
 
     def save(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
@@ -142,6 +185,8 @@ class Checkpoints(L.Callback):
         partial = path.with_suffix(".partial")
         trainer.save_checkpoint(partial)
         if trainer.is_global_zero:
+            with open(partial, "rb") as written:
+                os.fsync(written.fileno())
             os.replace(partial, path)
             for old in checkpoints_in(self.folder)[: -self.config.keep]:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()

@@ -6,6 +6,7 @@ import types
 import pytest
 
 import mmqk.ablate as ablate
+from mmqk.ablation.grid import claims_hash
 from mmqk.store import UserError, front_door, identity_hash, read_status
 
 GRID = """
@@ -83,6 +84,29 @@ def test_a_changed_field_is_another_run_and_the_old_one_stays(world, tmp_path):
     assert world() == 0
     assert world(grid=GRID.replace("act: diverge", "act: finish")) == 0
     assert len(list((tmp_path / "runs/toy").glob("wild-*"))) == 2
+
+
+def test_claims_stay_registered_as_they_first_were(world, tmp_path):
+    path = tmp_path / "runs/toy/ablation.json"
+    grid = GRID + "claims:\n  - {id: A, treatment: good, control: wild, delta: 0.5}\n"
+    assert world(grid=grid) == 0
+    first = json.loads(path.read_text())
+    assert first["registered"] == claims_hash(first["grid"])
+    assert world(grid=grid.replace("0.5", "0.1")) == 0
+    assert world(grid=grid.replace("0.5", "0.2")) == 0
+    later = json.loads(path.read_text())
+    assert later["grid"]["claims"][0]["delta"] == 0.2
+    assert later["registered"] == first["registered"] != claims_hash(later["grid"])
+
+
+def test_a_record_without_a_registration_registers_the_claims_it_holds(world, tmp_path):
+    path = tmp_path / "runs/toy/ablation.json"
+    assert world() == 0
+    old = json.loads(path.read_text())
+    del old["registered"]
+    path.write_text(json.dumps(old))
+    assert world(grid=GRID + "claims:\n  - {id: A, arms: [good], status: shown}\n") == 0
+    assert json.loads(path.read_text())["registered"] == claims_hash(old["grid"])
 
 
 def test_a_failing_arm_is_exit_code_1_and_the_others_are_done(world, tmp_path, capsys):

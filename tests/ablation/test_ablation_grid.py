@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.ablation import load_grid
-from mmqk.ablation.grid import CLAIM_KEYS
+from mmqk.ablation.grid import CLAIM_KEYS, claims_hash
 from mmqk.analysis.study import Claim
 from mmqk.store import UserError
 
@@ -101,6 +101,8 @@ def test_the_whole_file_travels_as_plain_data(write):
         ("  shown:", "  plain:", "line 12: the key 'plain' is written twice"),
         ("name: demo", "name: [", "is not valid YAML: line"),
         ("name: demo\n", "", "there is no 'name'"),
+        ("control: qk}", "control: qk, delta: .inf}", "holds a number that is not finite"),
+        ("control: qk}", "control: qk, estimand: x}", r"claims\[0\]: unknown key 'estimand'"),
     ],
 )
 def test_a_mistake_in_a_grid_is_one_sentence_that_names_it(write, old, new, sentence):
@@ -119,8 +121,16 @@ def test_a_missing_grid_or_one_that_is_no_mapping_is_named(write, tmp_path):
         load_grid(write("name: x\nbase: ../base.yaml\narms: {}\n"))
 
 
-def test_a_claim_may_say_everything_that_the_analysis_reads():
-    assert {field.name for field in dataclasses.fields(Claim)} <= set(CLAIM_KEYS)
+def test_a_claim_may_say_what_the_analysis_reads_and_nothing_else():
+    assert sorted(CLAIM_KEYS) == sorted(field.name for field in dataclasses.fields(Claim))
+
+
+def test_the_hash_of_claims_is_theirs_alone(write):
+    grid = load_grid(write(GRID)).raw
+    assert claims_hash(load_grid(write(GRID.replace("seeds: [0, 1]", "seeds: [7]"))).raw) == claims_hash(grid)
+    assert claims_hash(json.loads(json.dumps(grid))) == claims_hash(grid)
+    assert claims_hash(load_grid(write(GRID.replace("bounds", "binds"))).raw) != claims_hash(grid)
+    assert claims_hash({}) == claims_hash({"claims": None}) == claims_hash({"claims": []})
 
 
 def test_grids_that_ship_can_be_read():

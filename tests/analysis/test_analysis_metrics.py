@@ -1,5 +1,6 @@
 """What a claim measures, against numbers that were planted."""
 
+import json
 import math
 
 import pytest
@@ -75,6 +76,17 @@ def test_final_loss_is_held_out_only_at_the_end_of_a_completed_run(tmp_path):
     assert final_loss(append(tmp_path / "c", '{"step": 201, "loss/text": "nan"}'), "text").value == math.inf
 
 
+def test_a_held_out_loss_of_an_earlier_step_is_not_final(tmp_path):
+    run_of(tmp_path, Planted(50.0, {"text": 3.4, "image": 4.6}))
+    status = tmp_path / "x" / "status.json"
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"step": 260}))
+    lines = "\n".join(json.dumps({"step": step, "loss/text": 3.0}) for step in range(201, 261))
+    found = final_loss(append(tmp_path, lines), "text")
+    assert not found.held_out and found.value == pytest.approx(3.0)
+    found = final_loss(append(tmp_path, '{"step": 260, "val_loss/text": 3.1}'), "text")
+    assert found.held_out and found.value == 3.1
+
+
 def test_learnt_is_measured_against_the_unigram_entropy(tmp_path):
     low = {"text": UNIGRAM["text"] - 0.15, "image": UNIGRAM["image"] - 0.05}
     run = run_of(tmp_path / "a", Planted(50.0, low))
@@ -104,6 +116,28 @@ def test_a_loss_that_is_off_is_not_trained(tmp_path):
     run = run_of(tmp_path, Planted(50.0), settings={"loss.weights.image": 0.0})
     assert not is_trained(run, "image")
     assert is_trained(run, "text")
+
+
+@pytest.mark.parametrize(
+    ("mix", "trained"),
+    [
+        ({"pair": 3.0, "text": 1.0}, ["text", "image"]),
+        ({"pair": 1}, ["text", "image"]),
+        ({"text": 1}, ["text"]),
+        ({"image": 1}, ["image"]),
+        ({"pair": 0.0, "text": 1.0, "image": 1.0}, ["text", "image"]),
+        ({"pair": 0.0, "text": 0, "image": 2.0}, ["image"]),
+    ],
+)
+def test_what_the_data_mix_does_not_hold_is_not_trained(tmp_path, mix, trained):
+    run = run_of(tmp_path, Planted(50.0), settings={"data": {"mix": mix}})
+    assert [m for m in ("text", "image") if is_trained(run, m)] == trained
+
+
+def test_a_mix_does_not_train_a_loss_that_is_off(tmp_path):
+    settings = {"data": {"mix": {"pair": 1.0}}, "loss.weights.image": 0.0}
+    run = run_of(tmp_path, Planted(50.0), settings=settings)
+    assert is_trained(run, "text") and not is_trained(run, "image")
 
 
 def test_metrics_are_found_by_name():

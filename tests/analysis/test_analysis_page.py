@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from fake_runs import DEMO, Planted, write_demo, write_run
 
+from mmqk.ablation.grid import claims_hash
 from mmqk.analysis import load_study, write_report
 from mmqk.analysis.curves import binned
 from mmqk.analysis.figures import hero
@@ -147,6 +148,33 @@ def test_text_from_the_grid_is_escaped(demo):
     assert r"What a \<7B\> run would do." in (demo[1] / "report.md").read_text()
 
 
+def test_a_threshold_is_our_smallest_effect_of_interest(demo):
+    for name in ("index.html", "report.md"):
+        text = (demo[1] / name).read_text()
+        assert "Smallest effect of interest: a factor of 1.99." in text
+        assert "asked for" not in text.lower() and "asks for" not in text
+
+
+@pytest.mark.parametrize("registered", ["same", "other", "absent"])
+def test_the_page_says_when_claims_were_changed(tmp_path, registered):
+    runs = write_demo(tmp_path / "demo")
+    path = runs / "ablation.json"
+    record = json.loads(path.read_text())
+    if registered != "absent":
+        record["registered"] = claims_hash(record["grid"])
+    if registered == "other":
+        record["grid"]["claims"][0]["delta"] = 0.5
+    path.write_text(json.dumps(record))
+    write_report(runs, tmp_path / "report")
+    for name, note in (("index.html", r'<p class="note[^"]*">(.*)</p>'), ("report.md", r"(.*Marks: .*)")):
+        text = (tmp_path / "report" / name).read_text()
+        said = "Claims were changed after they were first registered." in text
+        assert said == (registered == "other")
+        assert not said or "Claims were changed" in re.search(note, text)[1]
+    for verdict in json.loads((tmp_path / "report" / "verdicts.json").read_text()):
+        assert "claim" in verdict and "registered" not in verdict
+
+
 def test_markdown_shows_every_figure(demo):
     images = re.findall(r"\]\((figures/\w+\.png)\)", (demo[1] / "report.md").read_text())
     assert [Path(i).stem for i in images] == ["hero", "entropy", "norms", "final_norm", "layers", "shown"]
@@ -195,7 +223,8 @@ def test_diverged_lines_are_marked(demo):
 def test_sentences_follow_the_verdicts(tmp_path):
     study = load_study(write_demo(tmp_path / "a", {"mixed-qk": Planted(120.0)}))
     title, _ = headline(study, judge(study))
-    assert "0.500 times as high" in title and "short of the factor of 1.99 that C2 asks for" in title
+    assert "0.500 times as high" in title
+    assert title.endswith(", short of the smallest effect of interest, a factor of 1.99")
     study = load_study(write_demo(tmp_path / "b", leave_out=("mixed-qk",)))
     assert "C2 was not run" in headline(study, judge(study))[0]
 

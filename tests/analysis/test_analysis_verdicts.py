@@ -2,12 +2,13 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from fake_runs import DEMO, Planted, write_demo
 
 from mmqk.analysis import judge, load_study
+from mmqk.analysis.controls import within_bound
 
 UNLEARNT = {"text": 3.4, "image": 5.45}
 
@@ -38,7 +39,8 @@ def test_planted_effect_is_reproduced_with_its_numbers(tmp_path):
     found = verdicts(tmp_path)["C2"]
     assert found.verdict == "reproduced"
     assert found.effect.value == pytest.approx(math.log(60 / 8.5))
-    assert found.spread.sd == pytest.approx(0.12) and found.spread.df == 6
+    assert found.effect.df == 6 and "Seed spread 0.12, pooled over 3 arms" in " ".join(found.notes)
+    assert "spread" not in {field.name for field in fields(found)}
     half = 2.4469 * 0.12 * math.sqrt(2 / 3)
     assert found.effect.low == pytest.approx(found.effect.value - half, abs=1e-4)
     assert all(controls(found).values()) and len(found.runs) == 6
@@ -172,6 +174,13 @@ def test_logits_above_the_bound_decide_nothing(tmp_path):
     found = {v.claim.id: v for v in judge(load_study(folder))}["C2"]
     assert found.verdict == "inconclusive"
     assert not controls(found)["logits within the QK-Norm bound"]
+
+
+def test_the_bound_is_checked_of_runs_alone(tmp_path):
+    study = load_study(write_demo(tmp_path / "demo"))
+    assert within_bound(study.of_arm("mixed")) is None
+    found = within_bound(study.of_arm("mixed-qk"))
+    assert found is not None and found.passed and found.detail == "at most 87 % of the bound"
 
 
 def test_diverged_seeds_count(tmp_path):

@@ -1,14 +1,20 @@
-"""The measure finds a gain that was planted, and none where there is none."""
+"""The measure finds a gain that was planted, and none where there is none; images of a caption count once."""
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from mmqk.data.cache import open_cache
 from mmqk.data.sequences import SequenceBuilder
+from mmqk.model import ModelConfig
 from mmqk.store import UserError, front_door
-from mmqk.tokenizers.caption_gain import caption_gain, main, partners
+from mmqk.tokenizers import tokenizers_hash
+from mmqk.tokenizers.caption_gain import caption_gain, main, partners, summary
 from mmqk.tokenizers.vocabulary import JointVocabulary
 
 
@@ -23,13 +29,13 @@ def test_partners_have_another_caption():
 class Oracle(torch.nn.Module):
     """Predicts each image code the better the more the words before it are those it was made for."""
 
-    def __init__(self, rows, vocab, use_caption):
+    def __init__(self, rows, blocks, use_caption):
         super().__init__()
         self.caption_of = {tuple(row[-66:-2].tolist()): row[:-66].tolist() for row in rows}
-        self.vocab, self.use_caption = vocab, use_caption
+        self.config, self.use_caption = ModelConfig(blocks=blocks), use_caption
 
     def forward(self, ids_BT, modality_BT):
-        logits = torch.zeros(*ids_BT.shape, self.vocab)
+        logits = torch.zeros(*ids_BT.shape, self.config.vocab_size)
         for b, row in enumerate(ids_BT.tolist()):
             end = row.index(4)
             codes, caption = tuple(row[end - 64 : end]), row[: end - 65]
@@ -47,8 +53,8 @@ def test_gain_is_found_where_it_was_planted(tiny_data, use_caption):
     builder = SequenceBuilder(cache, vocabulary, seq_len=112)
     captions = [str(cache.caption(i).tolist()) for i in range(len(cache.codes_NG))]
     rows = [builder.pair(i, image_first=False) for i in range(len(captions))]
-    found = caption_gain(Oracle(rows, sum(vocabulary.blocks.values()), use_caption), builder, captions)
-    assert found.images == 12
+    found = caption_gain(Oracle(rows, vocabulary.blocks, use_caption), builder, captions)
+    assert (found.images, found.captions) == (12, 12)
     if use_caption:
         assert found.interval[0] > 0 and found.gain == pytest.approx(found.shuffled - found.true)
     else:
@@ -58,3 +64,56 @@ def test_gain_is_found_where_it_was_planted(tiny_data, use_caption):
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert front_door(main)(["--run", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
+
+
+def test_images_of_one_caption_are_one_sample():
+    random = np.random.default_rng(0)
+    true_C, shuffled_C = random.normal(4.0, 0.1, 9), random.normal(4.1, 0.1, 9)
+    captions = [f"caption {c}" for c in range(9)]
+    once = summary(torch.tensor(true_C), torch.tensor(shuffled_C), captions)
+    reference = stats.ttest_1samp(shuffled_C - true_C, 0).confidence_interval(0.95)
+    assert once.interval == pytest.approx((reference.low, reference.high))
+    # Three drawings of each emoji that scatter about its mean are no more evidence than one.
+    scatter_CN = np.tile([-0.3, 0.0, 0.3], (9, 1))
+    order = random.permutation(27)
+    thrice = summary(
+        torch.tensor((true_C[:, None] + scatter_CN).ravel()[order]),
+        torch.tensor((shuffled_C[:, None] - scatter_CN).ravel()[order]),
+        [captions[i // 3] for i in order],
+    )
+    assert (thrice.images, thrice.captions) == (27, 9)
+    assert thrice.interval == pytest.approx(once.interval)
+    assert (thrice.true, thrice.gain) == pytest.approx((once.true, once.gain))
+
+
+def test_a_caption_counts_once_however_many_images_it_has():
+    found = summary(torch.zeros(4), torch.tensor([1.0, 1.0, 1.0, 3.0]), ["a", "a", "a", "b"])
+    assert found.gain == found.shuffled == 2.0
+
+
+def refusal(folder, record, capsys):
+    (folder / "run.json").write_text(json.dumps(record))
+    assert front_door(main)(["--run", str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mmqk: ") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("details", [{}, {"config": None}, {"config": {"data": {"seq_len": 8}}}])
+def test_a_run_that_does_not_say_its_data_is_refused(tmp_path, capsys, details):
+    identity = {"data": {"tokenizers": "0123456789"}}
+    err = refusal(tmp_path, {"identity": identity, "details": details}, capsys)
+    assert "does not say what the run was trained on" in err
+
+
+def test_a_run_of_other_tokenizers_is_refused(tiny_data, tmp_path, capsys):
+    data = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers", "cache")}
+    record = {
+        "identity": {"data": {"tokenizers": "0123456789"}},
+        "details": {"config": {"data": {**data, "seq_len": 112}}},
+    }
+    err = refusal(tmp_path, record, capsys)
+    assert "0123456789" in err and tokenizers_hash(tiny_data / "tokenizers") in err
+    # The same record with the present hash gets further: what is missing then is the checkpoint.
+    record["identity"]["data"]["tokenizers"] = tokenizers_hash(tiny_data / "tokenizers")
+    assert "has no checkpoint" in refusal(tmp_path, record, capsys)

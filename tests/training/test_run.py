@@ -94,7 +94,7 @@ def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> 
 def test_stopped_run_ends_bit_for_bit_like_one_that_was_not(tiny_args, tmp_path, signum, code, word):
     """With several loader workers and dropout, killed in the middle and started by the same command."""
     args = [*tiny_args, "--model.residual_dropout=0.1", "--data.workers=2", "--trainer.max_steps=300",
-            "--trainer.val_check_interval=100", "--checkpoint.every_n_steps=7"]  # fmt: skip
+            "--data.val_every_n_steps=14", "--checkpoint.every_n_steps=7"]  # fmt: skip
     assert run_and_signal(args, tmp_path / "stopped", signum, after_step=21) == code
     assert status(tmp_path / "stopped")["status"] == word
     reached = sorted((tmp_path / "stopped/checkpoints").glob("step*.ckpt"))[-1]

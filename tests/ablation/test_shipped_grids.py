@@ -1,0 +1,198 @@
+"""The grid that ships: what its arms hold equal, what they change, and that its claims can be decided."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmqk.ablation import load_grid
+from mmqk.ablation.grid import Grid
+from mmqk.analysis import load_study
+from mmqk.config import RunConfig, resolve
+from mmqk.store import UserError, flatten
+
+ROOT = Path(__file__).parents[2]
+DEMO = Path("configs/ablations/demo.yaml")
+QK, PRE, POST, LR = "model.qk_norm.kind", "model.pre_norm", "model.post_norm", "optim.lr"
+CHOOSING_SEED = 0  # the learning rate was chosen on it
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Grid:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return load_grid(DEMO)
+
+
+@pytest.fixture(scope="module")
+def runs(demo) -> dict[tuple[str, int], RunConfig]:
+    """Every job as `mmqk.config` resolves it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return {(job.arm, job.seed): resolve(list(job.args)) for job in demo.jobs}
+
+
+def changed(tmp_path: Path, change) -> Grid:
+    """The grid after ``change(its content)``."""
+    raw = yaml.safe_load(DEMO.read_text())
+    raw["base"] = [str(ROOT / "configs/demo.yaml")]
+    change(raw)
+    path = tmp_path / "demo.yaml"
+    path.write_text(yaml.safe_dump(raw, sort_keys=False))
+    return load_grid(path)
+
+
+def unequal(a: RunConfig, b: RunConfig) -> set[str]:
+    """Fields in which two whole configurations differ; a mapping that is empty in one does not count itself."""
+    flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
+    absent = object()
+    return {
+        name
+        for name in flat_a.keys() | flat_b.keys()
+        if flat_a.get(name, absent) != flat_b.get(name, absent)
+        and {} not in (flat_a.get(name), flat_b.get(name))
+    }
+
+
+def strays(grid: Grid, runs: dict[tuple[str, int], RunConfig]) -> dict[tuple[str, str], set[str]]:
+    """By pair of arms with a common seed, the fields that differ though neither sets them, or that one sets."""
+    found = {}
+    for a, b in combinations(grid.arms, 2):
+        for seed in set(a.seeds) & set(b.seeds):
+            named = a.fields.keys() | b.fields.keys()
+            same = {name for name in named if a.fields.get(name, a) == b.fields.get(name, b)}
+            difference = unequal(runs[a.name, seed], runs[b.name, seed])
+            if difference - (named - same):
+                found[a.name, b.name] = difference - (named - same)
+    return found
+
+
+def table(runs: dict[tuple[str, int], RunConfig]) -> dict[str, set[tuple]]:
+    """By arm, what its runs are: learning rate, QK-Norm, placement, weights of the loss."""
+    found: dict[str, set[tuple]] = {}
+    for (arm, _), run in runs.items():
+        model = run.model
+        row = (run.optim.lr, model.qk_norm.kind, model.pre_norm, model.post_norm, str(run.loss.weights))
+        found.setdefault(arm, set()).add(row)
+    return found
+
+
+def test_thirteen_jobs_three_seeds_where_something_is_decided(demo, runs):
+    assert len(demo.jobs) == len(runs) == len({run.id for run in runs.values()}) == 13
+    blocks = {arm.name: arm.block for arm in demo.arms}
+    assert set(blocks.values()) == {"decided", "shown"}
+    for arm in demo.arms:
+        assert len(arm.seeds) == (3 if arm.block == "decided" else 1), arm.name
+    assert {seed for arm in demo.arms for seed in arm.seeds} == {run.seed for run in runs.values()}
+
+
+def seed_is_free(grid: Grid) -> bool:
+    return all(CHOOSING_SEED not in arm.seeds for arm in grid.arms)
+
+
+def test_the_seed_that_chose_the_learning_rate_is_in_no_arm(demo, tmp_path):
+    assert seed_is_free(demo)
+    assert not seed_is_free(
+        changed(tmp_path, lambda raw: raw.pop("seeds"))
+    )  # 0 is what a grid has by default
+
+
+def test_decided_arms_share_one_learning_rate_below_the_shown_one_and_are_pre_norm(demo, runs):
+    rows = table(runs)
+    assert all(len(row) == 1 for row in rows.values())
+    one = {arm: next(iter(row)) for arm, row in rows.items()}
+    decided = {arm.name: one[arm.name] for arm in demo.arms if arm.block == "decided"}
+    shown = {arm.name: one[arm.name] for arm in demo.arms if arm.block == "shown"}
+    [lr], [higher] = {row[0] for row in decided.values()}, {row[0] for row in shown.values()}
+    assert lr < higher
+    assert all((pre, post) == (True, False) for _, _, pre, post, _ in decided.values())
+    assert {arm: (qk, weights) for arm, (_, qk, _, _, weights) in decided.items()} == {
+        "mixed": ("none", "{}"),
+        "mixed-qk": ("rms", "{}"),
+        "image-off": ("none", "{'image': 0.0}"),
+    }
+    assert {row[1:4] for row in shown.values()} == {
+        *(("none", True, False), ("rms", True, False), ("none", False, True), ("rms", False, True))
+    }
+    assert len(shown) == 4 and all(row[4] == "{}" for row in shown.values())
+
+
+def test_arms_differ_only_in_what_they_set(demo, runs, tmp_path):
+    assert strays(demo, runs) == {}
+    for arm in demo.arms:
+        for name, value in arm.fields.items():
+            assert flatten(runs[arm.name, arm.seeds[0]].nested())[name] == value, (arm.name, name)
+    decided = [arm.name for arm in demo.arms if arm.block == "decided"]
+    assert {(a, b): unequal(runs[a, 1], runs[b, 1]) for a, b in combinations(decided, 2)} == {
+        ("mixed", "mixed-qk"): {QK},
+        ("mixed", "image-off"): {"loss.weights.image"},
+        ("mixed-qk", "image-off"): {QK, "loss.weights.image"},
+    }
+    assert unequal(runs["high-pre", 1], runs["high-post", 1]) == {PRE, POST}
+    # The control: an arm that was resolved with one more field is found.
+    wider = resolve([*next(j.args for j in demo.jobs if j.arm == "mixed"), "--optim.beta2=0.99"])
+    assert strays(demo, {**runs, ("mixed", 1): wider})["mixed", "mixed-qk"] == {"optim.beta2"}
+
+
+def test_jobs_are_fp32_on_one_thread_and_otherwise_alike(runs):
+    for run in runs.values():
+        assert (run.trainer["precision"], run.threads, run.trainer["accelerator"]) == ("32-true", 1, "cpu")
+        assert run.monitor.batch == "heldout"  # maxima of different arms on the same tokens
+    assert len({(run.backend, run.trainer["max_steps"]) for run in runs.values()}) == 1
+
+
+def study_of(grid: Grid, folder: Path):
+    """The study that the report would read, before any run has started."""
+    folder.mkdir()
+    runs = [{"arm": job.arm, "seed": job.seed, "folder": f"{job.arm}/seed{job.seed}"} for job in grid.jobs]
+    record = {"name": grid.name, "grid": grid.raw, "runs": runs}
+    (folder / "ablation.json").write_text(json.dumps(record))
+    return load_study(folder)
+
+
+def test_every_claim_can_be_judged(demo, tmp_path):
+    study = study_of(demo, tmp_path / "runs")
+    claims = {claim.id: claim for claim in study.claims}
+    assert list(claims) == [claim["id"] for claim in demo.raw["claims"]]
+    assert claims["C2"].compared == ("mixed", "mixed-qk") and claims["C2"].decided
+    assert claims["C10"].compared == ("mixed", "image-off") and claims["C10"].decided
+    assert claims["C13"].compared == ("high-pre", "high-pre-qk", "high-post", "high-post-qk")
+    assert not claims["C13"].decided
+    assert demo.raw["report"]["headline"] in claims
+    decided = {arm.name for arm in demo.arms if arm.block == "decided"}
+    for claim in claims.values():
+        assert claim.statement and (claim.source or claim.status in ("control", "exploratory")), claim.id
+        if claim.decided:
+            assert set(claim.compared) <= decided and claim.falsifier, claim.id
+        assert not claim.positive_control or claim.positive_control in claims
+    assert len(study.missing) == 13
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"metric": "largest_attention_logits"}, "largest_attention_logits"),
+        ({"delta": 0}, "positive delta"),
+        ({"regime": "it looked fine"}, "regime"),
+        ({"direction": "up"}, "direction"),
+    ],
+)
+def test_a_claim_that_cannot_be_judged_is_refused(tmp_path, change, says):
+    grid = changed(tmp_path, lambda raw: raw["claims"][0].update(change))
+    with pytest.raises(UserError, match=says):
+        study_of(grid, tmp_path / "runs")
+
+
+def test_an_arm_that_sets_an_unknown_field_does_not_resolve(tmp_path):
+    grid = changed(tmp_path, lambda raw: raw["arms"]["mixed"]["set"].update({"optim.beta3": 0.9}))
+    with pytest.raises(UserError, match=r"no field 'optim\.beta3'"):
+        resolve(list(next(job.args for job in grid.jobs if job.arm == "mixed")))

@@ -1,0 +1,166 @@
+"""Who may import whom (DESIGN, section 2): each rule in a fresh process, and each with a planted violation."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Stands in front of every finder; a refused import ends the process, whoever would have caught it.
+GUARD = """
+import importlib, json, pkgutil, sys
+
+root, rule = sys.argv[1], json.loads(sys.argv[2])
+sys.path.insert(0, root)
+
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in rule["absent"]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if refused(name, top):
+            print(f"broken: {rule['modules']} imports {name}")
+            sys.stdout.flush()
+            import os
+            os._exit(3)
+        return None
+
+def refused(name, top):
+    if any(name == r or name.startswith(r + ".") for r in rule["never"]):
+        return True
+    if top == "mmqk":
+        return bool(rule["mmqk"]) and not any(
+            name == a or name.startswith(a + ".") or a.startswith(name + ".") for a in rule["mmqk"]
+        )
+    return rule["stdlib_only"] and top not in sys.stdlib_module_names
+
+sys.meta_path.insert(0, Guard())
+for module in rule["modules"]:
+    found = importlib.import_module(module)
+    assert found.__file__.startswith(root), found.__file__
+    for part in pkgutil.walk_packages(getattr(found, "__path__", []), module + "."):
+        if part.name not in rule["leave_out"]:
+            importlib.import_module(part.name)
+exec(rule["then"], {})
+print("kept")
+"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What importing ``modules``, with all that lies below them, and running ``then`` may pull in.
+
+    Attributes:
+        mmqk: the parts of mmqk that may be imported; empty for all of it.
+        never: modules that may not be imported, not even by somebody else.
+        absent: packages that are as if they were not installed.
+        stdlib_only: whether nothing but the standard library and mmqk may be imported.
+        leave_out: submodules that are not part of the rule.
+    """
+
+    modules: tuple[str, ...]
+    mmqk: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    stdlib_only: bool = False
+    leave_out: tuple[str, ...] = ()
+    then: str = ""
+
+
+PROBE = """
+import torch
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.monitors import probe
+model = EarlyFusionTransformer(ModelConfig(d_model=8, n_layers=1, n_heads=2, blocks={"text": 6, "image": 4}))
+ids = torch.arange(10).repeat(2, 2)
+seen = torch.ones_like(ids, dtype=torch.bool)
+flat = probe(model, TokenBatch(ids, (ids >= 6).long(), seen, seen, torch.tensor(38.0))).flat()
+assert "attn_logit_absmax/text-image/layer00" in flat, sorted(flat)
+"""
+# One run: the whole way from its files to a page.
+REPORT = f"""
+import sys, tempfile
+from pathlib import Path
+sys.path.insert(0, {str(ROOT / "tests/analysis")!r})
+from fake_runs import DEMO, write_run
+from mmqk.report import main
+with tempfile.TemporaryDirectory() as folder:
+    write_run(Path(folder) / "runs/one", DEMO["mixed"])
+    assert main([folder + "/runs", "--out", folder + "/report"]) == 0
+    assert (Path(folder) / "report/index.html").exists()
+"""
+# What mmqk needs and somebody else's training environment may not have.
+LAB = (
+    *("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "transformers", "tensorboard"),
+    *("webdataset", "timm", "tokenizers", "safetensors", "torchvision", "jsonargparse", "yaml", "PIL"),
+    *("scipy", "matplotlib", "jinja2", "rich", "vector_quantize_pytorch"),
+)
+RULES = {
+    "store": Rule(("mmqk.store",), mmqk=("mmqk.store",), stdlib_only=True),
+    "model": Rule(("mmqk.model",), mmqk=("mmqk.model",), absent=LAB),
+    "monitors": Rule(
+        ("mmqk.monitors",),
+        mmqk=("mmqk.monitors", "mmqk.model", "mmqk.data.batch", "mmqk.store"),
+        absent=LAB,
+        leave_out=("mmqk.monitors.callback",),
+        then=PROBE,
+    ),
+    "shards": Rule(("mmqk.data.shards",), never=("mmqk.tokenizers", "tokenizers")),
+    "report": Rule(("mmqk.analysis", "mmqk.report"), never=("torch", "lightning"), then=REPORT),
+}
+
+
+def check(rule: Rule, root: Path) -> str:
+    """The one line that a fresh process says of a rule in the mmqk under ``root``."""
+    done = subprocess.run(
+        [sys.executable, "-c", GUARD, str(root), json.dumps(asdict(rule))],
+        capture_output=True,
+        text=True,
+        cwd=root,
+    )
+    said = done.stdout.strip().splitlines() or [done.stderr]
+    assert (done.returncode == 0) == (said[-1] == "kept"), done.stderr
+    return said[-1]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_rule_is_kept(name):
+    assert check(RULES[name], ROOT) == "kept"
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "line", "says"),
+    [
+        ("store", "store/tags.py", "import numpy", "imports numpy"),
+        ("store", "store/files.py", "from mmqk.model import ModelConfig", "imports mmqk.model"),
+        ("model", "model/__init__.py", "from mmqk.store import tag", "imports mmqk.store"),
+        ("monitors", "monitors/__init__.py", "from mmqk.training import loss", "imports mmqk.training"),
+        ("monitors", "monitors/config.py", "import tensorboard", "No module named 'tensorboard'"),
+        ("shards", "data/shards.py", "from mmqk.tokenizers import TextTokenizer", "imports mmqk.tokenizers"),
+        ("report", "analysis/words.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
+        ("report", "report.py", "def main(argv): import torch", "imports torch"),
+    ],
+)
+def test_a_planted_violation_is_caught(tmp_path, name, file, line, says):
+    shutil.copytree(ROOT / "mmqk", tmp_path / "mmqk", ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "mmqk" / file
+    text = path.read_text()
+    if line.startswith("def"):  # inside a function, where reading the file does not show it
+        guard = 'if __name__ == "__main__":'
+        planted = text.replace(guard, f"{line}\n\n{guard}")
+    else:
+        first = re.search(r"^(?:from (?!__future__)|import )", text, re.MULTILINE)
+        assert first is not None
+        planted = f"{text[: first.start()]}{line}\n{text[first.start() :]}"
+    assert planted != text
+    path.write_text(planted)
+    assert says in check(RULES[name], tmp_path)

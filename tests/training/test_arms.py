@@ -1,0 +1,294 @@
+"""The arms of the demonstration as runs: a loss switched off, one modality alone, an end by signal or by failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.config import resolve
+from mmqk.data.module import TokenDataModule
+from mmqk.store import UserError, read_metrics
+from mmqk.train import main
+from mmqk.training import module as training
+from mmqk.training.checkpoint import load_model
+from mmqk.training.loss import LossSums, total_loss
+
+OFF = "--loss.weights.image=0"
+TEXT, IMAGE = '--data.mix={"text":1}', '--data.mix={"image":1}'
+
+
+def status(folder: Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+def training_series(folder: Path) -> list[dict]:
+    """The lines of a run without what was measured on the validation sequences."""
+    return [
+        {tag: value for tag, value in line.items() if not tag.startswith("val_")}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def by_step(folder: Path, tag: str) -> dict[int, float]:
+    return {line["step"]: line[tag] for line in training_series(folder) if tag in line}
+
+
+def tags_of_image(folder: Path) -> set[str]:
+    return {tag for line in training_series(folder) for tag in line if "image" in tag}
+
+
+def newest(folder: Path) -> Path:
+    return sorted((folder / "checkpoints").glob("step*.ckpt"))[-1]
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    one, two = (torch.load(newest(folder), weights_only=True)["state_dict"] for folder in (a, b))
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[Path, training.TrainingModule]:
+    """The trained modules of `mixed`, by folder."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def args(tiny_args) -> list[str]:
+    """Probes look at the batch in training: what an arm does not read, nothing of it can measure."""
+    return [*tiny_args, "--monitor.batch=current"]
+
+
+@pytest.fixture(scope="module")
+def mixed(args, tmp_path_factory, kept) -> Path:
+    out = tmp_path_factory.mktemp("arms") / "mixed"
+
+    class Kept(training.TrainingModule):
+        def __init__(self, *given):
+            super().__init__(*given)
+            kept[out] = self
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "TrainingModule", Kept)
+        assert main([*args, f"--out={out}"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def image_off(args, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("arms") / "image-off"
+    assert main([*args, OFF, f"--out={out}"]) == 0
+    return out
+
+
+# Image loss off --------------------------------------------------------------------------------------------
+
+
+def first_step(args: list[str]) -> tuple[training.TrainingModule, LossSums, torch.Tensor]:
+    """The module of a run as it starts, the sums of its first batch, and that step's number of targets."""
+    run = resolve(args)
+    module = training.TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
+    data = TokenDataModule(run.data, run.seed)
+    data.setup()
+    batch = data.builder.batch([data.order.row(index) for index in range(run.data.batch_size)])
+    return module, module._losses(batch), batch.step_targets
+
+
+def gradients(module: training.TrainingModule, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, list(module.model.parameters()), retain_graph=True))
+
+
+def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
+    """Same tokens, same denominator: what is left is the mixed run's gradient through its text targets."""
+    module, sums, targets = first_step(args)
+    text, image = (gradients(module, sums.ce[m] / targets) for m in (0, 1))
+    whole = gradients(module, total_loss(sums, module.loss_weights_M, module.loss_config.z_loss, targets))
+    other, other_sums, other_targets = first_step([*args, OFF])
+    assert other_targets == targets == sums.count.sum() and torch.equal(other_sums.count, sums.count)
+    loss = total_loss(other_sums, other.loss_weights_M, other.loss_config.z_loss, other_targets)
+    off = gradients(other, loss)
+    for a, b in zip(off, text, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+    # The controls: the mixed gradient is another one, and it is the sum of the two modalities'.
+    assert any(float((a - b).abs().max()) > 1e-3 for a, b in zip(off, whole, strict=True))
+    for a, b, c in zip(whole, text, image, strict=True):
+        torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-7)
+    # Dividing by the text targets alone would be another gradient as well.
+    assert any(
+        float((a * targets / sums.count[0] - b).abs().max()) > 1e-3 for a, b in zip(off, text, strict=True)
+    )
+
+
+def test_the_z_loss_of_a_modality_goes_with_its_loss(args):
+    module, sums, targets = first_step([*args, OFF, "--loss.z_loss=0.1"])
+    loss = total_loss(sums, module.loss_weights_M, 0.1, targets)
+    text = (sums.ce[0] + 0.1 * sums.log_z_sq[0]) / targets
+    torch.testing.assert_close(loss, text)
+    assert float(sums.log_z_sq[1]) > 0 and float((loss - text - 0.1 * sums.log_z_sq[1] / targets).abs()) > 0.1
+
+
+def test_first_step_of_both_runs_agrees_by_modality(mixed, image_off):
+    one, off = (next(line for line in training_series(f) if line["step"] == 1) for f in (mixed, image_off))
+    for tag in ("loss/text", "loss/image", "log_z/text", "log_z/image"):
+        assert off[tag] == pytest.approx(one[tag], rel=1e-6)
+    share = (one["loss"] - one["loss/image"]) / (one["loss/text"] - one["loss/image"])  # of text targets
+    assert 0 < share < 1
+    assert off["loss"] == pytest.approx(share * off["loss/text"], rel=1e-3)
+    assert off["loss"] < 0.9 * one["loss"] and off["grad_norm"] != pytest.approx(one["grad_norm"], rel=1e-3)
+
+
+def test_image_loss_off_never_moves_toward_images(mixed, image_off):
+    """Text targets push every image code down: the image loss that is measured but not trained only rises."""
+    off, on = by_step(image_off, "loss/image"), by_step(mixed, "loss/image")
+    assert off.keys() == on.keys() and off[1] == pytest.approx(on[1], rel=1e-6)
+    assert min(off.values()) >= off[1] - 0.02 and off[max(off)] > off[1] + 0.1
+    assert on[max(on)] < on[1] - 0.1
+    text = by_step(image_off, "loss/text")
+    assert text[max(text)] < text[1] - 0.1  # it does train
+
+
+# One modality alone ----------------------------------------------------------------------------------------
+
+
+def test_text_only_has_nothing_of_images(args, tmp_path, mixed):
+    assert main([*args, TEXT, f"--out={tmp_path / 'text'}"]) == 0
+    assert status(tmp_path / "text")["status"] == "completed"
+    assert tags_of_image(tmp_path / "text") == set()
+    assert set(by_step(tmp_path / "text", "loss/text")) == set(range(1, 13))
+    assert by_step(tmp_path / "text", "loss") == pytest.approx(by_step(tmp_path / "text", "loss/text"))
+    assert {"loss/image", "log_z/image", "q_norm/image/layer00"} <= tags_of_image(mixed)
+
+
+def test_image_only_trains_images(args, tmp_path, mixed):
+    assert main([*args, IMAGE, f"--out={tmp_path / 'image'}"]) == 0
+    found = by_step(tmp_path / "image", "loss/image")
+    assert set(found) == set(range(1, 13)) and found[12] < found[1] - 0.1
+    first, both = (
+        next(line for line in training_series(f) if line["step"] == 1) for f in (tmp_path / "image", mixed)
+    )
+
+    def share(line: dict) -> float:
+        return (line["loss"] - line["loss/text"]) / (line["loss/image"] - line["loss/text"])
+
+    # 64 codes with 3 special tokens after <bos>, the special ones being text; the mixed run has captions too.
+    assert share(first) > 0.9 > share(both) + 0.2
+
+
+def test_a_mix_on_the_command_line_replaces_that_of_a_file(args, tmp_path):
+    (tmp_path / "base.yaml").write_text("data:\n  mix: {pair: 3, text: 1}\n")
+    base = [f"--config={tmp_path / 'base.yaml'}", *args]
+    assert resolve([*base, TEXT]).data.mix == {"text": 1.0}
+    assert resolve([*base, TEXT]).id == resolve([*args, TEXT]).id
+    assert main([*base, TEXT, "--trainer.max_steps=3", f"--out={tmp_path / 'text'}"]) == 0
+    assert tags_of_image(tmp_path / "text") == set() and by_step(tmp_path / "text", "loss/text")
+    # The control: a single weight of it is merged.
+    assert resolve(base).data.mix == {"pair": 3.0, "text": 1.0}
+    assert resolve([*base, "--data.mix.text=2"]).data.mix == {"pair": 3.0, "text": 2.0}
+
+
+# Ends ------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_a_lone_run_in_order_and_it_resumes(args, tmp_path):
+    args = [*args, "--trainer.max_steps=300", "--monitor.every_n_steps=50"]
+    out, straight = tmp_path / "stopped", tmp_path / "straight"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not (out / "checkpoints/step00000008.ckpt").exists():
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    said = process.communicate()[1]
+    assert process.returncode == 130
+    assert "the same command goes on from there" in said and "Traceback" not in said
+    found = status(out)
+    assert found["status"] == "interrupted" and "SIGINT" in found["reason"]
+    assert 8 <= found["step"] < 300 and newest(out).name == f"step{found['step']:08d}.ckpt"
+    assert main([*args, f"--out={out}"]) == 0 and status(out)["status"] == "completed"
+    # The control: the run that nobody stopped ends with 0, and is the same run.
+    assert main([*args, f"--out={straight}"]) == 0
+    assert status(straight) | {"seconds": 0} == status(out) | {"seconds": 0}
+    assert same_weights(out, straight) and not same_weights_of_steps(straight, found["step"])
+
+
+def same_weights_of_steps(folder: Path, step: int) -> bool:
+    """Whether a run's weights are those of its own earlier checkpoint, if that is still there."""
+    earlier = folder / f"checkpoints/step{step:08d}.ckpt"
+    return earlier == newest(folder)
+
+
+def test_a_run_that_fails_says_so_and_why(args, tmp_path, monkeypatch):
+    calls = []
+
+    def failing(*given):
+        calls.append(given)
+        if len(calls) == 6:
+            raise RuntimeError("a planted\nfailure")
+        return total_loss(*given)
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "total_loss", failing)
+        with pytest.raises(RuntimeError, match="planted"):
+            main([*args, f"--out={out}"])
+    found = status(out)
+    assert (found["status"], found["step"]) == ("failed", 5)
+    assert found["reason"] == "RuntimeError: a planted failure"
+    assert set(by_step(out, "loss")) == {1, 2, 3, 4, 5}  # what was measured is on disk
+    assert newest(out).name == "step00000004.ckpt"
+    # The control: without the fault the same command goes on and completes.
+    assert main([*args, f"--out={out}"]) == 0
+    assert (status(out)["status"], status(out)["reason"], status(out)["step"]) == ("completed", "", 12)
+
+
+# A trained model out of its folder ---------------------------------------------------------------------------
+
+
+def test_loaded_model_is_the_trained_one(mixed, kept):
+    trained, loaded = kept[mixed].model.eval(), load_model(mixed, backend="sdpa")
+    assert not loaded.training and loaded.config == trained.config
+    ids_BT = torch.randint(0, trained.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = trained(ids_BT)
+        assert torch.equal(loaded(ids_BT), expected)
+        torch.testing.assert_close(load_model(mixed)(ids_BT), expected, rtol=1e-4, atol=1e-5)
+        # The control: the model as it was before training says something else.
+        fresh = type(trained)(trained.config, "sdpa", seed=0)(ids_BT)
+        assert float((fresh - expected).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.5, 0.9, 0.9999])
+def test_a_cut_checkpoint_is_refused_with_one_sentence(mixed, tmp_path, part):
+    whole = newest(mixed).read_bytes()
+    path = tmp_path / "checkpoints/step00000012.ckpt"
+    path.parent.mkdir()
+    path.write_bytes(whole)
+    load_model(tmp_path)  # the control: whole, it is read
+    path.write_bytes(whole[: int(len(whole) * part)])
+    with pytest.raises(UserError) as refused:
+        load_model(tmp_path)
+    said = str(refused.value)
+    assert str(path) in said and "\n" not in said and said.endswith("delete it, or name another run.")
+
+
+@pytest.mark.parametrize(
+    "content", [b"not a checkpoint\n", b"\x80\x02}q\x00.", bytes(1000), b"PK\x03\x04" + bytes(500)]
+)
+def test_another_file_is_refused_with_one_sentence(tmp_path, content):
+    path = tmp_path / "checkpoints/step00000012.ckpt"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_model(tmp_path)
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path):
+    with pytest.raises(UserError, match=f"{tmp_path} has no checkpoint"):
+        load_model(tmp_path)

@@ -1,0 +1,111 @@
+"""Resuming from any checkpoint gives the run that was never stopped; a bad one changes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.store import front_door, read_metrics
+from mmqk.train import main
+
+WALL_CLOCK = {"tokens_per_s"}
+
+
+def series(folder: Path) -> list[dict]:
+    return [
+        {k: v for k, v in line.items() if k not in WALL_CLOCK}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoints/step00000012.ckpt", weights_only=True)["state_dict"]
+
+
+def rewind(whole: Path, out: Path, step: int, status: str = "running") -> list[str]:
+    """What a process killed after the checkpoint of ``step`` leaves, and later lines it had written too."""
+    shutil.copytree(whole, out)
+    for path in (out / "checkpoints").glob("*.ckpt"):
+        if int(path.stem.removeprefix("step")) > step:
+            path.unlink()
+    (out / "status.json").write_text(json.dumps({"status": status, "step": 0, "reason": ""}))
+    return json.loads((whole / "run.json").read_text())["details"]["command"][3:-1]
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids=["one batch", "four micro-batches"])
+def whole(request, tiny_args, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    args = [*tiny_args, "--model.residual_dropout=0.1", "--checkpoint.keep=9", "--data.val_every_n_steps=4",
+            f"--trainer.accumulate_grad_batches={request.param}", "--monitor.sequences=1"]  # fmt: skip
+    assert main([*args, f"--out={out}"]) == 0
+    return out
+
+
+@pytest.mark.parametrize("step", [0, 4, 8, 12])
+def test_resume_from_any_checkpoint_is_the_straight_run(whole, tmp_path, step):
+    """At 4, 8 and 12 a probe, a validation and a checkpoint fall together; at 12 only the last word is missing."""
+    args = rewind(whole, tmp_path / "again", step)
+    assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
+    assert series(tmp_path / "again") == series(whole)
+    assert [line["step"] for line in series(whole) if "val_loss/text" in line] == [4, 8, 12]
+    ours, theirs = state(tmp_path / "again"), state(whole)
+    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    assert json.loads((tmp_path / "again/status.json").read_text())["status"] == "completed"
+
+
+def test_one_line_a_step_in_order(whole):
+    lines = [json.loads(line)["step"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(13))
+
+
+def test_resumed_checkpoint_is_not_overwritten_in_the_middle_of_a_step(whole, tmp_path):
+    args = rewind(whole, tmp_path / "again", 8)
+    before = (tmp_path / "again/checkpoints/step00000008.ckpt").read_bytes()
+    assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
+    assert (tmp_path / "again/checkpoints/step00000008.ckpt").read_bytes() == before
+
+
+@pytest.mark.parametrize("harm", ["cut", "empty", "foreign"])
+def test_a_bad_checkpoint_is_refused_and_nothing_is_lost(whole, tmp_path, capsys, harm):
+    out = tmp_path / "again"
+    args = rewind(whole, out, 8, status="interrupted")
+    newest = out / "checkpoints/step00000008.ckpt"
+    if harm == "foreign":
+        content = torch.load(newest, weights_only=True)
+        content["mmqk_model"]["attn_softcap"] = 30.0  # has no parameter: only the configuration tells
+        torch.save(content, newest)
+    else:
+        newest.write_bytes(newest.read_bytes()[: 2000 if harm == "cut" else 0])
+    before = (out / "metrics.jsonl").read_bytes()
+    assert front_door(main)([*args, f"--out={out}"]) == 2
+    said = capsys.readouterr().err
+    assert "step00000008.ckpt" in said and "Traceback" not in said
+    assert ("model.attn_softcap" in said) is (harm == "foreign")
+    assert (out / "metrics.jsonl").read_bytes() == before
+    newest.unlink()  # what the sentence says to do
+    assert main([*args, f"--out={out}"]) == 0
+    assert series(out) == series(whole)
+
+
+def test_tensorboard_draws_no_step_twice(whole, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = rewind(whole, tmp_path / "again", 4)
+    assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
+    found = EventAccumulator(str(tmp_path / "again"), size_guidance={"scalars": 0})
+    found.Reload()
+    assert [event.step for event in found.Scalars("loss")] == list(range(1, 13))
+
+
+def test_a_run_partly_made_by_other_code_says_so(whole, tmp_path, capsys):
+    out = tmp_path / "again"
+    args = rewind(whole, out, 4)
+    record = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**record, "code": "0123456789"}))
+    assert main([*args, f"--out={out}"]) == 0
+    assert "made by other code" in capsys.readouterr().err
+    assert json.loads((out / "run.json").read_text())["code"] == f"0123456789+{record['code']}"
