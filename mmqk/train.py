@@ -15,6 +15,7 @@ from mmqk.store import EXIT_CODES, MetricsWriter, RunFolder, UserError, run_main
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
+    from mmqk.data.module import TokenDataModule
 
 FLUSH_EVERY = 10
 
@@ -71,7 +72,7 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
     heldout = data.probe_batch(run.monitor.sequences) if run.monitor.batch == "heldout" else None
 
     every = (run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)
-    step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps)
+    step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, _at_start(data))
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, step_log)
     callbacks = [  # in this order: the numbers of a step are written before the checkpoint that ends it
         step_log,
@@ -86,8 +87,6 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
         RunLogger(folder.metrics_path),
         StoryLogger(folder.path, run.model.modalities, run.monitor.tensorboard_layers, resumed_at),
     ]
-    if resume_from is None:
-        _log_start(loggers[0], data)
     trainer = _trainer(run, loggers, callbacks)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
@@ -131,17 +130,17 @@ def _trainer(run: RunConfig, loggers: list[Any], callbacks: list[Any]) -> Any:
         raise UserError(f"Lightning refuses the trainer flags: {error}") from error
 
 
-def _log_start(logger: Any, data: Any) -> None:
+def _at_start(data: TokenDataModule) -> dict[str, float]:
     """What is known before the first step: the floor that knows no context, and how many captions are cut."""
     builder = data.builder
-    floors = {f"val_unigram/{modality}": nats for modality, nats in data.unigram_loss().items()}
-    logger.log_metrics({**floors, "captions_cut": builder.captions_cut}, 0)
     if builder.captions_cut:
         print(
             f"{builder.captions_cut:.1%} of the captions are longer than {builder.caption_room} tokens and are"
             " cut: raise data.seq_len to keep them whole.",
             file=sys.stderr,
         )
+    floors = {f"val_unigram/{modality}": nats for modality, nats in data.unigram_loss().items()}
+    return {**floors, "captions_cut": builder.captions_cut}
 
 
 def _last_checkpoint(run: RunConfig, folder: RunFolder) -> Path | None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 # Stands in front of every finder; a refused import ends the process, whoever would have caught it.
 GUARD = """
-import importlib, json, pkgutil, sys
+import importlib, importlib.machinery, json, os, pkgutil, sys
 
 root, rule = sys.argv[1], json.loads(sys.argv[2])
 sys.path.insert(0, root)
@@ -27,9 +27,7 @@ class Guard:
         if top in rule["absent"]:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if refused(name, top):
-            print(f"broken: {rule['modules']} imports {name}")
-            sys.stdout.flush()
-            import os
+            print(f"broken: {rule['modules']} imports {name}", flush=True)
             os._exit(3)
         return None
 
@@ -40,7 +38,9 @@ def refused(name, top):
         return bool(rule["mmqk"]) and not any(
             name == a or name.startswith(a + ".") or a.startswith(name + ".") for a in rule["mmqk"]
         )
-    return rule["stdlib_only"] and top not in sys.stdlib_module_names
+    # The standard library tries modules of other Pythons that are not there; what is installed is refused.
+    other = rule["stdlib_only"] and top not in sys.stdlib_module_names
+    return other and importlib.machinery.PathFinder.find_spec(top) is not None
 
 sys.meta_path.insert(0, Guard())
 for module in rule["modules"]:

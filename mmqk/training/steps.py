@@ -29,14 +29,16 @@ class StepLog(L.Callback):
     Args:
         flush_at: a flush comes at every step that is a multiple of one of these.
         warmup_steps: of the learning rate, for the divergence rule.
+        at_start: what is known before the first step, written with step 0.
 
     Attributes:
         divergence: (step, reason) once the run has diverged.
         latest: values of the newest flushed step, for a progress line.
     """
 
-    def __init__(self, flush_at: Iterable[int], warmup_steps: int):
+    def __init__(self, flush_at: Iterable[int], warmup_steps: int, at_start: dict[str, float]):
         self.flush_at = [n for n in flush_at if n]
+        self.at_start = at_start
         self.rule = DivergenceRule(warmup_steps)
         self.divergence: tuple[int, str] | None = None
         self.latest: dict[str, float] = {}
@@ -46,6 +48,9 @@ class StepLog(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._since = time.monotonic()
+        if trainer.global_step == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(self.at_start, 0)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
         self._tokens += batch.ids_BT.numel() * trainer.world_size

@@ -70,13 +70,14 @@ def args(tiny_args) -> list[str]:
 def mixed(args, tmp_path_factory, kept) -> Path:
     out = tmp_path_factory.mktemp("arms") / "mixed"
 
-    class Kept(training.TrainingModule):
-        def __init__(self, *given):
-            super().__init__(*given)
-            kept[out] = self
+    configure = training.TrainingModule.configure_optimizers
+
+    def keeping(self):
+        kept[out] = self
+        return configure(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "TrainingModule", Kept)
+        patch.setattr(training.TrainingModule, "configure_optimizers", keeping)
         assert main([*args, f"--out={out}"]) == 0
     return out
 
@@ -131,7 +132,7 @@ def test_the_z_loss_of_a_modality_goes_with_its_loss(args):
     loss = total_loss(sums, module.loss_weights_M, 0.1, targets)
     text = (sums.ce[0] + 0.1 * sums.log_z_sq[0]) / targets
     torch.testing.assert_close(loss, text)
-    assert float(sums.log_z_sq[1]) > 0 and float((loss - text - 0.1 * sums.log_z_sq[1] / targets).abs()) > 0.1
+    assert float((0.1 * sums.log_z_sq[1] / targets).detach()) > 0.1  # what would have been added
 
 
 def test_first_step_of_both_runs_agrees_by_modality(mixed, image_off):
@@ -196,7 +197,7 @@ def test_a_mix_on_the_command_line_replaces_that_of_a_file(args, tmp_path):
 # Ends ------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_a_lone_run_in_order_and_it_resumes(args, tmp_path):
+def test_ctrl_c_ends_a_lone_run_in_order_and_it_resumes(args, tmp_path, mixed):
     args = [*args, "--trainer.max_steps=300", "--monitor.every_n_steps=50"]
     out, straight = tmp_path / "stopped", tmp_path / "straight"
     process = subprocess.Popen(
@@ -215,13 +216,7 @@ def test_ctrl_c_ends_a_lone_run_in_order_and_it_resumes(args, tmp_path):
     # The control: the run that nobody stopped ends with 0, and is the same run.
     assert main([*args, f"--out={straight}"]) == 0
     assert status(straight) | {"seconds": 0} == status(out) | {"seconds": 0}
-    assert same_weights(out, straight) and not same_weights_of_steps(straight, found["step"])
-
-
-def same_weights_of_steps(folder: Path, step: int) -> bool:
-    """Whether a run's weights are those of its own earlier checkpoint, if that is still there."""
-    earlier = folder / f"checkpoints/step{step:08d}.ckpt"
-    return earlier == newest(folder)
+    assert same_weights(out, straight) and not same_weights(out, mixed)
 
 
 def test_a_run_that_fails_says_so_and_why(args, tmp_path, monkeypatch):
@@ -275,7 +270,7 @@ def test_a_cut_checkpoint_is_refused_with_one_sentence(mixed, tmp_path, part):
     with pytest.raises(UserError) as refused:
         load_model(tmp_path)
     said = str(refused.value)
-    assert str(path) in said and "\n" not in said and said.endswith("delete it, or name another run.")
+    assert str(path) in said and "cannot be read" in said and "\n" not in said and said.endswith(".")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import lightning as L
 import pytest
@@ -81,7 +82,7 @@ def test_it_begins_at_the_peak_falls_and_stays_at_its_end(schedule, end, warmup)
     config = OptimConfig(schedule=schedule, warmup_steps=warmup, final_lr=0.1)
     found = shares(config)[warmup:]
     assert found[0] == 1.0 and found[-1] == pytest.approx(end)
-    assert all(later <= earlier for earlier, later in zip(found, found[1:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(found))
     assert (found[1] < found[0]) == (schedule != "constant")
     assert lr_multiplier(config, 10 * STEPS, STEPS) == pytest.approx(end)  # past the end nothing goes on
 
