@@ -1,0 +1,73 @@
+"""What the README says is what the kept report says, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path("README.md").read_text()
+EXAMPLE = Path("reports/examples/demo")
+
+
+def verdicts() -> dict[str, dict]:
+    return {v["claim"]: v for v in json.loads((EXAMPLE / "verdicts.json").read_text())}
+
+
+def shown(value: float) -> set[str]:
+    """The ways a number may be rounded in prose."""
+    return {f"{value:.{digits}f}" for digits in range(3)} | {f"{value:.3g}", f"{value:+.2f}"}
+
+
+def says(text: str, verdict: dict, log: bool) -> bool:
+    """Whether a text names the effect and both ends of the interval, as ratios where they are log ratios."""
+    words = set(re.findall(r"[+-]?\d[\d.]*\d|\d", text))
+    numbers = [verdict["effect"], *verdict["interval"]]
+    return all(shown(math.exp(n) if log else n) & words for n in numbers)
+
+
+@pytest.mark.parametrize(("claim", "log"), [("C2", True), ("C10", True), ("X1", False), ("X2", True)])
+def test_verdict_rows_are_those_of_the_kept_report(claim, log):
+    row = next(line for line in README.splitlines() if line.startswith(f"| {claim} "))
+    verdict = verdicts()[claim]
+    assert verdict["verdict"] in row and says(row, verdict, log)
+    wrong = {**verdict, "effect": verdict["effect"] * 1.3 + 0.2}
+    assert not says(row, wrong, log)
+
+
+def test_six_verdict_rows():
+    rows = re.findall(r"^\| (C\d+|X\d+) ", README, flags=re.M)
+    assert len(rows) == 6 and set(verdicts()) <= set(rows)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "data/README.md", "reports/tokenizer/README.md",
+                                  "reports/examples/demo/report.md"])  # fmt: skip
+def test_links_lead_somewhere(page):
+    text = Path(page).read_text()
+    targets = [t for t in re.findall(r"\]\(([^)\s]+)\)", text) if not t.startswith(("http", "#"))]
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        found = (Path(page).parent / path).resolve()
+        assert found.exists(), target
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.M)
+            assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in heads}
+
+
+def test_fields_that_the_readme_names_exist():
+    from mmqk.config import build_parser
+
+    known = {action.dest for action in build_parser()._actions}
+    named = set(re.findall(r"`--((?:model|data|loss|optim|monitor|checkpoint|trainer)\.[\w.]+)", README))
+    assert named and {n for n in named if n not in known} <= {"loss.weights.image"}
+
+
+def test_kept_report_is_whole_and_small():
+    files = {p.relative_to(EXAMPLE).as_posix(): p.stat().st_size for p in EXAMPLE.rglob("*") if p.is_file()}
+    assert {"index.html", "report.md", "verdicts.json", "figures/hero.png", "figures/hero.csv"} <= set(files)
+    assert files["index.html"] < 5e6 and sum(files.values()) < 8e6
+    page = (EXAMPLE / "index.html").read_text()
+    assert not re.search(r"(?:src|href)=\"https?://(?!arxiv)", page)
