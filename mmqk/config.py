@@ -54,7 +54,7 @@ class RunConfig:
     """A resolved run: every section, Trainer's flags, and where it goes.
 
     Attributes:
-        identity: the fields that make it this run and no other (DESIGN: identity); plain data.
+        identity: the fields that make it this run and no other (see `mmqk.store.identity`); plain data.
         out: the run folder.
     """
 

@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN, section 2): each rule in a fresh process, and each with a planted violation."""
+"""Who may import whom: each rule in a fresh process, and each with a planted violation."""
 
 from __future__ import annotations
 

@@ -198,8 +198,9 @@ class Pool:
         if self._deadline is None:
             self._deadline = time.monotonic() + self.grace
             for run in self.running.values():
-                if run.process.exitcode is None:
-                    os.kill(run.process.pid or 0, signal.SIGINT)
+                with contextlib.suppress(ProcessLookupError):
+                    if run.process.exitcode is None and run.process.pid is not None:
+                        os.kill(run.process.pid, signal.SIGINT)
         elif self._signals > 1 or time.monotonic() > self._deadline:
             self._kill()
 

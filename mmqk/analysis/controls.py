@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmqk.analysis.metrics import find_metric, is_trained, learnt
+from mmqk.analysis.metrics import Metric, find_metric, is_trained, learnt
 from mmqk.analysis.runs import Run
 from mmqk.analysis.study import Claim, Study
 from mmqk.analysis.words import number
@@ -79,14 +79,15 @@ def _covers(declared: str, field: str) -> bool:
 
 
 def within_bound(runs: Sequence[Run]) -> Control | None:
-    """Whether no measured logit lies above the bound of QK-Norm, where there is one: a check of us."""
+    """Whether no finite logit lies above its layer's QK-Norm bound, where there is one: a check of us."""
     worst = 0.0
     for run in runs:
-        steps, bounds = run.combined("attn_logit_bound", np.max)
-        at, logits = run.combined("attn_logit_absmax", np.max)
-        common, i, j = np.intersect1d(steps, at, return_indices=True)
-        if len(common):
-            worst = max(worst, float((logits[j] / bounds[i]).max()))
+        for layer in {tag.layer for tag in run.tags.values() if tag.statistic == "attn_logit_bound"}:
+            steps, bounds = run.combined("attn_logit_bound", np.max, layer=layer)
+            at, logits = run.combined("attn_logit_absmax", np.max, layer=layer)
+            _, i, j = np.intersect1d(steps, at, return_indices=True)
+            finite = np.isfinite(logits[j]) & np.isfinite(bounds[i])
+            worst = max([worst, *(logits[j][finite] / bounds[i][finite]).tolist()])
     if worst == 0:
         return None
     return Control(
@@ -94,12 +95,18 @@ def within_bound(runs: Sequence[Run]) -> Control | None:
     )
 
 
+def _reached(metric: Metric, run: Run, modality: str | None) -> float:
+    # Of a run that ended in NaN only what was seen before is evidence.
+    value = metric.measure(run, modality)
+    return metric.worst_seen(run, modality) if math.isinf(value) else value
+
+
 def reaches(study: Study, control: Claim) -> Control:
     """Whether a control's arms show what they are known to show: the metric can move, and we see it."""
     metric, modality = find_metric(control.metric)
     seen, passed = [], True
     for arm in control.arms:
-        values = [metric.measure(run, modality) for run in study.finished(arm)]
+        values = [_reached(metric, run, modality) for run in study.finished(arm)]
         median = float(np.median(values)) if values else math.nan
         passed = passed and median >= control.at_least
         seen.append(

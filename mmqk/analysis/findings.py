@@ -157,8 +157,8 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
         if verdict.effect is not None and (size := detectable_in_words(verdict)):
             powers.setdefault((size, verdict.effect.n), []).append(verdict.claim.id)
     items += [
-        f"Effects smaller than {size} ({listed(claims)}): {plural(n, 'seed')} an arm find them less than "
-        "four times in five."
+        f"Effects short of {size} ({listed(claims)}): with {plural(n, 'seed')} an arm the claim is reproduced "
+        "less than four times in five, true or not."
         for (size, n), claims in powers.items()
     ]
     shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]

@@ -35,7 +35,7 @@ class Metric:
         unit: empty for a pure number.
         scale: "log" when effects are ratios, "linear" when they are differences.
         worst: which end is the bad one; what is not a number counts as that.
-        measure: the function; infinite when the run ended without a finite value, NaN when it has none.
+        measure: the function; infinite when the run's last value is not finite, NaN when it has none.
         series: the series over steps that it is the end of.
         by_modality: it needs a modality.
     """
@@ -64,9 +64,13 @@ class Metric:
 
 
 def _end(series: Series, worst: float) -> float:
-    """Median of the last three probes; a value that is not a number counts as the worst."""
+    """Median of the last three probes; ``worst`` where the last one is not finite, NaN without any."""
     values = series[1][-LAST_PROBES:]
-    return float(np.median(np.where(np.isnan(values), worst, values))) if len(values) else math.nan
+    if not len(values):
+        return math.nan
+    return (
+        float(np.median(np.where(np.isfinite(values), values, worst))) if np.isfinite(values[-1]) else worst
+    )
 
 
 def logit_series(run: Run, modality: str | None = None) -> Series:
@@ -86,7 +90,7 @@ def entropy_series(run: Run, modality: str | None = None) -> Series:
 
 
 def norm_series(statistic: str) -> BySeries:
-    """Mean over layers and tokens of a norm, by probe."""
+    """Mean of a norm by probe: over tokens in each layer and modality, and over these with equal weight."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return run.combined(statistic, np.mean, modality)
@@ -141,28 +145,25 @@ def initial_loss(run: Run, modality: str) -> float:
 
 
 def unigram_entropy(run: Run, modality: str) -> float:
-    """Loss of the best guess that ignores the context, on held-out data; NaN when it was not measured."""
+    """What token frequencies and the form of a sequence give, on held-out data; NaN when not measured."""
     values = run.series(f"val_unigram/{modality}")[1][:1]
     return float(values[0]) if len(values) else math.nan
 
 
 def best_loss(run: Run, modality: str) -> float:
-    """The lowest loss of the run: held-out if measured after step 0, and else of 50-step training means."""
-    steps, values = run.series(f"val_loss/{modality}")
-    later = values[steps > 0]
-    if np.isfinite(later).any():
-        return float(np.nanmin(np.where(np.isfinite(later), later, np.nan)))
+    """The lowest loss of the run, held-out after step 0 or a 50-step training mean: what it ever reached."""
+    steps, held_out = run.series(f"val_loss/{modality}")
     training = run.series(f"loss/{modality}")[1]
     training = training[np.isfinite(training)]
     window = min(LOSS_WINDOW, len(training))
-    if not window:
-        return math.nan
-    return float(np.convolve(training, np.ones(window) / window, mode="valid").min())
+    means = np.convolve(training, np.ones(window) / window, mode="valid") if window else training
+    seen = np.concatenate([held_out[(steps > 0) & np.isfinite(held_out)], means])
+    return float(seen.min()) if len(seen) else math.nan
 
 
 def learnt(run: Run, modality: str) -> bool:
-    """Whether the run ever got 0.1 nat below what needs no context: the unigram entropy, where it was
-    measured, or the loss at initialisation."""
+    """Whether the run ever got 0.1 nat below what token frequencies and the form of a sequence give, or,
+    where that was not measured, below the loss at initialisation."""
     floor = unigram_entropy(run, modality)
     if math.isnan(floor):
         floor = initial_loss(run, modality)
@@ -170,17 +171,19 @@ def learnt(run: Run, modality: str) -> bool:
 
 
 def is_trained(run: Run, modality: str) -> bool:
-    """Whether the run has a loss on this modality: the data mix holds it, and its weight is not 0.
+    """Whether the run trains this modality: it has a loss, the data mix holds it, its weight is above 0.
 
     The special tokens around an image belong to the text, but an image alone does not train it.
     """
+    if not len(run.series(f"loss/{modality}")[0]):
+        return False
     mix = run.setting("data.mix")
     if isinstance(mix, Mapping):
-        kinds = [kind for kind, share in mix.items() if share != 0]
+        kinds = [kind for kind, share in mix.items() if share > 0]
         if not any(modality in MODALITIES_OF.get(kind, (kind,)) for kind in kinds):
             return False
     weight = run.setting(f"loss.weights.{modality}", 1.0)
-    return not (isinstance(weight, int | float) and weight == 0)
+    return not isinstance(weight, int | float) or weight > 0
 
 
 def _final_loss(run: Run, modality: str | None = None) -> float:

@@ -100,7 +100,13 @@ class Run:
         """(steps, values) of one series; both empty when the run does not have it."""
         return self._columns.get(tag, EMPTY)
 
-    def combined(self, statistic: str, reduce: Callable[..., Any], modality: str | None = None) -> Series:
+    def combined(
+        self,
+        statistic: str,
+        reduce: Callable[..., Any],
+        modality: str | None = None,
+        layer: int | None = None,
+    ) -> Series:
         """A statistic reduced over layers (and key modalities), by step.
 
         Args:
@@ -108,6 +114,7 @@ class Run:
             reduce: ``np.max``, ``np.min`` or ``np.mean``. Under ``np.max`` a NaN counts as infinite: it
                 ranks worst.
             modality: of the tokens, for a pair of the queries; all of them when None.
+            layer: one layer alone; all of them when None.
         """
         names = [
             name
@@ -115,6 +122,7 @@ class Run:
             if tag.statistic == statistic
             and tag.head is None
             and (modality is None or modality == (tag.pair[0] if tag.pair else tag.modality))
+            and layer in (None, tag.layer)
         ]
         if not names:
             return EMPTY

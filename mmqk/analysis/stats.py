@@ -1,8 +1,11 @@
 """From outcomes of runs to an effect with its interval.
 
-Effects are differences paired by seed of an outcome on its own scale: the logarithm for what grows by
-factors, nats for a loss. With three seeds an arm says little about its own spread, so the spread is pooled
-over all arms; where Bartlett's test finds them too different for that, the two arms stand alone (Welch).
+Effects are mean differences over shared seeds of an outcome on its own scale: the logarithm for what grows by
+factors, nats for a loss. With three seeds an arm says little about its own spread. Pooling the spread over all
+arms gives degrees of freedom where they are alike and misleads where a quiet arm stands in for a wild one. So the
+interval is the pooled one, unless the two arms' own standard error is larger: then it is Welch's. (A test of equal
+spread as the gate, Bartlett's at p = 0.1, lets 10 % of null intervals miss with three seeds and standard deviations
+of 1, 0.3 and 0.3; this rule 6 %.)
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from scipy import special
 
 CONFIDENCE = 0.95
 POWER = 0.8
-HOMOGENEITY_LEVEL = 0.1
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,6 @@ class Spread:
     by_arm: Mapping[str, float]
     p_equal: float
 
-    @property
-    def homogeneous(self) -> bool:
-        """Whether the arms are alike enough to be pooled (p at least 0.1: few seeds find little)."""
-        return self.p_equal >= HOMOGENEITY_LEVEL
-
 
 @dataclass(frozen=True)
 class Effect:
@@ -51,8 +48,9 @@ class Effect:
         high: upper end.
         n: seeds that both arms have.
         df: degrees of freedom of the interval.
-        pooled: whether the spread is that of all arms, or that of the two arms alone.
-        detectable: the smallest effect that n seeds find with 80 % power, NaN without a spread.
+        pooled: whether the interval is the pooled one, or Welch's of the two arms alone.
+        margin: how far beyond a threshold an effect must lie for the interval to clear it with 80 % power;
+            NaN without a spread.
     """
 
     value: float
@@ -61,7 +59,7 @@ class Effect:
     n: int
     df: float
     pooled: bool
-    detectable: float
+    margin: float
 
     @property
     def has_interval(self) -> bool:
@@ -109,8 +107,9 @@ def paired_effect(
 ) -> Effect | None:
     """Treatment - control over the seeds that both have; None when they share none.
 
-    The interval is that of two independent means. Seeds share data order and weights between arms, which
-    can only make the difference steadier, so pairing it away would claim more than three seeds can carry.
+    The interval is that of two independent means, although the arms share data order and initial weights:
+    taking the pairing into account would leave n - 1 degrees of freedom. Where outcomes of a seed agree between
+    arms the interval is wider than it need be; were they to run against each other it would be too narrow.
     """
     seeds = sorted(treatment.keys() & control.keys())
     if not seeds:
@@ -118,14 +117,13 @@ def paired_effect(
     a, b = (np.array([values[s] for s in seeds]) for values in (treatment, control))
     n = len(seeds)
     value = float((a - b).mean())
-    if spread is not None and spread.homogeneous:
-        error, df, pooled = spread.sd * math.sqrt(2 / n), float(spread.df), True
-    elif spread is not None and n >= 2:
+    error, df, pooled = math.nan, 0.0, False
+    if n >= 2:
         va, vb = float(a.var(ddof=1)) / n, float(b.var(ddof=1)) / n
         df = (va + vb) ** 2 * (n - 1) / (va**2 + vb**2) if va + vb > 0 else 2.0 * (n - 1)
-        error, pooled = math.sqrt(va + vb), False
-    else:
-        return Effect(value, math.nan, math.nan, n, 0.0, False, math.nan)
-    t = quantile_t((1 + CONFIDENCE) / 2, df)
-    detectable = (t + quantile_t(POWER, df)) * error
-    return Effect(value, value - t * error, value + t * error, n, df, pooled, detectable)
+        error = math.sqrt(va + vb)
+    # Rounding must not decide between two that are equal.
+    if spread is not None and not error > (of_pool := spread.sd * math.sqrt(2 / n)) * (1 + 1e-9):
+        error, df, pooled = of_pool, float(spread.df), True
+    half = quantile_t((1 + CONFIDENCE) / 2, df) * error
+    return Effect(value, value - half, value + half, n, df, pooled, half + quantile_t(POWER, df) * error)

@@ -5,14 +5,15 @@ contradicted    the interval lies short of delta, and besides all that the posit
 not run         an arm has no finished run
 inconclusive    everything else, and whatever is shown without being decided
 
-A run that ends without a finite value ranks worst: it is given the worst finite value of the runs compared,
-its own earlier ones included. The effect is then a bound, and no verdict is given that it does not support.
+A run that diverged, or whose last value is not finite, ranks worst: it is given the worst finite value of the
+runs compared, its own earlier ones included, and is left out of the spread. The effect is then a bound, and no
+verdict is given that the bound does not support. A finished run that was not measured leaves its claim open.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -99,9 +100,9 @@ def _judge(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> Verdict
         return Verdict(claim, "not run", None, {}, names, (), (*notes, f"No finished run of {absent}."))
     outcomes, censored = _outcomes(study, claim)
     medians = _medians(study, claim)
-    for arm in censored:
+    for arm, seeds in censored.items():
         notes.append(
-            f"{plural(censored[arm], 'run')} of {study.label(arm)} ended without a finite value and got "
+            f"{plural(len(seeds), 'run')} of {study.label(arm)} diverged or ended without a finite value and got "
             "the worst finite one: the effect is a bound."
         )
     if not claim.decided:
@@ -110,14 +111,14 @@ def _judge(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> Verdict
         effect = paired_effect(outcomes.get(claim.treatment, {}), outcomes.get(claim.control, {}), None)
         controls = tuple(filter(None, [within_bound(runs)]))
         return Verdict(claim, "inconclusive", effect, medians, names, controls, tuple(notes))
-    spread = pooled_spread(_spread_outcomes(study, claim, outcomes))
+    spread = pooled_spread(_spread_outcomes(study, claim, outcomes, censored))
     effect = paired_effect(outcomes[claim.treatment], outcomes[claim.control], spread)
     controls = tuple(_controls(study, claim, runs, others))
     verdict, why = _decide(study, claim, effect, controls, censored)
     notes += [*why, *_about_spread(spread, effect)]
     found = Verdict(claim, verdict, effect, medians, names, controls, tuple(notes))
     if verdict == "inconclusive" and (smallest := detectable_in_words(found)):
-        words = f"The smallest effect these seeds find with 80 % power is {smallest}."
+        words = f"To reproduce the claim with 80 % power these seeds need a true effect of {smallest}."
         found = replace(found, notes=(*found.notes, words))
     return found
 
@@ -127,7 +128,7 @@ def _decide(
     claim: Claim,
     effect: Effect | None,
     controls: Sequence[Control],
-    censored: Mapping[str, int],
+    censored: Mapping[str, Collection[int]],
 ) -> tuple[Judgement, list[str]]:
     """The rule itself."""
     for arm in dict.fromkeys(claim.compared):
@@ -136,8 +137,10 @@ def _decide(
             return "inconclusive", [
                 f"{done} of {plural(planned, 'planned run')} of {study.label(arm)} finished."
             ]
+    if unmeasured := _unmeasured(study, claim):
+        return "inconclusive", [f"Without a value: {', '.join(unmeasured)}."]
     if effect is None:
-        return "inconclusive", ["The two arms share no seed with a measured value."]
+        return "inconclusive", ["The two arms share no seed."]
     if not effect.has_interval:
         return "inconclusive", ["Too few seeds for an interval."]
     sign = _sign(claim)
@@ -152,10 +155,10 @@ def _decide(
     helps = claim.treatment if (find_metric(claim.metric)[0].worst == "high") == (sign > 0) else claim.control
     if low > claim.delta:
         if set(censored) - {helps}:
-            return "inconclusive", ["The runs without a finite value may make the effect smaller."]
+            return "inconclusive", ["The runs that diverged may make the effect smaller."]
         return "reproduced", []
     if helps in censored:
-        return "inconclusive", ["The runs without a finite value may make the effect larger."]
+        return "inconclusive", ["The runs that diverged may make the effect larger."]
     if not positive:
         return "inconclusive", [
             "The interval lies short of the smallest effect of interest, without a "
@@ -186,42 +189,61 @@ def _controls(
     return controls
 
 
-def _outcomes(study: Study, claim: Claim) -> tuple[dict[str, dict[int, float]], dict[str, int]]:
-    """The metric on its scale, by arm and seed, and how many runs of an arm ended without a finite value.
+def _outcomes(study: Study, claim: Claim) -> tuple[dict[str, dict[int, float]], dict[str, set[int]]]:
+    """The metric on its scale, by arm and seed, and which runs of an arm have only a bound.
 
-    A run that never measured it is left out.
+    A run that never measured it is left out, unless it diverged.
     """
     metric, modality = find_metric(claim.metric)
     runs = {arm: study.finished(arm) for arm in dict.fromkeys(claim.compared)}
-    values = {arm: {run.seed: metric.measure(run, modality) for run in runs[arm]} for arm in runs}
-    ends = [metric.on_scale(v) for by_seed in values.values() for v in by_seed.values() if math.isfinite(v)]
-    outcomes: dict[str, dict[int, float]] = {arm: {} for arm in runs}
-    censored: dict[str, int] = {}
+    measured: dict[str, dict[int, float]] = {arm: {} for arm in runs}
+    censored: dict[str, set[int]] = {}
+    seen = []
     for arm in runs:
         for run in runs[arm]:
-            value = values[arm][run.seed]
-            if math.isinf(value):
-                censored[arm] = censored.get(arm, 0) + 1
-                seen = [*ends, metric.on_scale(metric.worst_seen(run, modality))]
-                seen = [v for v in seen if math.isfinite(v)] or [math.nan]
-                value = max(seen) if metric.worst == "high" else min(seen)
-            else:
-                value = metric.on_scale(value)
-            if not math.isnan(value):
-                outcomes[arm][run.seed] = value
-    return outcomes, censored
+            value = metric.measure(run, modality)
+            if math.isinf(value) or run.status.status == "diverged":
+                censored.setdefault(arm, set()).add(run.seed)
+                seen += [metric.on_scale(metric.worst_seen(run, modality)), metric.on_scale(value)]
+            elif not math.isnan(value):
+                measured[arm][run.seed] = metric.on_scale(value)
+    seen += [value for by_seed in measured.values() for value in by_seed.values()]
+    finite = [value for value in seen if math.isfinite(value)]
+    if finite:
+        worst = max(finite) if metric.worst == "high" else min(finite)
+        for arm, seeds in censored.items():
+            measured[arm].update(dict.fromkeys(seeds, worst))
+    return measured, censored
+
+
+def _unmeasured(study: Study, claim: Claim) -> list[str]:
+    """Runs that completed and have no value of the metric."""
+    metric, modality = find_metric(claim.metric)
+    return [
+        f"{study.label(arm)} seed {run.seed}"
+        for arm in dict.fromkeys(claim.compared)
+        for run in study.finished(arm)
+        if run.status.status == "completed" and math.isnan(metric.on_scale(metric.measure(run, modality)))
+    ]
 
 
 def _spread_outcomes(
-    study: Study, claim: Claim, outcomes: Mapping[str, Mapping[int, float]]
+    study: Study,
+    claim: Claim,
+    outcomes: Mapping[str, Mapping[int, float]],
+    censored: Mapping[str, Collection[int]],
 ) -> dict[str, list[float]]:
     """Outcomes by arm for the seed spread: the compared arms, and every other one of their block."""
     metric, modality = find_metric(claim.metric)
-    by_arm = {arm: list(values.values()) for arm, values in outcomes.items()}
+    by_arm = {
+        arm: [value for seed, value in values.items() if seed not in censored.get(arm, ())]
+        for arm, values in outcomes.items()
+    }
     block = study.arms[claim.treatment].block
     for arm in study.arms.values():
         if arm.block == block and arm.name not in by_arm:
-            values = [metric.on_scale(metric.measure(run, modality)) for run in study.finished(arm.name)]
+            runs = [run for run in study.finished(arm.name) if run.status.status == "completed"]
+            values = [metric.on_scale(metric.measure(run, modality)) for run in runs]
             by_arm[arm.name] = [v for v in values if math.isfinite(v)]
     return by_arm
 
@@ -247,25 +269,26 @@ def _about_spread(spread: Spread | None, effect: Effect | None) -> list[str]:
     if spread is None or effect is None or not effect.has_interval:
         return []
     sds = ", ".join(f"{sd:.2g}" for sd in spread.by_arm.values())
-    if effect.pooled:
-        return [
-            f"Seed spread {spread.sd:.2g}, pooled over {len(spread.by_arm)} arms ({sds}; {spread.df} degrees "
-            f"of freedom; equal spread p = {spread.p_equal:.2f})."
-        ]
+    method = (
+        "the pooled one"
+        if effect.pooled
+        else "Welch's, of the two arms alone, whose standard error is larger"
+    )
     return [
-        f"The arms' seed spreads ({sds}) are too different to be pooled (p = {spread.p_equal:.2g}): the "
-        "interval uses the two arms alone."
+        f"Seed spread by arm {sds}, pooled {spread.sd:.2g} (equal spread p = {spread.p_equal:.2g}); the interval is "
+        f"{method} ({effect.df:.3g} degrees of freedom)."
     ]
 
 
 def detectable_in_words(verdict: Verdict) -> str:
-    """The smallest effect these seeds would have found, or nothing where that is not known."""
-    effect = verdict.effect
-    if effect is None or not math.isfinite(effect.detectable):
+    """The true effect at which these seeds reproduce the claim with 80 % power; nothing where not known."""
+    effect, claim = verdict.effect, verdict.claim
+    if effect is None or not claim.decided or not math.isfinite(effect.margin):
         return ""
+    size = _sign(claim) * (claim.delta + effect.margin)
     if verdict.metric.scale == "log":
-        return f"a factor of {number(math.exp(effect.detectable))}"
-    return f"{number(effect.detectable)} {verdict.metric.unit}"
+        return f"a factor of {number(math.exp(size))}"
+    return f"{number(size)} {verdict.metric.unit}"
 
 
 def _sign(claim: Claim) -> int:

@@ -63,7 +63,7 @@ def probe(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
     """Norms, raw attention logits and attention entropy of ``batch``, by layer and modality.
 
     The modality is that of the token at the site (the input token); logits are by query and key modality.
-    Statistics are those of DESIGN terms: ``q_raw_norm`` and ``k_raw_norm`` before QK-Norm, ``q_norm`` and
+    The statistics: ``q_raw_norm`` and ``k_raw_norm`` before QK-Norm, ``q_norm`` and
     ``k_norm`` as they enter the dot product, ``v_norm`` (outside the logit product: the control series),
     ``attn_out_norm`` and ``mlp_out_norm`` as added to the residual stream, ``resid_norm`` after the layer,
     ``final_norm`` and ``final_rms`` of the last layer's output before the final norm (Chameleon, Fig. 5a,

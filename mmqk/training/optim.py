@@ -37,13 +37,16 @@ class OptimConfig:
     final_lr: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"optim.lr is {self.lr}: it must be above 0.")
+        for name in ("lr", "eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}: it must be above 0 and finite.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optim.weight_decay is {self.weight_decay}: it must be at least 0 and finite.")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}: it must be in [0, 1).")
-        if self.eps < 0 or self.weight_decay < 0 or self.warmup_steps < 0:
-            raise ValueError("optim.eps, optim.weight_decay and optim.warmup_steps cannot be negative.")
+        if self.warmup_steps < 0:
+            raise ValueError(f"optim.warmup_steps is {self.warmup_steps}: it cannot be negative.")
         if not 0 <= self.final_lr <= 1:
             raise ValueError(
                 f"optim.final_lr is {self.final_lr}: it is a share of the peak, between 0 and 1."

@@ -51,6 +51,25 @@ def test_nan_ranks_worst_and_what_was_seen_is_known(tmp_path):
     assert METRICS["attention_entropy"].measure(run, "text") == -math.inf
 
 
+@pytest.mark.parametrize("last", ["nan", "inf", "-inf"])
+def test_a_last_value_that_is_not_finite_is_worst_whatever_came_before(tmp_path, last):
+    run_of(tmp_path, Planted(50.0, spread=0))
+    run = append(
+        tmp_path,
+        f'{{"step": 205, "attn_logit_absmax/text-text/layer00": "{last}", "attn_entropy/text/layer00": "{last}"}}',
+    )
+    if last != "-inf":
+        assert largest_attention_logit(run) == math.inf
+    assert METRICS["attention_entropy"].measure(run, "text") == -math.inf
+    # The control: the same value two probes before the end is an outlier of three.
+    for step in (206, 207):
+        run = append(
+            tmp_path,
+            f'{{"step": {step}, "attn_logit_absmax/text-text/layer00": 7, "attn_entropy/text/layer00": 2}}',
+        )
+    assert largest_attention_logit(run) == 7 and METRICS["attention_entropy"].measure(run, "text") == 2
+
+
 def test_diverged_run_counts_as_what_was_measured(tmp_path):
     run = run_of(tmp_path, Planted(700.0, spread=0, diverges=140, validated=False))
     assert largest_attention_logit(run) == pytest.approx(700.0)
@@ -110,6 +129,35 @@ def test_a_run_that_learnt_and_lost_it_had_learnt(tmp_path):
     run = append(tmp_path, '{"step": 201, "loss/text": "inf"}')
     assert learnt(run, "text")
     assert final_loss(run, "text").value == math.inf
+
+
+def test_what_was_learnt_counts_whatever_is_held_out_after_the_divergence(tmp_path):
+    run_of(tmp_path, Planted(50.0, status="diverged", validated=False))
+    run = append(tmp_path, '{"step": 200, "val_loss/text": 9.5}')
+    assert learnt(run, "text") and best_loss(run, "text") < 4
+
+
+def test_a_modality_without_a_loss_is_not_trained(tmp_path):
+    run = run_of(tmp_path, Planted(50.0))
+    assert not is_trained(run, "audio")
+    path = tmp_path / "x" / "metrics.jsonl"
+    path.write_text(path.read_text().replace("loss/image", "other"))
+    run = load_runs(tmp_path)[0]
+    assert is_trained(run, "text") and not is_trained(run, "image")
+
+
+def test_norms_weigh_layers_and_modalities_alike(tmp_path):
+    path = tmp_path / "x"
+    path.mkdir()
+    tags = {
+        "q_norm/text/layer00": 1,
+        "q_norm/text/layer01": 3,
+        "q_norm/image/layer00": 5,
+        "q_norm/image/layer01": 7,
+    }
+    (path / "metrics.jsonl").write_text(json.dumps({"step": 1} | tags) + "\n")
+    run = load_runs(tmp_path)[0]
+    assert METRICS["q_norm"].measure(run, None) == 4 and METRICS["q_norm"].measure(run, "image") == 6
 
 
 def test_a_loss_that_is_off_is_not_trained(tmp_path):

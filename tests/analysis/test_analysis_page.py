@@ -255,7 +255,7 @@ def test_what_cannot_be_told_is_generated(tmp_path):
     study = load_study(write_demo(tmp_path / "demo", leave_out=("image-off",)))
     items = cannot_tell(study, judge(study))
     assert items[0] == "Anything about size: these are toy models on icon art."
-    assert any("Effects smaller than a factor of" in item for item in items)
+    assert any("Effects short of a factor of" in item for item in items)
     assert any("3 runs of the grid not started" in item for item in items)
     assert any("C13: shown, not decided" in item for item in items)
     assert any("ran at 0.01" in item for item in items)

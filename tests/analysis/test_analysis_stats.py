@@ -37,16 +37,40 @@ def test_homogeneity_is_bartletts():
     for arms in ((A, B, C), (A, B, wild)):
         spread = pooled_spread(dict(zip("abc", arms, strict=True)))
         assert spread.p_equal == pytest.approx(stats.bartlett(*arms).pvalue)
-    assert not spread.homogeneous
-    assert pooled_spread({"a": A, "b": B, "c": C}).homogeneous
 
 
-def test_unlike_arms_stand_alone():
+def test_the_interval_is_welchs_where_the_two_arms_are_wilder_than_the_pool():
     wild = [1.0, 5.0, 9.0]
-    effect = paired_effect(by_seed(wild), by_seed(B), pooled_spread({"wild": wild, "b": B, "c": C}))
+    spread = pooled_spread({"wild": wild, "b": B, "c": C})
+    effect = paired_effect(by_seed(wild), by_seed(B), spread)
     expected = stats.ttest_ind(wild, B, equal_var=False).confidence_interval(0.95)
     assert not effect.pooled
     assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
+    # Two quiet arms beside a wild one borrow its spread.
+    effect = paired_effect(by_seed(B), by_seed(C), spread)
+    assert effect.pooled
+    assert effect.high - effect.value == pytest.approx(stats.t.ppf(0.975, 6) * spread.sd * math.sqrt(2 / 3))
+
+
+def misses(sds, draws=4000):
+    """Shares of draws in which the interval of the first two of three null arms does not hold 0: ours, and the
+    pooled one alone, which is the control."""
+    rng = np.random.default_rng(3)
+    missed = pooled = 0
+    for _ in range(draws):
+        arms = {str(i): rng.normal(0, sd, 3) for i, sd in enumerate(sds)}
+        spread = pooled_spread(arms)
+        effect = paired_effect(by_seed(arms["0"]), by_seed(arms["1"]), spread)
+        missed += not effect.low <= 0 <= effect.high
+        pooled += abs(effect.value) > stats.t.ppf(0.975, spread.df) * spread.sd * math.sqrt(2 / 3)
+    return missed / draws, pooled / draws
+
+
+@pytest.mark.parametrize("sds", [(1, 0.3, 0.3), (1, 0.2, 0.2)])
+def test_unlike_spreads_do_not_narrow_the_interval(sds):
+    missed, pooled = misses(sds)
+    assert missed <= 0.065
+    assert pooled > 0.08
 
 
 def test_only_shared_seeds_count():
@@ -58,7 +82,7 @@ def test_only_shared_seeds_count():
 def test_one_seed_has_no_interval():
     assert pooled_spread({"a": [1.0], "b": [2.0]}) is None
     effect = paired_effect({0: 2.0}, {0: 1.0}, None)
-    assert effect.value == 1.0 and not effect.has_interval and math.isnan(effect.detectable)
+    assert effect.value == 1.0 and not effect.has_interval and math.isnan(effect.margin)
 
 
 def test_equal_seeds_have_no_spread():
@@ -68,14 +92,14 @@ def test_equal_seeds_have_no_spread():
 
 
 def test_smallest_detectable_effect_is_that_of_methods():
-    """methods.md 6: a pooled seed SD of 0.14 finds about 0.35 with three seeds and 0.24 with six."""
+    """(t_.975 + t_.8)·s·√(2/n): a pooled seed SD of 0.14 finds about 0.35 with three seeds, 0.24 with six."""
     for n, expected in ((3, 0.35), (6, 0.24)):
         values = 0.14 * stats.zscore(np.arange(n), ddof=1)
         spread = pooled_spread({arm: list(values) for arm in ("a", "b", "c", "d", "e")})
         effect = paired_effect(by_seed(values + 1), by_seed(values), spread)
-        assert effect.detectable == pytest.approx(expected, abs=0.03)
+        assert effect.margin == pytest.approx(expected, abs=0.03)
         # The noncentral t says how often it is found.
-        shift = effect.detectable / (spread.sd * math.sqrt(2 / n))
+        shift = effect.margin / (spread.sd * math.sqrt(2 / n))
         power = 1 - stats.nct.cdf(stats.t.ppf(0.975, spread.df), spread.df, shift)
         assert power == pytest.approx(0.8, abs=0.03)
 

@@ -4,11 +4,13 @@ import json
 import math
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 from fake_runs import DEMO, Planted, write_demo
 
-from mmqk.analysis import judge, load_study
+from mmqk.analysis import judge, load_runs, load_study
 from mmqk.analysis.controls import within_bound
+from mmqk.analysis.words import number
 
 UNLEARNT = {"text": 3.4, "image": 5.45}
 
@@ -39,7 +41,9 @@ def test_planted_effect_is_reproduced_with_its_numbers(tmp_path):
     found = verdicts(tmp_path)["C2"]
     assert found.verdict == "reproduced"
     assert found.effect.value == pytest.approx(math.log(60 / 8.5))
-    assert found.effect.df == 6 and "Seed spread 0.12, pooled over 3 arms" in " ".join(found.notes)
+    assert found.effect.df == 6 and "Seed spread by arm 0.12, 0.12, 0.12, pooled 0.12" in " ".join(
+        found.notes
+    )
     assert "spread" not in {field.name for field in fields(found)}
     half = 2.4469 * 0.12 * math.sqrt(2 / 3)
     assert found.effect.low == pytest.approx(found.effect.value - half, abs=1e-4)
@@ -179,6 +183,17 @@ def test_logits_above_the_bound_decide_nothing(tmp_path):
 def test_the_bound_is_checked_of_runs_alone(tmp_path):
     study = load_study(write_demo(tmp_path / "demo"))
     assert within_bound(study.of_arm("mixed")) is None
+    # The same two numbers in one layer and in two: only a layer's own bound counts, and only finite logits.
+    for layer, passed in ((0, False), (1, True)):
+        name = tmp_path / f"layer{layer}"
+        name.mkdir()
+        lines = [
+            {"step": 1, "attn_logit_bound/layer00": 4, "attn_logit_bound/layer01": 9}
+            | {f"attn_logit_absmax/text-text/layer{layer:02d}": 8},
+            {"step": 2, "attn_logit_bound/layer00": 4, "attn_logit_absmax/text-text/layer00": "inf"},
+        ]
+        (name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert within_bound(load_runs(name)).passed == passed
     found = within_bound(study.of_arm("mixed-qk"))
     assert found is not None and found.passed and found.detail == "at most 87 % of the bound"
 
@@ -206,10 +221,118 @@ def test_nan_in_the_control_cannot_reproduce(tmp_path):
     assert found.effect.value <= 0
 
 
+def diverge(*places):
+    """Runs (arm, seed) made to have diverged with finite logits, as by the rule on the loss."""
+
+    def change(folder):
+        for arm, seed in places:
+            (path,) = (p for p in folder.glob(f"{arm}-0*/seed{seed}") if p.parent.name[:-11] == arm)
+            record = json.loads((path / "status.json").read_text())
+            (path / "status.json").write_text(json.dumps(record | {"status": "diverged"}))
+
+    return change
+
+
+def judged(tmp_path, planted=None, edit=lambda folder: None, **kwargs):
+    folder = write_demo(tmp_path / "demo", planted, **kwargs)
+    edit(folder)
+    return {verdict.claim.id: verdict for verdict in judge(load_study(folder))}
+
+
+EVERY_SEED = (0, 1, 2)
+
+
+def test_a_treatment_that_diverges_early_with_low_logits_is_no_contradiction(tmp_path):
+    low = {"mixed": Planted(9.0)}
+    assert judged(tmp_path / "a", low)["C2"].verdict == "contradicted"
+    found = judged(tmp_path / "b", low, diverge(("mixed", 0)))["C2"]
+    assert found.verdict == "inconclusive"
+    assert any("1 run of mixed, no QK-Norm diverged" in note for note in found.notes)
+
+
+def test_a_control_that_diverges_is_no_reproduction(tmp_path):
+    assert judged(tmp_path / "a")["C2"].verdict == "reproduced"
+    found = judged(tmp_path / "b", None, diverge(("mixed-qk", 2)))["C2"]
+    assert found.verdict == "inconclusive"
+    assert found.effect.value < math.log(60 / 8.5)
+
+
+def test_both_arms_diverging_decides_nothing(tmp_path):
+    both = diverge(*((arm, seed) for arm in ("mixed", "mixed-qk") for seed in EVERY_SEED))
+    found = judged(tmp_path, None, both)["C2"]
+    assert found.verdict == "inconclusive" and found.effect.value == 0
+
+
+def turned(grid):
+    grid["claims"][0] |= {"direction": "less", "treatment": "mixed-qk", "control": "mixed"}
+
+
+def test_divergence_counts_by_the_direction_of_the_claim(tmp_path):
+    """A claim that QK-Norm lowers the logits is helped by a control that diverges, and not by a treatment."""
+    assert judged(tmp_path / "a", change=turned)["C2"].verdict == "reproduced"
+    assert judged(tmp_path / "b", None, diverge(("mixed", 1)), change=turned)["C2"].verdict == "reproduced"
+    assert (
+        judged(tmp_path / "c", None, diverge(("mixed-qk", 1)), change=turned)["C2"].verdict == "inconclusive"
+    )
+
+
+def without_probes(arm, seed, status):
+    def change(folder):
+        (path,) = (p for p in folder.glob(f"{arm}-0*/seed{seed}") if p.parent.name[:-11] == arm)
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        kept = [{k: v for k, v in line.items() if "loss" in k or k == "step"} for line in lines]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        record = json.loads((path / "status.json").read_text())
+        (path / "status.json").write_text(json.dumps(record | {"status": status}))
+
+    return change
+
+
+def test_a_run_that_diverged_before_its_first_probe_ranks_worst(tmp_path):
+    found = judged(tmp_path, None, without_probes("mixed-qk", 2, "diverged"))["C2"]
+    assert found.verdict == "inconclusive" and found.effect.n == 3
+    assert found.effect.low < math.log(2)
+
+
+def test_a_finished_run_without_a_value_leaves_it_open(tmp_path):
+    found = judged(tmp_path, None, without_probes("mixed-qk", 2, "completed"))["C2"]
+    assert found.verdict == "inconclusive" and found.effect.n == 2
+    assert found.notes[0] == "Without a value: mixed, QK-Norm seed 2."
+
+
+def test_what_diverged_says_nothing_about_the_spread(tmp_path):
+    found = judged(tmp_path, None, diverge(("mixed", 0), ("mixed", 1)))["C2"]
+    assert "mixed" not in found.notes[-1] and "Seed spread by arm 0.12, 0.12," in " ".join(found.notes)
+
+
+def test_a_positive_control_that_ends_in_nan_counts_as_what_was_seen(tmp_path):
+    quiet = replace(DEMO["high-pre"], logit=30.0, nan_from=120)
+    planted = {"mixed-qk": Planted(120.0), "high-pre": quiet}
+    assert not controls(judged(tmp_path / "a", planted)["C2"])["positive control P1"]
+    planted["high-pre"] = replace(DEMO["high-pre"], nan_from=120)
+    assert controls(judged(tmp_path / "b", planted)["C2"])["positive control P1"]
+
+
+def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
+    """The interval must clear delta, not 0: simulated with the spread that these seeds have."""
+    found = verdicts(tmp_path, {"image-off": Planted(60 / math.exp(0.5))})["C10"]
+    needed = found.claim.delta + found.effect.margin
+    assert f"a factor of {number(math.exp(needed))}" in found.notes[-1]
+    rng, draws, half = np.random.default_rng(1), 4000, found.effect.high - found.effect.value
+
+    def power(effect):
+        sd = np.sqrt(0.12**2 * rng.chisquare(6, draws) / 6)
+        means = rng.normal(effect, 0.12 * math.sqrt(2 / 3), draws)
+        return np.mean(means - half / 0.12 * sd > found.claim.delta)
+
+    assert power(needed) == pytest.approx(0.8, abs=0.04)
+    assert power(found.effect.margin) < 0.2
+
+
 def test_unlike_spreads_are_not_pooled(tmp_path):
-    found = verdicts(tmp_path, {"mixed-qk": replace(DEMO["mixed-qk"], spread=0.001)})["C10"]
+    found = verdicts(tmp_path, {"mixed": replace(DEMO["mixed"], spread=0.5)})["C10"]
     assert not found.effect.pooled
-    assert any("too different to be pooled" in note for note in found.notes)
+    assert any("Welch's, of the two arms alone" in note for note in found.notes)
     assert not verdicts(tmp_path / "b")["C10"].effect.df < 6
 
 
