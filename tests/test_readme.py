@@ -17,16 +17,15 @@ def verdicts() -> dict[str, dict]:
     return {v["claim"]: v for v in json.loads((EXAMPLE / "verdicts.json").read_text())}
 
 
-def shown(value: float) -> set[str]:
-    """The ways a number may be rounded in prose."""
-    return {f"{value:.{digits}f}" for digits in range(3)} | {f"{value:.3g}", f"{value:+.2f}"}
-
-
 def says(text: str, verdict: dict, log: bool) -> bool:
-    """Whether a text names the effect and both ends of the interval, as ratios where they are log ratios."""
-    words = set(re.findall(r"[+-]?\d[\d.]*\d|\d", text))
-    numbers = [verdict["effect"], *verdict["interval"]]
-    return all(shown(math.exp(n) if log else n) & words for n in numbers)
+    """Whether "here" of a row is effect (low to high), as ratios where they are log ratios, to its own digits."""
+    cell = text.split("|")[4]
+    printed = re.findall(r"\d+(?:\.\d+)?", cell)[:3]
+    values = [math.exp(n) if log else n for n in (verdict["effect"], *verdict["interval"])]
+    return len(printed) == 3 and all(
+        f"{value:.{len(text.partition('.')[2])}f}" == text
+        for value, text in zip(values, printed, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("claim", "log"), [("C2", True), ("C10", True), ("X1", False), ("X2", True)])

@@ -152,14 +152,14 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
         for control in verdict.controls:
             if not control.passed:
                 items.append(f"{verdict.claim.id}: “{control.name}” did not pass: {control.detail}.")
-    powers: dict[tuple[str, int], list[str]] = {}
+    powers: dict[int, list[str]] = {}
     for verdict in verdicts:
         if verdict.effect is not None and (size := detectable_in_words(verdict)):
-            powers.setdefault((size, verdict.effect.n), []).append(verdict.claim.id)
+            powers.setdefault(verdict.effect.n, []).append(f"{size} ({verdict.claim.id})")
     items += [
-        f"Effects short of {size} ({listed(claims)}): with {plural(n, 'seed')} an arm the claim is reproduced "
-        "less than four times in five, true or not."
-        for (size, n), claims in powers.items()
+        f"Effects short of {listed(sizes)}: {plural(n, 'seed')} an arm reproduce such a claim less than four times "
+        "in five."
+        for n, sizes in powers.items()
     ]
     shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]
     if shown:
