@@ -14,12 +14,10 @@ from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
-from mmqk.data.module import DataConfig
-from mmqk.data.shards import manifest_hash
+from mmqk.data.module import DataConfig, data_identity, layout
 from mmqk.model import BACKENDS, ModelConfig, check_backend
 from mmqk.monitors import MonitorConfig
 from mmqk.store import UserError, flatten, identity_hash
-from mmqk.tokenizers import JointVocabulary, tokenizers_hash
 from mmqk.training.loss import LossConfig
 from mmqk.training.optim import OptimConfig
 from mmqk.training.steps import CheckpointConfig
@@ -164,12 +162,12 @@ def _complete(parsed: Namespace) -> RunConfig:
             raise UserError(f"{name} is {getattr(parsed, name)}: it cannot be negative.")
     try:
         sections = {name: _build(section, getattr(parsed, name)) for name, section in SECTIONS.items()}
-        blocks = JointVocabulary.load(Path(sections["data"].tokenizers)).blocks
+        blocks = layout(sections["data"]).blocks
         given = sections["model"].blocks
         if given and given != blocks:
             raise UserError(
-                f"model.blocks {given} does not match the tokenizers in {sections['data'].tokenizers}, which give"
-                f" {blocks}: leave model.blocks out, or set --data.tokenizers."
+                f"model.blocks {given} does not match the data, whose vocabulary has {blocks}: leave model.blocks"
+                " out, or set --data.tokenizers."
             )
         sections["model"] = dataclasses.replace(sections["model"], blocks=blocks)
         sections["loss"].weights_of(sections["model"].modalities)
@@ -177,14 +175,8 @@ def _complete(parsed: Namespace) -> RunConfig:
         check_backend(parsed.backend, sections["model"].attn_softcap)
     except ValueError as error:
         raise UserError(str(error)) from error
-    data = sections["data"]
     identity = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor")}
-    identity["data"] = {
-        **{k: v for k, v in asdict(data).items() if k not in ("cache", "workers")},
-        "pairs": manifest_hash(Path(data.pairs)),
-        "text": manifest_hash(Path(data.text)),
-        "tokenizers": tokenizers_hash(Path(data.tokenizers)),
-    }
+    identity["data"] = data_identity(sections["data"])
     identity |= {"backend": parsed.backend, "seed": parsed.seed}
     identity["trainer"] = {flag: trainer[flag] for flag in IDENTITY_TRAINER_FLAGS}
     files = [str(path) for path in parsed.config or []]

@@ -113,7 +113,7 @@ def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
 
 def test_blocks_come_from_the_tokenizers(tiny_args):
     assert resolve(tiny_args).model.blocks == {"text": 305, "image": 32}
-    with pytest.raises(UserError, match="does not match the tokenizers"):
+    with pytest.raises(UserError, match="does not match the data"):
         resolve([*tiny_args, '--model.blocks={"text": 9, "image": 9}'])
 
 

@@ -21,7 +21,9 @@ class TokenBatch:
         valid_BT: False at padding, which no statistic may count, bool.
         step_targets: trained positions in the whole optimizer step, over all micro-batches and ranks: the
             denominator of the loss, so that accumulation and data parallelism equal one large batch.
-        document_BT: number of the packed document a token belongs to; None for one document a sequence.
+        document_BT: number of the packed document a token belongs to, -1 at padding; None where attention
+            need not know.
+        surprise_BT: -log probability of each *token* under the source, nats, fp32; None where nobody knows it.
     """
 
     ids_BT: Tensor
@@ -30,6 +32,7 @@ class TokenBatch:
     valid_BT: Tensor
     step_targets: Tensor
     document_BT: Tensor | None = None
+    surprise_BT: Tensor | None = None
 
     @property
     def targets_BT(self) -> Tensor:
@@ -40,6 +43,11 @@ class TokenBatch:
     def target_modality_BT(self) -> Tensor:
         """Modality of the next token: the modality of a *prediction* is its target's."""
         return self.modality_BT.roll(-1, dims=1)
+
+    @property
+    def target_surprise_BT(self) -> Tensor | None:
+        """-log probability of the next token under the source, nats."""
+        return None if self.surprise_BT is None else self.surprise_BT.roll(-1, dims=1)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TokenBatch:
         given = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -1,156 +1,159 @@
-"""The token cache: shards go through the tokenizers once, into arrays under ``.cache/tokens/<hash>``."""
+"""The token cache: shards go through the tokenizers once, into token folders under ``.cache/tokens``."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from mmqk.data.shards import manifest_hash, read_pairs, read_text
+from mmqk.data.manifest import manifest_hash
+from mmqk.data.shards import read_pairs, read_text
+from mmqk.data.tokens import (
+    SPLITS,
+    TokenStore,
+    TokenWriter,
+    is_token_folder,
+    layout_of,
+    open_tokens,
+    read_header,
+    tokens_hash,
+)
 from mmqk.store import UserError
 
-FORMAT = 1
+FORMAT = 2
 ENCODE_BATCH = 64
 
 
-@dataclass(frozen=True)
-class TokenCache:
-    """One split as arrays, memory-mapped. N pairs, G image codes each.
-
-    Attributes:
-        codes_NG: image codes, row-major over the grid, ids of the image tokenizer.
-        captions: ids of the text tokenizer, all captions end to end.
-        offsets: N + 1 places in ``captions``.
-        text: ids of the text tokenizer, all documents end to end, each closed by -1.
-    """
-
-    codes_NG: np.ndarray
-    captions: np.ndarray
-    offsets: np.ndarray
-    text: np.ndarray
-
-    def caption(self, item: int) -> np.ndarray:
-        return self.captions[self.offsets[item] : self.offsets[item + 1]]
-
-
-def cache_hash(pairs: Path, text: Path, tokenizers: Path) -> str:
-    """What the cache depends on: both manifests and both tokenizers (10 hex digits)."""
-    from mmqk.tokenizers import tokenizers_hash
-
-    parts = [str(FORMAT), manifest_hash(pairs), manifest_hash(text), tokenizers_hash(tokenizers)]
-    return hashlib.sha256("/".join(parts).encode()).hexdigest()[:10]
-
-
-def open_cache(
-    pairs: Path, text: Path, tokenizers: Path, root: Path, say: Callable[[str], None] | None = None
-) -> dict[str, TokenCache]:
-    """The cache of these shards under these tokenizers, by split, made first if it does not exist.
+def source_hash(folder: Path | str) -> str:
+    """Identity of a source's samples, be it a folder of shards or of tokens (10 hex digits).
 
     Raises:
-        UserError: shards, tokenizers or the cache folder cannot be read or written.
+        UserError: it is neither.
     """
-    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
-    digest = cache_hash(pairs, text, tokenizers)
-    folder = root / digest
-    if not (folder / "meta.json").exists():
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            lock = open(root / f"{digest}.lock", "w")  # noqa: SIM115 (closed by the with below)
-        except OSError as error:
+    return tokens_hash(folder) if is_token_folder(folder) else manifest_hash(folder)
+
+
+def open_source(
+    kind: str,
+    folder: Path,
+    tokenizers: Path,
+    root: Path,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, TokenStore]:
+    """The documents of a source by split: a token folder as it is, shards from the cache, made first if need be.
+
+    Args:
+        kind: pair, text or interleaved.
+        folder: token folder, or shards with their manifest.
+        tokenizers: folder of the tokenizers.
+        root: of the cache.
+        say: told what is being done; stderr by default.
+
+    Raises:
+        UserError: shards, tokenizers or the cache folder cannot be read or written, or do not belong together.
+    """
+    from mmqk.tokenizers import tokenizers_hash
+
+    made_by = tokenizers_hash(tokenizers)
+    if is_token_folder(folder):
+        header = read_header(folder)
+        if header["kind"] != kind:
             raise UserError(
-                f"The token cache {root} cannot be written ({error.strerror}): set --data.cache."
-            ) from error
-        with lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-            if not (folder / "meta.json").exists():
-                _build(folder, pairs, text, tokenizers, digest, say)
-    return {split: _load(folder, split, digest) for split in ("train", "val")}
-
-
-def _build(folder: Path, pairs: Path, text: Path, tokenizers: Path, digest: str, say) -> None:
-    from mmqk.tokenizers import ImageTokenizer, TextTokenizer
-
-    text_tokenizer, image_tokenizer = TextTokenizer.load(tokenizers), ImageTokenizer.load(tokenizers)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{digest}-", dir=folder.parent))
+                f"{folder} holds documents of kind {header['kind']}, not {kind}: give another folder."
+            )
+        if header["tokenizers"] != made_by:
+            raise UserError(
+                f"{folder} was made with the tokenizers {header['tokenizers'] or 'of somebody else'}, but"
+                f" {tokenizers} are {made_by}: set --data.tokenizers to those, or tokenize the shards again."
+            )
+        return open_tokens(folder)
+    if kind == "interleaved":
+        raise UserError(
+            f"{folder} is no token folder: make one with python -m mmqk.data.tokenize --interleaved."
+        )
+    digest = hashlib.sha256(f"{FORMAT}/{kind}/{manifest_hash(folder)}/{made_by}".encode()).hexdigest()[:10]
+    made = root / digest
+    if not is_token_folder(made):
+        _make(kind, folder, tokenizers, made_by, made, say or _to_stderr)
     try:
-        counts = {}
-        for split in ("train", "val"):
-            say(f"tokenizing the {split} shards of {pairs} and {text} (once; kept in {folder})")
-            arrays = _encode_pairs(pairs, split, text_tokenizer, image_tokenizer)
-            documents = [[*text_tokenizer.encode(document), -1] for document in read_text(text, split)]
-            arrays["text"] = np.array([i for ids in documents for i in ids], dtype=np.int32)
-            for name, array in arrays.items():
-                np.save(scratch / f"{split}-{name}.npy", array)
-            counts[split] = {"pairs": len(arrays["codes"]), "text_tokens": len(arrays["text"])}
-        meta = {
-            "hash": digest,
-            "text_size": text_tokenizer.size,
-            "image_size": image_tokenizer.size,
-            "counts": counts,
-        }
-        (scratch / "meta.json").write_text(json.dumps(meta, indent=1))
-        if folder.exists():  # half a cache, left by a process that was killed
-            shutil.rmtree(folder)
-        os.rename(scratch, folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        return open_tokens(made)
+    except UserError as error:
+        raise UserError(
+            f"The token cache {made} does not match its shards and tokenizers: delete it, and it is made again"
+            f" ({error})"
+        ) from None
 
 
-def _encode_pairs(pairs: Path, split: str, text_tokenizer, image_tokenizer) -> dict[str, np.ndarray]:
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _make(
+    kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path, say: Callable[[str], None]
+) -> None:
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(f"{made}.lock", "w")  # noqa: SIM115 (closed by the with below)
+    except OSError as error:
+        raise UserError(
+            f"The token cache {made.parent} cannot be written ({error.strerror}): set --data.cache."
+        ) from error
+    with lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        if is_token_folder(made):  # by a process that had the lock before us
+            return
+        scratch = Path(tempfile.mkdtemp(prefix=f"{made.name}-", dir=made.parent))
+        try:
+            writer = TokenWriter(scratch, kind, layout_of(tokenizers), made_by)
+            encode = _pairs if kind == "pair" else _documents
+            for split in SPLITS:
+                say(f"tokenizing the {split} shards of {folder} (once; kept in {made})")
+                writer.add_part(split, "00000", list(encode(folder, split, tokenizers)))
+            writer.finish(about={"from": str(folder)})
+            if made.exists():  # half a cache, left by a process that was killed
+                shutil.rmtree(made)
+            os.rename(scratch, made)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _documents(folder: Path, split: str, tokenizers: Path) -> Iterator[np.ndarray]:
+    from mmqk.tokenizers import TextTokenizer
+    from mmqk.tokenizers.vocabulary import EOS, JointVocabulary
+
+    tokenizer, vocabulary = TextTokenizer.load(tokenizers), JointVocabulary.load(tokenizers)
+    for document in read_text(folder, split):
+        yield np.array([*vocabulary.text(tokenizer.encode(document)), EOS])
+
+
+def _pairs(folder: Path, split: str, tokenizers: Path) -> Iterator[np.ndarray]:
     import torch
     from torchvision.transforms.functional import pil_to_tensor
 
-    codes: list[np.ndarray] = []
-    captions: list[list[int]] = []
-    images: list[torch.Tensor] = []
+    from mmqk.tokenizers import ImageTokenizer, TextTokenizer
+    from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, END_IMAGE, EOS, JointVocabulary
 
-    def encode() -> None:
-        if images:
-            codes.append(image_tokenizer.encode(torch.stack(images).float() / 255).numpy().astype(np.int32))
-            images.clear()
+    text, image = TextTokenizer.load(tokenizers), ImageTokenizer.load(tokenizers)
+    vocabulary = JointVocabulary.load(tokenizers)
+    waiting: list[tuple[str, torch.Tensor]] = []
 
-    for pair in read_pairs(pairs, split):
-        captions.append(text_tokenizer.encode(pair.caption))
-        images.append(pil_to_tensor(pair.image))
-        if len(images) == ENCODE_BATCH:
-            encode()
-    encode()
-    lengths = [len(ids) for ids in captions]
-    return {
-        "codes": np.concatenate(codes),
-        "captions": np.array([i for ids in captions for i in ids], dtype=np.int32),
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-    }
+    def encoded() -> Iterator[np.ndarray]:
+        if waiting:
+            codes_NG = image.encode(torch.stack([pixels for _, pixels in waiting]).float() / 255).numpy()
+            for (caption, _), codes_G in zip(waiting, codes_NG, strict=True):
+                words = vocabulary.text(text.encode(caption))
+                yield np.array([BEGIN_IMAGE, *vocabulary.image(codes_G), END_IMAGE, *words, EOS])
+            waiting.clear()
 
-
-def _load(folder: Path, split: str, digest: str) -> TokenCache:
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        arrays = {
-            name: np.load(folder / f"{split}-{name}.npy", mmap_mode="r")
-            for name in ("codes", "captions", "offsets", "text")
-        }
-        consistent = (
-            meta["hash"] == digest
-            and arrays["codes"].max(initial=0) < meta["image_size"]
-            and arrays["captions"].max(initial=0) < meta["text_size"]
-            and arrays["text"].max(initial=0) < meta["text_size"]
-            and arrays["offsets"][-1] == len(arrays["captions"])
-            and len(arrays["offsets"]) == len(arrays["codes"]) + 1
-        )
-    except (OSError, ValueError, KeyError, EOFError):
-        consistent = False
-    if not consistent:
-        raise UserError(
-            f"The token cache {folder} does not match its shards and tokenizers: delete it, and it is made again."
-        )
-    return TokenCache(arrays["codes"], arrays["captions"], arrays["offsets"], arrays["text"])
+    for pair in read_pairs(folder, split):
+        waiting.append((pair.caption, pil_to_tensor(pair.image)))
+        if len(waiting) == ENCODE_BATCH:
+            yield from encoded()
+    yield from encoded()

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 CYCLE = 240
-KINDS = ("pair", "text", "image")
-SLOTS = ("image_first", "caption_first", "text", "image")
+KINDS = ("pair", "text", "image", "interleaved", "tokens", "dial")
+SLOTS = ("image_first", "caption_first", *KINDS[1:])
 
 
 class Draw(NamedTuple):
@@ -44,7 +44,7 @@ class Mixture:
     """The order of a run.
 
     Args:
-        weights: relative weight of each kind, of ``pair``, ``text``, ``image``; kinds left out have weight 0.
+        weights: relative weight of each kind of `KINDS`; kinds left out have weight 0.
         image_first: share of pairs in which the image comes before its caption.
         seed: of the run's data.
 
@@ -63,12 +63,8 @@ class Mixture:
         if not 0 <= image_first <= 1:
             raise ValueError(f"data.image_first is {image_first}: it is a share between 0 and 1.")
         pair = weights.get("pair", 0.0)
-        by_slot = {
-            "image_first": pair * image_first,
-            "caption_first": pair * (1 - image_first),
-            "text": weights.get("text", 0.0),
-            "image": weights.get("image", 0.0),
-        }
+        by_slot = {"image_first": pair * image_first, "caption_first": pair * (1 - image_first)}
+        by_slot |= {kind: weights.get(kind, 0.0) for kind in KINDS[1:]}
         counts = apportion(by_slot, CYCLE)
         for slot, weight in by_slot.items():
             if weight > 0 and counts[slot] == 0:

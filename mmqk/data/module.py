@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from mmqk.data.batch import TokenBatch
-from mmqk.data.cache import open_cache
+from mmqk.data.cache import open_source, source_hash
+from mmqk.data.dial import Dial, DialConfig
 from mmqk.data.mix import Mixture
-from mmqk.data.sequences import SequenceBuilder, TrainingOrder, validation_rows
+from mmqk.data.order import TrainingOrder, validation_rows
+from mmqk.data.sequences import Row, SequenceBuilder
+from mmqk.data.tokens import Layout, TokenStore, layout_of, open_tokens, read_header, tokens_hash
 from mmqk.store import UserError
-from mmqk.tokenizers.vocabulary import SPECIALS, JointVocabulary
+
+# Kinds of data.mix that share a vocabulary: mmqk's tokenizers', that of the user's own ids, the dial's.
+FAMILIES = (("pair", "text", "image", "interleaved"), ("tokens",), ("dial",))
+# Fields of DataConfig that name a source, by kind.
+SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}
 
 
 @dataclass(frozen=True)
@@ -23,14 +31,20 @@ class DataConfig:
     """What the model reads.
 
     Args:
-        pairs: folder of WebDataset shards of image+caption pairs with their manifest.
-        text: folder of the text-only corpus with its manifest.
+        pairs: image+caption pairs: shards with their manifest, or a folder made by mmqk.data.tokenize; empty: none.
+        text: text-only documents: likewise.
+        interleaved: documents of text and images: a folder made by mmqk.data.tokenize --interleaved.
+        tokens: documents of ids of other tokenizers: a folder made by mmqk.data.ids.
         tokenizers: folder with text.json and image.safetensors.
         cache: where shards are kept as token arrays after they were tokenized once.
         seq_len: tokens in a sequence.
         batch_size: sequences in an optimizer step, over all micro-batches and devices.
-        mix: relative weight of each kind of sequence: pair, text, image. {"text": 1} is text only.
+        mix: relative weight of each kind of sequence: pair, text, image, interleaved; or tokens alone; or dial alone.
+            {"text": 1} is text only.
         image_first: share of the pairs in which the image comes before its caption.
+        pack: documents fills a sequence with several of them, none puts one document (or a window of text) in each.
+        document_mask: attention stays inside each packed document.
+        dial: the synthetic source whose entropies are known, for mix {"dial": 1}.
         val_sequences: size of the validation set, which is the same for every arm and seed.
         val_every_n_steps: optimizer steps between two validations; 0 validates at the end only, as all do.
         workers: loader processes; does not change what is read.
@@ -38,12 +52,17 @@ class DataConfig:
 
     pairs: str = "data/emoji"
     text: str = "data/text"
+    interleaved: str = ""
+    tokens: str = ""
     tokenizers: str = "data/tokenizers"
     cache: str = ".cache/tokens"
     seq_len: int = 128
     batch_size: int = 16
     mix: dict[str, float] = field(default_factory=lambda: {"pair": 3.0, "text": 1.0})
     image_first: float = 0.5
+    pack: Literal["none", "documents"] = "none"
+    document_mask: bool = True
+    dial: DialConfig = field(default_factory=DialConfig)
     val_sequences: int = 128
     val_every_n_steps: int = 0
     workers: int = 0
@@ -56,14 +75,79 @@ class DataConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"data.{name} is {getattr(self, name)}: it cannot be negative.")
         Mixture(self.mix, self.image_first, seed=0)  # refuses what cannot be mixed
+        wanted = [kind for kind, weight in self.mix.items() if weight > 0]
+        if sum(any(kind in family for kind in wanted) for family in FAMILIES) > 1:
+            raise ValueError(
+                f"data.mix cannot mix {', '.join(wanted)}: tokens and dial have vocabularies of their own, so each"
+                " stands alone."
+            )
+        sources = {"image": "pairs", **SOURCE_FIELDS, "tokens": "tokens"}
+        for kind in wanted:
+            if kind in sources and not getattr(self, sources[kind]):
+                raise ValueError(
+                    f"data.mix asks for {kind}, but data.{sources[kind]} is empty: name its folder."
+                )
+
+    @property
+    def family(self) -> tuple[str, ...]:
+        """The kinds that share this configuration's vocabulary."""
+        return next(f for f in FAMILIES if any(self.mix.get(kind, 0) > 0 for kind in f))
+
+    @property
+    def sources(self) -> dict[str, Path]:
+        """Folders by kind of what can be read beside each other: those named, of this vocabulary."""
+        if "pair" not in self.family:
+            return {}
+        return {kind: Path(path) for kind, name in SOURCE_FIELDS.items() if (path := getattr(self, name))}
+
+
+def layout(config: DataConfig) -> Layout:
+    """How the ids are laid out that a configuration leads to.
+
+    Raises:
+        UserError: tokenizers or a token folder are missing or damaged. ValueError: a dial that cannot be.
+    """
+    if "dial" in config.family:
+        return Layout(Dial(config.dial).blocks)
+    if "tokens" in config.family:
+        return Layout(**read_header(config.tokens)["layout"])
+    return layout_of(config.tokenizers)
+
+
+def data_identity(config: DataConfig) -> dict[str, Any]:
+    """The fields that make the samples what they are: sources by their hashes, without what is not read.
+
+    Raises:
+        UserError: a source is missing or damaged.
+    """
+    from mmqk.tokenizers import tokenizers_hash
+
+    fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial")}
+    fields |= dict.fromkeys((*SOURCE_FIELDS.values(), "tokens", "tokenizers"), "")
+    fields |= {SOURCE_FIELDS[kind]: source_hash(path) for kind, path in config.sources.items()}
+    if "dial" in config.family:
+        fields["dial"] = asdict(config.dial)
+    elif "tokens" in config.family:
+        fields["tokens"] = tokens_hash(config.tokens)
+    else:
+        fields["tokenizers"] = tokenizers_hash(config.tokenizers)
+    return fields
 
 
 class MicroBatches(Dataset):
     """Micro-batch ``i`` of one rank: a pure function of ``i``, so that workers and resumption cannot change it."""
 
     def __init__(
-        self, order: TrainingOrder, batch_size: int, accumulate: int, rank: int, world: int, steps: int
+        self,
+        order: TrainingOrder,
+        batch_size: int,
+        accumulate: int,
+        rank: int,
+        world: int,
+        steps: int,
+        documents: bool = False,
     ):
+        self.documents = documents
         self.order, self.batch_size, self.accumulate, self.steps = order, batch_size, accumulate, steps
         self.rank, self.world, self.size = rank, world, batch_size // (accumulate * world)
 
@@ -75,10 +159,10 @@ class MicroBatches(Dataset):
         start = step * self.batch_size
         mine = start + (micro * self.world + self.rank) * self.size
         rows = [self.order.row(index) for index in range(mine, mine + self.size)]
-        if self.accumulate * self.world == 1:
-            return self.order.builder.batch(rows)
-        lengths = [len(self.order.row(index)) for index in range(start, start + self.batch_size)]
-        return self.order.builder.batch(rows, step_targets=sum(lengths) - len(lengths))
+        step_targets = None
+        if self.accumulate * self.world > 1:
+            step_targets = sum(self.order.row(i).targets for i in range(start, start + self.batch_size))
+        return self.order.builder.batch(rows, step_targets, self.documents)
 
 
 class PositionedLoader:
@@ -128,16 +212,27 @@ class TokenDataModule(L.LightningDataModule):
         if hasattr(self, "builder"):
             return
         config = self.config
-        tokenizers = Path(config.tokenizers)
-        splits = open_cache(Path(config.pairs), Path(config.text), tokenizers, Path(config.cache))
-        vocabulary = JointVocabulary.load(tokenizers)
         try:
-            self.builder = SequenceBuilder(splits["train"], vocabulary, config.seq_len)
-            self.order = TrainingOrder(self.builder, config.mix, config.image_first, self.seed)
-            val_builder = SequenceBuilder(splits["val"], vocabulary, config.seq_len)
-            self._val_rows = validation_rows(val_builder, config.val_sequences)
+            ids = layout(config)
+            dial = Dial(config.dial) if "dial" in config.family else None
+            stores = self._stores()
+            pack = config.pack == "documents"
+            train, val = ({kind: s[split] for kind, s in stores.items()} for split in ("train", "val"))
+            self.builder = SequenceBuilder(train, ids, config.seq_len)
+            self.order = TrainingOrder(self.builder, config.mix, config.image_first, self.seed, pack, dial)
+            self.val_rows = validation_rows(
+                SequenceBuilder(val, ids, config.seq_len), config.val_sequences, dial
+            )
         except ValueError as error:
             raise UserError(str(error)) from error
+
+    def _stores(self) -> dict[str, dict[str, TokenStore]]:
+        """Documents by kind and split."""
+        config = self.config
+        if "tokens" in config.family:
+            return {"tokens": open_tokens(config.tokens)}
+        tokenizers, cache = Path(config.tokenizers), Path(config.cache)
+        return {k: open_source(k, folder, tokenizers, cache) for k, folder in config.sources.items()}
 
     def train_dataloader(self) -> PositionedLoader:
         trainer = self.trainer
@@ -148,8 +243,15 @@ class TokenDataModule(L.LightningDataModule):
                 f"data.batch_size {self.config.batch_size} is not a multiple of accumulate_grad_batches {accumulate}"
                 f" times {world} devices: choose one that is."
             )
+        documents = self.config.pack == "documents" and self.config.document_mask
         dataset = MicroBatches(
-            self.order, self.config.batch_size, accumulate, trainer.global_rank, world, trainer.max_steps
+            self.order,
+            self.config.batch_size,
+            accumulate,
+            trainer.global_rank,
+            world,
+            trainer.max_steps,
+            documents,
         )
         return PositionedLoader(dataset, self.config.workers, pin_memory=_on_gpu(trainer))
 
@@ -158,12 +260,12 @@ class TokenDataModule(L.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         size = max(1, self.config.batch_size // (trainer.accumulate_grad_batches * trainer.world_size))
-        rows = self._val_rows
+        rows = self.val_rows
         return (self.builder.batch(rows[i : i + size]) for i in range(0, len(rows), size))
 
     def probe_batch(self, sequences: int) -> TokenBatch:
         """The first validation sequences, for monitors that compare runs on the same tokens."""
-        return self.builder.batch(self._val_rows[:sequences])
+        return self.builder.batch(self.val_rows[:sequences])
 
     def unigram_loss(self, sequences: int = 512) -> dict[str, float]:
         """Validation loss of a predictor that knows the form of a sequence and how often each token occurs.
@@ -172,15 +274,14 @@ class TokenDataModule(L.LightningDataModule):
         modality it draws by their frequency, counted over the first training sequences of this run's order,
         one added to each count. Nats by modality; a model that does not beat it has learnt no context.
         """
-        vocabulary = self.builder.vocabulary
-        edges = np.cumsum([0, *vocabulary.blocks.values()])
-        counts = np.ones(edges[-1])
+        ids, edges = self.builder.layout, self.builder.layout.edges
+        counts = np.ones(ids.size)
         for index in range(sequences):
-            np.add.at(counts, self.order.row(index)[1:], 1)
-        counts[: len(SPECIALS)] = 0
-        targets = np.concatenate([row[1:] for row in self._val_rows])
+            np.add.at(counts, _targets(self.order.row(index)), 1)
+        counts[ids.specials] = 0
+        targets = np.concatenate([_targets(row) for row in self.val_rows])
         losses = {}
-        for name, low, high in zip(vocabulary.blocks, edges[:-1], edges[1:], strict=True):
+        for name, low, high in zip(ids.blocks, edges[:-1], edges[1:], strict=True):
             nats = np.zeros(high - low)
             counted = counts[low:high] > 0
             nats[counted] = -np.log(counts[low:high][counted] / counts[low:high].sum())
@@ -188,6 +289,11 @@ class TokenDataModule(L.LightningDataModule):
             if len(inside):
                 losses[name] = float(nats[inside].mean())
         return losses
+
+
+def _targets(row: Row) -> np.ndarray:
+    """The ids of a row that are predicted: all but the first of each document."""
+    return np.delete(row.ids, row.starts)
 
 
 def _on_gpu(trainer: L.Trainer) -> bool:

@@ -1,135 +1,192 @@
-"""Token cache -> sequences: how captions, image codes and text become rows of a TokenBatch.
+"""Documents -> rows: what a sequence is made of, and how rows become a TokenBatch.
 
-A pair is ``<bos> <image> codes </image> caption <eos>`` or ``<bos> caption <image> codes </image> <eos>``, a
-text row ``<bos>`` and a window of the text stream, an image row ``<bos> <image> codes </image> <eos>``.
-One document a row; short rows are padded at the end, where causal attention never looks.
+A pair is ``<bos> <image> codes </image> caption <eos>`` or ``<bos> caption <image> codes </image> <eos>``, an
+image row ``<bos> <image> codes </image> <eos>``, a text row ``<bos>`` and a window of the text of all documents
+end to end; any other document is ``<bos>`` and itself, in pieces where it is longer than a row. Short rows are
+padded at the end, where causal attention never looks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from mmqk.data.batch import TokenBatch
-from mmqk.data.cache import TokenCache
-from mmqk.data.mix import Epochs, Mixture, random_stream
-from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, JointVocabulary
+from mmqk.data.tokens import Layout, TokenStore
 
 SHORTEST_CAPTION = 8
 
 
+@dataclass(frozen=True)
+class Row:
+    """One sequence, not yet padded.
+
+    Attributes:
+        ids: int64.
+        starts: where each of its documents begins; the first is 0.
+        surprise: -log probability of each token under the source, nats; None where nobody knows it.
+    """
+
+    ids: np.ndarray
+    starts: tuple[int, ...] = (0,)
+    surprise: np.ndarray | None = None
+
+    @property
+    def targets(self) -> int:
+        """Number of predicted tokens: all but the first of each document."""
+        return len(self.ids) - len(self.starts)
+
+
+def joined(rows: Sequence[Row]) -> Row:
+    """Several rows as one, each of their documents a document of it."""
+    if len(rows) == 1:
+        return rows[0]
+    offsets = np.cumsum([0, *(len(row.ids) for row in rows)])
+    starts = tuple(int(o) + s for o, row in zip(offsets, rows, strict=False) for s in row.starts)
+    surprises = [row.surprise for row in rows if row.surprise is not None]
+    known = np.concatenate(surprises) if len(surprises) == len(rows) else None
+    return Row(np.concatenate([row.ids for row in rows]), starts, known)
+
+
 class SequenceBuilder:
-    """Rows of at most ``seq_len`` tokens out of one split of the cache.
+    """Rows of at most ``seq_len`` tokens out of one split of the sources.
 
     A caption that does not fit beside its image is cut on the right; ``caption_room`` says how much fits and
     ``captions_cut`` how many do not.
+
+    Args:
+        stores: documents by kind of source: pair, text, interleaved, tokens.
+        layout: of their ids.
+        seq_len: tokens of a row.
 
     Raises:
         ValueError: ``seq_len`` leaves a pair's caption fewer than 8 tokens.
     """
 
-    def __init__(self, cache: TokenCache, vocabulary: JointVocabulary, seq_len: int):
-        self.cache, self.vocabulary, self.seq_len = cache, vocabulary, seq_len
-        self.caption_room = seq_len - cache.codes_NG.shape[1] - 4
-        if self.caption_room < SHORTEST_CAPTION:
-            least = seq_len - self.caption_room + SHORTEST_CAPTION
-            raise ValueError(
-                f"data.seq_len {seq_len} is too short for an image of {cache.codes_NG.shape[1]} codes and its"
-                f" caption: at least {least} is needed."
-            )
+    def __init__(self, stores: Mapping[str, TokenStore], layout: Layout, seq_len: int):
+        self.stores, self.layout, self.seq_len = stores, layout, seq_len
+        self.caption_room = seq_len
+        if "pair" in stores and len(stores["pair"]):
+            image = stores["pair"].image_tokens
+            self.caption_room = seq_len - image - 2
+            if self.caption_room < SHORTEST_CAPTION:
+                raise ValueError(
+                    f"data.seq_len {seq_len} is too short for an image of {image - 2} codes and its"
+                    f" caption: at least {image + 2 + SHORTEST_CAPTION} is needed."
+                )
 
     @property
     def captions_cut(self) -> float:
-        """Share of the captions that are longer than there is room for."""
-        return float((np.diff(self.cache.offsets) > self.caption_room).mean())
+        """Share of the captions that are longer than there is room for; 0 without pairs."""
+        if not len(self.stores.get("pair", ())):
+            return 0.0
+        pairs = self.stores["pair"]
+        return float((pairs.lengths_N - pairs.image_tokens - 1 > self.caption_room).mean())
 
-    def image(self, item: int) -> np.ndarray:
-        return np.concatenate([[BOS], self._image(item), [EOS]])
-
-    def pair(self, item: int, image_first: bool, caption: int | None = None) -> np.ndarray:
+    def pair(self, item: int, image_first: bool, caption: int | None = None) -> Row:
         """An image and its caption, or the caption of another item."""
-        image = self._image(item)
-        words = self.cache.caption(item if caption is None else caption)[: self.caption_room]
-        text = self.vocabulary.text(words)
-        body = [image, text] if image_first else [text, image]
-        return np.concatenate([[BOS], *body, [EOS]])
+        image, words = self._pair(item)
+        if caption is not None:
+            words = self._pair(caption)[1]
+        body = [image, words] if image_first else [words, image]
+        return Row(np.concatenate([self._bos, *body, [self.layout.eos]]))
 
-    def text(self, start: int) -> np.ndarray:
-        window = self.cache.text[start : start + self.seq_len - 1]
-        # The stream stores document ends as -1, so that it can be read without a vocabulary.
-        return np.concatenate([[BOS], np.where(window < 0, EOS, self.vocabulary.text(window))])
+    def pair_lengths(self) -> np.ndarray:
+        """Tokens of every pair's row, cut as in `pair`."""
+        return np.minimum(self.stores["pair"].lengths_N + 1, self.seq_len)
 
-    def _image(self, item: int) -> np.ndarray:
-        return np.concatenate([[BEGIN_IMAGE], self.vocabulary.image(self.cache.codes_NG[item]), [END_IMAGE]])
+    def image(self, item: int) -> Row:
+        """The image of a pair alone."""
+        return Row(np.concatenate([self._bos, self._pair(item)[0], [self.layout.eos]]))
 
-    def batch(self, rows: list[np.ndarray], step_targets: int | None = None) -> TokenBatch:
-        """Pads rows to one TokenBatch; ``step_targets`` defaults to this batch's own count of targets."""
-        ids_BT = np.full((len(rows), self.seq_len), PAD, dtype=np.int64)
+    def window(self, kind: str, part: int, start: int) -> Row:
+        """A window of all documents of a part end to end, from place ``start``."""
+        window = self.stores[kind].parts[part][start : start + self.seq_len - len(self._bos)]
+        return Row(np.concatenate([self._bos, window.astype(np.int64)]))
+
+    def piece(self, kind: str, piece: np.ndarray) -> Row:
+        """Tokens ``start`` to ``end`` of a document; piece is (document, start, end)."""
+        document, start, end = piece
+        return Row(np.concatenate([self._bos, self.stores[kind][document][start:end]]))
+
+    @property
+    def _bos(self) -> np.ndarray:
+        return np.array([] if self.layout.bos is None else [self.layout.bos], dtype=np.int64)
+
+    def _pair(self, item: int) -> tuple[np.ndarray, np.ndarray]:
+        document = self.stores["pair"][item]
+        image = self.stores["pair"].image_tokens
+        return document[:image], document[image:-1][: self.caption_room]
+
+    def batch(
+        self, rows: Sequence[Row], step_targets: int | None = None, documents: bool = False
+    ) -> TokenBatch:
+        """Pads rows to one TokenBatch.
+
+        Args:
+            rows: of at most seq_len tokens each.
+            step_targets: defaults to this batch's own count of targets.
+            documents: number the documents of each row, so that attention stays inside them.
+        """
+        B, T = len(rows), self.seq_len
+        ids_BT = np.full((B, T), self.layout.pad or 0, dtype=np.int64)
+        document_BT = np.full((B, T), -1, dtype=np.int64)
+        surprise_BT = np.zeros((B, T), dtype=np.float32)
         for b, row in enumerate(rows):
-            ids_BT[b, : len(row)] = row
-        lengths = np.array([len(row) for row in rows])
-        place_T = np.arange(self.seq_len)
-        valid_BT = place_T < lengths[:, None]
-        target_mask_BT = place_T < lengths[:, None] - 1
+            n = len(row.ids)
+            ids_BT[b, :n] = row.ids
+            document_BT[b, :n] = np.repeat(np.arange(len(row.starts)), np.diff([*row.starts, n]))
+            if row.surprise is not None:
+                surprise_BT[b, :n] = row.surprise
+        # A target is the next token of the same document.
+        target_mask_BT = np.zeros((B, T), dtype=bool)
+        target_mask_BT[:, :-1] = (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, 1:] >= 0)
         if step_targets is None:
             step_targets = int(target_mask_BT.sum())
-        modality_BT = (ids_BT >= self.vocabulary.blocks["text"]).astype(np.int64)
+        known = all(row.surprise is not None for row in rows)
         return TokenBatch(
             ids_BT=torch.from_numpy(ids_BT),
-            modality_BT=torch.from_numpy(modality_BT),
+            modality_BT=torch.from_numpy(self.layout.modality(ids_BT)),
             target_mask_BT=torch.from_numpy(target_mask_BT),
-            valid_BT=torch.from_numpy(valid_BT),
+            valid_BT=torch.from_numpy(document_BT >= 0),
             step_targets=torch.tensor(step_targets),
+            document_BT=torch.from_numpy(document_BT) if documents else None,
+            surprise_BT=torch.from_numpy(surprise_BT) if known else None,
         )
 
 
-class TrainingOrder:
-    """The endless training sequences of a run: row ``index`` is a function of (config, seed, index)."""
+def pieces(store: TokenStore, room: int) -> np.ndarray:
+    """Documents in pieces of at most ``room`` tokens, as (document, start, end), never cut inside an image.
 
-    def __init__(self, builder: SequenceBuilder, weights: dict[str, float], image_first: float, seed: int):
-        self.builder = builder
-        self.mixture = Mixture(weights, image_first, seed)
-        window = builder.seq_len - 1
-        self.seed, self.window = seed, window
-        n_pairs, n_text = len(builder.cache.codes_NG), len(builder.cache.text) // window - 1
-        wants = {kind for kind, weight in weights.items() if weight > 0}
-        self._pairs = Epochs(n_pairs, seed, stream=1) if "pair" in wants else None
-        self._text = Epochs(n_text, seed, stream=2) if "text" in wants else None
-        self._images = Epochs(n_pairs, seed, stream=3) if "image" in wants else None
-
-    def row(self, index: int) -> np.ndarray:
-        """Token ids of the sequence at place ``index``, at most ``seq_len`` long."""
-        slot, nth = self.mixture.draw(index)
-        if slot == "text":
-            assert self._text is not None
-            epoch, item = self._text.item(nth)
-            # Windows start elsewhere in each epoch, so that a document is not always cut in the same place.
-            offset = int(random_stream(self.seed, 4, epoch).integers(self.window))
-            return self.builder.text(offset + item * self.window)
-        if slot == "image":
-            assert self._images is not None
-            return self.builder.image(self._images.item(nth)[1])
-        assert self._pairs is not None
-        return self.builder.pair(self._pairs.item(nth)[1], image_first=slot == "image_first")
-
-
-def validation_rows(builder: SequenceBuilder, n: int) -> list[np.ndarray]:
-    """The fixed validation sequences: the same for every arm and seed.
-
-    Of four rows two are pairs with the image first and last, one more pair in alternating order, and one is
-    text, so that any first few rows hold both modalities and both orders.
+    Raises:
+        ValueError: an image is longer than that.
     """
-    n_pairs, window = len(builder.cache.codes_NG), builder.seq_len - 1
-    n_windows = len(builder.cache.text) // window
-    rows, pair, text = [], 0, 0
-    for i in range(n):
-        if i % 4 == 3:
-            # Spread over the whole held-out stream, which is many speeches and glosses.
-            rows.append(builder.text(text * n_windows // max(1, n // 4 + 1) * window))
-            text += 1
-        else:
-            if pair >= n_pairs:
-                raise ValueError(f"data.val_sequences {n} asks for more than the {n_pairs} held-out pairs.")
-            rows.append(builder.pair(pair, image_first=pair % 2 == 0))
-            pair += 1
-    return rows
+    lengths_N = store.lengths_N
+    long = np.flatnonzero(lengths_N > room)
+    whole = np.flatnonzero(lengths_N <= room)
+    found = [np.stack([whole, np.zeros_like(whole), lengths_N[whole]], axis=1)]
+    begin, end = store.layout.begin_image, store.layout.end_image
+    for n in long:
+        ids = store[n]
+        opens = np.flatnonzero(ids == begin) if begin is not None else np.zeros(0, dtype=np.int64)
+        closes = np.flatnonzero(ids == end) if end is not None else np.zeros(0, dtype=np.int64)
+        start, cuts = 0, []
+        while start < len(ids):
+            stop = min(start + room, len(ids))
+            # The image that is open at the cut, if one is.
+            i = int(np.searchsorted(opens, stop, side="left")) - 1
+            if stop < len(ids) and i >= 0 and i < len(closes) and closes[i] >= stop:
+                stop = int(opens[i])
+            if stop <= start:
+                raise ValueError(
+                    f"data.seq_len is too short for an image of {closes[i] - opens[i] - 1} codes: at least"
+                    f" {closes[i] - opens[i] + 2} is needed."
+                )
+            cuts.append((n, start, stop))
+            start = stop
+        found.append(np.array(cuts))
+    made = np.concatenate(found)
+    return made[np.lexsort((made[:, 1], made[:, 0]))]

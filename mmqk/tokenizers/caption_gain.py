@@ -8,6 +8,7 @@ Several vendors draw one emoji and share its caption, so captions, not images, a
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +16,12 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from mmqk.data.cache import open_cache
+from mmqk.data.cache import open_source
 from mmqk.data.sequences import SequenceBuilder
-from mmqk.data.shards import read_pairs
+from mmqk.data.tokens import layout_of
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import OneSentenceParser, UserError, read_json, run_main
 from mmqk.tokenizers.files import tokenizers_hash
-from mmqk.tokenizers.vocabulary import JointVocabulary
 
 BATCH = 32
 
@@ -44,7 +44,7 @@ class CaptionGain:
     interval: tuple[float, float]
 
 
-def partners(captions: list[str]) -> list[int]:
+def partners(captions: Sequence[Hashable]) -> list[int]:
     """For each caption the place of another one that differs: the nearest on a circle half a turn away.
 
     Several drawings of one emoji share a caption, so a random order could pair an image with its own.
@@ -64,15 +64,16 @@ def partners(captions: list[str]) -> list[int]:
 
 
 @torch.no_grad()
-def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder, captions: list[str]) -> CaptionGain:
+def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder) -> CaptionGain:
     """Image loss with true and with exchanged captions, over every held-out pair.
 
     Args:
         model: trained on the builder's vocabulary.
         builder: of the validation split.
-        captions: of that split, in order.
     """
-
+    pairs = builder.stores["pair"]
+    # A caption is its ids: which words they are does not matter here.
+    captions = [pairs[i][pairs.image_tokens :].tobytes() for i in range(len(pairs))]
     image = model.config.modalities.index("image")
 
     def image_losses(sources: list[int]) -> Tensor:
@@ -91,7 +92,7 @@ def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder, captio
     return summary(image_losses(list(range(len(captions)))), image_losses(partners(captions)), captions)
 
 
-def summary(true_N: Tensor, shuffled_N: Tensor, captions: list[str]) -> CaptionGain:
+def summary(true_N: Tensor, shuffled_N: Tensor, captions: Sequence[Hashable]) -> CaptionGain:
     """The losses of N images, nats a code, averaged by caption first; at least 2 captions must differ."""
     true_C, shuffled_C = mean_by_caption(true_N, captions), mean_by_caption(shuffled_N, captions)
     difference_C = shuffled_C - true_C
@@ -108,7 +109,7 @@ def summary(true_N: Tensor, shuffled_N: Tensor, captions: list[str]) -> CaptionG
     )
 
 
-def mean_by_caption(values_N: Tensor, captions: list[str]) -> Tensor:
+def mean_by_caption(values_N: Tensor, captions: Sequence[Hashable]) -> Tensor:
     """The mean of each distinct caption's values (C,), in order of first appearance."""
     number = {caption: c for c, caption in enumerate(dict.fromkeys(captions))}
     place_N = torch.tensor([number[caption] for caption in captions])
@@ -132,9 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{run} is not a run folder: name one that python -m mmqk.train wrote.")
     try:
         data, trained_on = record["details"]["config"]["data"], record["identity"]["data"]["tokenizers"]
-        pairs, text, tokenizers, cache = (
-            Path(data[name]) for name in ("pairs", "text", "tokenizers", "cache")
-        )
+        pairs, tokenizers, cache = (Path(data[name]) for name in ("pairs", "tokenizers", "cache"))
         seq_len = data["seq_len"]
     except (KeyError, TypeError):
         raise UserError(
@@ -146,9 +145,9 @@ def main(argv: list[str] | None = None) -> int:
             f"{run} was trained with other tokenizers ({trained_on}) than {tokenizers} now holds ({present}):"
             " train it again."
         )
-    vocabulary = JointVocabulary.load(tokenizers)
-    builder = SequenceBuilder(open_cache(pairs, text, tokenizers, cache)["val"], vocabulary, seq_len)
-    found = caption_gain(load_model(run), builder, [pair.caption for pair in read_pairs(pairs, "val")])
+    held_out = open_source("pair", pairs, tokenizers, cache)["val"]
+    builder = SequenceBuilder({"pair": held_out}, layout_of(tokenizers), seq_len)
+    found = caption_gain(load_model(run), builder)
     low, high = found.interval
     verdict = "gain from" if low > 0 else "gain nothing measurable from"
     print(

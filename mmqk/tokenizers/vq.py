@@ -21,6 +21,7 @@ from torchvision.utils import make_grid
 from mmqk.store import UserError
 from mmqk.tokenizers.image import ImageTokenizer, ImageTokenizerConfig
 from mmqk.tokenizers.measure import psnr, token_statistics
+from mmqk.tokenizers.pictures import images_at_once
 
 TIMM_MODEL = "convnext_atto"
 SHOWN_IMAGES = 12
@@ -37,6 +38,7 @@ class VQTrainingConfig:
         lr: peak learning rate of AdamW; one cycle with 5 % warm-up.
         decay: of the codebook's moving averages, by step.
         dead_below: a code whose moving count falls below this is replaced by a vector of the batch.
+        dead_share: the same as a share of an even count, vectors of a batch / codes; the lower of the two holds.
         commitment: weight of the commitment loss.
         edge: weight of the L1 loss on differences of neighbouring pixels, which keeps outlines sharp.
         squared: weight of the squared error beside the L1 loss.
@@ -49,11 +51,24 @@ class VQTrainingConfig:
     lr: float = 3e-3
     decay: float = 0.97
     dead_below: float = 2.0
+    dead_share: float = 0.5
     commitment: float = 0.25
     edge: float = 0.5
     squared: float = 2.0
     shift: int = 4
     seed: int = 0
+
+    def dead_count(self, config: ImageTokenizerConfig) -> float:
+        """The moving count, vectors a step, below which a code of this tokenizer is replaced.
+
+        A fixed count would replace every code of a large codebook at every step: 8,192 codes on batches of
+        8,192 vectors have a count of 1 each when all are used alike.
+        """
+        return min(self.dead_below, self.dead_share * self.vectors(config) / config.codes)
+
+    def vectors(self, config: ImageTokenizerConfig) -> int:
+        """Vectors in a batch: what the codebook is started from."""
+        return self.batch_size * config.grid**2
 
 
 class TimmEncoder(nn.Module):
@@ -96,7 +111,7 @@ def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -
         codebook_size=config.codes,
         decay=training.decay,
         kmeans_init=True,
-        threshold_ema_dead_code=training.dead_below,
+        threshold_ema_dead_code=training.dead_count(config),
         commitment_weight=training.commitment,
         rotation_trick=False,
         accept_image_fmap=True,
@@ -226,7 +241,7 @@ def train_image_tokenizer(
         gradient_clip_val=1.0,
         **trainer_flags,
     )
-    held_out = [chunk for chunk in val_BCHW.split(256)]
+    held_out = [chunk for chunk in val_BCHW.split(images_at_once(config))]
     trainer.fit(
         module,
         DataLoader(ImageBatches(train_BCHW), sampler=batches, batch_size=None),

@@ -25,7 +25,7 @@ class StepRecord:
     Attributes:
         step: updates done with this one; its losses are those of the weights before it.
         lr: learning rate of the update.
-        values: loss, gradient norm before clipping, then ``modality_sums`` flattened.
+        values: loss, gradient norm before clipping, then the sums by modality flattened (`_sums_RM`).
     """
 
     step: int
@@ -33,17 +33,29 @@ class StepRecord:
     values: Tensor
 
 
-def modality_sums(sums: LossSums) -> Tensor:
-    """(3, M): count, summed cross-entropy and summed log Z by target modality, in fp32."""
-    return torch.stack([sums.count, sums.ce, sums.log_z]).detach().float()
+def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
+    """(R, M), by target modality, in fp32: count, summed cross-entropy, summed log Z, and, where the source
+    knows the probability of its tokens, the summed cross-entropy of that knowledge."""
+    rows = [sums.count, sums.ce, sums.log_z]
+    if batch.target_surprise_BT is not None:
+        known_BT = batch.target_surprise_BT * batch.target_mask_BT
+        floor_M = torch.zeros_like(sums.count).index_add(
+            0, batch.target_modality_BT.flatten(), known_BT.flatten().to(sums.count.dtype)
+        )
+        rows.append(floor_M)
+    return torch.stack(rows).detach().float()
 
 
-def modality_means(sums_3M: list[list[float]], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
-    """Mean loss and log Z by modality as tags; a modality without a target is an absent key."""
+def modality_means(sums_RM: list[list[float]], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
+    """Mean loss, log Z and excess by modality as tags; a modality without a target is an absent key.
+
+    The excess is the loss less that of a model that knows the source, on the same tokens.
+    """
     values: dict[str, float] = {}
-    for name, count, ce, log_z in zip(names, *sums_3M, strict=True):
+    for name, count, ce, log_z, *floor in zip(names, *sums_RM, strict=True):
         if count:
             values |= {tag(prefix + "loss", name): ce / count, tag(prefix + "log_z", name): log_z / count}
+            values |= {tag(prefix + "excess", name): (ce - f) / count for f in floor}
     return values
 
 
@@ -62,7 +74,7 @@ class TrainingModule(L.LightningModule):
         weights = torch.tensor(loss.weights_of(model.modalities))
         self.register_buffer("loss_weights_M", weights, persistent=False)
         self.step_record: StepRecord | None = None
-        self._sums_3M: Tensor | None = None
+        self._sums_RM: Tensor | None = None
         self._loss: Tensor | None = None
 
     @property
@@ -77,7 +89,7 @@ class TrainingModule(L.LightningModule):
             self._seed_dropout(index)
         sums = self._losses(batch)
         loss = total_loss(sums, self.loss_weights_M, self.loss_config.z_loss, batch.step_targets)
-        self._sums_3M = _add(self._sums_3M, modality_sums(sums))
+        self._sums_RM = _add(self._sums_RM, modality_sums(sums, batch))
         self._loss = _add(self._loss, loss.detach())
         # Lightning divides by the micro-batches and averages over ranks; the denominator has both already.
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
@@ -105,9 +117,9 @@ class TrainingModule(L.LightningModule):
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if gradient_clip_val:
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, grad_norm)
-        assert self._sums_3M is not None and self._loss is not None
-        values = torch.cat([self._loss.float().view(1), self._sums_3M.flatten()])
-        self._sums_3M = self._loss = None
+        assert self._sums_RM is not None and self._loss is not None
+        values = torch.cat([self._loss.float().view(1), self._sums_RM.flatten()])
+        self._sums_RM = self._loss = None
         if self.trainer.world_size > 1:
             values = self.trainer.strategy.reduce(values, reduce_op="sum")
         values = torch.cat([values[:1], grad_norm.float().view(1), values[1:]])
@@ -118,7 +130,7 @@ class TrainingModule(L.LightningModule):
         """The numbers of a `StepRecord` by tag."""
         loss, grad_norm, *sums = values
         n = len(self.model_config.modalities)
-        rows = [sums[i * n : (i + 1) * n] for i in range(3)]
+        rows = [sums[i : i + n] for i in range(0, len(sums), n)]
         return {"loss": loss, "grad_norm": grad_norm, **modality_means(rows, self.model_config.modalities)}
 
     @torch.no_grad()
@@ -126,13 +138,14 @@ class TrainingModule(L.LightningModule):
         """Loss and log Z by target modality over held-out batches, in the run's precision, as ``val_`` tags."""
         was_training = self.model.training
         self.model.eval()
-        total_3M: Tensor | None = None
+        total_RM: Tensor | None = None
         with self.trainer.precision_plugin.val_step_context():
             for batch in batches:
-                total_3M = _add(total_3M, modality_sums(self._losses(batch.to(self.device))))
+                on_device = batch.to(self.device)
+                total_RM = _add(total_RM, modality_sums(self._losses(on_device), on_device))
         self.model.train(was_training)
-        assert total_3M is not None
-        return modality_means(total_3M.tolist(), self.model_config.modalities, prefix="val_")
+        assert total_RM is not None
+        return modality_means(total_RM.tolist(), self.model_config.modalities, prefix="val_")
 
     # Optimizer -----------------------------------------------------------------------------------------
 

@@ -8,25 +8,39 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.data.cache import open_cache
+from mmqk.data.cache import open_source
 from mmqk.data.mix import CYCLE, Epochs, Mixture
 from mmqk.data.module import MicroBatches
-from mmqk.data.sequences import SequenceBuilder, TrainingOrder, validation_rows
+from mmqk.data.order import TrainingOrder, validation_rows
+from mmqk.data.sequences import SequenceBuilder
+from mmqk.data.tokens import layout_of
 from mmqk.store import UserError
 from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD
 
 
-@pytest.fixture(scope="module")
-def splits(tiny_data):
-    return open_cache(
-        *(tiny_data / name for name in ("pairs", "text", "tokenizers", "cache")), say=lambda _: None
-    )
+def quiet(line: str) -> None:
+    pass
+
+
+def open_tiny(tiny_data, split):
+    tokenizers, cache = tiny_data / "tokenizers", tiny_data / "cache"
+    folders = {"pair": tiny_data / "pairs", "text": tiny_data / "text"}
+    return {k: open_source(k, folder, tokenizers, cache, quiet)[split] for k, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
-def builder(tiny_data, splits) -> SequenceBuilder:
-    return SequenceBuilder(splits["train"], JointVocabulary.load(tiny_data / "tokenizers"), seq_len=96)
+def vocabulary(tiny_data) -> JointVocabulary:
+    return JointVocabulary.load(tiny_data / "tokenizers")
+
+
+def builder_of(tiny_data, split="train", seq_len=96) -> SequenceBuilder:
+    return SequenceBuilder(open_tiny(tiny_data, split), layout_of(tiny_data / "tokenizers"), seq_len)
+
+
+@pytest.fixture(scope="module")
+def builder(tiny_data) -> SequenceBuilder:
+    return builder_of(tiny_data)
 
 
 def test_weights_are_met_in_every_cycle_and_near_any_place():
@@ -89,9 +103,8 @@ def test_impossible_mixtures_are_refused(weights, share, says):
         Mixture(weights, share, seed=0)
 
 
-def test_sequences_have_the_promised_form(tiny_data, builder):
+def test_sequences_have_the_promised_form(tiny_data, builder, vocabulary):
     """Decoded with the tokenizers alone, a pair holds its own image and its own caption, in both orders."""
-    vocabulary = builder.vocabulary
     text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
     from mmqk.data.shards import read_pairs
 
@@ -99,7 +112,7 @@ def test_sequences_have_the_promised_form(tiny_data, builder):
     pixels = torch.from_numpy(np.array(pair.image)).permute(2, 0, 1)[None].float() / 255
     codes = image.encode(pixels)[0].numpy()
     for image_first in (True, False):
-        row = builder.pair(7, image_first)
+        row = builder.pair(7, image_first).ids
         begin, end = list(row).index(BEGIN_IMAGE), list(row).index(END_IMAGE)
         assert row[0] == BOS and row[-1] == EOS and end - begin == 65
         assert (vocabulary.image_codes(row[begin + 1 : end]) == codes).all()
@@ -108,31 +121,32 @@ def test_sequences_have_the_promised_form(tiny_data, builder):
         assert (begin == 1) is image_first
 
 
-def test_padding_is_no_target_and_no_token(builder):
-    batch = builder.batch([builder.image(0), builder.text(0)])
-    length = len(builder.image(0))
+def test_padding_is_no_target_and_no_token(builder, vocabulary):
+    batch = builder.batch([builder.image(0), builder.window("text", 0, 0)])
+    length = len(builder.image(0).ids)
     assert (batch.ids_BT[0, length:] == PAD).all() and not batch.valid_BT[0, length:].any()
     assert batch.target_mask_BT[0].sum() == length - 1 and batch.target_mask_BT[1].sum() == 95
     assert not batch.target_mask_BT[:, -1].any()
     assert batch.step_targets == length - 1 + 95
-    assert (batch.modality_BT.bool() == (batch.ids_BT >= builder.vocabulary.image_offset)).all()
+    assert (batch.modality_BT.bool() == (batch.ids_BT >= vocabulary.image_offset)).all()
     assert batch.modality_BT[0].sum() == 64
 
 
-def test_one_field_switches_a_modality_off(builder):
+def test_one_field_switches_a_modality_off(builder, vocabulary):
     text_only = TrainingOrder(builder, {"text": 1.0}, 0.5, seed=0)
     image_only = TrainingOrder(builder, {"image": 1.0}, 0.5, seed=0)
-    offset = builder.vocabulary.image_offset
-    assert all((text_only.row(i) < offset).all() for i in range(50))
+    offset = vocabulary.image_offset
+    assert all((text_only.row(i).ids < offset).all() for i in range(50))
     assert all(
-        ((image_only.row(i) >= offset).sum() == 64) and len(image_only.row(i)) == 68 for i in range(50)
+        ((image_only.row(i).ids >= offset).sum() == 64) and len(image_only.row(i).ids) == 68
+        for i in range(50)
     )
 
 
 def test_a_sample_is_a_function_of_seed_and_index(builder):
     def rows(seed, order):
         made = TrainingOrder(builder, {"pair": 3.0, "text": 1.0}, 0.5, seed)
-        return {i: made.row(i).tolist() for i in order}
+        return {i: made.row(i).ids.tolist() for i in order}
 
     assert rows(0, range(60)) == rows(0, reversed(range(60)))
     assert rows(0, range(60)) != rows(1, range(60))
@@ -149,9 +163,9 @@ def test_global_batch_is_the_same_however_it_is_dealt(builder, accumulate, world
         assert {float(b.step_targets) for b in dealt} == {float(whole[step].target_mask_BT.sum())}
 
 
-def test_validation_rows_are_fixed_and_hold_every_form(tiny_data, splits):
-    builder = SequenceBuilder(splits["val"], JointVocabulary.load(tiny_data / "tokenizers"), seq_len=96)
-    rows = validation_rows(builder, 8)
+def test_validation_rows_are_fixed_and_hold_every_form(tiny_data):
+    builder = builder_of(tiny_data, "val")
+    rows = [row.ids for row in validation_rows(builder, 8)]
     forms = [
         "text" if BEGIN_IMAGE not in row else "first" if row[1] == BEGIN_IMAGE else "last" for row in rows
     ]
@@ -160,22 +174,26 @@ def test_validation_rows_are_fixed_and_hold_every_form(tiny_data, splits):
         validation_rows(builder, 100)
 
 
-def test_too_short_a_sequence_is_refused(tiny_data, splits):
+def test_too_short_a_sequence_is_refused(tiny_data):
     with pytest.raises(ValueError, match="at least 76"):
-        SequenceBuilder(splits["train"], JointVocabulary.load(tiny_data / "tokenizers"), seq_len=70)
+        builder_of(tiny_data, seq_len=70)
+
+
+def folders_in(path):
+    return [p for p in path.iterdir() if p.is_dir()]
 
 
 def test_cache_is_made_once_and_a_damaged_one_is_named(tiny_data, tmp_path):
-    folders = [tiny_data / name for name in ("pairs", "text", "tokenizers")]
+    arguments = ("pair", tiny_data / "pairs", tiny_data / "tokenizers", tmp_path)
     said: list[str] = []
-    open_cache(*folders, tmp_path, say=said.append)
+    open_source(*arguments, said.append)
     assert len(said) == 2
-    open_cache(*folders, tmp_path, say=said.append)
+    open_source(*arguments, said.append)
     assert len(said) == 2
-    made = next(p for p in tmp_path.iterdir() if p.is_dir())
-    np.save(made / "train-captions.npy", np.array([10**6], dtype=np.int32))
+    (made,) = folders_in(tmp_path)
+    np.save(made / "train/00000.ids.npy", np.zeros(10, dtype=np.uint16))
     with pytest.raises(UserError, match="does not match its shards and tokenizers: delete it"):
-        open_cache(*folders, tmp_path)
+        open_source(*arguments, quiet)
 
 
 def test_new_tokenizers_make_a_new_cache(tiny_data, tmp_path):
@@ -183,13 +201,13 @@ def test_new_tokenizers_make_a_new_cache(tiny_data, tmp_path):
 
     other = tmp_path / "tokenizers"
     shutil.copytree(tiny_data / "tokenizers", other)
-    folders = [tiny_data / name for name in ("pairs", "text")]
-    open_cache(*folders, other, tmp_path / "cache", say=lambda _: None)
+    arguments = ("pair", tiny_data / "pairs", other, tmp_path / "cache", quiet)
+    open_source(*arguments)
     tokenizer = ImageTokenizer.load(other)
     tokenizer.codebook_VD.mul_(-1)
     (other / "image.safetensors").write_bytes(tokenizer.to_bytes())
-    open_cache(*folders, other, tmp_path / "cache", say=lambda _: None)
-    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 2
+    open_source(*arguments)
+    assert len(folders_in(tmp_path / "cache")) == 2
 
 
 def test_damaged_shard_is_named_before_training(tiny_data, tmp_path):
@@ -199,14 +217,8 @@ def test_damaged_shard_is_named_before_training(tiny_data, tmp_path):
     shard = tmp_path / "pairs/train-00001.tar"
     shard.write_bytes(shard.read_bytes()[:-4096])
     with pytest.raises(UserError, match=r"train-00001\.tar differs from its manifest"):
-        open_cache(
-            tmp_path / "pairs",
-            tiny_data / "text",
-            tiny_data / "tokenizers",
-            tmp_path / "cache",
-            lambda _: None,
-        )
-    assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
+        open_source("pair", tmp_path / "pairs", tiny_data / "tokenizers", tmp_path / "cache", quiet)
+    assert not folders_in(tmp_path / "cache")
 
 
 def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data):
@@ -216,9 +228,9 @@ def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data):
     data = TokenDataModule(DataConfig(**folders, seq_len=88, val_sequences=8), seed=0)
     data.setup()
     found = data.unigram_loss(sequences=100)
-    offset = data.builder.vocabulary.image_offset
-    seen = [t for i in range(100) for t in data.order.row(i)[1:].tolist()]
-    held = [t for row in data._val_rows for t in row[1:].tolist()]
+    offset = JointVocabulary.load(tiny_data / "tokenizers").image_offset
+    seen = [t for i in range(100) for t in data.order.row(i).ids[1:].tolist()]
+    held = [t for row in data.val_rows for t in row.ids[1:].tolist()]
     for name, mine, size in (("text", lambda t: 5 <= t < offset, 300), ("image", lambda t: t >= offset, 32)):
         counts = Counter(t for t in seen if mine(t))
         total = sum(counts.values()) + size
@@ -229,10 +241,9 @@ def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data):
     assert found["image"] < np.log(32) + 0.5 < np.log(337)
 
 
-def test_cut_captions_are_counted(tiny_data, splits):
-    vocabulary = JointVocabulary.load(tiny_data / "tokenizers")
-    lengths = np.diff(splits["train"].offsets)
-    assert SequenceBuilder(splits["train"], vocabulary, 68 + int(lengths.max())).captions_cut == 0
-    short = SequenceBuilder(splits["train"], vocabulary, 76)
+def test_cut_captions_are_counted(tiny_data, builder):
+    lengths = builder.stores["pair"].lengths_N - 67
+    assert builder_of(tiny_data, seq_len=68 + int(lengths.max())).captions_cut == 0
+    short = builder_of(tiny_data, seq_len=76)
     assert short.captions_cut == np.mean(lengths > 8) > 0
-    assert max(len(short.pair(i, True)) for i in range(40)) <= 76
+    assert max(len(short.pair(i, True).ids) for i in range(40)) <= 76

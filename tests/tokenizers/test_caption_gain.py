@@ -9,13 +9,13 @@ import pytest
 import torch
 from scipy import stats
 
-from mmqk.data.cache import open_cache
+from mmqk.data.cache import open_source
 from mmqk.data.sequences import SequenceBuilder
+from mmqk.data.tokens import layout_of
 from mmqk.model import ModelConfig
 from mmqk.store import UserError, front_door
 from mmqk.tokenizers import tokenizers_hash
 from mmqk.tokenizers.caption_gain import caption_gain, main, partners, summary
-from mmqk.tokenizers.vocabulary import JointVocabulary
 
 
 def test_partners_have_another_caption():
@@ -47,13 +47,11 @@ class Oracle(torch.nn.Module):
 
 @pytest.mark.parametrize("use_caption", [True, False])
 def test_gain_is_found_where_it_was_planted(tiny_data, use_caption):
-    names = ("pairs", "text", "tokenizers", "cache")
-    cache = open_cache(*(tiny_data / n for n in names), say=lambda _: None)["val"]
-    vocabulary = JointVocabulary.load(tiny_data / "tokenizers")
-    builder = SequenceBuilder(cache, vocabulary, seq_len=112)
-    captions = [str(cache.caption(i).tolist()) for i in range(len(cache.codes_NG))]
-    rows = [builder.pair(i, image_first=False) for i in range(len(captions))]
-    found = caption_gain(Oracle(rows, vocabulary.blocks, use_caption), builder, captions)
+    tokenizers = tiny_data / "tokenizers"
+    pairs = open_source("pair", tiny_data / "pairs", tokenizers, tiny_data / "cache", lambda _: None)["val"]
+    builder = SequenceBuilder({"pair": pairs}, layout_of(tokenizers), seq_len=112)
+    rows = [builder.pair(i, image_first=False).ids for i in range(len(pairs))]
+    found = caption_gain(Oracle(rows, builder.layout.blocks, use_caption), builder)
     assert (found.images, found.captions) == (12, 12)
     if use_caption:
         assert found.interval[0] > 0 and found.gain == pytest.approx(found.shuffled - found.true)

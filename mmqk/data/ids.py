@@ -1,0 +1,152 @@
+"""Arrays of ids of other tokenizers -> a token folder: `python -m mmqk.data.ids`."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mmqk.data.tokens import TOKENS, Layout, TokenWriter
+from mmqk.store import OneSentenceParser, UserError, run_main
+
+EPILOG = """\
+An array is .npy: of two dimensions, each row a document; or of one, with the documents' lengths in NAME.lengths.npy
+beside NAME.npy, or without it all one document. Ids of a modality must lie in one range, and the ranges follow each
+other from id 0 in the order of --blocks. Nothing is added to a document; one longer than data.seq_len is trained on
+in pieces. Train on the result with --data.tokens FOLDER --data.mix '{"tokens": 1}'.
+
+example:
+  python -m mmqk.data.ids --train 'ids/train-*.npy' --val 'ids/val-*.npy' --blocks text=65536,image=8192 --out tokens
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check the arrays and write the folder.
+
+    Raises:
+        UserError: no arrays, ids outside the blocks, lengths that do not fit, or a folder that cannot be written.
+    """
+    parser = OneSentenceParser(
+        prog="python -m mmqk.data.ids",
+        description="Make a folder to train on from arrays of ids of any tokenizers.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--train", required=True, help="arrays, a path or pattern")
+    parser.add_argument(
+        "--val", default="", help="held-out arrays; without them --val-share of the documents"
+    )
+    parser.add_argument("--val-share", type=float, default=0.01, help="by a hash of the document (0.01)")
+    parser.add_argument(
+        "--blocks", required=True, help="modalities and their numbers of ids: text=65536,image=8192"
+    )
+    parser.add_argument("--pad", type=int, help="an id to fill sequences with (0; it is never attended to)")
+    parser.add_argument(
+        "--begin-image", type=int, help="id before an image's codes: documents are not cut inside one"
+    )
+    parser.add_argument("--end-image", type=int, help="id after them")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    args = parser.parse_args(argv)
+    layout = Layout(
+        _blocks(args.blocks), pad=args.pad, begin_image=args.begin_image, end_image=args.end_image
+    )
+    if any(not 0 <= i < layout.size for i in layout.specials):
+        raise UserError(f"--pad, --begin-image and --end-image must be ids from 0 to {layout.size - 1}.")
+    if not args.val and not 0 < args.val_share < 1:
+        raise UserError(f"--val-share is {args.val_share}: give a share between 0 and 1, or --val.")
+    if (args.out / TOKENS).exists():
+        raise UserError(f"{args.out} is a token folder already: give another --out.")
+    writer = TokenWriter(args.out, "tokens", layout)
+    counts = {"train": 0, "val": 0}
+    try:
+        for split, pattern in (("train", args.train), ("val", args.val)):
+            for number, path in enumerate(_files(pattern)):
+                documents = list(_documents(path))
+                parts = {split: documents}
+                if not args.val:
+                    held_out = [_fraction(d) < args.val_share for d in documents]
+                    parts["train"] = [d for d, held in zip(documents, held_out, strict=True) if not held]
+                    parts["val"] = [d for d, held in zip(documents, held_out, strict=True) if held]
+                for name, chosen in parts.items():
+                    counts[name] += len(chosen)
+                    _add(writer, name, f"{number:05d}", chosen, path)
+        if not counts["train"] or not counts["val"]:
+            raise UserError(
+                f"{args.out} would have {counts['train']} training and {counts['val']} held-out documents: give more"
+                " documents, --val, or another --val-share."
+            )
+        writer.finish(about={"train": args.train, "val": args.val or f"{args.val_share} of them"})
+    except OSError as error:
+        raise UserError(f"{args.out} cannot be written ({error.strerror}): give another --out.") from None
+    print(f"{args.out}: {counts['train']:,} training and {counts['val']:,} held-out documents")
+    return 0
+
+
+def _blocks(text: str) -> dict[str, int]:
+    try:
+        blocks = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        blocks = {}
+    if not blocks or min(blocks.values()) < 1 or not all(name.isidentifier() for name in blocks):
+        raise UserError(
+            f"--blocks is {text!r}: give names and numbers of ids, such as text=65536,image=8192."
+        )
+    return blocks
+
+
+def _files(pattern: str) -> list[Path]:
+    if not pattern:
+        return []
+    found = sorted(Path(p) for p in glob.glob(pattern) if not p.endswith(".lengths.npy"))
+    if not found:
+        raise UserError(f"{pattern} names no file: give a path or pattern of .npy arrays.")
+    return found
+
+
+def _documents(path: Path) -> Iterator[np.ndarray]:
+    ids = _load(path)
+    lengths_path = path.with_name(f"{path.stem}.lengths.npy")
+    if ids.ndim == 2:
+        yield from ids
+    elif ids.ndim == 1 and lengths_path.exists():
+        ends = np.cumsum(_load(lengths_path).astype(np.int64))
+        if not len(ends) or ends[-1] != len(ids):
+            raise UserError(
+                f"{lengths_path} does not add up to the {len(ids)} ids of {path}: write it again."
+            )
+        yield from np.split(ids, ends[:-1])
+    elif ids.ndim == 1:
+        yield ids
+    else:
+        raise UserError(f"{path} has {ids.ndim} dimensions: give documents as rows, or ids end to end.")
+
+
+def _load(path: Path) -> np.ndarray:
+    try:
+        array = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} cannot be read as an array ({error}): write it with numpy.save.") from None
+    if not np.issubdtype(array.dtype, np.integer):
+        raise UserError(f"{path} holds {array.dtype}, not integers: ids are whole numbers.")
+    return array
+
+
+def _add(writer: TokenWriter, split: str, name: str, documents: list[np.ndarray], path: Path) -> None:
+    try:
+        writer.add_part(split, name, documents)
+    except ValueError as error:
+        raise UserError(f"{path} does not fit --blocks ({error}).") from None
+
+
+def _fraction(document: np.ndarray) -> float:
+    """A number in [0, 1) that is a function of the document alone: equal ones fall into the same split."""
+    digest = hashlib.sha256(document.astype(np.int64).tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,279 @@
+"""Token folders: documents as arrays of ids in one joint vocabulary, memory-mapped when training.
+
+```
+FOLDER/tokens.json                    kind, blocks, specials, parts with counts and sha256, what was dropped
+FOLDER/train/00000.ids.npy            ids of all documents of a part end to end, uint16 or uint32
+FOLDER/train/00000.lengths.npy        tokens of each document, uint32
+FOLDER/val/...
+```
+
+A document is what stands after ``<bos>``. Of kind pair: ``<image> codes </image> caption <eos>``; text: text and
+``<eos>``; interleaved: text and ``<image> codes </image>`` in order, and ``<eos>``; tokens: as the user made it.
+``python -m mmqk.data.ids`` makes a folder of kind tokens from arrays of other tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmqk.data.manifest import sha256_file
+from mmqk.store import UserError, identity_hash, write_json
+
+TOKENS = "tokens.json"
+FORMAT = 1
+KINDS = ("pair", "text", "interleaved", "tokens")
+SPLITS = ("train", "val")
+SPECIAL_NAMES = ("bos", "eos", "pad", "begin_image", "end_image")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ids are whose.
+
+    Attributes:
+        blocks: name and number of ids of each modality, in order; the first block starts at id 0.
+        bos: id of the token that begins a row; None for documents that are used as they are.
+        eos: id that ends a document, if there is one.
+        pad: id that fills rows; 0 where there is none, as padding is never attended to nor trained on.
+        begin_image: id before the codes of an image, if there is one.
+        end_image: id after them.
+    """
+
+    blocks: dict[str, int]
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+    begin_image: int | None = None
+    end_image: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ids."""
+        return sum(self.blocks.values())
+
+    @property
+    def edges(self) -> np.ndarray:
+        """Where the blocks begin, and where the last one ends: (blocks + 1)."""
+        return np.cumsum([0, *self.blocks.values()])
+
+    @property
+    def specials(self) -> list[int]:
+        """The special ids that there are."""
+        return [i for name in SPECIAL_NAMES if (i := getattr(self, name)) is not None]
+
+    def modality(self, ids: np.ndarray) -> np.ndarray:
+        """The number of the block of each id, int64."""
+        return np.searchsorted(self.edges[1:-1], ids, side="right").astype(np.int64)
+
+
+def layout_of(tokenizers: Path | str) -> Layout:
+    """The layout of mmqk's own tokenizers in a folder.
+
+    Raises:
+        UserError: a tokenizer file is missing or damaged.
+    """
+    from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, JointVocabulary
+
+    return Layout(JointVocabulary.load(tokenizers).blocks, BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE)
+
+
+class TokenWriter:
+    """Writes a token folder part by part; without ``finish`` it stays unfinished and cannot be read.
+
+    Args:
+        folder: made if it does not exist.
+        kind: of its documents.
+        layout: of its ids.
+        tokenizers: hash of the tokenizers that made the ids; empty for ids of others.
+    """
+
+    def __init__(self, folder: Path, kind: str, layout: Layout, tokenizers: str = "") -> None:
+        self.folder, self.kind, self.layout, self.tokenizers = folder, kind, layout, tokenizers
+        self.dtype = np.uint16 if layout.size <= 2**16 else np.uint32
+
+    def has_part(self, split: str, name: str) -> bool:
+        """Whether a part is whole: its lengths are written last."""
+        return (self.folder / split / f"{name}.lengths.npy").exists()
+
+    def add_part(self, split: str, name: str, documents: Sequence[np.ndarray]) -> None:
+        """Write one part; documents without a token are refused, as are ids outside the layout.
+
+        Raises:
+            ValueError: such a document, with its place. OSError: the folder cannot be written.
+        """
+        for place, ids in enumerate(documents):
+            if not len(ids):
+                raise ValueError(f"document {place} of part {name} is empty")
+            if ids.min() < 0 or ids.max() >= self.layout.size:
+                wrong = int(ids[(ids < 0) | (ids >= self.layout.size)][0])
+                raise ValueError(
+                    f"document {place} of part {name} has id {wrong}: ids are 0 to {self.layout.size - 1}"
+                )
+        ids = np.concatenate(documents) if len(documents) else np.zeros(0)
+        lengths = np.array([len(d) for d in documents], dtype=np.uint32)
+        (self.folder / split).mkdir(parents=True, exist_ok=True)
+        _save(self.folder / split / f"{name}.ids.npy", ids.astype(self.dtype))
+        _save(self.folder / split / f"{name}.lengths.npy", lengths)
+
+    def finish(
+        self, dropped: Mapping[str, int] | None = None, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write tokens.json, which makes the folder readable.
+
+        Args:
+            dropped: samples that are not in it, by reason.
+            about: free-form facts; no part of its identity.
+        """
+        splits = {split: self._parts(split) for split in SPLITS}
+        record = {
+            "format": FORMAT,
+            "kind": self.kind,
+            "layout": asdict(self.layout),
+            "tokenizers": self.tokenizers,
+            "splits": splits,
+            "dropped": dict(dropped or {}),
+            "about": dict(about or {}),
+        }
+        write_json(self.folder / TOKENS, record)
+
+    def _parts(self, split: str) -> list[dict[str, Any]]:
+        parts = []
+        for path in sorted((self.folder / split).glob("*.lengths.npy")):
+            name = path.name.removesuffix(".lengths.npy")
+            lengths = np.load(path, mmap_mode="r")
+            parts.append(
+                {
+                    "name": name,
+                    "documents": len(lengths),
+                    "tokens": int(lengths.sum(dtype=np.int64)),
+                    "sha256": sha256_file(path.parent / f"{name}.ids.npy"),
+                }
+            )
+        return parts
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "wb") as file:
+        np.save(file, array)
+    os.replace(partial, path)
+
+
+class TokenStore:
+    """Documents of one split, read from memory-mapped parts. N documents.
+
+    Attributes:
+        kind: of the documents.
+        layout: of the ids.
+        parts: ids of each part.
+        lengths_N: tokens of each document, int64.
+    """
+
+    def __init__(
+        self, kind: str, layout: Layout, parts: Sequence[np.ndarray], lengths: Sequence[np.ndarray]
+    ) -> None:
+        self.kind, self.layout, self.parts = kind, layout, list(parts)
+        self.lengths_N = np.concatenate([np.zeros(0), *lengths]).astype(np.int64)
+        self._first = np.cumsum([0, *map(len, lengths)])
+        starts = [np.cumsum(n, dtype=np.int64) - n for n in lengths]
+        self._starts_N = np.concatenate([np.zeros(0, dtype=np.int64), *starts])
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return int(self.lengths_N.sum())
+
+    def __getitem__(self, n: int) -> np.ndarray:
+        """Ids of document n, int64."""
+        part = int(np.searchsorted(self._first, n, side="right")) - 1
+        start = self._starts_N[n]
+        return self.parts[part][start : start + self.lengths_N[n]].astype(np.int64)
+
+    @cached_property
+    def image_tokens(self) -> int:
+        """Of a folder of pairs: tokens that its images take, marks included; all take as many.
+
+        Raises:
+            UserError: a document of the folder does not begin with an image.
+        """
+        first = self[0]
+        ends = np.flatnonzero(first == self.layout.end_image)
+        if first[0] != self.layout.begin_image or not len(ends):
+            raise UserError("The token folder of pairs has documents that do not begin with an image.")
+        return int(ends[0]) + 1
+
+
+def open_tokens(folder: Path | str) -> dict[str, TokenStore]:
+    """A token folder, by split.
+
+    Raises:
+        UserError: it is unfinished, a part is missing, or a part has other sizes than tokens.json says.
+    """
+    folder = Path(folder)
+    record = read_header(folder)
+    kind, layout = record["kind"], Layout(**record["layout"])
+    stores = {}
+    for split in SPLITS:
+        ids, lengths = [], []
+        for part in record["splits"].get(split, []):
+            stem = folder / split / part["name"]
+            try:
+                i, n = (np.load(f"{stem}.{what}.npy", mmap_mode="r") for what in ("ids", "lengths"))
+            except (OSError, ValueError, EOFError) as error:
+                raise UserError(
+                    f"Part {stem} of a token folder cannot be read ({error}): make it again."
+                ) from None
+            if len(n) != part["documents"] or not len(i) == part["tokens"] == n.sum(dtype=np.int64):
+                raise UserError(f"Part {stem} has other sizes than {TOKENS} says: make the folder again.")
+            ids.append(i)
+            lengths.append(n)
+        stores[split] = TokenStore(kind, layout, ids, lengths)
+    return stores
+
+
+def read_header(folder: Path | str) -> dict[str, Any]:
+    """The content of tokens.json, checked for its form.
+
+    Raises:
+        UserError: it is missing, damaged, or of another format.
+    """
+    path = Path(folder) / TOKENS
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        layout = Layout(**record["layout"])
+        whole = record["format"] == FORMAT and record["kind"] in KINDS and layout.blocks
+        whole = whole and all(
+            isinstance(p["name"], str) for parts in record["splits"].values() for p in parts
+        )
+        whole = whole and all(0 <= i < layout.size for i in layout.specials)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing: no token folder, or one that was not finished (run its command again)."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}): make it again.") from None
+    if not whole:
+        raise UserError(f"{path} is not the record of a token folder of format {FORMAT}: make it again.")
+    return record
+
+
+def is_token_folder(folder: Path | str) -> bool:
+    """Whether there is a tokens.json."""
+    return (Path(folder) / TOKENS).exists()
+
+
+def tokens_hash(folder: Path | str) -> str:
+    """Identity of a folder's documents: 10 hex digits over kind, layout, and every part's counts and sha256."""
+    record = read_header(folder)
+    return identity_hash({name: record[name] for name in ("kind", "layout", "splits")})

@@ -1,0 +1,294 @@
+"""What tokenizers are trained and measured on: a folder with a manifest, or any tars of samples.
+
+A folder has its own splits and images of one size. Of tars a share is held out by a hash of the image file,
+so that copies of an image fall on one side whatever else is read, and images of any size are fitted.
+
+Shapes: B images, C channels (RGB), H height, W width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mmqk.data.images import Dropped, Fit, load_image
+from mmqk.data.manifest import MANIFEST, load_manifest, manifest_hash
+from mmqk.data.samples import NO_IMAGE, NO_LISTS, interleaved_of, pair_of
+from mmqk.data.shards import read_pairs
+from mmqk.data.tars import TarIndex, expand, index_tar
+from mmqk.store import UserError, clock, identity_hash
+
+SPLITS = ("train", "val")
+SAID_EVERY_S = 15.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is taken of shards.
+
+    Attributes:
+        images: most images in memory: of tars altogether, of a folder by split.
+        captions: most captions to learn words from.
+        val_share: share of the images of tars that is held out.
+        fit: how images of tars are made square: crop, pad or stretch.
+    """
+
+    images: int = 20_000
+    captions: int = 200_000
+    val_share: float = 0.01
+    fit: Fit = "crop"
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of both splits in memory.
+
+    Attributes:
+        train_BCHW, val_BCHW: uint8, at least one image each.
+        account: how many samples there were, were read and were dropped; empty if all were taken.
+    """
+
+    train_BCHW: Tensor
+    val_BCHW: Tensor
+    account: str
+
+
+class Folder:
+    """Pairs of a folder with a manifest, in order, each file compared with its hash."""
+
+    def __init__(self, folder: Path, choice: Choice) -> None:
+        self.folder, self.choice, self.name = folder, choice, str(folder)
+        self.manifest = load_manifest(folder)
+
+    def images(self, size: int) -> Images:
+        """The images of both splits, or evenly spread ones of them.
+
+        Raises:
+            UserError: a split is missing or empty, a shard is damaged, or an image has another size.
+        """
+        train, val = (self.split_images(split, size) for split in SPLITS)
+        total, taken = sum(map(self.manifest.count, SPLITS)), len(train) + len(val)
+        return Images(train, val, _account(taken, total) if taken < total else "")
+
+    def split_images(self, split: str, size: int) -> Tensor:
+        """The images of one split, (B, 3, size, size) uint8; errors as `images`."""
+        wanted: set[int] | None = None
+        for place, pair in enumerate(read_pairs(self.folder, split)):
+            if wanted is None:  # not earlier: reading tells of a split that is missing
+                wanted = set(spread(self.manifest.count(split), self.choice.images).tolist())
+                room = _room(len(wanted), size)
+                count = 0
+            if pair.image.size != (size, size):
+                raise UserError(
+                    f"Sample {pair.key} of {self.folder} is {pair.image.size}, not {size} px: resize it, or name"
+                    " the tars themselves, whose images may be of any size."
+                )
+            if place in wanted:
+                room[count] = _pixels(pair.image)
+                count += 1
+        if wanted is None:
+            raise UserError(
+                f"The {split} split of {self.folder} has no pairs: run `python -m mmqk.data.build`."
+            )
+        return torch.from_numpy(room[:count])
+
+    def captions(self) -> tuple[list[str], str]:
+        """Captions of the train split, and an account of them, empty if all were taken."""
+        found = [pair.caption for pair in read_pairs(self.folder, "train")]
+        kept = [found[i] for i in spread(len(found), self.choice.captions)]
+        return kept, _account(len(kept), len(found)) if len(kept) < len(found) else ""
+
+    def identity(self) -> str:
+        """Hash of the manifest, 10 hex digits."""
+        return manifest_hash(self.folder)
+
+
+class Tars:
+    """Samples of tars without a manifest: pairs as img2dataset writes them, or interleaved documents."""
+
+    def __init__(self, patterns: Sequence[str], choice: Choice) -> None:
+        self.choice, self.name = choice, " ".join(patterns)
+        self.paths = expand(patterns)
+
+    @cached_property
+    def indexes(self) -> list[TarIndex]:
+        """Where every sample lies; a shard that is damaged or cut short is an error before any training."""
+        return [index_tar(path) for path in _progress(self.paths, len(self.paths), "shards listed")]
+
+    @property
+    def total(self) -> int:
+        """Number of samples."""
+        return sum(map(len, self.indexes))
+
+    def images(self, size: int) -> Images:
+        """Images of samples spread evenly over all shards; of an interleaved document one.
+
+        Raises:
+            UserError: a shard is damaged, no image can be used, or none falls into one of the splits.
+        """
+        wanted = spread(self.total, self.choice.images)
+        # Training images are filled in from the front, held-out ones from the back: no copy is needed.
+        room, ends, dropped = _room(len(wanted), size), {"train": 0, "val": len(wanted)}, Counter[str]()
+        fractions = []
+        for turn, sample in self.read(wanted, "images"):
+            try:
+                files, _ = parts_of(sample)
+                if not files:
+                    raise Dropped(NO_IMAGE)
+                file = files[turn % len(files)]
+                pixels = _pixels(load_image(file, size, self.choice.fit))
+            except Dropped as fault:
+                dropped[fault.reason] += 1
+                continue
+            fractions.append(fraction(file))
+            if fractions[-1] < self.choice.val_share:
+                ends["val"] -= 1
+                room[ends["val"]] = pixels
+            else:
+                room[ends["train"]] = pixels
+                ends["train"] += 1
+        account = _account(len(wanted), self.total, dropped)
+        self._check(fractions, account)
+        train, val = torch.from_numpy(room[: ends["train"]]), torch.from_numpy(room[ends["val"] :])
+        return Images(train, val, account)
+
+    def captions(self) -> tuple[list[str], str]:
+        """Texts of training samples spread evenly over all shards, and an account of them.
+
+        Raises:
+            UserError: a shard is damaged, or there is not one text.
+        """
+        wanted = spread(self.total, self.choice.captions)
+        found: list[str] = []
+        dropped = Counter[str]()
+        for _, sample in self.read(wanted, "captions"):
+            try:
+                files, texts = parts_of(sample)
+            except Dropped as fault:
+                dropped[fault.reason] += 1
+                continue
+            if all(fraction(file) >= self.choice.val_share for file in files):
+                found.extend(texts)
+        account = _account(len(wanted), self.total, dropped)
+        if not found:
+            raise UserError(f"{self.name} has no captions to learn from ({account}): check the shards.")
+        return found, account
+
+    def read(self, wanted: np.ndarray, what: str) -> Iterator[tuple[int, Mapping[str, bytes]]]:
+        """Samples by their places, ascending, over all shards end to end; each with its number among them."""
+        first = np.cumsum([0, *map(len, self.indexes)])
+        shards = np.searchsorted(first, wanted, side="right") - 1
+        places = zip(shards.tolist(), (wanted - first[shards]).tolist(), strict=True)
+        for turn, (shard, place) in enumerate(_progress(places, len(wanted), f"samples read for {what}")):
+            yield turn, self.indexes[shard].read(place)
+
+    def identity(self) -> str:
+        """Hash of the shards' names, lengths and numbers of samples (not of their content), 10 hex digits."""
+        return identity_hash([[index.path.name, index.length, len(index)] for index in self.indexes])
+
+    def _check(self, fractions: list[float], account: str) -> None:
+        share = self.choice.val_share
+        if not fractions:
+            raise UserError(f"{self.name} has no image that can be used ({account}): check the shards.")
+        least, greatest = min(fractions), max(fractions)
+        if least < share <= greatest:
+            return
+        what = "held out" if least >= share else "left to train on"
+        enough = float(f"{1.05 * least:.2g}")  # above the least fraction, whatever the rounding
+        better = f" or --val-share {enough:g}" if enough <= greatest else ""
+        raise UserError(
+            f"Of {len(fractions):,} images of {self.name} none is {what} at a share of {share:g}:"
+            f" give more images{better}."
+        )
+
+
+Source = Folder | Tars
+
+
+def open_source(shards: Sequence[str | Path] | str | Path, choice: Choice | None = None) -> Source:
+    """A folder with a manifest, or patterns of tars.
+
+    Raises:
+        UserError: a pattern names no file, or the folder has no manifest.
+    """
+    names = [str(s) for s in ([shards] if isinstance(shards, str | Path) else shards)]
+    choice = choice or Choice()
+    if len(names) != 1 or names[0].endswith(".tar") or set("{*?[") & set(names[0]):
+        return Tars(names, choice)
+    folder = Path(names[0])
+    if not (folder / MANIFEST).exists() and any(folder.glob("*.tar")):
+        raise UserError(f"{folder} has no {MANIFEST}: name its files, such as '{folder / '*.tar'}'.")
+    return Folder(folder, choice)
+
+
+def parts_of(sample: Mapping[str, bytes]) -> tuple[list[bytes], list[str]]:
+    """Image files and texts of a pair or of an interleaved document.
+
+    Raises:
+        Dropped: it is neither.
+    """
+    try:
+        image, caption = pair_of(sample)
+        return [image], [caption]
+    except Dropped as fault:
+        try:
+            places = interleaved_of(sample)
+        except Dropped as other:
+            raise (fault if other.reason == NO_LISTS else other) from None
+    return [p for p in places if isinstance(p, bytes)], [p for p in places if isinstance(p, str)]
+
+
+def fraction(content: bytes) -> float:
+    """A number in [0, 1) from a hash of some bytes; below the held-out share they are held out."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8]) / 2**64
+
+
+def spread(total: int, most: int) -> np.ndarray:
+    """Places of at most so many of `total` samples, ascending: one at random of each of as many equal parts.
+
+    Always the same ones. A fixed step instead would take one vendor's images where three take turns.
+    """
+    if total <= most:
+        return np.arange(total)
+    edges = np.arange(most + 1) * total // most
+    return np.random.default_rng(0).integers(edges[:-1], edges[1:])
+
+
+def _pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def _room(images: int, size: int) -> np.ndarray:
+    try:
+        return np.empty((images, 3, size, size), dtype=np.uint8)
+    except MemoryError:
+        needed = images * 3 * size**2 / 1e9
+        raise UserError(f"{images:,} images of {size} px take {needed:.0f} GB: give a lower --images.") from None
+
+
+def _account(read: int, total: int, dropped: Counter[str] | None = None) -> str:
+    said = f"{read:,} of {total:,} samples read"
+    if dropped:
+        reasons = ", ".join(f"{reason}: {n:,}" for reason, n in sorted(dropped.items()))
+        said += f", {dropped.total():,} dropped ({reasons})"
+    return said
+
+
+def _progress(items, total: int, what: str) -> Iterator:
+    started = said = time.monotonic()
+    for done, item in enumerate(items):
+        yield item
+        if (now := time.monotonic()) - said > SAID_EVERY_S:
+            left = clock((now - started) / (done + 1) * (total - done - 1))
+            print(f"{done + 1:,} of {total:,} {what} · about {left} left", flush=True)
+            said = now

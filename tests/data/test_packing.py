@@ -1,0 +1,136 @@
+"""Packing: every document once an epoch, rows full, nothing seen across a document's edge."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from mmqk.data.mix import CYCLE
+from mmqk.data.order import TrainingOrder
+from mmqk.data.packing import Packing, fit
+from mmqk.data.sequences import Row, SequenceBuilder, joined
+from mmqk.data.tokens import Layout, TokenStore
+from mmqk.model import EarlyFusionTransformer, ModelConfig
+
+LAYOUT = Layout({"text": 20, "image": 12}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)
+
+
+def lengths(n, seed=0, mean=40, room=512):
+    return np.random.default_rng(seed).geometric(1 / mean, n).clip(1, room)
+
+
+def store_of(documents):
+    return TokenStore(
+        "interleaved", LAYOUT, [np.concatenate(documents)], [np.array([len(d) for d in documents])]
+    )
+
+
+@pytest.mark.parametrize("room", [60, 512])
+def test_rows_hold_every_length_once_and_none_overflows(room):
+    given = lengths(5000, room=room)
+    rows = fit(given, room)
+    assert Counter(np.concatenate(rows).tolist()) == Counter(given.tolist())
+    assert max(row.sum() for row in rows) <= room
+    with pytest.raises(ValueError, match="longer than a row"):
+        fit(given, int(given.max()) - 1)
+
+
+@pytest.mark.parametrize(("n", "mean"), [(5000, 40), (20000, 120), (2000, 20)])
+def test_at_most_two_per_cent_is_padding(n, mean):
+    given = lengths(n, mean=mean)
+    packing = Packing(given, 512, seed=0, stream=9)
+    assert (
+        packing.padding == pytest.approx(1 - given.sum() / (512 * len(packing))) and packing.padding <= 0.02
+    )
+    one_a_row = 1 - given.sum() / (512 * n)
+    assert one_a_row > 0.5
+    # The control: documents in the order in which they come waste more.
+    used = rows = 0
+    for length in given:
+        if used + length > 512 or not rows:
+            rows, used = rows + 1, 0
+        used += length
+    assert 1 - given.sum() / (512 * rows) > 0.02
+
+
+def test_an_epoch_is_every_document_once_and_the_next_is_another():
+    packing = Packing(lengths(700), 512, seed=3, stream=9)
+    epochs = [[packing.row(e * len(packing) + i).tolist() for i in range(len(packing))] for e in (0, 1)]
+    for rows in epochs:
+        assert sorted(d for row in rows for d in row) == list(range(700))
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != [
+        Packing(lengths(700), 512, seed=4, stream=9).row(i).tolist() for i in range(len(packing))
+    ]
+    # Long documents are not always the first of their row.
+    sizes = lengths(700)
+    first_is_longest = [sizes[row[0]] == sizes[row].max() for row in epochs[0] if len(row) > 3]
+    assert np.mean(first_is_longest) < 0.6
+
+
+def test_a_row_is_a_function_of_seed_and_number():
+    one, other = (Packing(lengths(300, room=128), 128, seed=1, stream=9) for _ in range(2))
+    forwards = {i: one.row(i).tolist() for i in range(200)}
+    assert forwards == {i: other.row(i).tolist() for i in reversed(range(200))}
+
+
+@pytest.fixture(scope="module")
+def order():
+    random = np.random.default_rng(0)
+    documents = [np.append(random.integers(5, 32, random.integers(2, 30)), 1) for _ in range(200)]
+    builder = SequenceBuilder({"interleaved": store_of(documents)}, LAYOUT, 64)
+    return TrainingOrder(builder, {"interleaved": 1.0}, 0.5, seed=0, pack=True)
+
+
+def test_packed_rows_are_whole_documents(order):
+    for i in range(CYCLE):
+        row = order.row(i)
+        assert (
+            len(row.ids) <= 64
+            and (row.ids[list(row.starts)] == 0).all()
+            and (row.ids == 0).sum() == len(row.starts)
+        )
+        assert all(row.ids[s - 1] == 1 for s in row.starts[1:])
+
+
+def test_no_target_crosses_a_document(order):
+    rows = [order.row(i) for i in range(8)]
+    batch = order.builder.batch(rows, documents=True)
+    assert batch.document_BT is not None
+    for b, row in enumerate(rows):
+        targets = batch.targets_BT[b][batch.target_mask_BT[b]].tolist()
+        assert targets == [int(t) for i, t in enumerate(row.ids) if i not in row.starts]
+        assert 0 not in targets
+        assert batch.document_BT[b].unique().numel() == len(row.starts) + bool((~batch.valid_BT[b]).any())
+    assert batch.step_targets == sum(row.targets for row in rows)
+    assert order.builder.batch(rows).document_BT is None  # attention across documents, if that is asked for
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa"])
+def test_a_packed_document_is_seen_as_if_alone(order, backend):
+    """Rotary positions are relative, so the logits of a document alone are those of the document in its row."""
+    config = ModelConfig(d_model=32, n_layers=2, n_heads=2, blocks=LAYOUT.blocks)
+    model = EarlyFusionTransformer(config, backend=backend, seed=0).double()
+    row = next(order.row(i) for i in range(50) if len(order.row(i).starts) > 3)
+    packed = order.builder.batch([row], documents=True)
+    seen = model(packed.ids_BT, packed.modality_BT, packed.document_BT)[0]
+    open_ = model(packed.ids_BT, packed.modality_BT)[0]
+    edges = [*row.starts, len(row.ids)]
+    differs = 0.0
+    for start, end in pairwise(edges):
+        alone = model(torch.from_numpy(row.ids[start:end])[None])[0]
+        torch.testing.assert_close(seen[start:end], alone, atol=1e-5, rtol=1e-5)
+        differs = max(differs, float((open_[start:end] - alone).abs().max().detach()))
+    assert differs > 1e-2
+
+
+def test_joined_rows_keep_their_documents_and_what_is_known_of_them():
+    a, b = Row(np.array([0, 5, 6]), (0,), np.ones(3)), Row(np.array([0, 7, 0, 8]), (0, 2), np.zeros(4))
+    both = joined([a, b])
+    assert both.ids.tolist() == [0, 5, 6, 0, 7, 0, 8] and both.starts == (0, 3, 5)
+    assert both.surprise is not None and both.surprise.sum() == 3 and both.targets == 4
+    assert joined([a, Row(np.array([0, 9]))]).surprise is None

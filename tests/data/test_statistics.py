@@ -1,0 +1,253 @@
+"""Estimates of how predictable tokens are, against sources whose entropy is known and against plain counting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from mmqk.data.statistics import describe
+
+
+def entropy(p: np.ndarray) -> float:
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())
+
+
+def zipf(size: int, exponent: float, random: np.random.Generator) -> np.ndarray:
+    p = np.arange(1, size + 1) ** -exponent
+    return random.permutation(p / p.sum())
+
+
+def chain(transitions: np.ndarray, documents: int, length: int, lag: int, seed: int) -> np.ndarray:
+    """Documents of a Markov chain whose parent is ``lag`` tokens back."""
+    random, (size, _) = np.random.default_rng(seed), transitions.shape
+    ids_DT = random.integers(size, size=(documents, length))
+    cumulative = transitions.cumsum(1)
+    for t in range(lag, length):
+        above = random.random(documents)[:, None] > cumulative[ids_DT[:, t - lag]]
+        ids_DT[:, t] = above.sum(1).clip(0, size - 1)
+    return ids_DT
+
+
+def conditional_entropy(transitions: np.ndarray) -> float:
+    """Of the stationary chain, nats a token, from its matrix alone."""
+    stationary = np.linalg.matrix_power(transitions, 200)[0]
+    return float(stationary @ [entropy(row) for row in transitions])
+
+
+def one(train, val=(), size: int = 64, **kwargs):
+    return describe(list(train), list(val), {"text": size}, **kwargs)["text"]
+
+
+@pytest.fixture(scope="module")
+def transitions() -> np.ndarray:
+    return np.random.default_rng(1).dirichlet(np.full(64, 0.1), size=64)
+
+
+@pytest.mark.parametrize(("size", "exponent"), [(64, 0.0), (512, 1.0)])
+def test_tokens_without_structure_have_their_unigram_entropy_and_no_less(size, exponent):
+    random = np.random.default_rng(0)
+    p = zipf(size, exponent, random)
+    ids_DT = random.choice(size, (900, 101), p=p)
+    found, exact = one(ids_DT[:700], ids_DT[700:], size), entropy(p)
+    assert found.unigram == pytest.approx(exact, abs=0.01)
+    assert exact - 0.01 < found.compressed < 1.2 * exact
+    assert exact - 3 * found.model_error < found.model < 1.01 * exact
+    assert found.model_context == ()
+    assert found.repeated < 0.01 and found.duplicates == 0
+    # The same tokens in order of size are as frequent as before, and predictable.
+    ordered = one(np.sort(ids_DT[:700], axis=1), np.sort(ids_DT[700:], axis=1), size)
+    assert ordered.unigram == pytest.approx(found.unigram, abs=0.05)
+    assert ordered.model < 0.7 * exact and ordered.compressed < 0.7 * exact
+
+
+def test_the_correction_for_a_small_sample_is_most_of_its_bias():
+    random = np.random.default_rng(2)
+    p = np.full(200, 1 / 200)
+    estimates, plain = [], []
+    for _ in range(200):
+        ids = random.choice(200, 801, p=p)
+        estimates.append(one([ids], size=200).unigram)
+        plain.append(entropy(np.bincount(ids[1:]) / 800))
+    assert abs(np.mean(estimates) - entropy(p)) < 0.01 < 0.1 < entropy(p) - np.mean(plain)
+
+
+def test_a_chain_is_found_to_be_as_predictable_as_it_is(transitions):
+    ids_DT = chain(transitions, 1200, 128, lag=1, seed=0)
+    found, exact = one(ids_DT[:1000], ids_DT[1000:]), conditional_entropy(transitions)
+    assert exact - 3 * found.model_error < found.model < 1.03 * exact
+    assert found.model_context == (1,)
+    assert exact < found.compressed < 0.95 * found.unigram
+    assert found.model < 0.7 * found.unigram
+    sizes, nats = zip(*sorted(found.compressed_by_tokens.items()), strict=True)
+    assert sizes == (1270, 12700, 127000) and sorted(nats, reverse=True) == list(nats)
+    assert nats[-1] == found.compressed
+    # Out of order nothing is left but frequencies.
+    mixed_DT = np.random.default_rng(0).permuted(ids_DT, axis=1)
+    control = one(mixed_DT[:1000], mixed_DT[1000:])
+    assert control.unigram == pytest.approx(found.unigram, abs=0.01)
+    assert control.model > 0.97 * control.unigram and control.compressed > control.unigram
+
+
+def test_a_parent_further_back_is_found_at_its_distance_only(transitions):
+    ids_DT = chain(transitions, 1200, 96, lag=8, seed=0)
+    exact = conditional_entropy(transitions)
+    near, far = (one(ids_DT[:1000], ids_DT[1000:], contexts=[c]) for c in [(1, 2, 3, 4), (1, 8)])
+    above = one(ids_DT[:1000], ids_DT[1000:], contexts=[(8,), (1, 2)])
+    assert near.model > 0.97 * near.unigram
+    # The first 8 tokens of a document have no parent, and 7 of its 95 targets are such.
+    known = (88 * exact + 7 * near.unigram) / 95
+    assert known - 3 * above.model_error < above.model < 1.03 * known and above.model_context == (8,)
+    assert above.model <= far.model < 0.9 * near.model
+    assert set(above.model_by_context) == {"none", "8", "1", "1,2"}
+
+
+def brute_force(train, val, size, context: int) -> list[float]:
+    """Interpolated absolute discounting, from dictionaries."""
+    tables = []
+    for length in range(context + 1):
+        counts: dict[tuple, Counter] = defaultdict(Counter)
+        for row in train:
+            for t in range(max(1, length), len(row)):
+                counts[tuple(row[t - length : t])][row[t]] += 1
+        sizes = Counter(c for table in counts.values() for c in table.values())
+        y = sizes[1] / max(1, sizes[1] + 2 * sizes[2])
+        taken = {}
+        for r in (1, 2, 3):
+            d = r - (r + 1) * y * sizes[r + 1] / sizes[r] if sizes[r] else y
+            taken[r] = min(max(d, 0.05), r)
+        tables.append((counts, taken))
+
+    def p(x, before: tuple, length: int) -> float:
+        if length < 0:
+            return 1 / size
+        shorter = p(x, before, length - 1)
+        counts, taken = tables[length]
+        table = counts.get(before[len(before) - length :]) if len(before) >= length else None
+        if not table:
+            return shorter
+        mass = sum(taken[min(c, 3)] for c in table.values())
+        kept = table[x] - taken[min(table[x], 3)] if table[x] else 0
+        return (kept + mass * shorter) / sum(table.values())
+
+    rows = [tuple(int(i) for i in row) for row in val]
+    for before in {(), rows[0][:1], rows[0][:2], rows[0][:5]}:
+        assert sum(p(x, before, context) for x in range(size)) == pytest.approx(1)
+    return [-np.log(p(row[t], row[:t], context)) for row in rows for t in range(1, len(row))]
+
+
+def test_the_ngram_model_is_the_one_of_the_textbook(transitions):
+    ids_DT = chain(transitions[:12, :12] / transitions[:12, :12].sum(1, keepdims=True), 60, 20, 1, seed=3)
+    train = [row[: 2 + n % 19].tolist() for n, row in enumerate(ids_DT[:50])]  # of all lengths
+    val = [*ids_DT[50:].tolist(), [0, 13, 13]]  # and a token that training has not
+    found = one(map(np.array, train), map(np.array, val), size=16)
+    by_context = [np.mean(brute_force(train, val, 16, c)) for c in range(5)]
+    assert list(found.model_by_context) == ["none", "1", "1,2", "1,2,3", "1,2,3,4"]
+    assert list(found.model_by_context.values()) == pytest.approx(by_context)
+    assert found.model == pytest.approx(min(by_context)) and len({round(c, 3) for c in by_context}) == 5
+    other = [np.mean(brute_force(train[:-5], val, 16, c)) for c in range(5)]
+    assert list(found.model_by_context.values()) != pytest.approx(other, abs=1e-4)
+
+
+def test_the_standard_error_is_of_documents_that_are_independent():
+    random = np.random.default_rng(0)
+    train = random.integers(8, size=(200, 50))
+    val = random.choice(8, (100, 40), p=np.arange(1, 9) / 36)
+    spread = [one(train, random.choice(8, (100, 40), p=np.arange(1, 9) / 36), 8).model for _ in range(60)]
+    assert one(train, val, 8).model_error == pytest.approx(np.std(spread), rel=0.35)
+    # Each document four times over, in one document: no new evidence.
+    assert one(train, np.tile(val, 4), 8).model_error == pytest.approx(
+        2 * one(train, np.concatenate([val] * 4), 8).model_error, rel=0.1
+    )
+
+
+def test_what_was_read_before_counts_as_repeated():
+    fresh = np.random.default_rng(0).integers(500, size=(40, 33))
+    copies = [*fresh] * 20
+    found = one(copies, fresh[:5], size=500)
+    assert found.repeated == pytest.approx(19 / 20) and found.duplicates == pytest.approx(19 / 20)
+    assert found.repeated_held_out == 1
+    assert found.compressed < 0.1 * found.unigram
+    other = np.random.default_rng(1).integers(500, size=(5, 33))
+    control = one(fresh, other, size=500)
+    assert control.repeated == control.duplicates == control.repeated_held_out == 0
+    # A held-out passage that only another held-out document has was not read in training.
+    assert one(fresh, np.concatenate([other, other]), size=500).repeated_held_out == 0
+
+
+def test_repeated_passages_are_those_that_a_search_finds():
+    random = np.random.default_rng(4)
+    rows = [random.integers(2, size=random.integers(1, 40)) for _ in range(60)]
+    earlier: set[tuple] = set()
+    repeated = total = 0
+    for row in rows:
+        inside = np.zeros(len(row), dtype=bool)
+        for t in range(len(row) - 7):
+            inside[t : t + 8] |= tuple(row[t : t + 8]) in earlier
+            earlier.add(tuple(row[t : t + 8]))
+        repeated, total = repeated + inside[1:].sum(), total + len(row) - 1
+    assert one(rows, size=2).repeated == pytest.approx(repeated / total)
+    assert 0.1 < repeated / total < 0.999
+
+
+def test_three_modalities_by_their_blocks(transitions):
+    random, n = np.random.default_rng(5), 600
+    # The words of the first half are others than those of the second, which the image stands behind.
+    text = random.choice(20, (n, 20), p=zipf(20, 1.0, random)) + np.repeat([0, 20], 10)
+    image = 40 + chain(transitions, n, 30, lag=1, seed=6)
+    sound = 104 + text[:, :10] % 8  # what the first words say, ten words later
+    rows = np.concatenate([text, sound, image], axis=1)
+    blocks = {"text": 40, "image": 64, "sound": 8, "smell": 5}
+    found = describe(rows[:500], rows[500:], blocks, contexts=[(1, 2), (20,)])
+    assert list(found) == ["text", "image", "sound"]
+    assert {m: s.tokens for m, s in found.items()} == {"text": 9500, "image": 15000, "sound": 5000}
+    assert sum(s.share for s in found.values()) == pytest.approx(1)
+    assert {m: s.block for m, s in found.items()} == {"text": 40, "image": 64, "sound": 8}
+    assert found["sound"].used == len(np.unique(sound[:500])) and found["sound"].documents == 500
+    assert found["sound"].model < 0.05 and found["sound"].model_context == (20,)  # contexts cross modalities
+    assert found["sound"].compressed > 0.5  # compression does not
+    alone = describe([row - 104 for row in sound[:500]], [], {"sound": 8})["sound"]
+    assert alone.unigram == pytest.approx(found["sound"].unigram, abs=0.1)
+    assert found["image"].model < 0.8 * found["image"].unigram
+    assert alone.model is alone.repeated_held_out is alone.model_error is None
+
+
+def test_duplicates_are_of_a_modality_and_of_whole_documents():
+    picture = np.random.default_rng(0).integers(10, 20, size=16)
+    rows = [np.array([0, *picture, 1, 2]), np.array([0, *picture, 3, 4]), np.array([0, 5, 6])]
+    found = describe(rows, [], {"text": 10, "image": 10})
+    assert found["image"].duplicates == 1 / 2 and found["text"].duplicates == 0
+    assert found["image"].documents == 2 and found["text"].documents == 3
+
+
+def test_the_first_token_of_a_document_is_no_target():
+    rows = np.random.default_rng(0).integers(1, 8, size=(50, 20))
+    begun = np.concatenate([np.zeros((50, 1), dtype=int), rows], axis=1)
+    assert one(rows, size=8).tokens == 50 * 19 and one(begun, size=8).tokens == 50 * 20
+    assert one(begun, size=8).used == 7
+    assert one(begun, size=8).unigram == pytest.approx(one([begun.ravel()[1:]], size=8).unigram, abs=0.3)
+    assert one([begun.ravel()], size=8).used == 8
+
+
+@pytest.mark.parametrize("rows", [[], [np.array([], dtype=int)], [np.array([3])]])
+def test_without_a_target_there_is_nothing_to_say(rows):
+    assert describe(rows, rows, {"text": 8}) == {}
+
+
+def test_what_cannot_be_described_is_refused():
+    with pytest.raises(ValueError, match="id 8, but the blocks have ids 0 to 7"):
+        one([np.array([1, 8])], size=8)
+    with pytest.raises(ValueError, match="id -1"):
+        one([np.array([1, 2])], [np.array([-1, 2])], size=8)
+    with pytest.raises(ValueError, match="a distance is at least 1"):
+        one([np.array([1, 2])], size=8, contexts=[(1, 0)])
+
+
+def test_it_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = None; import mmqk.data.statistics; print('kept')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "kept", done.stderr

@@ -1,0 +1,198 @@
+"""Token folders: what goes in comes out, by hand-made arrays; what cannot be trusted is named."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mmqk.data.ids import main
+from mmqk.data.module import DataConfig, TokenDataModule
+from mmqk.data.order import TrainingOrder
+from mmqk.data.sequences import SequenceBuilder, pieces
+from mmqk.data.tokens import Layout, TokenStore, TokenWriter, open_tokens, tokens_hash
+from mmqk.store import UserError, front_door
+
+LAYOUT = Layout({"text": 20, "image": 12}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)
+
+
+def write(folder, documents, parts=3, layout=LAYOUT, kind="interleaved"):
+    writer = TokenWriter(folder, kind, layout, tokenizers="0123456789")
+    for p in range(parts):
+        writer.add_part("train", f"{p:05d}", documents[p::parts])
+    writer.add_part("val", "00000", documents[:2])
+    writer.finish(dropped={"no caption": 2})
+    return folder
+
+
+def some(n, seed=0, low=1, high=30):
+    random = np.random.default_rng(seed)
+    return [random.integers(5, 32, random.integers(low, high)) for _ in range(n)]
+
+
+def test_documents_come_back_in_the_order_of_the_parts(tmp_path):
+    documents = some(50)
+    stores = open_tokens(write(tmp_path / "t", documents))
+    train = stores["train"]
+    expected = [d for p in range(3) for d in documents[p::3]]
+    assert len(train) == 50 and train.tokens == sum(map(len, documents)) and len(stores["val"]) == 2
+    assert all((train[i] == expected[i]).all() for i in range(50)) and train[7].dtype == np.int64
+    assert any(len(train[i]) != len(documents[i]) for i in range(50))  # the control: another order shows
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2**16 - 12, np.uint16), (2**16, np.uint32)])
+def test_ids_keep_their_width(tmp_path, size, dtype):
+    layout = Layout({"text": size, "image": 12})
+    stores = open_tokens(write(tmp_path / "t", [np.array([size + 11, 0])] * 3, layout=layout))
+    assert stores["train"].parts[0].dtype == dtype and stores["train"][0].tolist() == [size + 11, 0]
+
+
+def test_the_hash_is_that_of_the_content(tmp_path):
+    documents = some(20)
+    same = [tokens_hash(write(tmp_path / name, documents)) for name in "ab"]
+    documents[3] = documents[3][::-1] if len(set(documents[3])) > 1 else documents[3] + 1
+    assert same[0] == same[1] != tokens_hash(write(tmp_path / "c", documents))
+
+
+def test_modality_is_that_of_the_block():
+    layout = Layout({"a": 3, "b": 2, "c": 4})
+    assert layout.modality(np.arange(9)).tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
+
+
+def test_an_unfinished_or_damaged_folder_is_named(tmp_path):
+    folder = write(tmp_path / "t", some(9))
+    with open(folder / "train/00001.ids.npy", "r+b") as file:
+        file.truncate(140)
+    with pytest.raises(UserError, match=r"00001"):
+        open_tokens(folder)
+    np.save(folder / "train/00001.ids.npy", np.zeros(3, dtype=np.uint16))
+    with pytest.raises(UserError, match=r"other sizes than tokens.json says"):
+        open_tokens(folder)
+    (folder / "tokens.json").unlink()
+    with pytest.raises(UserError, match=r"tokens\.json is missing"):
+        open_tokens(folder)
+
+
+@pytest.mark.parametrize("wrong", [np.array([32]), np.array([-1]), np.array([], dtype=int)])
+def test_what_is_no_document_is_refused(tmp_path, wrong):
+    with pytest.raises(ValueError, match="document 1 of part x"):
+        TokenWriter(tmp_path, "tokens", LAYOUT).add_part("train", "x", [np.array([5]), wrong])
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_pieces_are_the_document_and_never_part_of_an_image():
+    image = [3, *range(20, 26), 4]
+    words = list(range(5, 12))
+    documents = [np.array(d) for d in (words, words + image, image * 5, words * 4 + image + words, [6] * 11)]
+    lengths = np.array([len(d) for d in documents])
+    store = TokenStore("interleaved", LAYOUT, [np.concatenate(documents)], [lengths])
+    cut = pieces(store, room=11)
+    for n, document in enumerate(documents):
+        mine = cut[cut[:, 0] == n]
+        assert np.concatenate([store[n][s:e] for _, s, e in mine]).tolist() == document.tolist()
+        for _, s, e in mine:
+            part = document[s:e].tolist()
+            assert len(part) <= 11 and part.count(3) == part.count(4)
+    # The control: cutting every 11 tokens would cut images.
+    assert any(documents[2][i : i + 11].tolist().count(3) != documents[2][i : i + 11].tolist().count(4)
+               for i in range(0, 40, 11))  # fmt: skip
+    with pytest.raises(ValueError, match="an image of 6 codes"):
+        pieces(store, room=7)
+
+
+# Arrays of other tokenizers --------------------------------------------------------------------------
+
+
+def ids_of(n, length, seed):
+    """Rows of 12 text ids (of 100) and 6 image ids (of 50, from 100)."""
+    random = np.random.default_rng(seed)
+    return np.concatenate(
+        [random.integers(0, 100, (n, length - 6)), random.integers(100, 150, (n, 6))], axis=1
+    )
+
+
+@pytest.fixture
+def arrays(tmp_path):
+    np.save(tmp_path / "train-0.npy", ids_of(40, 18, 0).astype(np.int32))
+    ragged = [ids_of(1, n, n)[0] for n in (7, 18, 45, 12)]
+    np.save(tmp_path / "train-1.npy", np.concatenate(ragged))
+    np.save(tmp_path / "train-1.lengths.npy", np.array([7, 18, 45, 12]))
+    np.save(tmp_path / "val-0.npy", ids_of(9, 18, 1))
+    return tmp_path
+
+
+def test_arrays_are_used_as_they_are(arrays, capsys):
+    argv = ["--blocks=text=100,image=50", f"--out={arrays / 't'}"]
+    assert main([f"--train={arrays}/train-*.npy", f"--val={arrays}/val-*.npy", *argv]) == 0
+    assert "44 training and 9 held-out" in capsys.readouterr().out
+    config = DataConfig(
+        tokens=str(arrays / "t"), mix={"tokens": 1.0}, seq_len=20, batch_size=4, val_sequences=9
+    )
+    data = TokenDataModule(config, seed=0)
+    data.setup()
+    whole = {tuple(row) for row in np.load(arrays / "train-0.npy").tolist()}
+    rows = [tuple(data.order.row(i).ids.tolist()) for i in range(46)]  # the one of 45 is in three pieces
+    assert whole <= set(rows) and len(set(rows)) == 46
+    batch = data.probe_batch(4)
+    assert (batch.ids_BT[:, :18].numpy() == np.load(arrays / "val-0.npy")[:4]).all()
+    assert not batch.valid_BT[:, 18:].any() and (batch.modality_BT[:, 12:18] == 1).all()
+
+
+def test_held_out_documents_are_chosen_by_their_content(arrays):
+    twice = np.concatenate([ids_of(60, 18, 0), ids_of(60, 18, 0)])
+    np.save(arrays / "all.npy", twice)
+    argv = [
+        f"--train={arrays}/all.npy",
+        "--blocks=text=100,image=50",
+        "--val-share=0.3",
+        f"--out={arrays / 't'}",
+    ]
+    assert main(argv) == 0
+    train, val = ({tuple(s[i]) for i in range(len(s))} for s in open_tokens(arrays / "t").values())
+    assert not train & val and len(train) + len(val) == 60 and 5 < len(val) < 35
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--blocks=text=100,image=40"], "document 0 of part 00000 has id"),
+        (["--blocks=text:100"], "give names and numbers"),
+        (["--blocks=text=100,image=50", "--pad=150"], "ids from 0 to 149"),
+        (["--blocks=text=100,image=50", "--val=nowhere*.npy"], "names no file"),
+        (["--blocks=text=100,image=50", "--val=", "--val-share=0"], "--val-share is 0"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(arrays, capsys, argv, says):
+    given = [f"--train={arrays}/train-0.npy", f"--val={arrays}/val-*.npy", *argv, f"--out={arrays / 't'}"]
+    assert front_door(main)(given) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1 and not (arrays / "t/tokens.json").exists()
+
+
+def test_lengths_that_do_not_add_up_are_named(arrays, capsys):
+    np.save(arrays / "train-1.lengths.npy", np.array([7, 18]))
+    argv = [f"--train={arrays}/train-1.npy", "--blocks=text=100,image=50", f"--out={arrays / 't'}"]
+    assert front_door(main)(argv) == 2
+    assert "does not add up to the 82 ids" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change", [{"format": 9}, {"kind": "video"}, {"layout": {"blocks": {}}}, {"splits": 3}]
+)
+def test_a_record_of_another_form_is_refused(tmp_path, change):
+    folder = write(tmp_path / "t", some(9))
+    record = json.loads((folder / "tokens.json").read_text()) | change
+    (folder / "tokens.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"tokens\.json (is not|cannot)"):
+        open_tokens(folder)
+
+
+def test_interleaved_documents_are_whole_rows(tmp_path):
+    documents = some(40, high=25)
+    store = open_tokens(write(tmp_path / "t", documents))["train"]
+    order = TrainingOrder(
+        SequenceBuilder({"interleaved": store}, LAYOUT, 32), {"interleaved": 1.0}, 0.5, seed=0
+    )
+    found = sorted(order.row(i).ids.tolist() for i in range(40))
+    assert found == sorted([0, *d.tolist()] for d in documents)
