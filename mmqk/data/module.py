@@ -15,9 +15,10 @@ from mmqk.data.batch import TokenBatch
 from mmqk.data.cache import open_source, source_hash
 from mmqk.data.dial import Dial, DialConfig
 from mmqk.data.mix import Mixture
+from mmqk.data.online import online_hash, open_online
 from mmqk.data.order import TrainingOrder, validation_rows
 from mmqk.data.sequences import Row, SequenceBuilder
-from mmqk.data.tokens import Layout, TokenStore, layout_of, open_tokens, read_header, tokens_hash
+from mmqk.data.tokens import Layout, layout_of, open_tokens, read_header, tokens_hash
 from mmqk.store import UserError
 
 # Kinds of data.mix that share a vocabulary: mmqk's tokenizers', that of the user's own ids, the dial's.
@@ -32,6 +33,9 @@ class DataConfig:
 
     Args:
         pairs: image+caption pairs: shards with their manifest, or a folder made by mmqk.data.tokenize; empty: none.
+        read: tokens reads pairs from token arrays, made once; shards reads and tokenizes them while training, from
+            a folder with a manifest or a pattern such as path/{00000..00099}.tar.
+        val_share: share of the pairs held out under such a pattern, by a hash of the sample's key.
         text: text-only documents: likewise.
         interleaved: documents of text and images: a folder made by mmqk.data.tokenize --interleaved.
         tokens: documents of ids of other tokenizers: a folder made by mmqk.data.ids.
@@ -51,6 +55,8 @@ class DataConfig:
     """
 
     pairs: str = "data/emoji"
+    read: Literal["tokens", "shards"] = "tokens"
+    val_share: float = 0.01
     text: str = "data/text"
     interleaved: str = ""
     tokens: str = ""
@@ -71,6 +77,12 @@ class DataConfig:
         for name in ("seq_len", "batch_size", "val_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} is {getattr(self, name)}: it must be at least 1.")
+        if not 0 < self.val_share < 1:
+            raise ValueError(f"data.val_share is {self.val_share}: it is a share between 0 and 1.")
+        if self.read == "shards" and self.pack == "documents":
+            raise ValueError(
+                "data.read shards knows no lengths to pack by: set data.pack none, or tokenize first."
+            )
         for name in ("workers", "val_every_n_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"data.{name} is {getattr(self, name)}: it cannot be negative.")
@@ -124,7 +136,9 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
 
     fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial")}
     fields |= dict.fromkeys((*SOURCE_FIELDS.values(), "tokens", "tokenizers"), "")
-    fields |= {SOURCE_FIELDS[kind]: source_hash(path) for kind, path in config.sources.items()}
+    for kind, path in config.sources.items():
+        online = config.read == "shards" and kind == "pair"
+        fields[SOURCE_FIELDS[kind]] = online_hash(str(path)) if online else source_hash(path)
     if "dial" in config.family:
         fields["dial"] = asdict(config.dial)
     elif "tokens" in config.family:
@@ -226,13 +240,19 @@ class TokenDataModule(L.LightningDataModule):
         except ValueError as error:
             raise UserError(str(error)) from error
 
-    def _stores(self) -> dict[str, dict[str, TokenStore]]:
+    def _stores(self) -> dict[str, dict[str, Any]]:
         """Documents by kind and split."""
         config = self.config
         if "tokens" in config.family:
             return {"tokens": open_tokens(config.tokens)}
         tokenizers, cache = Path(config.tokenizers), Path(config.cache)
-        return {k: open_source(k, folder, tokenizers, cache) for k, folder in config.sources.items()}
+        stores: dict[str, Any] = {}
+        for kind, folder in config.sources.items():
+            if kind == "pair" and config.read == "shards":
+                stores[kind] = open_online(str(folder), tokenizers, cache, config.val_share)
+            else:
+                stores[kind] = open_source(kind, folder, tokenizers, cache)
+        return stores
 
     def train_dataloader(self) -> PositionedLoader:
         trainer = self.trainer

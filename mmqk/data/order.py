@@ -127,10 +127,14 @@ class TrainingOrder:
             if kind == "text" and not pack:
                 self._windows = Windows(builder, kind, seed)
                 continue
-            if kind == "pair":
-                lengths_N, stream = builder.pair_lengths(), PAIRS
-            elif kind == "image":
-                lengths_N, stream = np.full(len(stores[source]), stores[source].image_tokens + 2), IMAGES
+            if source == "pair":
+                stream = PAIRS if kind == "pair" else IMAGES
+                if not pack:
+                    self._orders[kind] = Single(len(stores[source]), seed, stream)
+                    continue
+                lengths_N = builder.pair_lengths()
+                if kind == "image":
+                    lengths_N = np.full(len(lengths_N), stores[source].image_tokens + 2)
             else:
                 self._pieces[kind] = pieces(stores[kind], room - bos)
                 lengths_N = self._pieces[kind][:, 2] - self._pieces[kind][:, 1] + bos

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class SequenceBuilder:
     ``captions_cut`` how many do not.
 
     Args:
-        stores: documents by kind of source: pair, text, interleaved, tokens.
+        stores: documents by kind of source, pair, text, interleaved or tokens: a `TokenStore` each, or `OnlinePairs`.
         layout: of their ids.
         seq_len: tokens of a row.
 
@@ -66,7 +67,7 @@ class SequenceBuilder:
         ValueError: ``seq_len`` leaves a pair's caption fewer than 8 tokens.
     """
 
-    def __init__(self, stores: Mapping[str, TokenStore], layout: Layout, seq_len: int):
+    def __init__(self, stores: Mapping[str, Any], layout: Layout, seq_len: int):
         self.stores, self.layout, self.seq_len = stores, layout, seq_len
         self.caption_room = seq_len
         if "pair" in stores and len(stores["pair"]):
@@ -84,6 +85,8 @@ class SequenceBuilder:
         if not len(self.stores.get("pair", ())):
             return 0.0
         pairs = self.stores["pair"]
+        if pairs.lengths_N is None:  # read while training: nobody has looked
+            return 0.0
         return float((pairs.lengths_N - pairs.image_tokens - 1 > self.caption_room).mean())
 
     def pair(self, item: int, image_first: bool, caption: int | None = None) -> Row:
