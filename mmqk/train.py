@@ -11,13 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmqk.store import EXIT_CODES, MetricsWriter, RunFolder, UserError, run_main
+from mmqk.store import EXIT_CODES, MetricsWriter, RunFolder, UserError, run_main, write_json
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
     from mmqk.data.module import TokenDataModule
 
 FLUSH_EVERY = 10
+MOST_PADDING = 0.02
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +73,8 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
     heldout = data.probe_batch(run.monitor.sequences) if run.monitor.batch == "heldout" else None
 
     every = (run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)
-    step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, _at_start(data))
+    step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, _at_start(run, data))
+    write_json(folder.path / "data.json", data.statistics())
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, step_log)
     callbacks = [  # in this order: the numbers of a step are written before the checkpoint that ends it
         step_log,
@@ -130,9 +132,21 @@ def _trainer(run: RunConfig, loggers: list[Any], callbacks: list[Any]) -> Any:
         raise UserError(f"Lightning refuses the trainer flags: {error}") from error
 
 
-def _at_start(data: TokenDataModule) -> dict[str, float]:
+def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
     """What is known before the first step: the floor that knows no context, and how many captions are cut."""
     builder = data.builder
+    if data.dial is not None:
+        per_row = run.data.seq_len // data.dial.length if run.data.pack == "documents" else 1
+        documents = run.trainer["max_steps"] * run.data.batch_size * per_row
+        for sentence in data.dial.unlearnable(documents * data.dial.length):
+            print(sentence, file=sys.stderr)
+    for kind, padding in data.order.padding.items():
+        if padding > MOST_PADDING:
+            print(
+                f"{padding:.0%} of the packed sequences of kind {kind} is padding: raise data.seq_len, so that more"
+                " documents share one.",
+                file=sys.stderr,
+            )
     if builder.captions_cut:
         print(
             f"{builder.captions_cut:.1%} of the captions are longer than {builder.caption_room} tokens and are"

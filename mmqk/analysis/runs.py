@@ -91,6 +91,12 @@ class Run:
                 continue
         return parsed
 
+    @cached_property
+    def data(self) -> Mapping[str, Any]:
+        """Statistics of its data by modality, as training wrote them; empty without data.json."""
+        record = read_json(self.path / "data.json")
+        return record if isinstance(record, dict) else {}
+
     @property
     def last_step(self) -> int:
         """The last step that any series reached."""

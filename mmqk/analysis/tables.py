@@ -12,6 +12,7 @@ from mmqk.analysis.findings import MARKS, number_here, threshold_in_words
 from mmqk.analysis.metrics import (
     METRICS,
     FinalLoss,
+    best_loss,
     final_loss,
     initial_loss,
     is_trained,
@@ -21,7 +22,7 @@ from mmqk.analysis.metrics import (
 from mmqk.analysis.runs import Run
 from mmqk.analysis.study import Study
 from mmqk.analysis.verdicts import Verdict, middle
-from mmqk.analysis.words import capital, duration, nats, number
+from mmqk.analysis.words import capital, duration, listed, nats, number
 
 DASH = "–"
 
@@ -97,6 +98,45 @@ def arm_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def data_rows(study: Study) -> list[dict[str, Any]]:
+    """One row a modality, and several where arms read different data: how predictable its tokens are."""
+    rows: dict[str, dict[str, Any]] = {}
+    for modality in study.modalities:
+        for arm in study.arms:
+            runs = [run for run in study.of_arm(arm) if isinstance(run.data.get(modality), dict)]
+            if not runs:
+                continue
+            known = runs[0].data[modality]
+            row = {
+                "modality": modality,
+                "share": _share(known.get("share")),
+                "used": f"{known.get('used', 0):,} of {known.get('block', 0):,}",
+                "unigram": _entropy(known.get("unigram")),
+                "compressed": _entropy(known.get("compressed")),
+                "model": _entropy(known.get("model")),
+                "floor": _entropy(known.get("floor")),
+                "repeated": _share(known.get("repeated")),
+            }
+            key = json.dumps(row)
+            rows.setdefault(key, row | {"arms": [], "best": math.inf})
+            rows[key]["arms"].append(study.label(arm))
+            losses = [best_loss(run, modality) for run in runs if is_trained(run, modality)]
+            rows[key]["best"] = min([rows[key]["best"], *(loss for loss in losses if math.isfinite(loss))])
+    for row in rows.values():
+        everyone = len(row["arms"]) == len(study.arms)
+        row["arms"] = "all" if everyone else listed(row["arms"])
+        row["best"] = nats(row["best"]) if math.isfinite(row["best"]) else DASH
+    return list(rows.values())
+
+
+def _entropy(value: Any) -> str:
+    return nats(value) if isinstance(value, int | float) else DASH
+
+
+def _share(value: Any) -> str:
+    return f"{100 * value:.0f} %" if isinstance(value, int | float) else DASH
 
 
 def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +19,14 @@ from mmqk.data.mix import Mixture
 from mmqk.data.online import online_hash, open_online
 from mmqk.data.order import TrainingOrder, validation_rows
 from mmqk.data.sequences import Row, SequenceBuilder
+from mmqk.data.statistics import describe
 from mmqk.data.tokens import Layout, layout_of, open_tokens, read_header, tokens_hash
 from mmqk.store import UserError
 
 # Kinds of data.mix that share a vocabulary: mmqk's tokenizers', that of the user's own ids, the dial's.
 FAMILIES = (("pair", "text", "image", "interleaved"), ("tokens",), ("dial",))
+# Training sequences that statistics of the data are taken from.
+SAMPLE = 512
 # Fields of DataConfig that name a source, by kind.
 SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}
 
@@ -228,7 +232,7 @@ class TokenDataModule(L.LightningDataModule):
         config = self.config
         try:
             ids = layout(config)
-            dial = Dial(config.dial) if "dial" in config.family else None
+            self.dial = dial = Dial(config.dial) if "dial" in config.family else None
             stores = self._stores()
             pack = config.pack == "documents"
             train, val = ({kind: s[split] for kind, s in stores.items()} for split in ("train", "val"))
@@ -287,7 +291,37 @@ class TokenDataModule(L.LightningDataModule):
         """The first validation sequences, for monitors that compare runs on the same tokens."""
         return self.builder.batch(self.val_rows[:sequences])
 
-    def unigram_loss(self, sequences: int = 512) -> dict[str, float]:
+    @lru_cache(maxsize=1)  # noqa: B019 (one datamodule a process)
+    def sample(self, sequences: int = SAMPLE) -> list[Row]:
+        """The first training sequences of this run's order."""
+        return [self.order.row(index) for index in range(sequences)]
+
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """What is known of the data by modality: `ModalityStatistics` of the first training sequences as plain data,
+        and "floor", the loss on the validation set of a model that knows the source; None where nobody does."""
+        side = (
+            round((self.builder.stores["pair"].image_tokens - 2) ** 0.5)
+            if "pair" in self.builder.stores
+            else 0
+        )
+        contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
+        blocks = self.builder.layout.blocks
+        train, val = (
+            [part for row in rows for part in np.split(row.ids, row.starts[1:])]
+            for rows in (self.sample(), self.val_rows)
+        )
+        found = {name: asdict(s) for name, s in describe(train, val, blocks, contexts).items()}
+        ids, nats = (
+            np.concatenate([_targets(row, of) for row in self.val_rows]) for of in ("ids", "surprise")
+        )
+        modality = self.builder.layout.modality(ids)
+        for number, name in enumerate(blocks):
+            of_it = nats[modality == number] if len(nats) == len(ids) else nats[:0]
+            if name in found:
+                found[name]["floor"] = float(of_it.mean()) if len(of_it) else None
+        return found
+
+    def unigram_loss(self, sequences: int = SAMPLE) -> dict[str, float]:
         """Validation loss of a predictor that knows the form of a sequence and how often each token occurs.
 
         The form is where each modality begins and ends: specials cost it nothing. The other tokens of a
@@ -296,8 +330,8 @@ class TokenDataModule(L.LightningDataModule):
         """
         ids, edges = self.builder.layout, self.builder.layout.edges
         counts = np.ones(ids.size)
-        for index in range(sequences):
-            np.add.at(counts, _targets(self.order.row(index)), 1)
+        for row in self.sample(sequences):
+            np.add.at(counts, _targets(row), 1)
         counts[ids.specials] = 0
         targets = np.concatenate([_targets(row) for row in self.val_rows])
         losses = {}
@@ -311,9 +345,10 @@ class TokenDataModule(L.LightningDataModule):
         return losses
 
 
-def _targets(row: Row) -> np.ndarray:
-    """The ids of a row that are predicted: all but the first of each document."""
-    return np.delete(row.ids, row.starts)
+def _targets(row: Row, of: Literal["ids", "surprise"] = "ids") -> np.ndarray:
+    """What is predicted of a row, all but the first token of each document; empty where it is not known."""
+    values = getattr(row, of)
+    return np.zeros(0) if values is None else np.delete(values, row.starts)
 
 
 def _on_gpu(trainer: L.Trainer) -> bool:

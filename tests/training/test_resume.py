@@ -36,11 +36,19 @@ def rewind(whole: Path, out: Path, step: int, status: str = "running") -> list[s
     return json.loads((whole / "run.json").read_text())["details"]["command"][3:-1]
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=["one batch", "four micro-batches"])
+DATA = {
+    "one batch": [],
+    "four micro-batches": ["--trainer.accumulate_grad_batches=4"],
+    "packed documents": ["--data.pack=documents", "--data.seq_len=256"],
+    "the dial": ['--data.mix={"dial": 1}', "--data.seq_len=96", "--trainer.accumulate_grad_batches=2"],
+}
+
+
+@pytest.fixture(scope="module", params=DATA.values(), ids=DATA)
 def whole(request, tiny_args, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
     args = [*tiny_args, "--model.residual_dropout=0.1", "--checkpoint.keep=9", "--data.val_every_n_steps=4",
-            f"--trainer.accumulate_grad_batches={request.param}", "--monitor.sequences=1"]  # fmt: skip
+            "--monitor.sequences=1", *request.param]  # fmt: skip
     assert main([*args, f"--out={out}"]) == 0
     return out
 
