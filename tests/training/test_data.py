@@ -76,10 +76,8 @@ def test_real_data_have_statistics_and_no_floor(tiny_args, tmp_path):
 def test_a_source_that_cannot_be_learnt_in_time_is_said_to_be_so(tiny_args, dialled, tmp_path, capsys):
     main([*tiny_args, *DIAL, f"--out={tmp_path / 'run'}"])
     assert "cannot be learnt in this run" in capsys.readouterr().err
-    few = [
-        '--data.dial.vocabulary={"text": 2, "image": 2}',
-        '--data.dial.entropy={"text": 0.2, "image": 0.2}',
-    ]
+    two = {"vocabulary": 2, "skew": 0, "entropy": 0.2}
+    few = [f"--data.dial.{name}={json.dumps({'text': value, 'image': value})}" for name, value in two.items()]
     main([*tiny_args, *DIAL, *few, f"--out={tmp_path / 'easy'}"])
     assert "cannot be learnt" not in capsys.readouterr().err
 
