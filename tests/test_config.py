@@ -141,7 +141,13 @@ def test_the_table_of_commands():
 
 
 @pytest.mark.parametrize(
-    ("name", "smaller"), [("cpu", ()), ("gpu_25m", ()), ("gpu_124m", ("--model.n_layers=1",))]
+    ("name", "smaller"),
+    [
+        ("cpu", ()),
+        ("dial", ("--monitor.sequences=8",)),
+        ("gpu_25m", ()),
+        ("gpu_124m", ("--model.n_layers=1",)),
+    ],
 )
 def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data, tmp_path):
     """On tiny data and few sequences; bf16-mixed where the configuration says so. gpu_124m keeps its width."""
@@ -151,7 +157,7 @@ def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data,
     assert main([*args, "--quiet", f"--out={tmp_path / name}"]) == 0
     lines = read_metrics(tmp_path / name / "metrics.jsonl")
     assert lines[-1]["step"] == 2 and math.isfinite(lines[-1]["val_loss/image"])
-    assert resolve(args).trainer["precision"] == ("32-true" if name == "cpu" else "bf16-mixed")
+    assert resolve(args).trainer["precision"] == ("32-true" if name in ("cpu", "dial") else "bf16-mixed")
 
 
 def test_bf16_mixed_keeps_parameters_in_fp32_and_differs_from_fp32(tiny_args, tmp_path):
@@ -170,6 +176,6 @@ def test_bf16_mixed_keeps_parameters_in_fp32_and_differs_from_fp32(tiny_args, tm
     assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["demo", "cpu", "gpu_25m", "gpu_124m"])
+@pytest.mark.parametrize("name", ["demo", "cpu", "dial", "gpu_25m", "gpu_124m"])
 def test_every_configuration_names_its_folder(name):
     assert resolve([f"--config=configs/{name}.yaml"]).out.parts[:2] == ("runs", name)
