@@ -28,6 +28,7 @@ from mmqk.data.module import DataConfig, MicroBatches, TokenDataModule
 from mmqk.data.online import open_online
 from mmqk.data.samples import pair_of
 from mmqk.data.tars import index_tar
+from mmqk.data.tokenize_worker import Encoder, Job, Shard
 
 ROUNDS = 5
 BATCHES, BATCH, SEQ_LEN = 100, 32, 128
@@ -96,9 +97,17 @@ def ways_of(shard: str, cache: Path) -> dict[str, Callable[[], tuple[int, int]]]
         "token arrays, packed into 1,024 tokens": replace(config, seq_len=1024, pack="documents"),
         "the dial, with exact log-probabilities": replace(config, mix={"dial": 1.0}, seq_len=96),
     }
+    job = Job("pair", Path("data/tokenizers"), cache / "tokens", 0.01, "crop", 2**26, None)
+    encoder = Encoder(job)
+
+    def tokenized() -> tuple[int, int]:
+        record = encoder.shard(Shard("00000", Path(shard)), lambda *_: None)
+        return record["samples"], 0
+
     ways: dict[str, Callable[[], tuple[int, int]]] = {
         "plain WebDataset loop, images decoded": webdataset,
         "shards by member offset, images decoded": by_offset,
+        "shards to token arrays (mmqk.data.tokenize, one worker)": tokenized,
         "shards by member offset, tokenized while reading": tokenized_online,
     }
     for name, each in kinds.items():

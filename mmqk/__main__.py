@@ -10,12 +10,17 @@ COMMANDS = {
     "python -m mmqk.train --config configs/demo.yaml": "train one run",
     "python -m mmqk.ablate --config configs/ablations/demo.yaml": "train a grid of runs with seeds",
     "python -m mmqk.report runs/demo --out reports/demo": "run folders to one page with verdicts",
+    "python -m mmqk.data.tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine": "your own shards to tokens",
+    "python -m mmqk.data.ids --train 'ids/*.npy' --blocks text=65536,image=8192 --out tokens/mine": "ids of others",
+    "python -m mmqk.data.inspect --config configs/demo.yaml": "what a model will see, on one page",
     "python -m mmqk.data.build": "rebuild data/emoji and data/text from their sources",
     "python -m mmqk.data.manifest FOLDER": "write the manifest of shards of your own",
     "python -m mmqk.tokenizers.train": "train the text and the image tokenizer",
     "python -m mmqk.tokenizers.report": "how good the tokenizers are, on held-out data",
     "python -m mmqk.tokenizers.caption_gain --run runs/cpu/<id>": "do image tokens gain from their captions",
 }
+
+WIDTH = 62
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,10 +34,14 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(
             f"unrecognized arguments: {' '.join(unknown)}: python -m mmqk takes none and lists the commands"
         )
-    width = max(map(len, COMMANDS))
     print("mmqk: an open laboratory for multimodal training instability.\n")
     for command, purpose in COMMANDS.items():
-        print(f"  {command:{width}}  {purpose}")
+        # A long command has a line of its own.
+        print(
+            f"  {command:{WIDTH}}  {purpose}"
+            if len(command) <= WIDTH
+            else f"  {command}\n  {'':{WIDTH}}  {purpose}"
+        )
     print("\nEach takes --help; the first three are the ones to learn.")
     return 0
 

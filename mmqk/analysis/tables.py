@@ -109,7 +109,7 @@ def data_rows(study: Study) -> list[dict[str, Any]]:
             if not runs:
                 continue
             known = runs[0].data[modality]
-            row = {
+            row: dict[str, Any] = {
                 "modality": modality,
                 "share": _share(known.get("share")),
                 "used": f"{known.get('used', 0):,} of {known.get('block', 0):,}",

@@ -26,7 +26,10 @@ def zipf(vocabulary: int, skew: float) -> np.ndarray:
     """Unigram with p(id) ∝ (id + 1)^−skew, as whole units of 2⁻⁵², at least one each: units_V, int64."""
     weight_V = (np.arange(vocabulary) + 1.0) ** -skew
     units_V = np.maximum(1, np.floor(weight_V / weight_V.sum() * UNITS).astype(np.int64))
-    units_V[0] += UNITS - units_V.sum()  # rounding; far below what the most frequent token has
+    left = int(UNITS - units_V.sum())
+    # A unit each: tokens of equal probability must stay as equal as they can, for the 0-entropy end.
+    units_V[: max(0, left) % vocabulary] += 1
+    units_V[0] += UNITS - units_V.sum()
     units_V.flags.writeable = False
     return units_V
 
@@ -119,9 +122,8 @@ class Quantile:
 
     def __init__(self, ends_V: np.ndarray, order_V: np.ndarray):
         self._order_V, self._inner_V = order_V, ends_V[:-1] / UNITS
-        self._ends_V = np.append(
-            self._inner_V, np.inf
-        )  # a place that rounding made 1 is in the last interval
+        # The last interval has no end: a place that rounding made 1 is in it.
+        self._ends_V = np.append(self._inner_V, np.inf)
         self._cells = 4 << (len(order_V) - 1).bit_length()  # a power of two: no rounding at the cells' edges
         cells = np.arange(self._cells + 1) / self._cells
         self._guide = np.searchsorted(self._inner_V, cells, side="right").astype(np.int32)
@@ -164,12 +166,8 @@ class Edge:
     def gain(self, a_N: np.ndarray, b_N: np.ndarray) -> np.ndarray:
         """log J(a, b) / (π_a π_b), nats: what either token says about the other; −inf for an impossible pair."""
         c = self.coupling
-        low_a_N, high_a_N, low_b_N, high_b_N = (
-            c.low_a_V[a_N],
-            c.high_a_V[a_N],
-            c.low_b_V[b_N],
-            c.high_b_V[b_N],
-        )
+        low_a_N, high_a_N = c.low_a_V[a_N], c.high_a_V[a_N]
+        low_b_N, high_b_N = c.low_b_V[b_N], c.high_b_V[b_N]
         common_N = np.minimum(high_a_N, high_b_N) - np.maximum(low_a_N, low_b_N)
         np.maximum(common_N, 0, out=common_N)
         common_N *= self.rho

@@ -28,9 +28,9 @@ __all__ = ["Dial", "DialConfig"]
 _CHUNK = 512  # documents drawn together, of long documents fewer; other numbers make other documents
 _CHUNK_TOKENS = 2**19
 _DOCUMENTS = 101  # tag of the stream of documents; no order of a run's samples uses it
-# Times that the average transition must occur in training. In a trial (2 layers, 64 wide, 512 tokens a modality, AdamW
-# at 3e-3) a model had learnt two thirds of the predictability at 115 with the parent at lag 1 and little below 50; at
-# lag 4 it took 370. So fewer than this are too few, and more may still be.
+# Times that the average transition must occur in training. In a trial (2 layers, 64 wide, vocabularies of 512, AdamW
+# at 3e-3) a model had learnt two thirds of the predictability at 115 with the parent at lag 1, and next to nothing
+# below 30; at lag 4 it took 370. So fewer than this are too few, and more may still be.
 SEEN = 100
 _ROWS = 512  # documents evaluated together: what fits into a core's cache
 
@@ -258,8 +258,8 @@ class Dial:
                 needed = math.ceil(SEEN / self._seen(edge, places, 1))
                 sentences.append(
                     f"{what} cannot be learnt in this run: in {training_tokens:,} training tokens each of the"
-                    f" {edge.coupling.transitions:,} transitions occurs {seen:.2g} times and {SEEN} are needed; train on"
-                    f" at least {needed:,} tokens or lower the vocabulary."
+                    f" {edge.coupling.transitions:,} transitions occurs {seen:.1f} times and {SEEN} are needed; train"
+                    f" on at least {needed:,} tokens or lower the vocabulary."
                 )
         return sentences
 

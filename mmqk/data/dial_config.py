@@ -111,7 +111,7 @@ class DialConfig:
         """Least and greatest feasible ``entropy`` of a modality, nats."""
         high = unigram_entropy(zipf(*self.unigram(m)))
         low = high - self.inner(m).greatest
-        return (low if low > _SLACK else 0.0), high
+        return (low if low > 1e-5 else 0.0), high  # what rounding leaves of 0 in uniform vocabularies
 
     def greatest_mutual_information(self) -> tuple[float, str]:
         """The greatest feasible ``mutual_information``, nats, and what makes it so in words."""

@@ -144,7 +144,8 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
         online = config.read == "shards" and kind == "pair"
         fields[SOURCE_FIELDS[kind]] = online_hash(str(path)) if online else source_hash(path)
     if "dial" in config.family:
-        fields["dial"] = asdict(config.dial)
+        # The hash of an identity sorts names, and the order of modalities matters.
+        fields["dial"] = {**asdict(config.dial), "modalities": list(config.dial.names)}
     elif "tokens" in config.family:
         fields["tokens"] = tokens_hash(config.tokens)
     else:

@@ -25,6 +25,8 @@ NO_LISTS = "no json with the lists images and texts"
 UNEQUAL = "lists images and texts are not equally long"
 NOT_ONE = "a place does not hold exactly one of image and text"
 EMPTY_DOCUMENT = "document is empty"
+NOT_JSON = "line is not a JSON object"
+NO_TEXT = "no field text"
 NO_MATCH = "image files do not match the lists"
 
 _NUMBERED = re.compile(rf"([0-9]{{1,9}})\.(?:{'|'.join(IMAGE_FIELDS)})")
@@ -81,6 +83,27 @@ def interleaved_of(sample: Mapping[str, bytes]) -> list[bytes | str]:
     if not files and not any(texts):
         raise Dropped(EMPTY_DOCUMENT)
     return [files[i] if text is None else checked_text(text) for i, text in enumerate(texts)]
+
+
+def text_of(line: bytes) -> str:
+    """The field "text" of a line of JSON.
+
+    Raises:
+        Dropped: the line is no JSON object in UTF-8, or its text is missing or blank.
+    """
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise Dropped(NOT_UNICODE) from None
+    except (ValueError, RecursionError):
+        raise Dropped(NOT_JSON) from None
+    if not isinstance(record, dict):
+        raise Dropped(NOT_JSON)
+    if not isinstance(text := record.get("text"), str):
+        raise Dropped(NO_TEXT)
+    if not text.strip():
+        raise Dropped(EMPTY_DOCUMENT)
+    return checked_text(text)
 
 
 def checked_text(text: str) -> str:

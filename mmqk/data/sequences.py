@@ -172,7 +172,7 @@ def pieces(store: TokenStore, room: int) -> np.ndarray:
     whole = np.flatnonzero(lengths_N <= room)
     found = [np.stack([whole, np.zeros_like(whole), lengths_N[whole]], axis=1)]
     begin, end = store.layout.begin_image, store.layout.end_image
-    for n in long:
+    for n in long.tolist():
         ids = store[n]
         opens = np.flatnonzero(ids == begin) if begin is not None else np.zeros(0, dtype=np.int64)
         closes = np.flatnonzero(ids == end) if end is not None else np.zeros(0, dtype=np.int64)

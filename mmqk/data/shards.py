@@ -16,6 +16,7 @@ from typing import Any
 
 from PIL import Image
 
+from mmqk.data.images import on_white
 from mmqk.data.manifest import RESTORE, Shard, checked_shards, manifest_hash, sha256_file
 from mmqk.store import UserError
 
@@ -127,14 +128,6 @@ def _decode(sample: dict[str, Any], path: Path) -> Pair:
     if not isinstance(caption, str):
         raise UserError(f"{where} has no readable caption (json with 'caption', or txt): {repair}")
     return Pair(key, image, caption, meta)
-
-
-def on_white(image: Image.Image) -> Image.Image:
-    """The image as RGB; transparent parts show white."""
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    rgba = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, bytes, dict[str, Any]]]) -> Shard:

@@ -49,7 +49,8 @@ class ModalityStatistics:
             modality comes next. An upper bound on what is predictable from that context; None with nothing held out.
         model_error: its standard error over held-out documents.
         model_context: distances of the tokens in that context; empty for none.
-        model_by_context: the cross-entropy with each context, by its distances ("1,2"; "none").
+        model_by_context: the cross-entropy with each context, by its distances ("1,2"; "none": only the modality
+            of the token before is known, as it is in every context).
         repeated: share of the tokens that lie in a passage of 8 tokens that occurred earlier in training, 0 to 1.
         repeated_held_out: share of the held-out tokens that lie in a passage of 8 tokens that occurred in training.
         duplicates: share of the documents whose tokens of this modality are exactly those of an earlier document.
@@ -232,10 +233,13 @@ def _ngram_nats(
     Interpolated absolute discounting with three discounts (Chen & Goodman 1999, section 3.4; their modified
     Kneser-Ney with plain counts in place of continuation counts, which saturate in a vocabulary of few codes):
     p(x | c) = (count(c, x) - D) / count(c) + mass(c) / count(c) * p(x | shorter c), down to 1 / size.
+
+    The shortest context is the modality of the token before: a modality runs on for many tokens, so not to know
+    that would charge each of them for a choice that is hardly ever open.
     """
     nats: dict[tuple[int, ...], np.ndarray] = {}
     for distances in contexts:
-        context_N, reach = np.zeros(len(stream.ids_N), dtype=np.int64), 1
+        context_N, reach = np.roll(stream.modality_N, 1), 1
         p_N = np.full(len(stream.ids_N), 1 / size)
         for used in range(len(distances) + 1):
             if used:

@@ -178,7 +178,7 @@ def _headers(path: Path, file) -> Iterator[tarfile.TarInfo]:
         with tarfile.open(fileobj=file, mode="r:", errors="backslashreplace") as tar:
             end = 0
             while (info := tar.next()) is not None:
-                tar.members.clear()  # tarfile would keep them all
+                tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
                 if tar.offset <= end or info.size < 0:
                     raise tarfile.ReadError("a header leads backwards")
                 end = tar.offset
@@ -198,7 +198,7 @@ def _headers(path: Path, file) -> Iterator[tarfile.TarInfo]:
 def _check_end(path: Path, file, offset: int) -> None:
     file.seek(offset)
     end = file.read(2 * tarfile.BLOCKSIZE)
-    if end.strip(b"\0"):
+    if len(end) >= tarfile.BLOCKSIZE and end.strip(b"\0"):
         raise UserError(f"shard {path} is damaged (no header at byte {offset}): {_REWRITE}")
     if len(end) < 2 * tarfile.BLOCKSIZE:
         raise _cut_short(path)

@@ -154,7 +154,7 @@ class TokenWriter:
                     "name": name,
                     "documents": len(lengths),
                     "tokens": int(lengths.sum(dtype=np.int64)),
-                    "sha256": sha256_file(path.parent / f"{name}.ids.npy"),
+                    "sha256": [sha256_file(p) for p in (path.parent / f"{name}.ids.npy", path)],
                 }
             )
         return parts
@@ -164,6 +164,8 @@ def _save(path: Path, array: np.ndarray) -> None:
     partial = path.with_name(f"{path.name}.partial")
     with open(partial, "wb") as file:
         np.save(file, array)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
 
 
@@ -276,4 +278,5 @@ def is_token_folder(folder: Path | str) -> bool:
 def tokens_hash(folder: Path | str) -> str:
     """Identity of a folder's documents: 10 hex digits over kind, layout, and every part's counts and sha256."""
     record = read_header(folder)
-    return identity_hash({name: record[name] for name in ("kind", "layout", "splits")})
+    identity = {name: record[name] for name in ("kind", "layout", "splits")}
+    return identity_hash({**identity, "modalities": list(record["layout"]["blocks"])})

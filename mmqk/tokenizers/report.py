@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +15,20 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from mmqk.data.shards import manifest_hash, read_pairs, read_text
 from mmqk.store import OneSentenceParser, UserError, run_main
-from mmqk.tokenizers.files import tokenizers_hash
-from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers import train
+from mmqk.tokenizers.documents import Documents
+from mmqk.tokenizers.files import TRAIN_COMMAND, tokenizers_hash
+from mmqk.tokenizers.image import ImageTokenizer, read_config
 from mmqk.tokenizers.measure import TokenStatistics, psnr, token_statistics
+from mmqk.tokenizers.source import Folder, Images, Source, images_at_once, open_source
 from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.train import add_data_arguments, read_images
+from mmqk.tokenizers.train import choice_of
 
 COMMAND = "python -m mmqk.tokenizers.report"
 SHEET = "held-out.png"
-COLUMNS, ROWS, ZOOM = 12, 3, 2
+SHIPPED = "emoji"  # the name in the manifest of the shipped images
+ROWS, WIDTH, SIDE, GAP = 3, 1600, 128, 4  # of the sheet; pixels but for the rows
 KEPT_BELOW = "<!-- What stands below this line is kept when the page is made again. -->"
 
 
@@ -39,7 +44,7 @@ class Measures:
         codes: statistics of image codes by split.
         captions, documents: statistics of text tokens of the train split.
         caption_tokens: tokens of a caption, mean over the train split.
-        caption_chars, document_chars: characters a token, train split.
+        caption_chars, document_chars: characters a token, train split; 0 without documents.
     """
 
     images: dict[str, int]
@@ -54,70 +59,77 @@ class Measures:
     document_chars: float
 
 
-def reconstruct(tokenizer: ImageTokenizer, images_BCHW: Tensor, batch: int = 256) -> tuple[Tensor, Tensor]:
+def reconstruct(tokenizer: ImageTokenizer, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (B, N) and reconstructions of uint8 images."""
-    codes = [tokenizer.encode(chunk.float() / 255) for chunk in images_BCHW.split(batch)]
-    return torch.cat(codes), torch.cat([tokenizer.decode(chunk) for chunk in codes])
+    codes_BN = tokenizer.encode(images_BCHW.float() / 255)
+    return codes_BN, tokenizer.decode(codes_BN)
 
 
-def measure(shards: Path, text: Path, tokenizers: Path) -> Measures:
-    """Tokenize both splits and count.
+def measure(images: Images, captions: list[str], documents: list[str], tokenizers: Path) -> Measures:
+    """Tokenize both splits and count; a few images at a time, as reconstructions are floats.
 
     Raises:
-        UserError: a shard, document file or tokenizer file is missing or damaged.
+        UserError: a tokenizer file is missing or damaged.
     """
     words, pictures = TextTokenizer.load(tokenizers), ImageTokenizer.load(tokenizers)
-    images, quality, counts = {}, {}, {}
-    for split in ("train", "val"):
-        pixels = read_images(shards, split, pictures.image_size)
-        codes, again = reconstruct(pictures, pixels)
-        images[split] = len(pixels)
-        quality[split] = float(psnr(pixels.float() / 255, again).mean())
-        counts[split] = token_statistics(codes, pictures.size)
-    held_out = pixels.float() / 255
+    at_once = images_at_once(pictures.config)
     order = torch.randperm(pictures.size, generator=torch.Generator().manual_seed(0))
-    colours = F.adaptive_avg_pool2d(held_out, pictures.grid)
-    pooled = F.interpolate(colours, held_out.shape[-2:], mode="bilinear")
+    quality: dict[str, float] = {}
+    counts: dict[str, TokenStatistics] = {}
+    for split, pixels in (("train", images.train_BCHW), ("val", images.val_BCHW)):
+        db, codes, shuffled, pooled = [], [], [], []
+        for chunk in pixels.split(at_once):
+            original = chunk.float() / 255
+            chunk_codes, again = reconstruct(pictures, chunk)
+            db.append(psnr(original, again))
+            codes.append(chunk_codes)
+            if split == "val":
+                colours = F.adaptive_avg_pool2d(original, pictures.grid)
+                smooth = F.interpolate(colours, original.shape[-2:], mode="bilinear")
+                shuffled.append(psnr(original, pictures.decode(order[chunk_codes])))
+                pooled.append(psnr(original, smooth))
+        quality[split] = float(torch.cat(db).mean())
+        counts[split] = token_statistics(torch.cat(codes), pictures.size)
 
-    captions = [pair.caption for pair in read_pairs(shards, "train")]
-    documents = list(read_text(text, "train"))
     caption_ids = [i for caption in captions for i in words.encode(caption)]
     document_ids = [i for document in documents for i in words.encode(document)]
     return Measures(
-        images=images,
+        images={"train": len(images.train_BCHW), "val": len(images.val_BCHW)},
         psnr_db=quality,
-        psnr_shuffled=float(psnr(held_out, pictures.decode(order[codes])).mean()),
-        psnr_pooled=float(psnr(held_out, pooled).mean()),
+        psnr_shuffled=float(torch.cat(shuffled).mean()),
+        psnr_pooled=float(torch.cat(pooled).mean()),
         codes=counts,
         captions=token_statistics(torch.tensor(caption_ids), words.size),
-        documents=token_statistics(torch.tensor(document_ids), words.size),
+        documents=token_statistics(torch.tensor(document_ids).long(), words.size),
         caption_tokens=len(caption_ids) / len(captions),
         caption_chars=sum(map(len, captions)) / len(caption_ids),
-        document_chars=sum(map(len, documents)) / len(document_ids),
+        document_chars=sum(map(len, documents)) / max(1, len(document_ids)),
     )
 
 
-def contact_sheet(shards: Path, tokenizers: Path) -> Image.Image:
+def contact_sheet(held_out_BCHW: Tensor, tokenizers: Path) -> Image.Image:
     """Held-out originals, each above its reconstruction, evenly spread over the split."""
     pictures = ImageTokenizer.load(tokenizers)
-    pixels = read_images(shards, "val", pictures.image_size)
-    n = min(COLUMNS * ROWS, len(pixels))
-    pixels = pixels[torch.linspace(0, len(pixels) - 1, n).round().long()]
-    _, again = reconstruct(pictures, pixels)
-    side, gap = pictures.image_size * ZOOM, 4
-    rows = -(-n // COLUMNS)
-    sheet = Image.new("RGB", (COLUMNS * (side + gap) + gap, rows * (2 * side + 4 * gap) + gap), "#d9d9d9")
+    side = pictures.image_size * max(1, SIDE // pictures.image_size)
+    columns = max(3, WIDTH // (side + GAP))
+    n = min(columns * ROWS, len(held_out_BCHW))
+    pixels = held_out_BCHW[torch.linspace(0, len(held_out_BCHW) - 1, n).round().long()]
+    again = torch.cat(
+        [reconstruct(pictures, part)[1] for part in pixels.split(images_at_once(pictures.config))]
+    )
+    rows = -(-n // columns)
+    sheet = Image.new("RGB", (columns * (side + GAP) + GAP, rows * (2 * side + 4 * GAP) + GAP), "#d9d9d9")
     draw = ImageDraw.Draw(sheet)
     for i in range(n):
-        left, top = gap + i % COLUMNS * (side + gap), gap + i // COLUMNS * (2 * side + 4 * gap)
-        for image, y in ((pixels[i], top), (again[i], top + side + gap)):
+        left, top = GAP + i % columns * (side + GAP), GAP + i // columns * (2 * side + 4 * GAP)
+        for image, y in ((pixels[i], top), (again[i], top + side + GAP)):
             sheet.paste(to_pil_image(image).resize((side, side), Image.Resampling.LANCZOS), (left, y))
-        draw.rectangle((left, top, left + side - 1, top + 2 * side + gap - 1), outline="#b0b0b0")
+        draw.rectangle((left, top, left + side - 1, top + 2 * side + GAP - 1), outline="#b0b0b0")
     return sheet
 
 
-def page(m: Measures, args: argparse.Namespace) -> str:
-    """The page as Markdown."""
+def page(m: Measures, args: argparse.Namespace, source: Source, documents: Documents, read: list[str]) -> str:
+    """The page as Markdown; `read` says what was taken of the data where that is not all of it."""
     pictures, words = ImageTokenizer.load(args.tokenizers), TextTokenizer.load(args.tokenizers)
     lines = "\n".join
     n, codes = pictures.config.grid**2, m.codes
@@ -129,6 +141,7 @@ def page(m: Measures, args: argparse.Namespace) -> str:
             ("captions", m.captions, words.size),
             ("documents", m.documents, words.size),
         )
+        if s.tokens
     ]
     table = [
         ("train", m.images["train"], m.psnr_db["train"], codes["train"]),
@@ -141,19 +154,18 @@ def page(m: Measures, args: argparse.Namespace) -> str:
         for name, count, db, s in table
     ]
     bits = n * math.log2(pictures.size)
-    return f"""\
+    text = f"""\
 # The tokenizers: {words.size} text entries, {pictures.size} image codes
 
 Held-out images come back at {m.psnr_db["val"]:.1f} dB from {n} codes each, and the codes are spread over
-{codes["val"].perplexity:.0f} effective entries of {pictures.size}. The shipped images are icons on a white
-ground, not photographs; their held-out split shares no emoji with the train split, whoever drew it.
+{codes["val"].perplexity:.0f} effective entries of {pictures.size}. {_about(source, args.val_share)}
 
 ![held-out originals, each above its reconstruction]({SHEET})
 
 *Held-out originals, each above its reconstruction from {n} codes.*
 
-Every number and the sheet: `{COMMAND}` (data {manifest_hash(args.shards)} and {manifest_hash(args.text)},
-tokenizers {tokenizers_hash(args.tokenizers)}). The tokenizers: `python -m mmqk.tokenizers.train --overwrite`.
+Every number and the sheet: `{COMMAND}{_flags(args)}` (data {_hashes(source, documents)},
+tokenizers {tokenizers_hash(args.tokenizers)}). The tokenizers: {_training(args, pictures, words)}.
 
 ## Reconstruction
 
@@ -176,20 +188,82 @@ token occurs. They say nothing about how predictable a modality is within a sequ
 ## Text
 
 A caption has {m.caption_tokens:.1f} tokens on average; a token is {m.caption_chars:.2f} characters of a
-caption and {m.document_chars:.2f} characters of a document (train split).
+caption{f" and {m.document_chars:.2f} characters of a document" if m.documents.tokens else ""} (train split).
 """
+    return text + "".join(f"\nOf the {what}.\n" for what in read)
+
+
+def _about(source: Source, val_share: float) -> str:
+    if isinstance(source, Folder):
+        if source.manifest.about.get("name") != SHIPPED:
+            return f"The\nsplits are those of {source.name}."
+        return (
+            "The shipped images are icons on a white\nground, not photographs; their held-out split shares no"
+            " emoji with the train split, whoever drew it."
+        )
+    return (
+        f"Held out is\na share of {val_share:g} by a hash of the image file, so that copies fall on one side."
+    )
+
+
+def _flags(args: argparse.Namespace) -> str:
+    """What was given on this command line, as it would be given again."""
+    flags = _differing(parser(), vars(args), ("out",))
+    return " " + shlex.join(flags) if flags else ""
+
+
+def _training(args: argparse.Namespace, pictures: ImageTokenizer, words: TextTokenizer) -> str:
+    """The command that makes tokenizers of this shape from this data."""
+    c = pictures.config
+    given = {name: value for name, value in vars(args).items() if name not in ("tokenizers", "out")}
+    given |= {"text_size": words.size, "codes": c.codes, "image_size": c.image_size, "grid": c.grid}
+    given |= {
+        "out": args.tokenizers,
+        "decoder_width": None if c.decoder_width == 20 * c.stride else c.decoder_width,
+    }
+    flags = _differing(train.parser(), given, ())
+    others = " with its --steps, --batch-size and --seed" if flags else ""
+    return f"`{TRAIN_COMMAND} {shlex.join([*flags, '--overwrite'])}`{others}"
+
+
+def _differing(p: argparse.ArgumentParser, given: dict[str, Any], but: tuple[str, ...]) -> list[str]:
+    flags = []
+    for name, default in vars(p.parse_args([])).items():
+        if name in given and name not in but and given[name] != default:
+            values = given[name] if isinstance(given[name], list) else [given[name]]
+            flags += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return flags
+
+
+def _hashes(source: Source, documents: Documents) -> str:
+    return " and ".join(i for i in (source.identity(), documents.identity()) if i)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = OneSentenceParser(
+        prog=COMMAND,
+        description="Measure the tokenizers and write their page. Give the data and the held-out share of training.",
+    )
+    train.add_data_arguments(p)
+    tokenizers, out = Path("data/tokenizers"), Path("reports/tokenizer")
+    p.add_argument("--tokenizers", type=Path, default=tokenizers, help="what to measure (data/tokenizers)")
+    p.add_argument("--out", type=Path, default=out, help="folder of the page (reports/tokenizer)")
+    return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, draw, write README.md and the contact sheet."""
-    p = OneSentenceParser(prog="python -m mmqk.tokenizers.report", description=__doc__)
-    add_data_arguments(p)
-    tokenizers, out = Path("data/tokenizers"), Path("reports/tokenizer")
-    p.add_argument("--tokenizers", type=Path, default=tokenizers, help="what to measure (data/tokenizers)")
-    p.add_argument("--out", type=Path, default=out, help="folder of the page (reports/tokenizer)")
-    args = p.parse_args(argv)
-    text = page(measure(args.shards, args.text, args.tokenizers), args)
-    sheet = contact_sheet(args.shards, args.tokenizers)
+    args = parser().parse_args(argv)
+    choice = choice_of(args)
+    source, documents = open_source(args.shards, choice), Documents(args.text, choice)
+    images = source.images(read_config(args.tokenizers).image_size)
+    (captions, of_captions), (texts, of_texts) = source.captions(), documents.read()
+    accounts = {"images": images.account, "captions": of_captions, "documents": of_texts}
+    measures = measure(images, captions, texts, args.tokenizers)
+    read = [f"{what}: {account}" for what, account in accounts.items() if account]
+    text = page(measures, args, source, documents, read)
+    sheet = contact_sheet(images.val_BCHW, args.tokenizers)
     readme = args.out / "README.md"
     try:
         args.out.mkdir(parents=True, exist_ok=True)

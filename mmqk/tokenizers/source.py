@@ -8,8 +8,6 @@ Shapes: B images, C channels (RGB), H height, W width.
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,32 +19,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmqk.data.images import Dropped, Fit, load_image
+from mmqk.data.images import Dropped, load_image
 from mmqk.data.manifest import MANIFEST, load_manifest, manifest_hash
 from mmqk.data.samples import NO_IMAGE, NO_LISTS, interleaved_of, pair_of
 from mmqk.data.shards import read_pairs
 from mmqk.data.tars import TarIndex, expand, index_tar
-from mmqk.store import UserError, clock, identity_hash
+from mmqk.store import UserError, identity_hash
+from mmqk.tokenizers.choice import Choice, account, dropped_account, fraction, said_progress, spread
+from mmqk.tokenizers.image import ImageTokenizerConfig
 
 SPLITS = ("train", "val")
-SAID_EVERY_S = 15.0
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What is taken of shards.
-
-    Attributes:
-        images: most images in memory: of tars altogether, of a folder by split.
-        captions: most captions to learn words from.
-        val_share: share of the images of tars that is held out.
-        fit: how images of tars are made square: crop, pad or stretch.
-    """
-
-    images: int = 20_000
-    captions: int = 200_000
-    val_share: float = 0.01
-    fit: Fit = "crop"
 
 
 @dataclass(frozen=True)
@@ -78,7 +60,7 @@ class Folder:
         """
         train, val = (self.split_images(split, size) for split in SPLITS)
         total, taken = sum(map(self.manifest.count, SPLITS)), len(train) + len(val)
-        return Images(train, val, _account(taken, total) if taken < total else "")
+        return Images(train, val, account(taken, total, "images") if taken < total else "")
 
     def split_images(self, split: str, size: int) -> Tensor:
         """The images of one split, (B, 3, size, size) uint8; errors as `images`."""
@@ -106,7 +88,7 @@ class Folder:
         """Captions of the train split, and an account of them, empty if all were taken."""
         found = [pair.caption for pair in read_pairs(self.folder, "train")]
         kept = [found[i] for i in spread(len(found), self.choice.captions)]
-        return kept, _account(len(kept), len(found)) if len(kept) < len(found) else ""
+        return kept, account(len(kept), len(found), "captions") if len(kept) < len(found) else ""
 
     def identity(self) -> str:
         """Hash of the manifest, 10 hex digits."""
@@ -123,7 +105,7 @@ class Tars:
     @cached_property
     def indexes(self) -> list[TarIndex]:
         """Where every sample lies; a shard that is damaged or cut short is an error before any training."""
-        return [index_tar(path) for path in _progress(self.paths, len(self.paths), "shards listed")]
+        return [index_tar(path) for path in said_progress(self.paths, len(self.paths), "shards listed")]
 
     @property
     def total(self) -> int:
@@ -142,25 +124,25 @@ class Tars:
         fractions = []
         for turn, sample in self.read(wanted, "images"):
             try:
-                files, _ = parts_of(sample)
+                identity, files, _ = parts_of(sample, self.choice.caption_field)
                 if not files:
                     raise Dropped(NO_IMAGE)
                 file = files[turn % len(files)]
-                pixels = _pixels(load_image(file, size, self.choice.fit))
+                pixels = _pixels(load_image(file, size, self.choice.fit, self.choice.max_pixels))
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            fractions.append(fraction(file))
+            fractions.append(fraction(identity))
             if fractions[-1] < self.choice.val_share:
                 ends["val"] -= 1
                 room[ends["val"]] = pixels
             else:
                 room[ends["train"]] = pixels
                 ends["train"] += 1
-        account = _account(len(wanted), self.total, dropped)
-        self._check(fractions, account)
+        said = account(len(wanted), self.total, "samples") + dropped_account(dropped)
+        self._check(fractions, said)
         train, val = torch.from_numpy(room[: ends["train"]]), torch.from_numpy(room[ends["val"] :])
-        return Images(train, val, account)
+        return Images(train, val, said)
 
     def captions(self) -> tuple[list[str], str]:
         """Texts of training samples spread evenly over all shards, and an account of them.
@@ -173,38 +155,39 @@ class Tars:
         dropped = Counter[str]()
         for _, sample in self.read(wanted, "captions"):
             try:
-                files, texts = parts_of(sample)
+                identity, _, texts = parts_of(sample, self.choice.caption_field)
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            if all(fraction(file) >= self.choice.val_share for file in files):
+            if fraction(identity) >= self.choice.val_share:
                 found.extend(texts)
-        account = _account(len(wanted), self.total, dropped)
+        said = account(len(wanted), self.total, "samples") + dropped_account(dropped)
         if not found:
-            raise UserError(f"{self.name} has no captions to learn from ({account}): check the shards.")
-        return found, account
+            raise UserError(f"{self.name} has no captions to learn from ({said}): check the shards.")
+        return found, said
 
     def read(self, wanted: np.ndarray, what: str) -> Iterator[tuple[int, Mapping[str, bytes]]]:
         """Samples by their places, ascending, over all shards end to end; each with its number among them."""
         first = np.cumsum([0, *map(len, self.indexes)])
         shards = np.searchsorted(first, wanted, side="right") - 1
         places = zip(shards.tolist(), (wanted - first[shards]).tolist(), strict=True)
-        for turn, (shard, place) in enumerate(_progress(places, len(wanted), f"samples read for {what}")):
+        for turn, (shard, place) in enumerate(said_progress(places, len(wanted), f"samples read for {what}")):
             yield turn, self.indexes[shard].read(place)
 
     def identity(self) -> str:
         """Hash of the shards' names, lengths and numbers of samples (not of their content), 10 hex digits."""
-        return identity_hash([[index.path.name, index.length, len(index)] for index in self.indexes])
+        shards = [[index.path.name, index.length, len(index)] for index in self.indexes]
+        return identity_hash({"shards": shards})
 
-    def _check(self, fractions: list[float], account: str) -> None:
+    def _check(self, fractions: list[float], said: str) -> None:
         share = self.choice.val_share
         if not fractions:
-            raise UserError(f"{self.name} has no image that can be used ({account}): check the shards.")
+            raise UserError(f"{self.name} has no image that can be used ({said}): check the shards.")
         least, greatest = min(fractions), max(fractions)
         if least < share <= greatest:
             return
         what = "held out" if least >= share else "left to train on"
-        enough = float(f"{1.05 * least:.2g}")  # above the least fraction, whatever the rounding
+        enough = float(f"{1.05 * least:.3g}")  # above the least fraction, whatever the rounding
         better = f" or --val-share {enough:g}" if enough <= greatest else ""
         raise UserError(
             f"Of {len(fractions):,} images of {self.name} none is {what} at a share of {share:g}:"
@@ -231,37 +214,32 @@ def open_source(shards: Sequence[str | Path] | str | Path, choice: Choice | None
     return Folder(folder, choice)
 
 
-def parts_of(sample: Mapping[str, bytes]) -> tuple[list[bytes], list[str]]:
-    """Image files and texts of a pair or of an interleaved document.
+def parts_of(sample: Mapping[str, bytes], caption_field: str | None) -> tuple[bytes, list[bytes], list[str]]:
+    """Identity, image files and texts of a pair or of an interleaved document.
+
+    The identity decides the split, by the rule of `python -m mmqk.data.tokenize`: what is held out here is
+    held out there.
 
     Raises:
         Dropped: it is neither.
     """
     try:
-        image, caption = pair_of(sample)
-        return [image], [caption]
+        image, caption = pair_of(sample, caption_field)
+        return image, [image], [caption]
     except Dropped as fault:
         try:
             places = interleaved_of(sample)
         except Dropped as other:
             raise (fault if other.reason == NO_LISTS else other) from None
-    return [p for p in places if isinstance(p, bytes)], [p for p in places if isinstance(p, str)]
+    files = [place for place in places if isinstance(place, bytes)]
+    return sample["json"], files, [place for place in places if isinstance(place, str)]
 
 
-def fraction(content: bytes) -> float:
-    """A number in [0, 1) from a hash of some bytes; below the held-out share they are held out."""
-    return int.from_bytes(hashlib.sha256(content).digest()[:8]) / 2**64
-
-
-def spread(total: int, most: int) -> np.ndarray:
-    """Places of at most so many of `total` samples, ascending: one at random of each of as many equal parts.
-
-    Always the same ones. A fixed step instead would take one vendor's images where three take turns.
-    """
-    if total <= most:
-        return np.arange(total)
-    edges = np.arange(most + 1) * total // most
-    return np.random.default_rng(0).integers(edges[:-1], edges[1:])
+def images_at_once(config: ImageTokenizerConfig) -> int:
+    """Images to encode or decode in one go, as memory goes: 256 of 64 px, or 2**25 distances to codes."""
+    pixels = 256 * 64**2 // config.image_size**2
+    distances = 2**25 // (config.grid**2 * config.codes)
+    return max(1, min(pixels, distances))
 
 
 def _pixels(image: Image.Image) -> np.ndarray:
@@ -273,22 +251,6 @@ def _room(images: int, size: int) -> np.ndarray:
         return np.empty((images, 3, size, size), dtype=np.uint8)
     except MemoryError:
         needed = images * 3 * size**2 / 1e9
-        raise UserError(f"{images:,} images of {size} px take {needed:.0f} GB: give a lower --images.") from None
-
-
-def _account(read: int, total: int, dropped: Counter[str] | None = None) -> str:
-    said = f"{read:,} of {total:,} samples read"
-    if dropped:
-        reasons = ", ".join(f"{reason}: {n:,}" for reason, n in sorted(dropped.items()))
-        said += f", {dropped.total():,} dropped ({reasons})"
-    return said
-
-
-def _progress(items, total: int, what: str) -> Iterator:
-    started = said = time.monotonic()
-    for done, item in enumerate(items):
-        yield item
-        if (now := time.monotonic()) - said > SAID_EVERY_S:
-            left = clock((now - started) / (done + 1) * (total - done - 1))
-            print(f"{done + 1:,} of {total:,} {what} · about {left} left", flush=True)
-            said = now
+        raise UserError(
+            f"{images:,} images of {size} px take {needed:.0f} GB: give a lower --images."
+        ) from None

@@ -7,25 +7,40 @@ import logging
 import os
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from mmqk.data.shards import read_pairs, read_text
+from torch import Tensor
+
+from mmqk.data.images import MAX_PIXELS, Fit
 from mmqk.store import OneSentenceParser, UserError, clock, run_main, write_atomic
+from mmqk.tokenizers.choice import Choice
+from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE
 from mmqk.tokenizers.image import ImageTokenizer, ImageTokenizerConfig
+from mmqk.tokenizers.source import Folder, Images, Source, open_source
 from mmqk.tokenizers.text import TextTokenizer
 
 EPILOG = """\
 The text tokenizer is byte-level BPE, learnt from the captions and the documents of the train split, half of
 the characters from each. The image tokenizer is a vector-quantised autoencoder trained on the images of the
-train split; it needs `pip install 'mmqk[vq]'` and about 10 minutes on one CPU core, and logs reconstructions,
-PSNR and code perplexity of the held-out split to TensorBoard. Nothing is overwritten without --overwrite, and
-token caches made with other tokenizers are not used again.
+train split; it needs `pip install 'mmqk[vq]'`, for the shipped images about 10 minutes on one CPU core and for
+256 px images a GPU, and logs reconstructions, PSNR and code perplexity of the held-out split to TensorBoard.
+Nothing is overwritten without --overwrite, and token caches made with other tokenizers are not used again.
+
+--shards takes a folder with a manifest (64 px images and their splits), or tar archives as img2dataset writes
+them, with images of any size; of those a share is held out by a hash of the image, as `mmqk.data.tokenize` does
+with the same --val-share. --text takes a folder with a manifest, JSON lines with a field "text" (plain, gzip or
+xz), or '' to learn from the captions alone. Patterns are brace ranges and globs, in quotes. Images and captions
+are spread evenly over all shards, always the same ones, and what is dropped is said by reason.
 
 examples:
   python -m mmqk.tokenizers.train --overwrite
   python -m mmqk.tokenizers.train --only image --codes 256 --steps 1000 --out my-tokenizers
+  python -m mmqk.tokenizers.train --shards 'path/{00000..00099}.tar' --text 'web/*.jsonl.gz' --image-size 256 \\
+      --grid 16 --codes 8192 --text-size 16384 --out my-tokenizers
 """
 
 
@@ -43,8 +58,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--only", choices=("text", "image"), help="train one of the two")
     p.add_argument("--text-size", type=int, default=1024, help="entries of the text vocabulary (1024)")
     p.add_argument("--codes", type=int, default=512, help="codes of the image vocabulary (512)")
-    p.add_argument("--grid", type=int, default=8, help="side of an image's grid of codes: 2, 4, 8 or 16 (8)")
+    p.add_argument("--image-size", type=int, default=64, help="side of an image in pixels (64)")
+    p.add_argument(
+        "--grid",
+        type=int,
+        default=8,
+        help="side of an image's grid of codes: image size / 4, 8, 16 or 32 (8)",
+    )
+    p.add_argument(
+        "--decoder-width", type=int, help="channels of the decoder at the grid (20 times image size / grid)"
+    )
     p.add_argument("--steps", type=int, default=1200, help="optimizer steps of the image tokenizer (1200)")
+    p.add_argument("--batch-size", type=int, default=32, help="images a step (32)")
     p.add_argument("--seed", type=int, default=0, help="of the image tokenizer's weights and batches (0)")
     p.add_argument("--threads", type=int, default=1, help="CPU threads; more round differently (1)")
     p.add_argument("--log-dir", type=Path, default=log_dir, help="TensorBoard events (runs/tokenizer)")
@@ -53,9 +78,52 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_data_arguments(p: argparse.ArgumentParser) -> None:
-    """`--shards` and `--text`."""
-    p.add_argument("--shards", type=Path, default=Path("data/emoji"), help="shards of pairs (data/emoji)")
-    p.add_argument("--text", type=Path, default=Path("data/text"), help="text documents (data/text)")
+    """`--shards`, `--text` and what is taken of them."""
+    c = Choice()
+    p.add_argument("--shards", nargs="+", default=["data/emoji"], help="folder or tars of pairs (data/emoji)")
+    p.add_argument("--text", nargs="+", default=["data/text"], help="folder or JSON lines (data/text)")
+    p.add_argument("--images", type=int, default=c.images, help=f"most images in memory ({c.images})")
+    p.add_argument("--captions", type=int, default=c.captions, help=f"most captions read ({c.captions})")
+    p.add_argument(
+        "--characters", type=int, default=c.characters, help=f"most characters of --text ({c.characters})"
+    )
+    p.add_argument(
+        "--val-share",
+        type=float,
+        default=c.val_share,
+        help=f"held out of tars and JSON lines ({c.val_share})",
+    )
+    p.add_argument(
+        "--fit", choices=get_args(Fit), default=c.fit, help="of images of tars into the square (crop)"
+    )
+    p.add_argument(
+        "--max-pixels", type=int, default=MAX_PIXELS, help=f"of an image, larger is dropped ({MAX_PIXELS})"
+    )
+    p.add_argument(
+        "--caption-field", metavar="NAME", help="of the json; txt: the text file (caption, else txt)"
+    )
+
+
+def choice_of(args: argparse.Namespace) -> Choice:
+    """What `add_data_arguments` says about how much is taken.
+
+    Raises:
+        UserError: a number makes no sense.
+    """
+    for name in ("images", "captions", "characters", "max_pixels"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more.")
+    if not 0 < args.val_share < 1:
+        raise UserError(f"--val-share is {args.val_share}: give a share between 0 and 1.")
+    return Choice(
+        images=args.images,
+        captions=args.captions,
+        characters=args.characters,
+        val_share=args.val_share,
+        fit=args.fit,
+        max_pixels=args.max_pixels,
+        caption_field=args.caption_field,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,35 +131,41 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     wanted = [args.only] if args.only else ["text", "image"]
     _check(args, wanted)
+    choice = choice_of(args)
+    source, documents = open_source(args.shards, choice), Documents(args.text, choice)
     if "text" in wanted:
-        print(f"text: learning {args.text_size} entries from {args.shards} and {args.text}", flush=True)
-        text = train_text(args.shards, args.text, args.text_size)
+        both = " and ".join(name for name in (source.name, documents.name) if name)
+        print(f"text: learning {args.text_size} entries from {both}", flush=True)
+        text = train_text(source, documents, args.text_size)
         _write(args.out / TEXT_FILE, text.to_json().encode())
     if "image" in wanted:
-        image = train_image(args)
+        image = train_image(source, args)
         _write(args.out / IMAGE_FILE, image.to_bytes())
     return 0
 
 
-def train_text(shards: Path, text: Path, size: int) -> TextTokenizer:
+def train_text(source: Source, documents: Documents, size: int) -> TextTokenizer:
     """BPE of a train split's captions and documents, half of the characters from each.
 
-    The captions are the smaller part and are repeated, so that the words of images get entries of their own.
+    The smaller part, as a rule the captions, is repeated, so that the words of images get entries of their own.
 
     Raises:
         UserError: shards or documents are missing or damaged, or too few for `size` entries.
     """
-    captions = [pair.caption for pair in read_pairs(shards, "train")]
-    documents = list(read_text(text, "train"))
-    ratio = sum(map(len, documents)) / max(1, sum(map(len, captions)))
-    return TextTokenizer.train([*(captions * max(1, round(ratio))), *documents], size)
+    (captions, of_captions), (texts, of_texts) = source.captions(), documents.read()
+    for what, account in (("captions", of_captions), ("documents", of_texts)):
+        if account:
+            print(f"text: {what}: {account}", flush=True)
+    ratio = sum(map(len, texts)) / max(1, sum(map(len, captions)))
+    again = round(1 / ratio) if ratio else 1
+    return TextTokenizer.train([*(captions * max(1, round(ratio))), *(texts * max(1, again))], size)
 
 
-def train_image(args: argparse.Namespace) -> ImageTokenizer:
+def train_image(source: Source, args: argparse.Namespace) -> ImageTokenizer:
     """Train the image tokenizer as the command line says.
 
     Raises:
-        UserError: the shards are missing or damaged, or the extra `[vq]` is not installed.
+        UserError: the shards are missing or damaged or hold too little, or the extra `[vq]` is not installed.
     """
     # Lightning and timm take seconds to import: only this part needs them.
     import torch
@@ -100,11 +174,21 @@ def train_image(args: argparse.Namespace) -> ImageTokenizer:
     from mmqk.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
 
     config = _image_config(args)
+    # Half a code each way: every place of an outline within a code is seen.
+    training = VQTrainingConfig(
+        steps=args.steps, batch_size=args.batch_size, shift=config.stride // 2, seed=args.seed
+    )
     _quiet()
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
-        train, val = (read_images(args.shards, split, config.image_size) for split in ("train", "val"))
+        images = source.images(config.image_size)
+        _check_codes(images, config, training.vectors(config))
+        train, val = images.train_BCHW, images.val_BCHW
+        if images.account:
+            print(
+                f"image: {images.account}, {(train.nbytes + val.nbytes) / 1e9:.2f} GB in memory", flush=True
+            )
         print(
             f"image: {args.steps} steps on {len(train)} images, {len(val)} held out; see {args.log_dir}",
             flush=True,
@@ -113,7 +197,7 @@ def train_image(args: argparse.Namespace) -> ImageTokenizer:
             train,
             val,
             config,
-            VQTrainingConfig(steps=args.steps, seed=args.seed),
+            training,
             accelerator="auto",
             devices=1,
             logger=TensorBoardLogger(args.log_dir, name=None),
@@ -125,29 +209,41 @@ def train_image(args: argparse.Namespace) -> ImageTokenizer:
         torch.set_num_threads(threads)
 
 
-def read_images(shards: Path, split: str, size: int) -> Any:
-    """All images of a split as one uint8 tensor (B, 3, size, size).
+def read_images(shards: Sequence[str] | Path, split: str, size: int) -> Tensor:
+    """The images of one split as one uint8 tensor (B, 3, size, size).
 
     Raises:
-        UserError: the split is empty, or an image has another size.
+        UserError: the split is empty, or an image of a folder has another size.
     """
-    import torch
-    from torchvision.transforms.functional import pil_to_tensor
+    source = open_source(shards)
+    if isinstance(source, Folder):
+        return source.split_images(split, size)
+    images = source.images(size)
+    return {"train": images.train_BCHW, "val": images.val_BCHW}[split]
 
-    images = []
-    for pair in read_pairs(shards, split):
-        if pair.image.size != (size, size):
-            raise UserError(f"Sample {pair.key} of {shards} is {pair.image.size}, not {size} px: resize it.")
-        images.append(pil_to_tensor(pair.image))
-    if not images:
-        raise UserError(f"The {split} split of {shards} has no pairs: run `python -m mmqk.data.build`.")
-    return torch.stack(images)
+
+def _check_codes(images: Images, config: ImageTokenizerConfig, batch: int) -> None:
+    """Refuse a codebook that the images cannot fill; say so where a batch alone cannot."""
+    n = config.grid**2
+    vectors = len(images.train_BCHW) * n
+    if config.codes > vectors:
+        raise UserError(
+            f"{len(images.train_BCHW):,} training images of {config.grid}x{config.grid} codes cannot fill a"
+            f" codebook of {config.codes:,}: give --codes {vectors} or fewer, or"
+            f" {-(-config.codes // n):,} images or more."
+        )
+    if config.codes > batch:
+        print(
+            f"image: a batch has {batch:,} vectors for {config.codes:,} codes, so the other codes start only as"
+            f" later batches come; --batch-size {-(-config.codes // n)} starts them all at once",
+            flush=True,
+        )
 
 
 def _check(args: argparse.Namespace, wanted: list[str]) -> None:
-    for name in ("steps", "threads"):
+    for name in ("steps", "threads", "batch_size"):
         if getattr(args, name) < 1:
-            raise UserError(f"--{name} is {getattr(args, name)}: give 1 or more.")
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more.")
     _image_config(args)
     for kind in wanted:
         path = args.out / {"text": TEXT_FILE, "image": IMAGE_FILE}[kind]
@@ -167,8 +263,14 @@ def _check(args: argparse.Namespace, wanted: list[str]) -> None:
 
 
 def _image_config(args: argparse.Namespace) -> ImageTokenizerConfig:
+    if args.image_size < 4 or args.image_size % 4:
+        raise UserError(f"--image-size is {args.image_size}: give a multiple of 4, such as 64 or 256.")
+    if args.decoder_width is not None and args.decoder_width < 1:
+        raise UserError(f"--decoder-width is {args.decoder_width}: give 1 or more.")
     try:
-        return ImageTokenizerConfig(grid=args.grid, codes=args.codes)
+        config = ImageTokenizerConfig(image_size=args.image_size, grid=args.grid, codes=args.codes)
+        # 40 channels before the pixels whatever the stride: one width at the grid would halve down to 10.
+        return replace(config, decoder_width=args.decoder_width or 20 * config.stride)
     except ValueError as error:
         raise UserError(f"The image tokenizer cannot have this shape: {error}.") from error
 

@@ -21,7 +21,7 @@ from torchvision.utils import make_grid
 from mmqk.store import UserError
 from mmqk.tokenizers.image import ImageTokenizer, ImageTokenizerConfig
 from mmqk.tokenizers.measure import psnr, token_statistics
-from mmqk.tokenizers.pictures import images_at_once
+from mmqk.tokenizers.source import images_at_once
 
 TIMM_MODEL = "convnext_atto"
 SHOWN_IMAGES = 12

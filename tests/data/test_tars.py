@@ -134,8 +134,7 @@ def test_cut_short_at_any_byte(tmp_path: Path) -> None:
         path.write_bytes(whole[:cut])
         message = refusal(path)
         assert "copy or download it again, or write it again" in message
-        if cut in edges or cut >= end:
-            assert "cut short" in message
+        assert cut <= 512 or "cut short" in message
     for enough in (end + 1024, end + 1025, len(whole)):
         path.write_bytes(whole[:enough])
         assert len(index_tar(path)) == 4

@@ -1,0 +1,42 @@
+"""Lines of text files, plain or packed, with the place in the file; a file that ends early is an error."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from mmqk.store import UserError
+
+_REWRITE = "copy or download it again, or write it again"
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
+    """Number from 1, line, and share of the file that was read, of a plain, gzip or xz file.
+
+    How it is packed is told from its first bytes.
+
+    Raises:
+        UserError: it cannot be read, is packed in another way, damaged or cut short (a plain file may end
+            anywhere).
+    """
+    try:
+        with open(path, "rb") as raw:
+            size = max(1, raw.seek(0, 2))
+            raw.seek(0)
+            start = raw.peek(6)
+            lines: Iterable[bytes] = raw
+            if start.startswith(b"\x1f\x8b"):
+                lines = gzip.GzipFile(fileobj=raw)
+            elif start.startswith(b"\xfd7zXZ\0"):
+                lines = lzma.LZMAFile(raw)  # noqa: SIM115 (it opens nothing)
+            elif start.startswith((b"BZh", b"\x28\xb5\x2f\xfd")):
+                raise UserError(f"{path} is packed with bzip2 or zstd: unpack it, or pack it with gzip or xz")
+            for number, line in enumerate(lines, 1):
+                yield number, line, raw.tell() / size
+    except EOFError:
+        raise UserError(f"{path} is cut short (it ends early): {_REWRITE}") from None
+    except (OSError, lzma.LZMAError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read ({error}): {_REWRITE}") from None

@@ -1,0 +1,296 @@
+"""Shards through the tokenizers, once: `python -m mmqk.data.tokenize`."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+from PIL import Image
+
+from mmqk.data.images import MAX_PIXELS, Fit
+from mmqk.data.tars import expand
+from mmqk.data.tokenize_pool import Progress, run_shards
+from mmqk.data.tokenize_worker import EXAMPLES, Job, Shard
+from mmqk.data.tokens import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
+from mmqk.store import OneSentenceParser, UserError, read_json, run_main, write_json
+
+# Beside the parts until all are there: what was asked for, and a record of each shard that is done.
+UNFINISHED = "unfinished"
+OPTIONS = "options.json"
+
+EPILOG = """\
+--shards takes tar archives as img2dataset writes them ({key}.jpg .txt .json; also png, webp), or with --interleaved
+documents of several images and texts ({key}.json with the lists "images" and "texts", {key}.0.webp ...). --text takes
+JSON lines with a field "text", plain or packed with gzip or xz. Patterns are brace ranges and globs, in quotes.
+
+A sample that cannot be used is dropped and counted by reason; a shard that cannot be read to its end is an error.
+What was done is kept: after an interruption, or once a shard is repaired, the same command goes on. Samples with
+equal images (documents with equal content) fall into the same split. Images come out as the tokenizer's square:
+--fit crop keeps the centre, pad adds white, stretch distorts.
+
+examples:
+  python -m mmqk.data.tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine
+  python -m mmqk.data.tokenize --shards 'docs/*.tar' --interleaved --fit pad --out tokens/docs
+  python -m mmqk.data.tokenize --text 'web/*.jsonl.gz' --val-share 0.001 --out tokens/web
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = OneSentenceParser(
+        prog="python -m mmqk.data.tokenize",
+        description="Turn your shards into a folder of tokens to train on.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--shards", nargs="+", metavar="PATTERN", help="tar archives")
+    source.add_argument("--text", nargs="+", metavar="PATTERN", help="JSON lines of text-only documents")
+    p.add_argument("--out", type=Path, required=True, help="the folder to write")
+    p.add_argument(
+        "--interleaved", action="store_true", help="the archives hold interleaved documents, not pairs"
+    )
+    p.add_argument("--tokenizers", type=Path, default=Path("data/tokenizers"), help="(data/tokenizers)")
+    p.add_argument(
+        "--workers", type=int, help="processes, each at one shard (one a core); 0: none of their own"
+    )
+    p.add_argument(
+        "--val-share", type=float, default=0.01, help="of the documents, held out by a hash (0.01)"
+    )
+    p.add_argument("--fit", choices=get_args(Fit), default="crop", help="of images into the square (crop)")
+    p.add_argument(
+        "--max-pixels", type=int, default=MAX_PIXELS, help=f"of an image, larger is dropped ({MAX_PIXELS})"
+    )
+    p.add_argument(
+        "--caption-field", metavar="NAME", help="of the json; txt: the text file (caption, else txt)"
+    )
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Tokenize what is not done yet, and finish the folder once all of it is.
+
+    Raises:
+        UserError: options that make no sense or that differ from those the folder was begun with, shards that
+            cannot be read, nothing to show for it, or a folder that cannot be written.
+    """
+    args = parser().parse_args(argv)
+    _check(args)
+    paths = expand(args.text or args.shards)
+    kind = "text" if args.text else "interleaved" if args.interleaved else "pair"
+    job = Job(kind, args.tokenizers, args.out, args.val_share, args.fit, args.max_pixels, args.caption_field)
+    width = max(5, len(str(len(paths) - 1)))
+    shards = [Shard(f"{i:0{width}d}", path) for i, path in enumerate(paths)]
+    layout_of(job.tokenizers)  # refuses tokenizers that are missing before anything is made
+    options = _options(args, kind, paths)
+    if is_token_folder(job.out):
+        return _already_finished(job.out, options)
+    try:
+        with _claimed(job.out, options):
+            if is_token_folder(job.out):  # while another process held it
+                return _already_finished(job.out, options)
+            records = _tokenize(job, shards, args.workers)
+            _finish(job, options, records)
+    except OSError as error:
+        raise UserError(
+            f"{job.out} cannot be written ({error.strerror or error}): give another --out or make room"
+        ) from None
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, ignored in (("interleaved", False), ("caption_field", None), ("fit", "crop")):
+        if args.text and getattr(args, name) != ignored:
+            raise UserError(f"--{name.replace('_', '-')} is for --shards: documents of --text have no images")
+    if args.interleaved and args.caption_field:
+        raise UserError("--caption-field is for pairs: interleaved documents have their texts in a list")
+    if not 0 <= args.val_share < 1:
+        raise UserError(f"--val-share is {args.val_share}: give a share from 0 up to 1")
+    if args.workers is not None and args.workers < 0:
+        raise UserError(f"--workers is {args.workers}: give 0 or more")
+    cap = 2 * (Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
+    if not 1 <= args.max_pixels <= cap:
+        raise UserError(f"--max-pixels is {args.max_pixels}: give 1 to {cap}")
+
+
+def _options(args: argparse.Namespace, kind: str, paths: list[Path]) -> dict[str, Any]:
+    """What the documents depend on, by the flag that sets it."""
+    from mmqk.tokenizers import tokenizers_hash  # takes seconds, which --help does not need
+
+    return {
+        "kind": kind,
+        "text" if args.text else "shards": [path.name for path in paths],
+        "tokenizers": tokenizers_hash(args.tokenizers),
+        "val_share": args.val_share,
+        "fit": args.fit,
+        "max_pixels": args.max_pixels,
+        "caption_field": args.caption_field,
+    }
+
+
+def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def said(value: Any) -> str:
+        return f"{len(value)} files to {value[-1]}" if isinstance(value, list) else str(value)
+
+    names = [*options, *(name for name in begun if name not in options)]
+    differing = [
+        f"--{name.replace('_', '-')} ({said(begun.get(name, 'none'))}, now {said(options.get(name, 'none'))})"
+        if name != "kind"
+        else f"documents ({begun.get(name)}, now {options[name]})"
+        for name in names
+        if begun.get(name) != options.get(name)
+    ]
+    if differing:
+        raise UserError(
+            f"{out} was made with other {' and '.join(differing)}: give the same again, or another --out"
+        )
+
+
+def _already_finished(out: Path, options: Mapping[str, Any]) -> int:
+    header = read_header(out)
+    command = header["about"].get("command")
+    if not isinstance(command, dict):
+        raise UserError(f"{out} holds tokens that another command made: give another --out")
+    _refuse_others(out, command, options)
+    print(f"{out} is finished: " + _counts(header["splits"]))
+    return 0
+
+
+@contextmanager
+def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
+    """Hold the folder: nobody else writes it, and it was begun with these options."""
+    unfinished = out / UNFINISHED
+    if out.exists() and not unfinished.is_dir() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is no token folder: give another --out")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with open(unfinished / "lock", "w") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(f"another process is writing {out}: wait for it, or give another --out") from None
+        begun = read_json(unfinished / OPTIONS)
+        if begun is None:
+            write_json(unfinished / OPTIONS, options)
+        else:
+            _refuse_others(out, begun, options)
+        yield
+
+
+def _tokenize(job: Job, shards: list[Shard], workers: int | None) -> list[dict[str, Any]]:
+    """The records of all shards, those of earlier runs included."""
+    unfinished = job.out / UNFINISHED
+    stats = {shard.part: shard.path.stat() for shard in shards}
+    states = {part: [stat.st_size, stat.st_mtime_ns] for part, stat in stats.items()}
+    known = ((shard.part, read_json(unfinished / f"{shard.part}.json")) for shard in shards)
+    # A shard that has changed since is done again.
+    records = {part: k["record"] for part, k in known if k is not None and k["state"] == states[part]}
+    left = [shard for shard in shards if shard.part not in records]
+    _remove_parts(job.out, {shard.part for shard in left})
+    broken: list[str] = []
+    if records and left:
+        print(f"going on with {len(left)} of {len(shards)} shards", flush=True)
+    progress = Progress(
+        {shard.part: states[shard.part][0] for shard in left},
+        len(shards),
+        len(records),
+        sum(record["samples"] for record in records.values()),
+        sum(sum(record["dropped"].values()) for record in records.values()),
+    )
+
+    def handle(shard: Shard | None, message: tuple[str, Any]) -> None:
+        kind, content = message
+        if kind == "unwritable":
+            raise UserError(
+                f"{job.out} cannot be written ({content}): make room and run the same command again"
+            )
+        if kind == "done" and shard is not None:
+            # The last write of a shard: it is done when its record is there.
+            write_json(unfinished / f"{shard.part}.json", {"state": states[shard.part], "record": content})
+            records[shard.part] = content
+        elif kind == "broken":
+            broken.append(content)
+        progress(shard, message)
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        if left:
+            run_shards(job, left, min(cores if workers is None else workers, len(left)), handle)
+    except KeyboardInterrupt:
+        progress.close()
+        print(f"{len(records)} of {len(shards)} shards are kept in {job.out}: the same command goes on")
+        raise
+    finally:
+        progress.close()
+    if broken:
+        more = f"; and {len(broken) - 3} more" if len(broken) > 3 else ""
+        raise UserError(
+            f"{len(broken)} of {len(shards)} shards cannot be used ({'; '.join(broken[:3])}{more}): "
+            "the others are kept, and the same command goes on once these are repaired"
+        )
+    return [records[shard.part] for shard in shards]
+
+
+def _remove_parts(out: Path, parts: set[str]) -> None:
+    # Left by attempts that did not end, or made of another state of a shard.
+    for split in SPLITS:
+        if (out / split).is_dir():
+            for path in list((out / split).iterdir()):
+                if re.split("[._]", path.name)[0] in parts:
+                    path.unlink()
+
+
+def _finish(job: Job, options: Mapping[str, Any], records: list[dict[str, Any]]) -> None:
+    dropped: Counter[str] = Counter()
+    examples: dict[str, list[str]] = {}
+    for record in records:
+        dropped.update(record["dropped"])
+        for reason, keys in record["examples"].items():
+            kept = examples.setdefault(reason, [])
+            kept += [f"{record['file']}: {key}" for key in keys[: EXAMPLES - len(kept)]]
+    samples = sum(record["samples"] for record in records)
+    reasons = dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
+    if sum(dropped.values()) == samples:
+        shutil.rmtree(job.out / UNFINISHED)  # nothing was made, so nothing binds the next attempt
+        if not samples:
+            raise UserError("the shards hold no samples: check what they are")
+        said = ", ".join(f"{reason}: {count}" for reason, count in list(reasons.items())[:3])
+        raise UserError(
+            f"all {samples:,} samples were dropped ({said}; such as {_printable(next(iter(examples.values()))[0])}): "
+            "check the layout of the shards, --interleaved and --caption-field"
+        )
+    shards = [{name: value for name, value in record.items() if name != "examples"} for record in records]
+    writer = TokenWriter(job.out, job.kind, layout_of(job.tokenizers), str(options["tokenizers"]))
+    writer.finish(reasons, {"command": dict(options), "shards": shards, "examples": examples})
+    shutil.rmtree(job.out / UNFINISHED)
+    print(f"{job.out}: " + _counts(read_header(job.out)["splits"]))
+    if reasons:
+        print(f"{sum(reasons.values()):,} of {samples:,} samples were dropped:")
+        for reason, count in reasons.items():
+            print(f"  {reason}: {count:,} ({_printable(', '.join(examples[reason]))})")
+    if job.val_share and not any(record["documents"]["val"] for record in records):
+        print("no document was held out: training needs some, so give a larger --val-share")
+
+
+def _counts(splits: Mapping[str, list[dict[str, Any]]]) -> str:
+    count = {what: [sum(p[what] for p in splits[s]) for s in SPLITS] for what in ("documents", "tokens")}
+    return ", ".join(
+        f"{split} {documents:,} documents of {tokens:,} tokens"
+        for split, documents, tokens in zip(SPLITS, count["documents"], count["tokens"], strict=True)
+    )
+
+
+def _printable(text: str) -> str:
+    # A name in an archive may hold anything, also what commands a terminal.
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+if __name__ == "__main__":
+    run_main(main)

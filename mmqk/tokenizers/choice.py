@@ -1,0 +1,80 @@
+"""What is taken of shards and documents, which of them is held out, and how that is said."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from mmqk.data.images import MAX_PIXELS, Fit
+from mmqk.store import clock
+
+SAID_EVERY_S = 15.0
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is taken of shards.
+
+    Attributes:
+        images: most images in memory: of tars altogether, of a folder by split.
+        captions: most captions to learn words from.
+        characters: most characters of documents to learn words from.
+        val_share: share that is held out of tars and of files of JSON lines.
+        fit: how images of tars are made square: crop, pad or stretch.
+        max_pixels: larger images of tars are dropped.
+        caption_field: where the captions of tars are, as for `pair_of`.
+    """
+
+    images: int = 20_000
+    captions: int = 200_000
+    characters: int = 100_000_000
+    val_share: float = 0.01
+    fit: Fit = "crop"
+    max_pixels: int = MAX_PIXELS
+    caption_field: str | None = None
+
+
+def fraction(identity: bytes) -> float:
+    """A number in [0, 1) from a hash; what falls below the held-out share is held out."""
+    return int.from_bytes(hashlib.sha256(identity).digest()[:8], "big") / 2**64
+
+
+def spread(total: int, most: int) -> np.ndarray:
+    """Places of at most so many of `total` samples, ascending: one at random of each of as many equal parts.
+
+    Always the same ones. A fixed step instead would take one vendor's images where three take turns.
+    """
+    if total <= most:
+        return np.arange(total)
+    edges = np.arange(most + 1) * total // most
+    return np.random.default_rng(0).integers(edges[:-1], edges[1:])
+
+
+def account(read: int, total: int, what: str) -> str:
+    """``200 of 1,000 samples read``."""
+    return f"{read:,} of {total:,} {what} read" if read < total else f"{read:,} {what} read"
+
+
+def dropped_account(dropped: Counter[str]) -> str:
+    """``, 3 dropped (no caption: 1, no image file: 2)``; empty if nothing was."""
+    reasons = ", ".join(f"{reason}: {n:,}" for reason, n in sorted(dropped.items()))
+    return f", {dropped.total():,} dropped ({reasons})" if dropped else ""
+
+
+def said_progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """The items, with a line now and then on how many of them are done."""
+    started = said = time.monotonic()
+    for done, item in enumerate(items, 1):
+        yield item
+        if (now := time.monotonic()) - said > SAID_EVERY_S:
+            left = clock((now - started) / done * (total - done))
+            print(f"{done:,} of {total:,} {what} · about {left} left", flush=True)
+            said = now

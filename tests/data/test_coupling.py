@@ -1,0 +1,157 @@
+"""Pairs of tokens: exact marginals, mutual information against dense sums, draws that keep to the law."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from mmqk.data.coupling import UNITS, Coupling, Edge, Quantile, coupling, unigram_entropy, zipf
+
+SHAPES = [((7, 0.8), (5, 1.3)), ((6, 0.0), (9, 0.5)), ((16, 1.0), (16, 1.0))]
+
+
+def made(a: tuple[int, float], b: tuple[int, float], seed: int = 0) -> tuple[Coupling, np.ndarray]:
+    """A coupling in random orders, and the same coupling walked from corner to corner in whole units."""
+    random = np.random.default_rng(seed)
+    order_a, order_b = random.permutation(a[0]), random.permutation(b[0])
+    rows, columns = [int(zipf(*a)[i]) for i in order_a], [int(zipf(*b)[i]) for i in order_b]
+    dense = np.zeros((a[0], b[0]))
+    i = j = 0
+    while i < a[0] and j < b[0]:
+        step = min(rows[i], columns[j])
+        dense[order_a[i], order_b[j]] += step / UNITS
+        rows[i] -= step
+        columns[j] -= step
+        i, j = i + (rows[i] == 0), j + (columns[j] == 0)
+    return Coupling(zipf(*a), zipf(*b), order_a, order_b), dense
+
+
+def joint(edge: Edge, a: tuple[int, float], b: tuple[int, float]) -> np.ndarray:
+    """J as the edge evaluates it, every pair."""
+    i, j = np.meshgrid(np.arange(a[0]), np.arange(b[0]), indexing="ij")
+    return np.exp(edge.gain(i, j)) * np.outer(zipf(*a) / UNITS, zipf(*b) / UNITS)
+
+
+def entropy(p: np.ndarray) -> float:
+    return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "skew"), [(2, 0.0), (128, 0.7), (1000, 1.0), (65_536, 1.2), (512, 6.0)]
+)
+def test_a_unigram_is_zipf_and_adds_up_to_the_last_bit(vocabulary, skew):
+    units = zipf(vocabulary, skew)
+    assert int(units.sum()) == UNITS and units.min() >= 1
+    weights = [rank**-skew for rank in range(1, vocabulary + 1)]
+    assert np.allclose(units / UNITS, np.array(weights) / sum(weights), rtol=1e-9, atol=1e-15 * vocabulary)
+    other = [rank ** -(skew + 0.01) for rank in range(1, vocabulary + 1)]  # what another exponent would give
+    assert not np.allclose(units / UNITS, np.array(other) / sum(other), rtol=1e-4, atol=0)
+    assert unigram_entropy(units) == pytest.approx(entropy(units / UNITS))
+
+
+@pytest.mark.parametrize(("a", "b"), SHAPES)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_the_law_of_a_pair_and_its_marginals_are_exact(a, b, share):
+    c, north_west = made(a, b)
+    edge = Edge(c, share * c.greatest)
+    p_a, p_b = zipf(*a) / UNITS, zipf(*b) / UNITS
+    j = joint(edge, a, b)
+    assert np.allclose(j, edge.rho * north_west + (1 - edge.rho) * np.outer(p_a, p_b), rtol=1e-11, atol=1e-17)
+    assert np.allclose(j.sum(1), p_a, rtol=1e-12, atol=0) and np.allclose(j.sum(0), p_b, rtol=1e-12, atol=0)
+    assert entropy(p_a) + entropy(p_b) - entropy(j) == pytest.approx(share * c.greatest, abs=1e-11)
+    if share:  # orders matter: the same unigrams in other orders make another law
+        assert not np.allclose(j, joint(Edge(made(a, b, seed=1)[0], edge.information / 2), a, b), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("a", "b"), SHAPES)
+def test_information_rises_from_0_and_is_solved_for(a, b):
+    c, _ = made(a, b)
+    values = [c.information(rho) for rho in np.linspace(0, 1, 101)]
+    assert values[0] == pytest.approx(0, abs=1e-15) and values[-1] == c.greatest
+    assert (np.diff(values) > 0).all() and (np.diff(values, 2) > -1e-12).all()
+    for wanted in (1e-9, 0.01, c.greatest / 3, c.greatest * 0.999):
+        assert c.information(c.solve(wanted)) == pytest.approx(wanted, abs=1e-13)
+        assert c.information(c.solve(wanted * 1.01)) != pytest.approx(wanted, rel=1e-3)
+    assert c.solve(0) == 0 and c.solve(c.greatest) == 1
+
+
+def test_a_permutation_inside_level_sets_says_everything():
+    for vocabulary in (8, 100, 1000):  # 100 does not divide the units: slivers must not be counted
+        c = coupling((vocabulary, 0.0), (vocabulary, 0.0), 0, 0)
+        assert c.greatest == pytest.approx(np.log(vocabulary), abs=1e-10) and c.transitions == vocabulary
+    copy = Coupling(zipf(50, 1.0), zipf(50, 1.0), np.arange(50), np.arange(50))
+    assert copy.greatest == pytest.approx(unigram_entropy(zipf(50, 1.0))) and copy.transitions == 50
+    skewed = coupling((50, 1.0), (50, 1.0), 0, 0)
+    assert skewed.greatest < copy.greatest - 0.3 and skewed.transitions == 99
+
+
+@pytest.mark.parametrize(("vocabulary", "skew"), [(2, 0.0), (5, 0.3), (128, 0.7), (1000, 3.0), (70_000, 1.0)])
+def test_the_guide_table_finds_what_bisection_finds(vocabulary, skew):
+    random = np.random.default_rng(0)
+    order = random.permutation(vocabulary)
+    ends = np.cumsum(zipf(vocabulary, skew)[order])
+    edges = ends[:-1] / UNITS
+    places = np.concatenate(
+        [
+            [0.0, np.nextafter(1, 0), 1.0],
+            edges,
+            np.nextafter(edges, 0),
+            np.nextafter(edges, 1),
+            random.random(5000),
+        ]
+    )
+    expected = order[np.minimum(np.searchsorted(edges, places, side="right"), vocabulary - 1)]
+    quantile = Quantile(ends, order)
+    assert (quantile(places) == expected).all()
+    assert (quantile(places[:3000].reshape(3, -1)[:, :1000]).shape) == (3, min(1000, len(places[:3000]) // 3))
+    assert (order[np.searchsorted(edges, places, side="left")] != expected).any()  # the edges are in the test
+
+
+@pytest.mark.parametrize("a", [(9, 0.0), (64, 1.0), (5000, 1.5)])
+def test_no_draw_is_impossible(a):
+    c = coupling(a, a, 0, 0)
+    edge = Edge(c, c.greatest)
+    assert edge.rho == 1
+    parents = np.repeat(np.arange(a[0]), 4)
+    uniforms = np.tile(
+        [0.0, 2.0**-53, 1 - 2.0**-52, 1 - 2.0**-53], a[0]
+    )  # both ends of each parent's interval
+    assert np.isfinite(edge.gain(parents, edge.draw(parents, uniforms))).all()
+    others = np.random.default_rng(0).permutation(parents)
+    assert np.isneginf(edge.gain(parents, edge.draw(others, uniforms))).any()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.95])
+def test_draws_follow_the_law(share):
+    a, b = (6, 0.5), (4, 1.0)
+    c, _ = made(a, b)
+    edge, random = Edge(c, share * c.greatest), np.random.default_rng(5)
+    parents = random.choice(a[0], size=400_000, p=zipf(*a) / UNITS)
+    children = edge.draw(parents, random.random(len(parents)))
+    counts = np.bincount(parents * b[0] + children, minlength=a[0] * b[0]) / len(parents)
+
+    def misfit(j: np.ndarray) -> float:
+        """Chi-square over its 23 degrees of freedom."""
+        return float((len(parents) * (counts - j.ravel()) ** 2 / j.ravel()).sum() / 23)
+
+    assert misfit(joint(edge, a, b)) < 2.2  # p = 0.001
+    assert misfit(joint(Edge(c, 0.02 + 0.9 * edge.information), a, b)) > 2.2
+
+
+def test_a_vocabulary_of_65536_takes_no_table_of_pairs():
+    tracemalloc.start()
+    c = coupling((65_536, 1.0), (65_536, 1.0), 0, 0)
+    edge, random = Edge(c, 4.0), np.random.default_rng(0)
+    parents = c.draw_b(random.random(10_000))
+    nats = edge.gain(parents, edge.draw(parents, random.random(10_000)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 * 2**20  # V² float64 is 32 GiB
+    assert nats.mean() == pytest.approx(4.0, abs=0.2) and edge.information == pytest.approx(4.0, abs=1e-12)
+    p = zipf(65_536, 1.0) / UNITS
+    for parent in (0, 1234, 65_535):
+        gain = edge.gain(np.full(len(p), parent), np.arange(len(p)))
+        assert (p * np.exp(gain)).sum() == pytest.approx(1, abs=1e-10)
+        assert (p * np.exp(gain * 1.01)).sum() != pytest.approx(1, abs=1e-3)

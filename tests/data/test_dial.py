@@ -1,0 +1,400 @@
+"""The entropy dial: its statistics against plain counts, its probabilities against enumeration, its refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mmqk.data.dial import Dial, DialConfig
+
+THREE = DialConfig(
+    vocabulary={"text": 12, "image": 16, "audio": 8},
+    skew={"text": 0.5, "image": 1.0, "audio": 0.0},
+    entropy={"text": 1.5, "image": 1.8, "audio": 0.9},
+    tokens={"text": 12, "image": 24, "audio": 10},
+    lag={"text": 3, "image": 2, "audio": 4},
+    grid={"image": 6},
+    mutual_information=1.2,
+)
+# So small that every sequence can be written down.
+TINY = DialConfig(
+    vocabulary={"text": 3, "image": 2, "audio": 2},
+    skew={"text": 0.6, "image": 1.0, "audio": 0.2},
+    entropy={"text": 0.9, "image": 0.5, "audio": 0.6},
+    tokens={"text": 3, "image": 2, "audio": 2},
+    lag={"text": 2, "image": 1, "audio": 2},
+    mutual_information=0.15,
+)
+ORDERS = ("forward", "backward", "both")
+
+
+def chain(**fields) -> DialConfig:
+    """A text chain at lag 3 and an image chain at lag 2, small enough to count pairs in."""
+    base = DialConfig(
+        vocabulary={"text": 12, "image": 12},
+        skew={"text": 0.8, "image": 0.8},
+        entropy={"text": 1.2, "image": 2.0},
+        tokens={"text": 24, "image": 24},
+        lag={"text": 3, "image": 2},
+    )
+    return replace(base, **fields)
+
+
+def by_modality(dial: Dial, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """Tokens of each modality in each document, from block ranges alone."""
+    edges = np.cumsum([0, *dial.blocks.values()])
+    return {
+        m: ids[(ids >= low) & (ids < high)].reshape(len(ids), -1) - low
+        for m, low, high in zip(dial.blocks, edges[:-1], edges[1:], strict=True)
+    }
+
+
+def counted_entropy(*columns: np.ndarray) -> float:
+    """Joint entropy from counts, nats, with Miller and Madow's correction of the bias, (cells − 1) / 2N."""
+    keys = sum(column.ravel() * 1000**k for k, column in enumerate(columns))
+    _, counts = np.unique(keys, return_counts=True)
+    p = counts / counts.sum()
+    return float(-(p * np.log(p)).sum()) + (len(counts) - 1) / (2 * counts.sum())
+
+
+def counted_information(a: np.ndarray, b: np.ndarray) -> float:
+    return counted_entropy(a) + counted_entropy(b) - counted_entropy(a, b)
+
+
+def every_sequence(config: DialConfig) -> np.ndarray:
+    """Every id in every place of every block, in both orders of the modalities unless the order is fixed."""
+    starts = dict(zip(config.names, np.cumsum([0, *config.vocabulary.values()]), strict=False))
+    rows = []
+    for names in {"forward": [1], "backward": [-1]}.get(config.order, [1, -1]):
+        places = [
+            range(starts[m], starts[m] + config.vocabulary[m])
+            for m in config.names[::names]
+            for _ in range(config.tokens[m])
+        ]
+        rows += list(itertools.product(*places))
+    return np.array(rows)
+
+
+# Statistics against counts that know nothing of the construction
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_counts_find_the_entropy_and_the_lag(order):
+    config = chain(order=order)
+    dial = Dial(config)
+    for name, ids in by_modality(dial, dial.documents(1, 0, 20_000)).items():
+        by_distance = {
+            k: counted_entropy(ids[:, k:], ids[:, :-k]) - counted_entropy(ids[:, :-k]) for k in range(1, 7)
+        }
+        # About 4e5 pairs in 144 cells: the correction is 2e-4, the error that is left a few 1e-3.
+        assert by_distance[config.lag[name]] == pytest.approx(config.entropy[name], abs=0.006)
+        others = [h for k, h in by_distance.items() if k % config.lag[name]]
+        unigram = config.entropy_interval(name)[1]
+        assert others == pytest.approx([unigram] * len(others), abs=0.006)
+        assert config.entropy[name] < unigram - 0.2
+
+
+def test_counts_find_the_unigram_at_every_place():
+    dial = Dial(THREE)
+    for name, ids in by_modality(dial, dial.documents(2, 0, 40_000)).items():
+        weights = np.arange(1, THREE.vocabulary[name] + 1) ** -THREE.skew[name]
+        counts = np.stack([np.bincount(column, minlength=len(weights)) for column in ids.T])
+
+        def chi2(p: np.ndarray, counts: np.ndarray = counts) -> np.ndarray:
+            expected = 40_000 * p
+            return ((counts - expected) ** 2 / expected).sum(1) / (len(p) - 1)
+
+        assert chi2(weights / weights.sum()).max() < 4.5
+        other = np.arange(1, THREE.vocabulary[name] + 1) ** -(THREE.skew[name] + 0.1)
+        assert chi2(other / other.sum()).min() > 4.5
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_counts_find_the_mutual_information(order):
+    config = chain(order=order, mutual_information=1.6, lag={"text": 3, "image": 4})
+    dial = Dial(config)
+    parts = by_modality(dial, dial.documents(3, 0, 60_000))
+    pairs = np.array([[counted_information(t, i) for i in parts["image"].T[:6]] for t in parts["text"].T[:6]])
+    tied = np.arange(3)
+    assert pairs[tied, tied].sum() == pytest.approx(1.6, abs=0.03)
+    # Nothing else is tied but the children of tied roots, and those less.
+    assert pairs[0, 1] < 0.002 and pairs[3, 3] < 0.002
+    assert 0.002 < pairs[3, 0] < pairs[0, 0]
+    none = by_modality(
+        *(lambda d: (d, d.documents(3, 0, 60_000)))(Dial(replace(config, mutual_information=0.0)))
+    )
+    assert counted_information(none["text"][:, 0], none["image"][:, 0]) < 0.002
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_whole_modalities_share_the_mutual_information_asked_for(order):
+    dial = Dial(replace(TINY, order=order))
+    parts = by_modality(dial, dial.documents(4, 0, 200_000))
+    whole = {m: ids @ (10 ** np.arange(ids.shape[1])) for m, ids in parts.items()}
+    assert counted_information(whole["text"], whole["image"]) == pytest.approx(0.15, abs=0.004)
+    assert counted_information(whole["image"], whole["audio"]) == pytest.approx(0.15, abs=0.004)
+    assert counted_information(whole["text"], whole["audio"]) < 0.1  # through the image only
+    shuffled = np.random.default_rng(0).permutation(whole["image"])
+    assert counted_information(whole["text"], shuffled) < 0.001
+
+
+# Probabilities against enumeration
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_probabilities_of_every_sequence_add_up_to_1(order):
+    config = replace(TINY, order=order)
+    sequences = every_sequence(config)
+    nats = Dial(config).log_prob(sequences)
+    assert (nats <= 0).all()
+    assert np.exp(nats.sum(1)).sum() == pytest.approx(1, abs=1e-12)
+    # The sum over what may follow a prefix is the probability of the prefix: each token's, given all earlier ones.
+    for t in range(1, sequences.shape[1]):
+        _, group = np.unique(sequences[:, :t], axis=0, return_inverse=True)
+        summed = np.bincount(group.ravel(), np.exp(nats.sum(1)))[group.ravel()]
+        assert np.allclose(summed, np.exp(nats[:, :t].sum(1)), rtol=1e-10, atol=0)
+        assert not np.allclose(summed, np.exp(nats[:, : t - 1].sum(1)), rtol=1e-3)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_sampled_documents_have_the_probabilities_that_log_prob_gives(order):
+    config = replace(TINY, order=order)
+    sequences, n = every_sequence(config), 200_000
+    place = {row.tobytes(): k for k, row in enumerate(sequences)}
+    drawn = [place[row.tobytes()] for row in Dial(config).documents(5, 0, n)]  # and nothing else is drawn
+    counts = np.bincount(drawn, minlength=len(sequences))
+
+    def misfit(nats: np.ndarray) -> float:
+        """Chi-square over its degrees of freedom, in standard deviations from 1."""
+        expected = n * np.exp(nats.sum(1))
+        enough = expected > 5
+        dof = enough.sum() - 1
+        return float((((counts - expected) ** 2 / expected)[enough].sum() / dof - 1) * math.sqrt(dof / 2))
+
+    assert misfit(Dial(config).log_prob(sequences)) < 4
+    assert misfit(Dial(replace(config, mutual_information=0.13)).log_prob(sequences)) > 4
+    assert misfit(Dial(replace(config, entropy=TINY.entropy | {"text": 0.88})).log_prob(sequences)) > 4
+
+
+def test_a_document_is_equally_likely_in_both_orders_and_the_choice_costs_ln_2():
+    forward, backward, both = (Dial(replace(THREE, order=o)) for o in ORDERS)
+    ids = forward.documents(6, 0, 300)
+    parts = np.split(ids, np.cumsum(list(THREE.tokens.values()))[:-1], axis=1)
+    turned = np.concatenate(parts[::-1], axis=1)
+    assert (backward.documents(6, 0, 300) == turned).all()
+    there, back = forward.log_prob(ids), backward.log_prob(turned)
+    assert np.allclose(there.sum(1), back.sum(1), rtol=1e-12)
+    assert not np.allclose(
+        there[:, 12:14], back[:, 10 + 0 : 10 + 2]
+    )  # the same tokens, before and after their partners
+    for nats, row in ((there, ids), (back, turned)):
+        cost = nats - both.log_prob(row)
+        assert np.allclose(cost[:, 0], math.log(2), atol=1e-12) and np.allclose(cost[:, 1:], 0, atol=1e-12)
+    share = (both.documents(6, 0, 20_000)[:, 0] >= 12).mean()
+    assert share == pytest.approx(0.5, abs=0.015)
+    one = DialConfig({"text": 9}, {"text": 1.0}, {"text": 1.5}, {"text": 8}, {"text": 2}, order="both")
+    alone = Dial(one).documents(0, 0, 50)
+    assert (Dial(one).log_prob(alone) == Dial(replace(one, order="forward")).log_prob(alone)).all()
+
+
+def test_what_is_no_document_is_refused_and_what_cannot_follow_is_impossible():
+    certain = chain(
+        order="forward",
+        # 13: rounding would give a certain token more than probability 1.
+        vocabulary={"text": 13, "image": 12},
+        skew={"text": 0.0, "image": 0.0},
+        entropy={"text": 0.0, "image": 0.5},
+    )
+    dial = Dial(certain)
+    ids = dial.documents(0, 0, 4)
+    nats = dial.log_prob(ids)[:, 3:24]
+    assert np.allclose(nats, 0, atol=1e-9) and nats.max() <= 0
+    other = dial.log_prob(np.where(np.arange(48) == 7, (ids + 1) % 13, ids))[:, 7]
+    assert (
+        np.isneginf(other).any() and (other < -30).all()
+    )  # 13 does not divide the units: a pair may have 1e-15
+    with pytest.raises(ValueError, match="of 48 tokens"):
+        dial.log_prob(ids[:, :-1])
+    for wrong in (np.roll(ids, 1, axis=1), np.roll(ids, -1, axis=1), ids + 12):
+        with pytest.raises(ValueError, match="modalities stand forward"):
+            dial.log_prob(wrong)
+    kept = ids.copy()
+    Dial(replace(certain, order="backward")).log_prob(np.roll(ids, 24, axis=1))
+    dial.log_prob(ids)
+    assert (ids == kept).all()
+
+
+# Floors
+
+
+def test_the_loss_of_the_source_itself_is_its_floor():
+    for config in (DialConfig(), THREE, replace(THREE, order="forward"), replace(THREE, order="backward")):
+        dial = Dial(config)
+        ids = dial.documents(7, 0, 15_000)
+        nats = dial.log_prob(ids)
+        edges = np.cumsum([0, *dial.blocks.values()])
+        for (name, floor), low, high in zip(dial.floors().items(), edges[:-1], edges[1:], strict=True):
+            inside = (ids >= low) & (ids < high)
+            each = -(nats * inside).sum(1) / config.tokens[name]  # a document's tokens are not independent
+            error = each.std() / math.sqrt(len(each))
+            assert abs(each.mean() - floor) < 4 * error
+            assert error < 0.01 and abs(each.mean() - floor - 0.05) > 4 * error
+
+
+def test_a_gap_of_0_is_0_to_the_last_digit_and_moves_alone():
+    floors = Dial(DialConfig()).floors()
+    assert floors["text"] == floors["image"]
+    lo, mid, hi = (
+        Dial(DialConfig(entropy={"text": t, "image": i})) for t, i in ((1.5, 1.5), (2.75, 2.75), (1.5, 4.0))
+    )
+    assert lo.floors()["text"] == lo.floors()["image"] == hi.floors()["text"]
+    gap = hi.floors()["image"] - hi.floors()["text"]
+    assert gap == pytest.approx(2.5 * 44 / 48, abs=1e-12)  # 4 of 48 tokens are roots
+    assert sum(hi.floors().values()) == pytest.approx(sum(mid.floors().values()), abs=1e-12)
+    held = ("vocabulary", "skew", "unigram entropy", "lag", "tokens", "token share", "transitions")
+    rows = [[{k: row[k] for k in held} for row in dial.describe(10**6)] for dial in (lo, mid, hi)]
+    assert rows[0] == rows[1] == rows[2]
+    # The two modalities of a gap of 0 are copies: the same uniform numbers would make the same tokens.
+    ids = mid.documents(0, 0, 2)
+    swapped = np.where(ids < 128, ids + 128, ids - 128)
+    assert np.allclose(mid.log_prob(ids), mid.log_prob(swapped), atol=1e-12)
+    assert not np.allclose(hi.log_prob(ids), hi.log_prob(swapped), atol=0.01)
+
+
+def test_no_other_predictor_beats_the_source():
+    config = chain(mutual_information=1.0)
+    others = {
+        "entropy": replace(config, entropy={"text": 1.25, "image": 2.0}),
+        "information": replace(config, mutual_information=0.8),
+        "orders": replace(config, language=1),
+        "lag": replace(config, lag={"text": 3, "image": 3}),
+        "skew": replace(config, skew={"text": 0.8, "image": 0.85}),
+    }
+    ids = Dial(config).documents(8, 0, 30_000)
+    own = Dial(config).log_prob(ids).sum(1)
+    for name, other in others.items():
+        loss = own - Dial(other).log_prob(ids).sum(1)
+        error = loss.std() / math.sqrt(len(loss))
+        assert loss.mean() > 5 * error, name
+        # And on the other's documents it is the other way round.
+        theirs = Dial(other).documents(8, 0, 30_000)
+        assert (Dial(other).log_prob(theirs) - Dial(config).log_prob(theirs)).mean() > 0, name
+
+
+def test_the_excess_of_a_learner_that_counts_falls_to_0_from_above():
+    config = chain(order="forward", tokens={"text": 24, "image": 2})
+    dial = Dial(config)
+    fresh = dial.documents(100, 0, 5_000)[:, :24]
+    floor = dial.log_prob(dial.documents(100, 0, 5_000))[:, 3:24].mean()
+    excess = []
+    for n in (0, 10, 100, 1_000, 10_000):
+        seen = dial.documents(9, 0, n)[:, :24]
+        counts = np.ones((12, 12))
+        np.add.at(counts, (seen[:, :-3].ravel(), seen[:, 3:].ravel()), 1)
+        p = counts / counts.sum(1, keepdims=True)
+        excess.append(floor - np.log(p[fresh[:, :-3], fresh[:, 3:]]).mean())
+    assert excess == sorted(excess, reverse=True) and 0 < excess[-1] < 0.002
+    assert excess[0] == pytest.approx(math.log(12) + floor, abs=1e-9) and excess[0] > 1
+    wrong = np.log(p[fresh[:, 1:-2], fresh[:, 3:]]).mean()  # who looks two places back learns nothing
+    assert floor - wrong > 1
+
+
+# Refusals
+
+
+def interval(message: str) -> tuple[float, float]:
+    low, high = re.search(r"between ([\d.]+) (?:\(a chain\) )?and ([\d.]*\d)", message).groups()
+    return float(low), float(high)
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.7, 1.2])
+def test_an_entropy_outside_its_interval_is_refused_and_the_interval_works(skew):
+    def config(h: float) -> DialConfig:
+        return chain(skew={"text": 0.8, "image": skew}, entropy={"text": 1.2, "image": h})
+
+    weights = np.arange(1, 13) ** -skew
+    highest = -(weights / weights.sum() * np.log(weights / weights.sum())).sum()
+    with pytest.raises(ValueError, match=r"^data\.dial\.entropy\.image is 9") as refusal:
+        config(9.0)
+    low, high = interval(str(refusal.value))
+    assert high <= highest and high == pytest.approx(highest, abs=1e-4) and (low == 0) == (skew == 0)
+    assert "\n" not in str(refusal.value) and str(refusal.value).count(". ") == 0
+    for h in (low, high, float(highest)):
+        dial = Dial(config(h))
+        ids = by_modality(dial, dial.documents(0, 0, 20_000))["image"]
+        counted = counted_entropy(ids[:, 2:], ids[:, :-2]) - counted_entropy(ids[:, :-2])
+        assert counted == pytest.approx(h, abs=0.006)
+    for h in (low - 2e-4, high + 2e-4, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"data\.dial\.entropy\.image"):
+            config(h)
+
+
+def test_mutual_information_outside_its_interval_is_refused_and_the_interval_works():
+    for lag, ties in (({"text": 3, "image": 2}, 2), ({"text": 24, "image": 5}, 5)):
+        with pytest.raises(
+            ValueError, match=rf"^data\.dial\.mutual_information is 99.*{ties} ties of text and image"
+        ) as e:
+            chain(lag=lag, mutual_information=99.0)
+        low, high = interval(str(e.value))
+        assert low == 0
+        dial = Dial(chain(lag=lag, mutual_information=high, order="forward"))
+        parts = by_modality(dial, dial.documents(0, 0, 20_000))
+        counted = [counted_information(parts["text"][:, k], parts["image"][:, k]) for k in range(ties)]
+        assert sum(counted) == pytest.approx(high, abs=0.02 * ties)
+        for wrong in (high + 2e-4, -0.01, math.nan):
+            with pytest.raises(ValueError, match=r"data\.dial\.mutual_information"):
+                chain(lag=lag, mutual_information=wrong)
+    with pytest.raises(ValueError, match="a single modality it lies between 0 and 0 nats"):
+        DialConfig({"a": 4}, {"a": 1.0}, {"a": 1.0}, {"a": 8}, {"a": 1}, mutual_information=0.1)
+
+
+# Order and determinism
+
+
+@pytest.mark.parametrize("config", [DialConfig(), THREE], ids=["two", "three"])
+def test_a_document_is_a_function_of_config_seed_and_number(config):
+    dial = Dial(config)
+    whole = dial.documents(11, 0, 1300)
+    random = np.random.default_rng(0)
+    for first, count in [(0, 1), (511, 2), (512, 512), (1299, 1), (700, 0)] + [
+        tuple(random.integers(1, 600, 2)) for _ in range(20)
+    ]:
+        assert (Dial(config).documents(11, int(first), int(count)) == whole[first : first + count]).all()
+    whole_again = whole.copy()
+    dial.documents(11, 0, 5)[:] = 0  # what is handed out is the caller's own
+    assert (dial.documents(11, 0, 1300) == whole_again).all()
+    assert (pickle.loads(pickle.dumps(dial)).documents(11, 600, 3) == whole[600:603]).all()
+    other = dial.documents(12, 0, 1300)
+    assert (other != whole).mean() > 0.5 and (dial.documents(11, 1, 1299) != whole[:-1]).mean() > 0.5
+    assert len(np.unique(whole, axis=0)) == 1300
+
+
+def test_another_process_draws_the_same_documents():
+    code = (
+        "import hashlib; from mmqk.data.dial import Dial, DialConfig\n"
+        "ids = Dial(DialConfig(mutual_information=2.0)).documents({seed}, 5_000, 40)\n"
+        "print(hashlib.sha256(ids.tobytes()).hexdigest())"
+    )
+    here = hashlib.sha256(
+        Dial(DialConfig(mutual_information=2.0)).documents(3, 5_000, 40).tobytes()
+    ).hexdigest()
+    for seed, same in ((3, True), (4, False)):
+        run = [sys.executable, "-c", code.format(seed=seed)]
+        there = subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
+        assert (there == here) is same
+
+
+def test_negative_numbers_name_no_document():
+    for wrong in ((-1, 0, 1), (0, -1, 1), (0, 0, -1)):
+        with pytest.raises(ValueError, match="cannot be negative"):
+            Dial(DialConfig()).documents(*wrong)
+    assert Dial(DialConfig()).documents(0, 0, 0).shape == (0, 96)

@@ -1,0 +1,133 @@
+"""What the dial is asked for: refusals in one sentence, parents, and the table it prints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mmqk.data.dial import Dial, DialConfig
+from mmqk.data.dial_config import forest
+
+THREE = DialConfig(
+    vocabulary={"text": 12, "image": 16, "audio": 8},
+    skew={"text": 0.5, "image": 1.0, "audio": 0.0},
+    entropy={"text": 1.5, "image": 1.8, "audio": 0.9},
+    tokens={"text": 12, "image": 24, "audio": 10},
+    lag={"text": 3, "image": 2, "audio": 4},
+    grid={"image": 6},
+    mutual_information=1.2,
+)
+
+
+def chain(**fields) -> DialConfig:
+    """A text chain at lag 3 and an image chain at lag 2, small enough to count pairs in."""
+    base = DialConfig(
+        vocabulary={"text": 12, "image": 12},
+        skew={"text": 0.8, "image": 0.8},
+        entropy={"text": 1.2, "image": 2.0},
+        tokens={"text": 24, "image": 24},
+        lag={"text": 3, "image": 2},
+    )
+    return replace(base, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"vocabulary": {}}, "data.dial.vocabulary is empty"),
+        ({"vocabulary": {"text": 1, "image": 12}}, "data.dial.vocabulary.text is 1: it lies between 2 and"),
+        ({"skew": {"text": -0.1, "image": 0.0}}, "data.dial.skew.text is -0.1: it lies between 0 and 10"),
+        ({"tokens": {"text": 24, "image": 0}}, "data.dial.tokens.image is 0: it lies between 1 and"),
+        ({"lag": {"text": 0, "image": 1}}, "data.dial.lag.text is 0: it lies between 1 and"),
+        ({"grid": {"image": 7}}, "data.dial.grid.image is 7: it lies between 0 (a chain) and 24 and divides"),
+        ({"grid": {"image": -6}}, "data.dial.grid.image is -6"),
+        ({"grid": {"sound": 6}}, "data.dial.grid has sound and data.dial.vocabulary has text, image"),
+        ({"tokens": {"text": 24}}, "data.dial.tokens has text and data.dial.vocabulary has text, image"),
+        ({"entropy": {}}, "data.dial.entropy has no modality and"),
+        ({"order": "sideways"}, "data.dial.order is 'sideways': it is forward, backward or both."),
+        ({"language": -1}, "data.dial.language is -1"),
+    ],
+)
+def test_what_makes_no_source_is_refused_in_one_sentence(fields, sentence):
+    with pytest.raises(ValueError) as refusal:
+        chain(**fields)
+    assert str(refusal.value).startswith(sentence) and str(refusal.value).endswith(".")
+    assert chain(grid={"image": 6}, lag={"text": 99, "image": 1})  # what is allowed is not refused
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lag", "width"), [(24, 1, 6), (24, 2, 6), (24, 4, 0), (5, 9, 0), (12, 3, 4), (9, 1, 1)]
+)
+def test_parents_stand_where_the_configuration_says(tokens, lag, width):
+    parent = {int(c): int(p) for level in forest(tokens, lag, width) for c, p in zip(*level, strict=True)}
+    assert sorted(parent) == list(range(tokens))
+    for t, p in parent.items():
+        above, left = t - lag * width, t - lag
+        if width and above >= 0:
+            assert p == above
+        elif left >= 0 and (not width or left // width == t // width):
+            assert p == left
+        else:
+            assert p == -1
+    known: set[int] = set()
+    for level in forest(tokens, lag, width):  # a level needs nothing but the levels before it
+        assert set(level.parent.tolist()) <= known | {-1}
+        known |= set(level.child.tolist())
+    assert (
+        parent != {int(c): int(p) for lv in forest(tokens, lag + 1, width) for c, p in zip(*lv, strict=True)}
+        or lag > 8
+    )
+
+
+def test_the_table_adds_up():
+    dial = Dial(THREE)
+    rows = {row["modality"]: row for row in dial.describe(460_000)}
+    assert list(rows) == ["text", "image", "audio"]
+    assert sum(row["token share"] for row in rows.values()) == pytest.approx(1)
+    forward = Dial(replace(THREE, order="forward")).floors()
+    for name, row in rows.items():
+        assert row["predictability"] == pytest.approx(row["unigram entropy"] - row["entropy"], abs=1e-12)
+        # n (H − h̄) = I + what the modality's own tokens say about each other.
+        said = row["tokens"] * (row["unigram entropy"] - forward[name])
+        assert said == pytest.approx(row["redundancy inside"] + row["mutual information"], abs=1e-9)
+        assert row["floor"] == dial.floors()[name]
+        seen = THREE.tokens[name] * 10_000
+        assert row["transitions a token"] == pytest.approx(row["transitions"] / seen)
+    assert rows["text"]["mutual information"] == 0 and rows["image"]["mutual information"] == 1.2
+    assert rows["text"]["transitions"] == 2 * 12 - 1 and rows["audio"]["transitions"] == 8
+
+
+def test_a_source_that_a_run_is_too_short_for_is_said_to_be_so():
+    config = DialConfig(vocabulary={"text": 128, "image": 4096})
+    dial = Dial(config)
+    (sentence,) = dial.unlearnable(1_000_000)
+    assert sentence.startswith(
+        "Tokens of image cannot be learnt in this run: in 1,000,000 training tokens each of the 8,191"
+    )
+    needed = int(re.search(r"at least ([\d,]+) tokens", sentence).group(1).replace(",", ""))
+    assert not dial.unlearnable(needed) and dial.unlearnable(needed - 1000)
+    assert len(dial.unlearnable(0)) == 2
+    ties = Dial(DialConfig(mutual_information=4.0)).unlearnable(1_000_000)
+    assert len(ties) == 1 and ties[0].startswith("Ties of text and image")
+    high = config.entropy_interval("image")[1]
+    nothing = replace(config, entropy={"text": 2.75, "image": high - 0.05})  # nothing that could be learnt
+    assert not Dial(nothing).unlearnable(1_000_000)
+
+
+def test_occurrences_are_what_counting_finds():
+    config = chain(order="forward", entropy={"text": 1.5, "image": 2.0})
+    dial = Dial(config)
+    ids = dial.documents(0, 0, 2_000)[:, :24]
+    row = dial.describe(2_000 * 48)[0]
+    pairs = np.bincount(ids[:, :-3].ravel() * 12 + ids[:, 3:].ravel(), minlength=144)
+    p = np.bincount(ids.ravel(), minlength=12) / ids.size
+    by_chance = np.outer(p, p).ravel()
+    tied = pairs / pairs.sum() > by_chance
+    # A share ρ of the pairs is drawn from the coupling, the rest by chance, which hits coupled pairs too.
+    rho = (pairs[tied].sum() / pairs.sum() - by_chance[tied].sum()) / (1 - by_chance[tied].sum())
+    assert row["transitions"] == 23 and pairs.sum() == 2_000 * 21
+    assert rho * pairs.sum() / 23 == pytest.approx(row["seen"], rel=0.05)
+    assert pairs.sum() / 23 > row["seen"] * 1.2

@@ -1,0 +1,470 @@
+"""What the page says is what the batches hold: counted again from tensors, decoded again with the tokenizers."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmqk.config import resolve
+from mmqk.data import inspect_page
+from mmqk.data.decode import Decoder, Originals, Pictures, shaded
+from mmqk.data.dial import Dial
+from mmqk.data.inspect import main
+from mmqk.data.module import MicroBatches, TokenDataModule
+from mmqk.data.reading import contents
+from mmqk.data.shards import read_pairs
+from mmqk.data.tokens import TokenWriter, layout_of
+from mmqk.store import front_door
+from mmqk.tokenizers import ImageTokenizer, TextTokenizer, tokenizers_hash
+from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, END_IMAGE, EOS
+
+TEXT, IMAGE, PADDING = "#0072B2", "#E69F00", "#d5dae0"
+SHOWN = 6
+
+
+class Page(HTMLParser):
+    """A page in parts: text and pictures of each sequence, tags that match, everything referred to."""
+
+    VOID = ("meta", "br", "col", "img", "line", "rect", "link")
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.source = (folder / "index.html").read_text(encoding="utf-8")
+        self.numbers = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))
+        self.open: list[str] = []
+        self.tags: Counter = Counter()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.words: list[str] = []
+        self.feed(self.source)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        for name, value in attrs:
+            self.ids += [value] if name == "id" else []
+            self.references += [value] if name in ("src", "href") else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags[tag] += 1
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def section(self, index: int) -> str:
+        found = re.search(
+            rf'<section class="sequence" id="sequence-{index}">(.*?)</section>', self.source, re.S
+        )
+        assert found is not None
+        return found[1]
+
+    def widths(self, index: int, lane: str) -> Counter:
+        """Places by colour in the lane of tokens (tall), of trained targets (middle) or of weight 0 (thin)."""
+        y, height = {"tokens": (0, 14), "trained": (19, 10), "weight 0": (23, 2)}[lane]
+        shape = rf'<rect x="\d+" y="{y}" width="(\d+)" height="{height}" fill="(#\w+)"/>'
+        counts: Counter = Counter()
+        for width, colour in re.findall(shape, self.section(index)):
+            counts[colour] += int(width)
+        return counts
+
+    def read(self, index: int) -> str:
+        """The text of a sequence without its specials."""
+        return html.unescape("".join(re.findall(r"<i>(.*?)</i>", self.section(index), re.S)))
+
+    def pictures(self, index: int, what: str) -> list[Image.Image]:
+        uris = re.findall(rf'src="data:image/png;base64,([^"]+)" alt="{what}"', self.section(index))
+        return [Image.open(io.BytesIO(base64.b64decode(uri))) for uri in uris]
+
+
+def inspected(folder: Path, args: list[str], *more: str) -> Page:
+    assert main([*args, *more, "--out", str(folder)]) == 0
+    return Page(folder)
+
+
+def data_of(args: list[str], *more: str) -> TokenDataModule:
+    run = resolve([*args, *more])
+    data = TokenDataModule(run.data, run.seed)
+    data.setup()
+    return data
+
+
+@pytest.fixture(scope="module")
+def page(tiny_args, tmp_path_factory) -> Page:
+    return inspected(tmp_path_factory.mktemp("page"), tiny_args, f"--sequences={SHOWN}")
+
+
+@pytest.fixture(scope="module")
+def batch(tiny_args):
+    """The first sequences as training gets them."""
+    data = data_of(tiny_args)
+    return MicroBatches(data.order, SHOWN, 1, 0, 1, steps=1)[0]
+
+
+def test_the_page_is_one_file_that_needs_nothing_else(page):
+    assert len(page.ids) == len(set(page.ids)) and page.tags["script"] == page.tags["link"] == 0
+    for reference in page.references:
+        assert reference.startswith("data:image/png;base64,") or reference[1:] in page.ids
+    assert len(page.source) < 5_000_000
+
+
+def test_places_and_targets_are_those_of_the_batch(page, batch):
+    for i in range(SHOWN):
+        valid, image = batch.valid_BT[i], batch.modality_BT[i] == 1
+        filled = int(valid.sum())
+        assert f"{filled} of 88 places filled, {88 - filled} padding" in page.section(i)
+        targets = {
+            m: int((batch.target_mask_BT[i] & (batch.target_modality_BT[i] == m)).sum()) for m in (0, 1)
+        }
+        counts = [f"{n} {m}" for m, n in zip(("text", "image"), targets.values(), strict=True) if n]
+        assert f"targets: {' and '.join(counts)}</p>" in page.section(i)
+        tokens = page.widths(i, "tokens")
+        assert tokens[PADDING] == 88 - filled
+        assert tokens[TEXT] == int((valid & ~image).sum()) and tokens[IMAGE] == int((valid & image).sum())
+        assert page.widths(i, "trained") == Counter({TEXT: targets[0], IMAGE: targets[1]}) - Counter()
+        assert not page.widths(i, "weight 0")
+    assert {int(batch.valid_BT[i].sum()) for i in range(SHOWN)} != {88}
+    # The pages of two seeds do not agree with each other's batches.
+    assert page.source.count("of 88 places filled") == SHOWN
+
+
+def test_text_is_that_of_the_tokens(page, batch, tiny_data):
+    tokenizer, layout = TextTokenizer.load(tiny_data / "tokenizers"), layout_of(tiny_data / "tokenizers")
+    captions = [pair.caption for pair in read_pairs(tiny_data / "pairs", "train")]
+    read = []
+    for i in range(SHOWN):
+        ids = batch.ids_BT[i][batch.valid_BT[i]].numpy()
+        words = ids[(ids >= 5) & (ids < layout.blocks["text"])]
+        read.append(page.read(i))
+        assert read[i] == tokenizer.decode(words - 5)
+        if BEGIN_IMAGE in ids:
+            assert any(caption.startswith(read[i]) for caption in captions) and len(read[i]) > 10
+    assert len(set(read)) > 2 and not any(caption.startswith(read[0][::-1]) for caption in captions)
+
+
+def test_pictures_are_decoded_from_the_codes_and_stand_beside_their_original(
+    page, batch, tiny_data, tiny_args
+):
+    tokenizer = ImageTokenizer.load(tiny_data / "tokenizers")
+    offset = layout_of(tiny_data / "tokenizers").blocks["text"]
+    pairs, order = list(read_pairs(tiny_data / "pairs", "train")), data_of(tiny_args).order
+    pictured = 0
+    for i in range(SHOWN):
+        ids = batch.ids_BT[i]
+        decoded, originals = (page.pictures(i, w) for w in ("decoded from its codes", "the original"))
+        if not (ids >= offset).any():
+            assert decoded == originals == []
+            continue
+        pixels = tokenizer.decode(ids[ids >= offset][None] - offset)[0].permute(1, 2, 0) * 255
+        assert np.array_equal(np.array(decoded[0]), pixels.round().byte().numpy())
+        (content,) = contents(order, i)
+        assert np.array_equal(np.array(originals[0]), np.array(pairs[content.item].image))
+        assert not np.array_equal(np.array(originals[0]), np.array(pairs[content.item - 1].image))
+        pictured += 1
+    assert pictured >= 3
+
+
+def test_an_original_is_shown_only_where_its_codes_say_so(tiny_data):
+    decoder, originals = Decoder(tiny_data / "tokenizers"), Originals(tiny_data / "pairs")
+    offset = layout_of(tiny_data / "tokenizers").blocks["text"]
+    images = [originals.image(i, 64) for i in (0, 1, 30)]
+    pixels = torch.from_numpy(np.array(images[0])).permute(2, 0, 1)[None].float() / 255
+    codes = ImageTokenizer.load(tiny_data / "tokenizers").encode(pixels)[0].numpy() + offset
+    assert decoder.agrees(images[0], codes) and not decoder.agrees(images[1], codes)
+    pairs = list(read_pairs(tiny_data / "pairs", "train"))
+    assert np.array_equal(np.array(images[2]), np.array(pairs[30].image))  # of the second shard
+    assert originals.image(40, 64) is None
+
+
+def test_statistics_are_of_the_documents_that_are_read(page, tiny_args):
+    data = data_of(tiny_args)
+    rows = [data.order.row(i) for i in range(48)]  # 12 steps of 4
+    numbers, ids = page.numbers, np.concatenate([row.ids[1:] for row in rows])
+    assert numbers["sequences"] == numbers["run_sequences"] == numbers["fresh_sequences"] == 48
+    image = ids[ids >= 305]
+    assert numbers["targets"] == {"text": len(ids) - len(image), "image": len(image)}
+    assert numbers["padding"] == pytest.approx(1 - (len(ids) + 48) / (48 * 88))
+    found = numbers["modalities"]["image"]
+    assert found["tokens"] == len(image) and found["used"] == len(set(image.tolist()))
+    p = np.bincount(image - 305)[np.unique(image - 305)] / len(image)
+    assert found["unigram"] == pytest.approx(-(p * np.log(p)).sum() + (len(p) - 1) / (2 * len(image)))
+    assert found["share"] == pytest.approx(len(image) / len(ids))
+    assert found["held_out_tokens"] == sum((row.ids >= 305).sum() for row in data.val_rows) > 0
+    assert f"{found['unigram']:.2f}" in page.text and f"{len(image):,}" in page.text
+    assert "1 and 8" in page.source or "8 back" in page.text  # the place above is tried
+
+
+def test_reading_a_source_again_is_no_redundancy(tiny_args, tmp_path):
+    few = inspected(tmp_path / "few", tiny_args, "--data.mix", '{"pair": 1}')
+    many = inspected(tmp_path / "many", tiny_args, "--data.mix", '{"pair": 1}', "--trainer.max_steps=60")
+    assert few.numbers["sequences"] == 48 and many.numbers["sequences"] == 240
+    assert few.numbers["fresh_sequences"] == many.numbers["fresh_sequences"] == 40
+    for name in ("image", "text"):
+        assert many.numbers["modalities"][name] == few.numbers["modalities"][name]
+    assert "200 sequences of a source's second or later epoch are left out" in many.text
+    (source,) = (s for s in many.numbers["sources"] if s["kind"] == "pair")
+    assert source["read_as"] == {"pair": {"sequences_an_epoch": 40, "epochs": 6.0}}
+
+
+def test_the_mixture_is_as_asked_for_and_as_met(tiny_args, tmp_path):
+    mix = ["--data.mix", '{"pair": 3, "text": 1, "image": 2}', "--data.image_first=0.25"]
+    page, order = inspected(tmp_path, tiny_args, *mix), data_of(tiny_args, *mix).order
+    draws = [order.mixture.draw(i).slot for i in range(1200)]
+    rows = {row["slot"]: row for row in page.numbers["mixture"]}
+    asked = {"image_first": 0.125, "caption_first": 0.375, "text": 1 / 6, "image": 1 / 3}
+    assert {slot: row["configured"] for slot, row in rows.items()} == pytest.approx(asked)
+    for slot, row in rows.items():
+        shares = [draws[i : i + 300].count(slot) / 300 for i in range(901)]
+        assert (row["least"], row["most"]) == pytest.approx((min(shares), max(shares)))
+        assert row["first 240"] == draws[:240].count(slot) / 240 == pytest.approx(asked[slot])
+    assert {s["kind"]: s["train_documents"] for s in page.numbers["sources"]} == {"pair": 40, "text": 30}
+    assert {s["kind"]: s["val_documents"] for s in page.numbers["sources"]} == {"pair": 12, "text": 8}
+
+
+def test_a_target_of_weight_0_is_seen_to_count_for_nothing(page, tiny_args, tmp_path, batch):
+    off = inspected(tmp_path, tiny_args, "--loss.weights", '{"image": 0}', f"--sequences={SHOWN}")
+    seen = 0
+    for i in range(SHOWN):
+        images = int((batch.modality_BT[i] == 1).sum())
+        seen += images
+        assert off.widths(i, "trained")[IMAGE] == 0 and off.widths(i, "weight 0")[IMAGE] == images
+        assert off.widths(i, "trained")[TEXT] == page.widths(i, "trained")[TEXT] > 0
+        assert ("64 image (0 of them trained)" in off.section(i)) == (images > 0)
+    assert seen and "of them trained" not in page.source and ", weight 0<" not in page.source
+    assert ", weight 0<" in off.source and off.numbers["loss_weights"] == {"text": 1.0, "image": 0}
+
+
+@pytest.mark.parametrize("mask", ["true", "false"])
+def test_packed_documents_are_told_apart(tiny_args, tmp_path, mask, page):
+    more = ["--data.pack=documents", "--data.seq_len=256", f"--data.document_mask={mask}"]
+    packed, order = inspected(tmp_path, tiny_args, *more, "--sequences=4"), data_of(tiny_args, *more).order
+    for i in range(4):
+        row, section = order.row(i), packed.section(i)
+        assert len(row.starts) > 1 and f"{len(row.starts)} documents" in section
+        lines = {int(x) for x in re.findall(r'<line x1="(\d+)"', section)}
+        assert lines == set(row.starts[1:])
+        assert section.count('class="parts"') == len(row.starts)
+        assert sum(packed.widths(i, "trained").values()) == len(row.ids) - len(row.starts)
+    assert ("attention stays inside each document" in packed.text) == (mask == "true")
+    assert ("attention crosses from one document" in packed.text) == (mask == "false")
+    assert "<line" not in page.section(0) and "attention" not in page.text
+
+
+def test_what_is_cut_off_a_caption_is_shown(page, tiny_args, tmp_path, tiny_data):
+    cut = inspected(tmp_path, tiny_args, "--data.seq_len=76", "--data.mix", '{"pair": 1}')
+    captions = {pair.caption for pair in read_pairs(tiny_data / "pairs", "train")}
+    assert cut.numbers["captions_cut"] > 0.9
+    shown = 0
+    for i in range(8):
+        if missing := re.search(r"Not in the sequence: (.*?)</p>", cut.section(i), re.S):
+            assert re.search(r"caption cut: 8 of its \d+ tokens fit", cut.section(i))
+            assert cut.read(i) + html.unescape(missing[1]) in captions
+            shown += 1
+    assert shown and "are longer than there is room for" in cut.text
+    longer = inspected(tmp_path / "longer", tiny_args, "--data.seq_len=160")
+    assert longer.numbers["captions_cut"] == 0 and "caption cut" not in longer.source
+
+
+def tokenized(folder: Path, tiny_data: Path, kind: str, documents, dropped=None) -> Path:
+    tokenizers = tiny_data / "tokenizers"
+    writer = TokenWriter(folder, kind, layout_of(tokenizers), tokenizers_hash(tokenizers))
+    writer.add_part("train", "00000", documents)
+    writer.add_part("val", "00000", documents[:2])
+    writer.finish(dropped)
+    return folder
+
+
+def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, tiny_data, tmp_path):
+    text, vocabulary = TextTokenizer.load(tiny_data / "tokenizers"), layout_of(tiny_data / "tokenizers")
+    image = [BEGIN_IMAGE, *(np.arange(64) % 32 + vocabulary.blocks["text"]), END_IMAGE]
+    words = [[i + 5 for i in text.encode(t)] for t in ("the people of ", "this <b>union</b> & trade")]
+    documents = [np.array([*words[0], *image, *words[1], *image, EOS])] * 6
+    dropped = {"image cannot be decoded": 3, "document is <empty>": 1}
+    folder = tokenized(tmp_path / "tokens", tiny_data, "interleaved", documents, dropped)
+    more = ["--data.mix", '{"interleaved": 1}', f"--data.interleaved={folder}", "--data.seq_len=256"]
+    page = inspected(tmp_path / "page", tiny_args, *more, "--data.val_sequences=4", "--monitor.sequences=2")
+    assert page.read(0) == "the people of this <b>union</b> & trade"
+    assert page.tags["b"] == sum(map(len, re.findall(r"<b>", page.source))) / 3  # none but our own
+    assert len(page.pictures(0, "decoded from its codes")) == 2 and page.pictures(0, "the original") == []
+    assert page.numbers["dropped"]["interleaved"] == dropped
+    assert "image cannot be decoded 3" in page.text and "document is <empty> 1" in page.text
+    assert page.numbers["modalities"]["text"]["duplicates"] == 5 / 6
+    # A row shorter than the document holds a part of it, and says which.
+    pieces = inspected(tmp_path / "pieces", tiny_args, *more[:-1], "--data.seq_len=88", "--data.val_sequences=2",
+                       "--monitor.sequences=2")  # fmt: skip
+    assert re.search(r"Document \d, tokens 0 to \d+ of \d+", pieces.text)
+    assert "tokens 0 to" not in page.text
+
+
+def test_text_of_a_document_cannot_be_markup(tiny_args, tiny_data, tmp_path):
+    text = TextTokenizer.load(tiny_data / "tokenizers")
+    evil = "<script>alert(1)</script> 日本 🦊 naïve"
+    documents = [np.array([*(i + 5 for i in text.encode(evil)), EOS])] * 400
+    folder = tokenized(tmp_path / "tokens", tiny_data, "text", documents)
+    more = ["--data.mix", '{"text": 1}', f"--data.text={folder}", "--data.pairs="]
+    page = inspected(tmp_path / "page", tiny_args, *more, "--data.pack=documents")
+    assert page.tags["script"] == 0 and page.read(0).startswith(evil)
+    assert page.tags["img"] == 0 and "image" not in page.numbers["modalities"]
+
+
+def test_words_are_whole_characters_and_lose_nothing(tiny_data):
+    decoder, text = Decoder(tiny_data / "tokenizers"), TextTokenizer.load(tiny_data / "tokenizers")
+    for sample in ("the people shall see", "日本 🦊 naïve\n\ttrade", ""):
+        words = decoder.words([i + 5 for i in text.encode(sample)])
+        assert "".join(words) == sample and not any("\ufffd" in word for word in words)
+    assert decoder.words([text.encode("日")[0] + 5]) == ["\ufffd"]  # half a character is said to be one
+
+
+DIAL = ["--data.mix", '{"dial": 1}', "--data.seq_len=128", "--data.dial.vocabulary",
+        '{"text": 64, "image": 32, "sound": 16}', "--data.dial.skew", '{"text": 0.7, "image": 0, "sound": 0}',
+        "--data.dial.entropy", '{"text": 2.5, "image": 2.5, "sound": 1.5}', "--data.dial.tokens",
+        '{"text": 24, "image": 32, "sound": 16}', "--data.dial.lag", '{"text": 4, "image": 1, "sound": 2}',
+        "--data.dial.grid", '{"image": 8}']  # fmt: skip
+
+
+def test_the_dial_shows_ids_and_what_is_known_of_them(tiny_args, tmp_path):
+    page = inspected(tmp_path, tiny_args, *DIAL, "--trainer.max_steps=500")
+    data = data_of(tiny_args, *DIAL)
+    dial, rows = Dial(data.config.dial), [data.order.row(i) for i in range(2000)]
+    assert page.numbers["sequences"] == 2000 and list(page.numbers["targets"]) == ["text", "image", "sound"]
+    ids = np.stack([row.ids for row in rows])
+    nats, block = -dial.log_prob(ids)[:, 1:], np.searchsorted([64, 96], ids[:, 1:], side="right")
+    for m, (name, floor) in enumerate(dial.floors().items()):
+        known = float(nats[block == m].mean())
+        assert page.numbers["dial"]["met"][name] == pytest.approx(known)
+        assert f"{known:.3f}" in page.text and f"{floor:.3f}" in page.text
+        found = page.numbers["modalities"][name]
+        assert known - 4 * found["model_error"] < found["model"] < found["unigram"] + 0.1
+    assert page.numbers["modalities"]["image"]["model_context"] == [8]  # one row above
+    first = rows[0].ids
+    assert " ".join(map(str, first[:20])) in page.text or str(first[0]) in page.section(0)
+    assert page.pictures(0, "ids as shades") and page.pictures(0, "decoded from its codes") == []
+    grids = [p for p in page.pictures(0, "ids as shades") if p.size == (8, 4)]
+    assert len(grids) == 1
+    assert "Mutual information" in page.text and "The sources" not in page.text
+    assert page.numbers["dial"]["table"][1]["modality"] == "image"
+
+
+def test_ids_of_other_tokenizers_are_shown_as_ids(tiny_args, tmp_path):
+    from mmqk.data.tokens import Layout
+
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 40, 30) + np.repeat([0, 1000, 3000], 10) for _ in range(40)]
+    writer = TokenWriter(tmp_path / "ids", "tokens", Layout({"text": 1000, "image": 2000, "sound": 500}))
+    writer.add_part("train", "00000", documents)
+    writer.add_part("val", "00000", documents[:8])
+    writer.finish()
+    more = ["--data.mix", '{"tokens": 1}', f"--data.tokens={tmp_path / 'ids'}", "--data.tokenizers=/nowhere"]
+    page = inspected(tmp_path / "page", tiny_args, *more, "--sequences=2")
+    data = data_of(tiny_args, *more)
+    for i in range(2):
+        ids = data.order.row(i).ids
+        for part in np.split(ids, 3):
+            assert f"<code>{' '.join(map(str, part))}</code>" in page.section(i)
+        assert page.widths(i, "tokens") == {TEXT: 10, IMAGE: 10, "#009E73": 10, PADDING: 58}
+    assert page.numbers["modalities"]["sound"]["repeated_held_out"] > 0.9
+    assert "<i>" not in page.source
+
+
+def test_shades_are_even_and_in_place():
+    image = np.array(shaded([0, 9, 3, 9, 0], 10, width=3))
+    assert image.shape == (2, 3, 3)
+    assert (image[0, 1] == image[1, 0]).all() and (image[0, 0] == image[1, 1]).all()
+    assert tuple(image[0, 0]) == (68, 1, 84) and tuple(image[0, 1]) == (253, 231, 37)
+    assert (image[1, 2] == 255).all()  # no id
+    assert (np.array(shaded([3], 10, by_rank=True)) != np.array(shaded([3], 10))).any()
+
+
+def test_pictures_are_reduced_and_stop_at_their_room():
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 200, 3), dtype=np.uint8))
+    pictures = Pictures(room=70_000)
+    uri = pictures.uri(noise)
+    assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size == (80, 160)
+    assert pictures.uri(noise) == "" and pictures.left_out == 1
+    assert pictures.uri(None) == "" and pictures.left_out == 1
+
+
+def test_a_page_too_large_shows_fewer_sequences(page, tiny_args, tmp_path, monkeypatch):
+    monkeypatch.setattr(inspect_page, "LARGEST_PAGE", len(page.source.encode()) - 1)
+    small = inspected(tmp_path, tiny_args, f"--sequences={SHOWN}")
+    assert f"sequence-{SHOWN // 2 - 1}" in small.ids and f"sequence-{SHOWN // 2}" not in small.ids
+    assert "3 more sequences would make this page too large" in small.text
+    assert "too large" not in page.text
+
+
+def test_the_same_configuration_gives_the_same_bytes(page, tiny_args, tmp_path):
+    again = inspected(tmp_path / "again", tiny_args, f"--sequences={SHOWN}")
+    assert again.source == page.source and again.numbers == page.numbers
+    other = inspected(tmp_path / "other", tiny_args, f"--sequences={SHOWN}", "--seed=1")
+    assert other.numbers["targets"] != page.numbers["targets"] or other.source != page.source
+    assert [other.read(i) for i in range(SHOWN)] != [page.read(i) for i in range(SHOWN)]
+
+
+def test_the_table_is_printed_with_the_numbers_of_the_page(tiny_args, tmp_path, capsys):
+    page = inspected(tmp_path / "page", tiny_args)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == str(tmp_path / "page" / "index.html")
+    (targets,) = (line.split() for line in lines if line.startswith("targets"))
+    assert targets[1:3] == [f"{n:,}" for n in page.numbers["targets"].values()]
+    (entropy,) = (line.split() for line in lines if line.startswith("unigram entropy"))
+    assert entropy[2:4] == [f"{s['unigram']:.2f}" for s in page.numbers["modalities"].values()]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--sequences=0"], "--sequences is 0: a page shows 1 to 64"),
+        (["--sequences=many"], "invalid int value"),
+        (["--tokens=0"], "--tokens is 0"),
+        (["--data.sequences=3"], "no field 'data.sequences'"),
+        (["--data.pairs=nowhere"], "nowhere"),
+        (["--data.seq_len=70"], "at least 76"),
+        (["--data.mix", '{"pair": 1, "dial": 1}'], "stands alone"),
+        (["--config=nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_nothing_is_written(tiny_args, tmp_path, capsys, more, says):
+    code = front_door(main)([*tiny_args, *more, f"--out={tmp_path / 'page'}"])
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and says in err
+    assert err.startswith("mmqk: ") and err.count("\n") == 1 and "Traceback" not in err
+    assert not (tmp_path / "page").exists()
+
+
+def test_an_out_that_cannot_be_written_is_named(tiny_args, tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    assert front_door(main)([*tiny_args, f"--out={tmp_path / 'file'}"]) == 2
+    assert "cannot be written" in capsys.readouterr().err and (tmp_path / "file").read_text() == "kept"
+
+
+def test_flags_of_training_keep_their_order(tiny_args, tmp_path):
+    """A file given after a flag wins, as in training: ours are taken out, and no others are moved."""
+    (tmp_path / "a.yaml").write_text("data: {seq_len: 120}\n")
+    args = [a for a in tiny_args if "seq_len" not in a]
+    first = inspected(
+        tmp_path / "1", args, "--data.seq_len=100", "--sequences", "2", "--config", f"{tmp_path}/a.yaml"
+    )
+    last = inspected(
+        tmp_path / "2", args, "--config", f"{tmp_path}/a.yaml", "--sequences", "2", "--data.seq_len=100"
+    )
+    assert first.numbers["data"]["seq_len"] == 120 and last.numbers["data"]["seq_len"] == 100
+    assert "a · seed 0" in first.text and "--sequences 2" in first.text

@@ -1,0 +1,626 @@
+"""Tokenizing a user's shards: what comes out, what is counted, what survives a kill, and one sentence a mistake."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset as wds
+from PIL import Image
+
+from mmqk.data import tokenize, tokenize_worker
+from mmqk.data.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
+from mmqk.data.samples import EMPTY_DOCUMENT, NO_CAPTION, NO_IMAGE, NO_MATCH, NO_TEXT, NOT_JSON, NOT_UNICODE
+from mmqk.data.tokenize_pool import Progress
+from mmqk.data.tokenize_worker import Shard
+from mmqk.data.tokens import open_tokens
+from mmqk.store import UserError
+from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
+
+SIZES = [(64, 64), (200, 90), (31, 77), (640, 480), (5, 300)]
+FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
+
+
+def picture(seed: int) -> bytes:
+    """A file of some size and format; equal seeds give equal bytes."""
+    random = np.random.default_rng(seed)
+    width, height = SIZES[seed % len(SIZES)]
+    image = Image.fromarray(random.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((width, height))
+    buffer = io.BytesIO()
+    image.save(buffer, list(FORMATS.values())[seed % 3])
+    return buffer.getvalue()
+
+
+def field_of(seed: int) -> str:
+    return list(FORMATS)[seed % 3]
+
+
+def caption(seed: int) -> str:
+    return f"picture number {seed}, größer"
+
+
+def pair(seed: int) -> list[tuple[str, bytes]]:
+    key = f"{seed:09d}"
+    meta = {"caption": caption(seed), "url": "https://example.org", "key": key, "status": "success"}
+    return [(f"{key}.{field_of(seed)}", picture(seed)), (f"{key}.json", json.dumps(meta).encode()),
+            (f"{key}.txt", caption(seed).encode())]  # fmt: skip
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A folder with 00000.tar to 00003.tar of 9 pairs each, as img2dataset leaves it."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in range(4):
+        write_tar(folder / f"{number:05d}.tar", [m for s in range(9) for m in pair(9 * number + s)])
+        (folder / f"{number:05d}_stats.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def run(tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Tokenize in this process; returns the folder and what was printed."""
+
+    def call(*args: str, out: str = "out", workers: int = 0) -> tuple[Path, str]:
+        folder = tmp_path / out
+        common = ["--out", str(folder), "--tokenizers", str(tiny_data / "tokenizers"), f"--workers={workers}"]
+        assert tokenize.main([*args, *common]) == 0
+        return folder, capsys.readouterr().out
+
+    return call
+
+
+def refused(run: Any, *args: str, **options: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        run(*args, **options)
+    message = str(caught.value)
+    assert "\n" not in message and ": " in message
+    return message
+
+
+def pattern(shards: Path, last: int = 3) -> tuple[str, str]:
+    return "--shards", f"{shards}/{{00000..{last:05d}}}.tar"
+
+
+def documents(folder: Path) -> list[tuple[int, ...]]:
+    return [tuple(store[i].tolist()) for store in open_tokens(folder).values() for i in range(len(store))]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def header(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "tokens.json").read_text())
+
+
+def alike(some: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
+    """Whether documents agree but for a code in twenty: another batch may round an image otherwise."""
+    return len(some) == len(others) and all(
+        len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= len(a) // 20
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+class Tokenizers:
+    """The documents by the tokenizers alone, one image at a time."""
+
+    def __init__(self, folder: Path):
+        self.image, self.bpe = ImageTokenizer.load(folder), TextTokenizer.load(folder)
+        self.place = JointVocabulary.load(folder)
+
+    def picture(self, file: bytes, fit: Any = "crop") -> list[int]:
+        from torchvision.transforms.functional import pil_to_tensor
+
+        pixels = pil_to_tensor(load_image(file, 64, fit)).float() / 255
+        return [3, *self.place.image(self.image.encode(pixels[None])[0].tolist()), 4]
+
+    def text(self, text: str) -> list[int]:
+        return self.place.text(self.bpe.encode(text))
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tiny_data: Path) -> Tokenizers:
+    return Tokenizers(tiny_data / "tokenizers")
+
+
+def test_pairs_in_the_layout_of_img2dataset(
+    run: Any, shards: Path, tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize_worker, "IMAGES_A_BATCH", 1)
+    folder, said = run(*pattern(shards), "--val-share", "0.25")
+    stores = open_tokens(folder)
+    expected: dict[str, list[list[int]]] = {"train": [], "val": []}
+    for seed in range(36):
+        fraction = int(hashlib.sha256(picture(seed)).hexdigest()[:16], 16) / 2**64
+        document = [*tokenizers.picture(picture(seed)), *tokenizers.text(caption(seed)), 1]
+        expected["val" if fraction < 0.25 else "train"].append(document)
+    for split, store in stores.items():
+        assert store.kind == "pair" and [store[i].tolist() for i in range(len(store))] == expected[split]
+        assert len(store) > 3
+    about = header(folder)["about"]
+    assert [s["file"] for s in about["shards"]] == [f"{i:05d}.tar" for i in range(4)]
+    for shard in about["shards"]:
+        file = shards / shard["file"]
+        assert shard["size"] == file.stat().st_size and shard["samples"] == 9 and shard["dropped"] == {}
+        assert shard["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    tokens = sum(map(len, expected["train"]))
+    assert f"train {len(expected['train'])} documents of {tokens:,} tokens" in said and "dropped" not in said
+    assert [p["name"] for p in header(folder)["splits"]["train"]] == [f"{i:05d}" for i in range(4)]
+    assert not (folder / "unfinished").exists()
+
+
+def test_fit_and_caption_field(run: Any, shards: Path, tokenizers: Tokenizers) -> None:
+    folder, _ = run(*pattern(shards, 0), "--fit=pad", "--caption-field=key", "--val-share=0")
+    expected = [
+        (*tokenizers.picture(picture(seed), "pad"), *tokenizers.text(f"{seed:09d}"), 1) for seed in range(9)
+    ]
+    assert alike(documents(folder), expected)
+    cropped = documents(run(*pattern(shards, 0), "--caption-field=key", "--val-share=0", out="crop")[0])
+    assert not alike(cropped, expected) and len(cropped) == len(expected)
+    assert header(folder)["about"]["command"]["fit"] == "pad"
+
+
+def test_the_shipped_kind_of_shards_gives_the_same_tokens_as_the_cache(run: Any, tiny_data: Path) -> None:
+    from mmqk.data.cache import open_source
+
+    folder, _ = run("--shards", f"{tiny_data}/pairs/*.tar", "--val-share=0")
+    known = open_source(
+        "pair", tiny_data / "pairs", tiny_data / "tokenizers", folder.parent / "cache", lambda line: None
+    )
+    both = [tuple(known[split][i].tolist()) for split in ("train", "val") for i in range(len(known[split]))]
+    assert alike(documents(folder), both) and len(both) == 52
+    assert not alike(documents(folder), both[1:] + both[:1])
+
+
+def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
+    good = pair(5)
+    grey = io.BytesIO()
+    Image.new("L", (300, 200)).save(grey, "PNG")
+    members = [
+        *good,
+        ("a.jpg", picture(0)),
+        ("b.txt", b"no image"), ("c.txt", b"none either"),
+        ("d.jpg", b""), ("d.txt", b"x"),
+        ("e.jpg", b"<html>"), ("e.txt", b"x"),
+        ("f.jpg", picture(0)[:300]), ("f.txt", b"x"),
+        ("g.png", grey.getvalue()), ("g.txt", b"x"),
+        ("h.jpg", picture(0)), ("h.txt", b"\xff\xff"),
+        ("../../i\x1b[2J.gif", b"x"),
+        ("README", b"no sample"),
+    ]  # fmt: skip
+    # Seven more of one reason: five of its keys are kept.
+    write_tar(tmp_path / "a.tar", members)
+    write_tar(tmp_path / "b.tar", [(f"z{i}.txt", b"x") for i in range(7)] + [*pair(7)])
+    folder, said = run("--shards", f"{tmp_path}/[ab].tar", "--max-pixels=59999", "--val-share=0")
+    record = header(folder)
+    expected = {NO_IMAGE: 10, NO_CAPTION: 1, "image file is empty": 1, UNKNOWN: 1, BROKEN: 1, TOO_LARGE: 1,
+                NOT_UNICODE: 1}  # fmt: skip
+    assert record["dropped"] == expected and next(iter(record["dropped"])) == NO_IMAGE
+    assert len(documents(folder)) == 2
+    for shard, samples, dropped in zip(record["about"]["shards"], (10, 8), (9, 7), strict=True):
+        kept = sum(
+            p["documents"]
+            for p in record["splits"]["train"]
+            if p["name"] == {10: "00000", 8: "00001"}[samples]
+        )
+        assert shard["samples"] == samples == kept + sum(shard["dropped"].values()) == kept + dropped
+    examples = record["about"]["examples"]
+    assert examples[NO_IMAGE] == ["a.tar: b", "a.tar: c", "a.tar: ../../i\x1b[2J", "b.tar: z0", "b.tar: z1"]
+    assert examples[TOO_LARGE] == ["a.tar: g"]
+    assert "16 of 18 samples were dropped:" in said and f"  {NO_IMAGE}: 10 (a.tar: b, a.tar: c" in said
+    assert "\x1b" not in said
+    assert not (tmp_path.parent / "i").exists()
+
+
+def test_interleaved_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers) -> None:
+    url = "https://example.org/x.jpg"
+
+    def lists(images: list[Any], texts: list[Any]) -> bytes:
+        return json.dumps({"images": images, "texts": texts}).encode()
+
+    many = 70  # images of one document: more than a batch
+    members = [
+        ("a.json", lists([None, url, None, url], ["one", None, "two", None])),
+        ("a.0.webp", picture(2)), ("a.1.png", picture(4)),
+        ("b.json", lists([url, None], [None, "last"])), ("b.0.jpg", picture(6)),
+        ("c.json", lists([url, None], [None, "its image is lost"])),
+        ("d.json", lists([url, url], [None, None])), ("d.0.jpg", picture(6)), ("d.1.jpg", b"broken"),
+        ("e.json", lists([None], ["alone"])),
+        ("f.json", lists([url] * many, [None] * many)), *((f"f.{i}.jpg", picture(3 * i)) for i in range(many)),
+        ("g.json", lists([None], [""])),
+    ]  # fmt: skip
+    write_tar(tmp_path / "a.tar", members)
+    folder, _ = run("--shards", f"{tmp_path}/a.tar", "--interleaved", "--val-share=0")
+    image, text = tokenizers.picture, tokenizers.text
+    expected = [
+        (*text("one"), *image(picture(2)), *text("two"), *image(picture(4)), 1),
+        (*image(picture(6)), *text("last"), 1),
+        (*text("alone"), 1),
+        (*(i for n in range(many) for i in image(picture(3 * n))), 1),
+    ]
+    assert alike(documents(folder), expected)
+    shuffled = (*(i for n in reversed(range(many)) for i in image(picture(3 * n))), 1)
+    assert not alike(documents(folder), [*expected[:3], shuffled])
+    assert header(folder)["dropped"] == {EMPTY_DOCUMENT: 1, NO_MATCH: 1, UNKNOWN: 1}
+    assert header(folder)["kind"] == "interleaved"
+    # The same archive taken for pairs has none, and says what that may mean.
+    assert "--interleaved" in refused(run, "--shards", f"{tmp_path}/a.tar", out="pairs")
+
+
+def test_text_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers) -> None:
+    texts = [f"document {i}\nof two lines \u2028 größer" for i in range(30)]
+    lines = [
+        json.dumps({"text": t, "source": "s"}, ensure_ascii=i % 2 == 0).encode() for i, t in enumerate(texts)
+    ]
+    odd = [b"", b"{", b"[1]", b'{"text": 3}', b'{"words": "x"}', b'{"text": " "}', b'{"text": "\xff"}',
+           b'{"text": "\\ud800"}', b"[" * 100000]  # fmt: skip
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines[:10], *odd]))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines[10:20]) + b"\n"))
+    (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(b"\r\n".join(lines[20:])))
+    folder, _ = run("--text", f"{tmp_path}/*.jsonl*", "--val-share=0")
+    assert documents(folder) == [(*tokenizers.text(t), 1) for t in texts]
+    record = header(folder)
+    assert record["kind"] == "text"
+    assert record["dropped"] == {NOT_JSON: 3, NO_TEXT: 2, NOT_UNICODE: 2, EMPTY_DOCUMENT: 1}
+    assert record["about"]["examples"][NOT_JSON] == [
+        "a.jsonl: line 12",
+        "a.jsonl: line 13",
+        "a.jsonl: line 19",
+    ]
+    assert sum(s["samples"] for s in record["about"]["shards"]) == 30 + 8
+
+
+@pytest.mark.parametrize("ending", ["gz", "xz", "bz2"])
+def test_a_text_file_that_is_cut_short_or_packed_otherwise(run: Any, tmp_path: Path, ending: str) -> None:
+    import bz2
+
+    pack = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}[ending]
+    random = np.random.default_rng(0)
+    whole = pack(b"".join(b'{"text": "%s"}\n' % random.bytes(40).hex().encode() for _ in range(3000)))
+    path = tmp_path / f"a.jsonl.{ending}"
+    if ending == "bz2":
+        path.write_bytes(whole)
+        assert "packed with bzip2 or zstd" in refused(run, "--text", str(path))
+        return
+    for cut in (len(whole) // 2, len(whole) - 4):
+        path.write_bytes(whole[:cut])
+        assert "a.jsonl" in refused(run, "--text", str(path)) and not (tmp_path / "out/tokens.json").exists()
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 0xFF
+    path.write_bytes(damaged)
+    assert "cannot be read" in refused(run, "--text", str(path))
+    path.write_bytes(whole)
+    assert len(documents(run("--text", str(path))[0])) == 3000
+
+
+def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
+    # The same 40 images in two shards, with other names and captions.
+    for shard in range(2):
+        members = [
+            member
+            for seed in range(40)
+            for key in [f"{'xy'[shard]}{seed}"]
+            for member in (
+                (f"{key}.{field_of(seed)}", picture(seed)),
+                (f"{key}.txt", f"{shard} {seed}".encode()),
+            )
+        ]
+        write_tar(tmp_path / f"{shard}.tar", members)
+    folder, _ = run("--shards", f"{tmp_path}/{{0..1}}.tar", "--val-share=0.3")
+    images = {}
+    for split, store in open_tokens(folder).items():
+        images[split] = [tuple(store[i][:66].tolist()) for i in range(len(store))]
+        assert all(images[split].count(one) == 2 for one in set(images[split]))
+    assert not set(images["train"]) & set(images["val"]) and len(images["train"]) + len(images["val"]) == 80
+    assert 6 <= len(images["val"]) <= 44
+    # A split by position would have torn them apart.
+    first, second = images["train"] + images["val"], images["val"] + images["train"]
+    assert set(first[:30]) & set(second[:30])
+
+
+def cut_short(path: Path) -> bytes:
+    """Cut an archive at the edge of a sample; returns it whole."""
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        edge = tar.getmembers()[12].offset
+    path.write_bytes(whole[:edge])
+    return whole
+
+
+def test_broken_shards_are_named_after_the_others_are_done(run: Any, shards: Path) -> None:
+    expected = content(run(*pattern(shards), out="expected")[0])
+    whole = cut_short(shards / "00001.tar")
+    message = refused(run, *pattern(shards))
+    assert "1 of 4 shards" in message and "00001.tar is cut short" in message and "goes on" in message
+    out = shards.parent / "out"
+    kept = sorted(p.name for p in (out / "unfinished").glob("0*.json"))
+    assert kept == ["00000.json", "00002.json", "00003.json"]
+    with pytest.raises(UserError, match="not finished"):
+        open_tokens(out)
+    # webdataset alone reads the four samples that are left, without a word.
+    assert len(list(wds.WebDataset([str(shards / "00001.tar")], shardshuffle=False))) == 4
+    assert "1 of 4 shards" in refused(run, *pattern(shards))
+    (shards / "00001.tar").write_bytes(whole)
+    folder, said = run(*pattern(shards))
+    assert content(folder) == expected and "going on with 1 of 4 shards" in said
+
+
+def test_the_first_three_broken_shards_are_named(run: Any, shards: Path) -> None:
+    for number in range(4):
+        (shards / f"{number:05d}.tar").write_bytes(b"x" * 3000)
+    message = refused(run, *pattern(shards))
+    assert "4 of 4 shards" in message and "; and 1 more" in message
+    assert "00002.tar" in message and "00003.tar" not in message
+
+
+def test_a_shard_that_changed_is_done_again(run: Any, shards: Path) -> None:
+    whole = cut_short(shards / "00003.tar")
+    refused(run, *pattern(shards))
+    write_tar(shards / "00000.tar", [m for s in range(50, 53) for m in pair(s)])
+    (shards / "00003.tar").write_bytes(whole)
+    folder, said = run(*pattern(shards))
+    assert "going on with 2 of 4" in said and len(documents(folder)) == 30
+    assert content(folder) == content(run(*pattern(shards), out="fresh")[0])
+
+
+@pytest.mark.parametrize("after", range(5))
+def test_interrupted_at_any_shard_and_resumed(
+    run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    expected = content(run(*pattern(shards), out="expected")[0])
+    write, count = tokenize.write_json, 0
+
+    def interrupted(path: Path, value: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > after:
+            raise KeyboardInterrupt
+        write(path, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenize, "write_json", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(*pattern(shards))
+    out = shards.parent / "out"
+    assert not (out / "tokens.json").exists()
+    folder, _ = run(*pattern(shards))
+    assert content(folder) == expected
+
+
+KILLED = """
+import multiprocessing, os, signal, sys
+from mmqk.data import tokenize
+write, done = tokenize.write_json, 0
+def killed(path, value):
+    global done
+    write(path, value)
+    done += path.name[0] == "0"
+    if done == 2:
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+tokenize.write_json = killed
+tokenize.main(sys.argv[1:])
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_killed_in_the_middle_and_resumed_with_other_workers(run: Any, shards: Path, tiny_data: Path) -> None:
+    write_tar(shards / "00002.tar", [m for seed in range(100, 160) for m in pair(seed)])
+    expected = content(run(*pattern(shards), out="expected")[0])
+    out = shards.parent / "out"
+    args = [*pattern(shards), "--out", str(out), "--tokenizers", str(tiny_data / "tokenizers")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    first = subprocess.run(
+        [sys.executable, "-c", KILLED, *args, "--workers=2"], capture_output=True, text=True, env=environment
+    )
+    assert first.returncode == -9, first.stderr
+    assert len(list((out / "unfinished").glob("0*.json"))) == 2 and not (out / "tokens.json").exists()
+    pids = [int(pid) for pid in first.stdout.split()]
+    assert len(pids) == 2
+    for _ in range(600):  # workers do not outlive their parent
+        if not any(map(alive, pids)):
+            break
+        time.sleep(0.1)
+    assert not any(map(alive, pids))
+    _, said = run(*pattern(shards), workers=1)
+    assert "going on with 2 of 4 shards" in said
+    assert content(out) == expected
+
+
+def test_a_worker_that_is_killed_costs_one_shard(
+    run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = content(run(*pattern(shards), out="expected")[0])
+    held = shards / "00002.tar"
+    whole = held.read_bytes()
+    held.unlink()
+    os.mkfifo(held)  # whoever opens it waits
+    take = Progress.__call__
+
+    def kill(self: Progress, shard: Shard | None, message: tuple[str, Any]) -> None:
+        if message[0] == "done" and shard is not None and shard.part == "00001":
+            (worker,) = multiprocessing.active_children()
+            worker.kill()
+        take(self, shard, message)
+
+    monkeypatch.setattr(Progress, "__call__", kill)
+    message = refused(run, *pattern(shards), workers=1)
+    assert "00002.tar lost its worker (signal 9)" in message and "1 of 4 shards" in message
+    held.unlink()
+    held.write_bytes(whole)
+    folder, said = run(*pattern(shards))
+    assert content(folder) == expected and "going on with 1 of 4" in said
+
+
+def test_other_options_for_a_folder_that_was_begun(
+    run: Any, shards: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    whole = cut_short(shards / "00001.tar")
+    refused(run, *pattern(shards))
+    other = tmp_path / "tokenizers"
+    shutil.copytree(tiny_data / "tokenizers", other)
+    (other / "text.json").write_text((other / "text.json").read_text() + "\n")
+    cases = {
+        "--fit (crop, now pad)": ("--fit=pad",),
+        "--val-share (0.01, now 0.5)": ("--val-share=0.5",),
+        "--max-pixels": ("--max-pixels=5",),
+        "--caption-field (None, now txt)": ("--caption-field=txt",),
+        "documents (pair, now interleaved)": ("--interleaved",),
+    }
+    for _ in range(2):  # unfinished, then finished
+        for said, args in cases.items():
+            assert said in refused(run, *pattern(shards), *args)
+        message = refused(run, *pattern(shards, 2))
+        assert "--shards (4 files to 00003.tar, now 3 files to 00002.tar)" in message
+        with pytest.raises(UserError, match="--tokenizers"):
+            tokenize.main([*pattern(shards), "--out", str(tmp_path / "out"), "--tokenizers", str(other)])
+        assert "goes on" in message or "give the same again, or another --out" in message
+        (shards / "00001.tar").write_bytes(whole)
+        folder, said = run(*pattern(shards))
+    assert "is finished: train" in said
+    before = content(folder)
+    run(*pattern(shards), workers=3)  # the number of workers is nobody's business; none is started
+    assert content(folder) == before
+
+
+def test_nothing_usable_is_an_error(run: Any, tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [(f"{i}.txt", b"x") for i in range(12)])
+    message = refused(run, "--shards", f"{tmp_path}/a.tar")
+    assert "all 12 samples were dropped (no image file: 12; such as a.tar: 0)" in message
+    write_tar(tmp_path / "b.tar", [])
+    assert "hold no samples" in refused(run, "--shards", f"{tmp_path}/b.tar")
+    write_tar(tmp_path / "c.tar", pair(0))
+    assert len(documents(run("--shards", f"{tmp_path}/c.tar")[0])) == 1  # the folder is free for it
+
+
+def test_shares_of_val(run: Any, shards: Path) -> None:
+    folder, said = run(*pattern(shards), "--val-share=1e-9")
+    assert "no document was held out" in said and len(open_tokens(folder)["val"]) == 0
+    assert "no document" not in run(*pattern(shards), "--val-share=0", out="none")[1]
+    assert len(open_tokens(folder)["train"]) == 36
+
+
+def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = documents(run(*pattern(shards), out="whole")[0])
+    monkeypatch.setattr(tokenize_worker, "TOKENS_A_FILE", 200)
+    monkeypatch.setattr(tokenize_worker, "IMAGES_A_BATCH", 2)
+    folder, _ = run(*pattern(shards))
+    assert alike(documents(folder), expected)
+    names = [part["name"] for part in header(folder)["splits"]["train"]]
+    assert "00000_000001" in names and len(names) > 8
+    # A further file of an attempt that did not end is not taken for one of the next.
+    out = shards.parent / "again"
+    shutil.copytree(folder, out)
+    (out / "tokens.json").unlink()
+    (out / "unfinished").mkdir()
+    monkeypatch.undo()
+    run(*pattern(shards), out="again")
+    assert documents(out) == expected and len(header(out)["splits"]["train"]) == 4
+
+
+def test_mistakes_are_one_sentence(run: Any, shards: Path, tmp_path: Path) -> None:
+    text = ("--text", str(shards / "00000_stats.json"))
+    assert "--shards" in refused(run) and "--text" in refused(run, *pattern(shards), *text)
+    assert "give a share" in refused(run, *pattern(shards), "--val-share=1")
+    assert "give a share" in refused(run, *pattern(shards), "--val-share=nan")
+    assert "give 0 or more" in refused(run, *pattern(shards), workers=-1)
+    assert "--max-pixels is 0" in refused(run, *pattern(shards), "--max-pixels=0")
+    assert "--max-pixels is 9999999999" in refused(run, *pattern(shards), "--max-pixels=9999999999")
+    for flag in ("--interleaved", "--fit=pad", "--caption-field=x"):
+        assert "is for --shards" in refused(run, *text, flag)
+    assert "is for pairs" in refused(run, *pattern(shards), "--interleaved", "--caption-field=x")
+    assert "00004.tar, which does not exist" in refused(run, *pattern(shards, 4))
+    assert "compressed" not in refused(run, "--shards", str(shards / "00000_stats.json"))
+    with pytest.raises(UserError, match="tokenizer file"):
+        tokenize.main([*pattern(shards), "--out", str(tmp_path / "o"), "--tokenizers", str(tmp_path)])
+    assert not (tmp_path / "o").exists()
+    (tmp_path / "out2").mkdir()
+    (tmp_path / "out2" / "thesis.doc").touch()
+    assert "is no token folder" in refused(run, *pattern(shards), out="out2")
+    (tmp_path / "file").touch()
+    assert "is no token folder" in refused(run, *pattern(shards), out="file")
+    assert "cannot be written" in refused(run, *pattern(shards), out="file/below")
+
+
+def test_a_full_disk_is_no_broken_shard(run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenize_worker.TokenWriter, "add_part", full)
+        message = refused(run, *pattern(shards))
+    assert "out cannot be written (No space left on device)" in message
+    assert len(documents(run(*pattern(shards))[0])) == 36
+
+
+def test_two_at_once(run: Any, shards: Path) -> None:
+    cut_short(shards / "00001.tar")
+    refused(run, *pattern(shards))
+    lock = shards.parent / "out/unfinished/lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, sys\nf = open(sys.argv[1], 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\n"
+         "print('held', flush=True)\nsys.stdin.read()", str(lock)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+    assert "another process is writing" in refused(run, *pattern(shards))
+    holder.communicate()
+    assert "1 of 4 shards" in refused(run, *pattern(shards))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_line() -> None:
+    a, b = Shard("00000", Path("a")), Shard("00001", Path("b"))
+    for stream in (Terminal(), io.StringIO()):
+        progress = Progress({"00000": 1000, "00001": 3000}, 4, 2, 500, 7, stream)
+        assert progress.line(0.0) == "2 of 4 shards · starting"
+        progress(a, ("ready", None))
+        assert progress.line(9e9) == "2 of 4 shards · starting"
+        progress(a, ("progress", (100, 2, 0.5)))
+        began = progress._began
+        assert began is not None
+        # 500 of 4,000 bytes in 10 s: 70 s for the rest.
+        line = "2 of 4 shards · 600 samples · 10 samples/s · 9 dropped · about 1:10 left"
+        assert progress.line(began + 10) == line
+        progress(a, ("done", {"samples": 150, "dropped": {"x": 3}}))
+        progress(b, ("broken", "b is broken"))
+        line = "3 of 4 shards · 650 samples · 15 samples/s · 10 dropped · 1 unreadable · about 0:00 left"
+        assert progress.line(began + 10) == line
+        progress(None, ("tick", None))
+        progress.close()
+        assert ("\r\x1b[K" in stream.getvalue()) == stream.isatty()
+    assert stream.getvalue() == ""  # nothing yet for a log file: the first line comes after ten seconds

@@ -1,0 +1,275 @@
+"""What the tokenizers are trained on: images and captions of tars, of folders, and documents."""
+
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import re
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmqk.data.shards import read_pairs, read_text
+from mmqk.data.tokenize_worker import split_of
+from mmqk.store import UserError
+from mmqk.tokenizers.choice import Choice, spread
+from mmqk.tokenizers.documents import Documents
+from mmqk.tokenizers.source import Folder, Tars, open_source
+
+SIZES = ((37, 91), (200, 64), (64, 64), (300, 30), (5, 7))
+
+
+def encoded(pixels: np.ndarray, form: str, **flags) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, form, **flags)
+    return file.getvalue()
+
+
+def noise(number: int, width: int = 64, height: int = 64) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def plain(number: int) -> tuple[dict[str, bytes], bytes]:
+    """A sample whose image of 64 px comes back bit for bit, and the bytes of its image file."""
+    file = encoded(noise(number), "png")
+    return {"png": file, "txt": f"caption {number}".encode(), "json": b'{"width": 64}'}, file
+
+
+def write_tar(path, samples: dict[str, dict[str, bytes]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for key, fields in samples.items():
+            for name, content in fields.items():
+                member = tarfile.TarInfo(f"{key}.{name}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def write_shards(folder, shards: int, samples: int) -> str:
+    """Shards of plain samples, number k of shard s being image 1000 s + k; the pattern that names them."""
+    folder.mkdir(exist_ok=True)
+    for s in range(shards):
+        content = {f"{s:05d}{k:04d}": plain(1000 * s + k)[0] for k in range(samples)}
+        write_tar(folder / f"{s:05d}.tar", content)
+    return str(folder / f"{{00000..{shards - 1:05d}}}.tar")
+
+
+def held_out(file: bytes, share: float) -> bool:
+    """The rule in other words: the first 16 hex digits of the hash, as a fraction of all such numbers."""
+    return int(hashlib.sha256(file).hexdigest()[:16], 16) < share * 16**16
+
+
+def rows(images) -> list[bytes]:
+    return [image.permute(1, 2, 0).numpy().tobytes() for image in images]
+
+
+def test_every_image_of_a_tar_is_in_its_split(tmp_path):
+    pattern = write_shards(tmp_path / "s", 3, 8)
+    numbers = [1000 * s + k for s in range(3) for k in range(8)]
+    sides = {n: held_out(plain(n)[1], 0.3) for n in numbers}
+    assert {split_of(plain(n)[1], 0.3) == "val" for n in numbers if sides[n]} == {True}
+    assert {split_of(plain(n)[1], 0.3) == "val" for n in numbers if not sides[n]} == {False}
+    images = open_source([pattern], Choice(val_share=0.3)).images(64)
+    assert rows(images.train_BCHW) == [noise(n).tobytes() for n in numbers if not sides[n]]
+    assert sorted(rows(images.val_BCHW)) == sorted(noise(n).tobytes() for n in numbers if sides[n])
+    assert images.account == "24 samples read"
+    # the split is a property of the image: the shards in another order, and some of them alone
+    backwards = Tars([str(tmp_path / "s" / f"{s:05d}.tar") for s in (2, 0)], Choice(val_share=0.3)).images(64)
+    assert set(rows(backwards.val_BCHW)) < set(rows(images.val_BCHW))
+    other = Tars([pattern], Choice(val_share=0.6)).images(64)  # control
+    assert len(other.val_BCHW) > len(images.val_BCHW)
+
+
+def test_copies_of_an_image_fall_on_one_side(tmp_path):
+    files = [plain(n)[1] for n in range(8)]
+    for s in range(2):
+        write_tar(
+            tmp_path / f"{s}.tar", {f"{s}{k}": {"png": f, "txt": b"a word"} for k, f in enumerate(files)}
+        )
+    images = Tars([str(tmp_path / "*.tar")], Choice(val_share=0.5)).images(64)
+    train, val = set(rows(images.train_BCHW)), set(rows(images.val_BCHW))
+    assert (len(images.train_BCHW), len(images.val_BCHW)) == (2 * len(train), 2 * len(val))
+    assert train and val and not train & val
+
+
+def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path):
+    good = {f"{i}": {"jpg": encoded(noise(i, *s), "jpeg"), "txt": b"words"} for i, s in enumerate(SIZES)}
+    gray = noise(7)[:, :, 0]
+    alpha = np.dstack([noise(8), np.full((64, 64), 9, np.uint8)])
+    good |= {"g": {"png": encoded(gray, "png"), "txt": b"words"}}
+    good |= {"a": {"webp": encoded(alpha, "webp"), "json": b'{"caption": "words"}'}}
+    bad = {
+        "cut": {"jpg": good["0"]["jpg"][:300], "txt": b"words"},
+        "no": {"txt": b"words"},
+        "mute": {"jpg": good["0"]["jpg"]},
+        "text": {"jpg": b"<html>", "txt": b"words"},
+    }
+    write_tar(tmp_path / "a.tar", good | bad)
+    images = Tars([str(tmp_path / "a.tar")], Choice(val_share=0.4)).images(32)
+    taken = len(images.train_BCHW) + len(images.val_BCHW)
+    assert images.train_BCHW.shape[1:] == (3, 32, 32) and taken == len(good)
+    assert images.account.startswith(f"{len(good) + len(bad)} samples read, {len(bad)} dropped (")
+    assert sum(map(int, re.findall(r": (\d+)", images.account))) == len(bad)
+    for reason in ("no image file: 1", "no caption: 1", "image cannot be decoded: 1", "known format: 1"):
+        assert reason in images.account
+
+
+def test_the_choice_is_spread_over_all_shards_and_always_the_same(tmp_path):
+    pattern = write_shards(tmp_path / "s", 5, 8)
+    place = {noise(1000 * s + k).tobytes(): (s, k) for s in range(5) for k in range(8)}
+
+    def chosen(most: int) -> list[tuple[int, int]]:
+        images = Tars([pattern], Choice(images=most, val_share=0.5)).images(64)
+        assert images.account == f"{most} of 40 samples read"
+        return sorted(place[row] for split in (images.train_BCHW, images.val_BCHW) for row in rows(split))
+
+    first = chosen(10)
+    assert first == chosen(10)
+    assert [s for s, _ in first] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    # not the same places of every shard, as a fixed step would have it
+    assert len({tuple(k for t, k in first if t == s) for s in range(5)}) > 1
+    assert len(chosen(39)) == 39
+
+
+@pytest.mark.parametrize(("total", "most"), [(10, 10), (9, 10), (1, 1), (0, 5)])
+def test_all_are_taken_if_there_is_room(total, most):
+    assert spread(total, most).tolist() == list(range(total))
+
+
+@pytest.mark.parametrize(("total", "most"), [(11, 10), (1000, 7), (10**9, 20_000)])
+def test_one_is_taken_of_each_equal_part(total, most):
+    places = spread(total, most)
+    assert len(places) == most
+    parts = np.arange(most)
+    assert (places >= parts * total // most).all() and (places < (parts + 1) * total // most).all()
+    if total > 3 * most:  # control: not a fixed step
+        assert len(set(np.diff(places).tolist())) > 1
+
+
+def test_captions_of_tars_are_those_of_training_images(tmp_path):
+    pattern = write_shards(tmp_path / "s", 2, 10)
+    numbers = [1000 * s + k for s in range(2) for k in range(10)]
+    captions, said = Tars([pattern], Choice(val_share=0.3)).captions()
+    assert captions == [f"caption {n}" for n in numbers if not held_out(plain(n)[1], 0.3)]
+    assert 0 < len(captions) < 20 and said == "20 samples read"
+    few, said = Tars([pattern], Choice(val_share=0.3, captions=6)).captions()
+    assert set(few) < set(captions) and said == "6 of 20 samples read"
+    with pytest.raises(UserError, match="no captions to learn from"):
+        Tars([pattern], Choice(caption_field="title")).captions()
+
+
+def test_interleaved_documents_give_an_image_each_and_all_their_texts(tmp_path):
+    documents = {}
+    for d in range(12):
+        lists = {"images": ["a", None, "b"], "texts": [None, f"text {d}", None]}
+        documents[f"{d}"] = {"json": json.dumps(lists).encode(), "0.png": plain(2 * d)[1]}
+        documents[f"{d}"]["1.png"] = plain(2 * d + 1)[1]
+    write_tar(tmp_path / "a.tar", documents)
+    source = Tars([str(tmp_path / "a.tar")], Choice(val_share=0.4))
+    images = source.images(64)
+    val = [d for d in range(12) if held_out(documents[f"{d}"]["json"], 0.4)]
+    assert (len(images.train_BCHW), len(images.val_BCHW)) == (12 - len(val), len(val)) and 0 < len(val) < 12
+    number = {noise(n).tobytes(): n for n in range(24)}
+    taken = [number[row] for split in (images.train_BCHW, images.val_BCHW) for row in rows(split)]
+    assert sorted(n // 2 for n in taken) == list(range(12)) and {n % 2 for n in taken} == {0, 1}
+    assert sorted(number[row] // 2 for row in rows(images.val_BCHW)) == val
+    assert source.captions()[0] == [f"text {d}" for d in range(12) if d not in val]
+
+
+@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
+def test_a_share_that_leaves_a_split_empty_names_one_that_does_not(tmp_path, share):
+    pattern = write_shards(tmp_path / "s", 1, 12)
+    with pytest.raises(UserError, match="give more images or --val-share") as fault:
+        Tars([pattern], Choice(val_share=share)).images(64)
+    advised = float(re.findall(r"--val-share ([0-9.e-]+\d)", str(fault.value))[0])
+    images = Tars([pattern], Choice(val_share=advised)).images(64)
+    assert len(images.val_BCHW) >= 1 and len(images.train_BCHW) >= 1
+
+
+def test_shards_that_cannot_be_used_are_one_sentence(tmp_path):
+    write_tar(tmp_path / "bad.tar", {f"{i}": {"jpg": b"no", "txt": b"words"} for i in range(3)})
+    with pytest.raises(UserError, match=r"no image that can be used \(3 samples read, 3 dropped"):
+        Tars([str(tmp_path / "bad.tar")], Choice()).images(64)
+    write_shards(tmp_path / "s", 1, 3)
+    whole = (tmp_path / "s" / "00000.tar").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"cut\.tar is cut short"):
+        open_source(str(tmp_path / "cut.tar")).images(64)
+    with pytest.raises(UserError, match=r"00001\.tar, which does not exist"):
+        open_source([str(tmp_path / "s" / "{00000..00007}.tar")])
+    with pytest.raises(UserError, match=r"has no manifest.json: name its files, such as .*\*\.tar"):
+        open_source(tmp_path / "s")
+    with pytest.raises(UserError, match=r"nowhere.manifest\.json is missing"):
+        open_source(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="GB: give a lower --images"):
+        open_source(str(tmp_path / "s" / "00000.tar")).images(2**22)
+
+
+def test_a_folder_is_read_whole_and_in_order_or_spread(small_data):
+    source = open_source(small_data / "pairs")
+    assert isinstance(source, Folder)
+    pairs = {split: list(read_pairs(small_data / "pairs", split)) for split in ("train", "val")}
+    images = source.images(64)
+    assert rows(images.train_BCHW) == [pair.image.tobytes() for pair in pairs["train"]]
+    assert rows(images.val_BCHW) == [pair.image.tobytes() for pair in pairs["val"]]
+    assert images.account == "" and source.captions() == ([pair.caption for pair in pairs["train"]], "")
+    few = Folder(small_data / "pairs", Choice(images=8, captions=5))
+    train = rows(few.images(64).train_BCHW)
+    places = [[pair.image.tobytes() for pair in pairs["train"]].index(row) for row in train]
+    assert len(train) == 8 and places == sorted(places) and [p // 3 for p in places] == list(range(8))
+    assert few.images(64).account == "14 of 30 images read"
+    assert len(few.captions()[0]) == 5 and few.captions()[1] == "5 of 24 captions read"
+
+
+def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
+    texts = [f"document {i} – naïve" for i in range(40)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(lines))
+    expected = [text for text in texts if not held_out(text.encode(), 0.25)]
+    assert 0 < len(expected) < 40
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "?.jsonl"):
+        found, said = Documents(str(tmp_path / name), Choice(val_share=0.25)).read()
+        assert (found, said) == (expected, f"{len(expected)} documents read")
+    assert Documents("").read() == ([], "") and Documents([""]).identity() == ""
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
+    with pytest.raises(UserError, match=r"cut\.jsonl\.gz is cut short"):
+        Documents(str(tmp_path / "cut.jsonl.gz")).read()
+    with pytest.raises(UserError, match="names no file"):
+        Documents(str(tmp_path / "*.ndjson"))
+    with pytest.raises(UserError, match=r"manifest\.json is missing"):
+        Documents(tmp_path / "nowhere")
+
+
+def test_lines_that_cannot_be_used_are_counted(tmp_path):
+    lines = [b'{"text": "a whole document"}', b"{", b"[]", b'{"text": 3}', b'{"text": " "}', b"", b"\xff"]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    found, said = Documents(str(tmp_path / "a.jsonl"), Choice(val_share=1e-9)).read()
+    assert found == ["a whole document"]
+    assert said.startswith("1 documents read, 5 dropped (")
+    assert sum(map(int, re.findall(r": (\d+)", said))) == 5
+    (tmp_path / "b.jsonl").write_bytes(b"{}\n[]\n")
+    with pytest.raises(UserError, match=r'has no documents .*a field "text"'):
+        Documents(str(tmp_path / "b.jsonl")).read()
+
+
+def test_a_bound_on_characters_takes_the_beginning_of_every_file(tmp_path):
+    for name in "abcd":
+        lines = [json.dumps({"text": f"{name}{i:09d}"}) for i in range(50)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    pattern = str(tmp_path / "{a,b,c,d}.jsonl")
+    found, said = Documents(pattern, Choice(val_share=1e-9, characters=400)).read()
+    assert [sum(text.startswith(name) for text in found) for name in "abcd"] == [10] * 4
+    assert said == "40 documents read, of 4 of 4 files the beginning only (--characters)"
+    assert len(Documents(pattern, Choice(val_share=1e-9)).read()[0]) == 200  # control
+
+
+def test_documents_of_a_folder_are_its_train_split(small_data):
+    folder = small_data / "text"
+    whole = list(read_text(folder, "train"))
+    assert Documents(folder).read() == (whole, "")
+    half, said = Documents(folder, Choice(characters=sum(map(len, whole)) // 2)).read()
+    assert 11 <= len(half) <= 12 and set(half) < set(whole) and said == f"{len(half)} of 24 documents read"

@@ -1,0 +1,98 @@
+"""Codebooks and grids other than the shipped ones: 16x16 of 8,192 at 64 px and at 256 px."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig
+from mmqk.tokenizers.source import images_at_once
+
+pytest.importorskip("vector_quantize_pytorch")
+pytest.importorskip("lightning")
+
+from mmqk.tokenizers.vq import VQTrainingConfig, train_image_tokenizer, vector_quantizer  # noqa: E402
+
+FLAGS = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+LARGE = ImageTokenizerConfig(grid=16, codes=8192, code_dim=16, decoder_width=8, decoder_depth=1)
+
+
+def pictures(number: int, size: int = 64) -> torch.Tensor:
+    """Smooth noise, so that no two places of an image look the same."""
+    coarse = torch.rand(number, 3, size // 8, size // 8, generator=torch.Generator().manual_seed(number))
+    smooth = torch.nn.functional.interpolate(coarse, size=size, mode="bicubic").clamp(0, 1)
+    return (smooth * 255).byte()
+
+
+def test_16x16_of_8192_is_trained_and_survives_the_file(tmp_path):
+    images, held_out = pictures(32), pictures(3)
+    training = VQTrainingConfig(steps=2, batch_size=32, shift=2)
+    trained = train_image_tokenizer(images, held_out, LARGE, training, val_check_interval=2, **FLAGS)
+    x = held_out.float() / 255
+    codes = trained.encode(x)
+    assert codes.shape == (3, 256) and codes.dtype == torch.int64
+    assert 0 <= codes.min() and codes.max() < 8192 and codes.unique().numel() > 100
+    again = trained.decode(codes)
+    assert again.shape == x.shape and again.dtype == torch.float32
+    # the codebook holds as many vectors as it says
+    assert trained.codebook_VD.unique(dim=0).shape[0] > 0.9 * 8192
+
+    (tmp_path / "image.safetensors").write_bytes(trained.to_bytes())
+    loaded = ImageTokenizer.load(tmp_path)
+    assert loaded.config == LARGE and loaded.to_bytes() == trained.to_bytes()
+    torch.testing.assert_close(loaded.decode(codes), again, rtol=1e-2, atol=1e-2)
+    # fp16 moves vectors that lie half-way between two codes; a code's own vector stays its own
+    own = loaded.codebook_VD[codes[0]].T[None, :, None]
+    assert torch.equal(loaded.codebook_VD[loaded.quantise(own)[0]], loaded.codebook_VD[codes[0]])
+    wrong = (codes + 4096) % 8192  # control
+    assert (loaded.decode(wrong) - again).abs().max() > 1e-2
+
+
+def test_256_px_at_a_stride_of_16_with_fewer_vectors_than_codes():
+    config = replace(LARGE, image_size=256, decoder_width=16)
+    training = VQTrainingConfig(steps=1, batch_size=1, shift=8)
+    assert training.vectors(config) == 256 < config.codes
+    trained = train_image_tokenizer(
+        pictures(2, 256), pictures(1, 256), config, training, val_check_interval=1, **FLAGS
+    )
+    x = pictures(1, 256).float() / 255
+    codes = trained.encode(x)
+    assert codes.shape == (1, 256) and trained.decode(codes).shape == (1, 3, 256, 256)
+    assert codes.unique().numel() > 1
+
+
+def test_the_default_replaces_codes_as_the_shipped_tokenizer_did():
+    assert VQTrainingConfig().dead_count(ImageTokenizerConfig()) == 2.0
+    assert VQTrainingConfig().dead_count(ImageTokenizerConfig(codes=16)) == 2.0
+    assert VQTrainingConfig().dead_count(ImageTokenizerConfig(grid=16, codes=8192)) == 0.5
+    assert VQTrainingConfig(batch_size=128).dead_count(ImageTokenizerConfig(codes=8192)) == 0.5
+
+
+def test_codes_that_are_used_alike_are_not_replaced():
+    # As many vectors as codes, all far apart: every code has a count of 1.
+    config = ImageTokenizerConfig(codes=64, code_dim=8)
+    z = 10 * torch.randn(1, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def assignments(training: VQTrainingConfig) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        quantizer = vector_quantizer(config, training).train()
+        return [quantizer(z)[1].flatten() for _ in range(6)]
+
+    kept = assignments(VQTrainingConfig(batch_size=1))
+    assert kept[-1].unique().numel() > 0.9 * 64
+    assert all((one == other).float().mean() > 0.9 for one, other in itertools.pairwise(kept[1:]))
+    # control: a bound that fits the shipped codebook replaces every code of this one at every step
+    lost = assignments(VQTrainingConfig(batch_size=1, dead_share=100.0))
+    assert all((one == other).float().mean() < 0.5 for one, other in itertools.pairwise(lost[1:]))
+
+
+@pytest.mark.parametrize(("size", "grid"), [(64, 8), (64, 16), (256, 16), (256, 8), (512, 16), (1024, 128)])
+def test_memory_of_a_look_at_the_held_out_images_has_a_bound(size, grid):
+    for codes in (2, 512, 8192, 65536):
+        config = ImageTokenizerConfig(image_size=size, grid=grid, codes=codes)
+        at_once = images_at_once(config)
+        assert at_once >= 1
+        # 4 bytes a distance, 4 a channel and pixel
+        assert at_once == 1 or (at_once * grid**2 * codes <= 2**25 and at_once * size**2 <= 2**20)
+    assert images_at_once(ImageTokenizerConfig()) == 256  # what the shipped page was made with
