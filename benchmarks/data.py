@@ -21,10 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mmqk.data.config import DataConfig
 from mmqk.data.dial import Dial, DialConfig
 from mmqk.data.images import load_image
 from mmqk.data.manifest import checked_shards
-from mmqk.data.module import DataConfig, MicroBatches, TokenDataModule
+from mmqk.data.module import MicroBatches, TokenDataModule
 from mmqk.data.online import open_online
 from mmqk.data.samples import pair_of
 from mmqk.data.tars import index_tar

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
-from mmqk.data.module import DataConfig, data_identity, layout
+from mmqk.data.config import DataConfig, data_identity, layout
 from mmqk.model import BACKENDS, ModelConfig, check_backend
 from mmqk.monitors import MonitorConfig
 from mmqk.store import UserError, flatten, identity_hash

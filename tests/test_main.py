@@ -19,6 +19,8 @@ REQUIRED = {
     "mmqk.ablate": ["--config", "grid.yaml"],
     "mmqk.report": ["runs/demo"],
     "mmqk.data.manifest": ["folder"],
+    "mmqk.data.ids": ["--train=a", "--blocks=text=9", "--out=b"],
+    "mmqk.data.tokenize": ["--shards=a", "--out=b"],
     "mmqk.tokenizers.caption_gain": ["--run", "runs/demo"],
 }
 

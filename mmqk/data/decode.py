@@ -12,10 +12,9 @@ import torch
 from PIL import Image
 
 from mmqk.data.images import Dropped, load_image
-from mmqk.data.manifest import load_manifest
+from mmqk.data.manifest import MANIFEST, load_manifest
 from mmqk.data.samples import pair_of
 from mmqk.data.tars import TarIndex, index_tar
-from mmqk.data.tokens import is_token_folder
 from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 
 BROKEN_CHARACTER = "\ufffd"
@@ -77,13 +76,14 @@ class Originals:
     """The images of a folder of image+caption shards, by the number of the pair.
 
     Args:
-        folder: shards with their manifest; of a token folder there are no originals to be had.
+        folder: shards with their manifest; of anything else there are no originals to be had.
         split: of the manifest.
     """
 
     def __init__(self, folder: Path | str, split: str = "train") -> None:
         self._folder = Path(folder)
-        self._shards = [] if is_token_folder(folder) else load_manifest(folder).splits.get(split, ())
+        whole = (Path(folder) / MANIFEST).exists()
+        self._shards = load_manifest(folder).splits.get(split, ()) if whole else ()
         self._first = np.cumsum([0, *(shard.samples for shard in self._shards)])
         self._open: dict[int, TarIndex] = {}
 

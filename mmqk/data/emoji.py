@@ -15,8 +15,8 @@ from typing import Any
 from PIL import Image
 
 from mmqk.data.captions import Annotations, Caption, WordNet, caption
-from mmqk.data.manifest import Manifest, write_manifest
 from mmqk.data.images import on_white
+from mmqk.data.manifest import Manifest, write_manifest
 from mmqk.data.shards import IMAGE_SIZE, write_shard
 from mmqk.data.sources import SOURCES, read_members
 from mmqk.store import UserError

@@ -19,7 +19,8 @@ from mmqk.data.decode import Decoder, Originals, Pictures
 from mmqk.data.inspect_tables import dial_rows, percent, statistics_rows, step_rows, table_lines
 from mmqk.data.mix import CYCLE
 from mmqk.data.module import TokenDataModule
-from mmqk.data.reading import WINDOW, Content, contents, read, record
+from mmqk.data.order import Content
+from mmqk.data.reading import WINDOW, read, record
 from mmqk.data.views import SequenceView, Viewer
 
 LARGEST_PAGE = 5_000_000
@@ -156,7 +157,7 @@ def _sequences(
     batch = data.builder.batch([order.row(i) for i in range(shown)], documents=True)
     sequences = []
     for index in range(shown):
-        held = contents(order, index)
+        held = order.contents(index)
         images: dict[int, Image.Image | None] = {}
         if originals is not None and decoder is not None:
             images = {
@@ -223,5 +224,9 @@ def _template(name: str) -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"percent": percent, "number": number, "thousands": "{:,}".format}
+    environment.filters |= {"percent": percent, "number": number, "thousands": _thousands}
     return environment.get_template(name)
+
+
+def _thousands(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"

@@ -1,8 +1,9 @@
 """Which sample stands at which place: a pure function of (weights, seed, index).
 
-A *slot cycle* of 240 places holds every kind in its exact proportion, shuffled anew for each cycle, so that
-mixture weights are met over any few hundred samples and not only on average. The n-th draw of a kind is the
-n-th item of that kind's own shuffled epochs, so changing one weight leaves each kind's own order alone.
+A *slot cycle* of 240 places holds every kind in its exact proportion and evenly spread, in an order drawn anew
+for each cycle, so that any stretch of samples holds each kind to within a few of its share. The n-th draw of a
+kind is the n-th item of that kind's own shuffled epochs, so changing one weight leaves each kind's own order
+alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ class Draw(NamedTuple):
 
     slot: str
     nth: int
+
+
+def kind_of(slot: str) -> str:
+    """The kind in ``data.mix`` that a slot belongs to."""
+    return "pair" if slot in SLOTS[:2] else slot
 
 
 def random_stream(*key: int) -> np.random.Generator:
@@ -72,11 +78,15 @@ class Mixture:
                     f"data.mix gives '{slot}' less than one place in {CYCLE}: raise it or set it to 0."
                 )
         self.seed = seed
-        self._slots = np.repeat(np.arange(len(SLOTS)), [counts[s] for s in SLOTS])
+        self._counts = np.array([counts[s] for s in SLOTS])
+        self._slots = np.repeat(np.arange(len(SLOTS)), self._counts)
+        self._kth = np.concatenate([np.arange(n) for n in self._counts])
         self._cycle = lru_cache(maxsize=64)(self._make_cycle)
 
     def _make_cycle(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
-        slots = random_stream(self.seed, 0, cycle).permutation(self._slots)
+        # The k-th of a kind's c places falls somewhere in the k-th c-th of the cycle.
+        where = (self._kth + random_stream(self.seed, 0, cycle).random(CYCLE)) / self._counts[self._slots]
+        slots = self._slots[np.argsort(where, kind="stable")]
         # Both orders of a pair draw from the one stream of pairs.
         source = np.where(slots <= 1, 0, slots)
         nth = np.empty(CYCLE, dtype=np.int64)

@@ -35,6 +35,7 @@ class OnlinePairs:
 
     kind = "pair"
     lengths_N = None
+    tokens = None
 
     def __init__(self, shards: Sequence[TarIndex], samples_N2: np.ndarray, tokenizers: Path) -> None:
         self.shards, self.samples_N2, self.tokenizers = shards, samples_N2, tokenizers

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from mmqk.data.dial import Dial
-from mmqk.data.mix import Epochs, Mixture, random_stream
+from mmqk.data.mix import Epochs, Mixture, kind_of, random_stream
 from mmqk.data.packing import Packing
 from mmqk.data.sequences import Row, SequenceBuilder, joined, pieces
 
 # Streams of random numbers of a seed, by what they order; 0 is the mixture's.
 DIAL_CHUNK = 64
 PAIRS, TEXT, IMAGES, TEXT_OFFSET, INTERLEAVED, TOKENS, TEXT_DOCUMENTS = range(1, 8)
+
+
+@dataclass(frozen=True)
+class Content:
+    """One document of a row: tokens ``start`` to ``end`` of document ``item`` of a source of kind ``kind``."""
+
+    kind: str
+    item: int
+    start: int
+    end: int
 
 
 class Windows:
@@ -26,6 +37,9 @@ class Windows:
         counts = [max(0, len(part) // self.length - 1) for part in builder.stores[kind].parts]
         self._first = np.cumsum([0, *counts])
         self._epochs = Epochs(int(self._first[-1]), seed, stream=TEXT)
+
+    def __len__(self) -> int:
+        return self._epochs.n
 
     def row(self, nth: int) -> Row:
         epoch, item = self._epochs.item(nth)
@@ -41,6 +55,9 @@ class Single:
     def __init__(self, n: int, seed: int, stream: int) -> None:
         self._epochs = Epochs(n, seed, stream)
 
+    def __len__(self) -> int:
+        return self._epochs.n
+
     def items(self, nth: int) -> list[int]:
         return [self._epochs.item(nth)[1]]
 
@@ -50,6 +67,9 @@ class Packed:
 
     def __init__(self, lengths_N: np.ndarray, room: int, seed: int, stream: int) -> None:
         self.packing = Packing(lengths_N, room, seed, stream)
+
+    def __len__(self) -> int:
+        return len(self.packing)
 
     def items(self, nth: int) -> list[int]:
         return self.packing.row(nth).tolist()
@@ -148,6 +168,23 @@ class TrainingOrder:
         """Share of padding in the rows of each kind that is packed."""
         return {k: o.packing.padding for k, o in self._orders.items() if isinstance(o, Packed)}
 
+    @property
+    def rows_of_an_epoch(self) -> dict[str, int]:
+        """Sequences in one pass over each kind; the dial, which has no end, is left out."""
+        orders = {**self._orders, **({} if self._windows is None else {"text": self._windows})}
+        return {kind: len(order) for kind, order in orders.items()}
+
+    def contents(self, index: int) -> list[Content]:
+        """Which documents stand in row ``index``, in order; none for a window of the text and for the dial."""
+        slot, nth = self.mixture.draw(index)
+        kind = kind_of(slot)
+        if kind not in self._orders:
+            return []
+        items = self._orders[kind].items(nth)
+        if kind in self._pieces:
+            return [Content(kind, *self._pieces[kind][item].tolist()) for item in items]
+        return [Content(kind, item, 0, len(self.builder.stores["pair"][item])) for item in items]
+
     def row(self, index: int) -> Row:
         """The sequence at place ``index``, at most ``seq_len`` long."""
         slot, nth = self.mixture.draw(index)
@@ -155,7 +192,7 @@ class TrainingOrder:
             return self._windows.row(nth)
         if slot == "dial" and self._dial is not None:
             return self._dial.row(nth)
-        kind = "pair" if slot in ("image_first", "caption_first") else slot
+        kind = kind_of(slot)
         return joined([self._item(slot, kind, item) for item in self._orders[kind].items(nth)])
 
     def _item(self, slot: str, kind: str, item: int) -> Row:

@@ -1,7 +1,6 @@
 """Packing: which documents share a row, so that rows are full.
 
-The lengths alone decide which lengths go together, once, by best fit on the decreasing lengths; a seed and an
-epoch decide which documents of each length those are, and in which order the rows come. So every epoch has the
+The lengths alone decide which lengths go together, once; a seed and an epoch decide which documents of each length those are, and in which order the rows come. So every epoch has the
 same number of rows, each document stands in exactly one of them, and any row can be asked for by its number.
 """
 
@@ -14,8 +13,16 @@ import numpy as np
 from mmqk.data.mix import random_stream
 
 
+# A combination of lengths is used for at most one in so many of the rows that it could fill: the more, the less
+# alike are the rows.
+VARIETY = 16
+
+
 def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
-    """Lengths that share a row, row by row: best fit on decreasing lengths (each row filled as far as it goes).
+    """Lengths that share a row, row by row: by chance while there is much room, and then by best fit.
+
+    Best fit alone (as in Ding et al., 2404.10830) would put documents of equal length together, and these are
+    alike: two in three rows of the shipped pairs would hold captions of one length.
 
     Args:
         lengths_N: of the documents, each 1 to room.
@@ -23,30 +30,44 @@ def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
 
     Returns:
         For every row the lengths in it, whose sum is at most ``room``; all of them together are ``lengths_N``.
+        They follow from the arguments alone.
+
+    Raises:
+        ValueError: a length is beyond ``room``.
     """
     counts = np.bincount(lengths_N, minlength=room + 1)
     if len(counts) > room + 1:
         raise ValueError(f"a document of {len(counts) - 1} tokens is longer than a row of {room}.")
-    # The lengths that are left, in a form that finds the largest one up to a limit.
-    left = [n for n in range(1, room + 1) if counts[n]]
+    random = random_stream(0)
     rows: list[np.ndarray] = []
-    while left:
-        space, row = room, []
-        while left and (place := int(np.searchsorted(left, space, side="right")) - 1) >= 0:
-            n = left[place]
-            fits = min(int(counts[n]), space // n)
-            row += [n] * fits
-            counts[n] -= fits
-            space -= fits * n
-            if not counts[n]:
-                del left[place]
-        # The same combination again and again, as long as there is enough of each of its lengths.
-        members, needed = np.unique(row, return_counts=True)
-        times = int((counts[members] // needed).min())
+    while len(left := np.flatnonzero(counts)):
+        taken = _combination(left, np.cumsum(counts[left]), counts, room, random)
+        members, needed = np.array(list(taken)), np.array(list(taken.values()))
+        times = max(1, int((counts[members] // needed).min()) // VARIETY)
         counts[members] -= times * needed
-        left = [n for n in left if counts[n]] if times else left
-        rows += [np.array(row)] * (times + 1)
+        rows += [np.repeat(members, needed)] * times
     return rows
+
+
+def _combination(
+    left: np.ndarray, places: np.ndarray, counts: np.ndarray, room: int, random: np.random.Generator
+) -> dict[int, int]:
+    """One row: how many of which lengths. ``left`` are the lengths that there still are, ``places`` their counts
+    summed up."""
+    taken: dict[int, int] = {}
+    space = room
+    while space >= 2 * left[-1]:
+        n = int(left[np.searchsorted(places, random.integers(places[-1]), side="right")])
+        if taken.get(n, 0) == counts[n]:
+            break
+        taken[n] = taken.get(n, 0) + 1
+        space -= n
+    for n in left[::-1].tolist():
+        fits = min(int(counts[n]) - taken.get(n, 0), space // n)
+        if fits > 0:
+            taken[n] = taken.get(n, 0) + fits
+            space -= fits * n
+    return taken
 
 
 class Packing:

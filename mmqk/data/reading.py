@@ -11,9 +11,8 @@ import numpy as np
 
 from mmqk.config import RunConfig
 from mmqk.data.dial import Dial
-from mmqk.data.mix import CYCLE, SLOTS
+from mmqk.data.mix import CYCLE, SLOTS, kind_of
 from mmqk.data.module import TokenDataModule
-from mmqk.data.order import Single, TrainingOrder
 from mmqk.data.sequences import Row
 from mmqk.data.statistics import CONTEXT, ModalityStatistics, describe
 from mmqk.data.tokens import is_token_folder, read_header
@@ -21,16 +20,6 @@ from mmqk.data.tokens import is_token_folder, read_header
 WINDOW = 300
 """Sequences over which the mixture is compared with what was asked for."""
 LEAST_DRAWS = 4 * WINDOW
-
-
-@dataclass(frozen=True)
-class Content:
-    """One document of a row: tokens ``start`` to ``end`` of document ``item`` of a source of kind ``kind``."""
-
-    kind: str
-    item: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -74,7 +63,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> R
     """
     order, layout = data.order, data.builder.layout
     total = int(run.trainer["max_steps"]) * run.data.batch_size
-    epoch_rows = rows_of_an_epoch(order)
+    epoch_rows = order.rows_of_an_epoch
     rows, fresh, left = [], [], tokens
     for index in range(total):
         row = order.row(index)
@@ -115,30 +104,6 @@ def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
         dial = run.data.dial
         return [CONTEXT, *{(dial.lag[m] * (dial.grid.get(m, 0) or 1),): None for m in dial.names}]
     return [CONTEXT, (1, grid)] if grid > max(CONTEXT) else [CONTEXT]
-
-
-def kind_of(slot: str) -> str:
-    """The kind in ``data.mix`` that a slot of the mixture belongs to."""
-    return "pair" if slot in SLOTS[:2] else slot
-
-
-def rows_of_an_epoch(order: TrainingOrder) -> dict[str, int]:
-    """Sequences in one pass over each kind; kinds without end are left out."""
-    rows = {k: o._epochs.n if isinstance(o, Single) else len(o.packing) for k, o in order._orders.items()}
-    return rows | ({} if order._windows is None else {"text": order._windows._epochs.n})
-
-
-def contents(order: TrainingOrder, index: int) -> list[Content]:
-    """Which documents stand in row ``index``, in order; none for a window of the text and for the dial."""
-    slot, nth = order.mixture.draw(index)
-    kind = kind_of(slot)
-    if kind not in order._orders:
-        return []
-    items = [int(item) for item in order._orders[kind].items(nth)]
-    if kind in order._pieces:
-        return [Content(kind, *(int(i) for i in order._pieces[kind][item])) for item in items]
-    lengths_N = order.builder.stores["pair"].lengths_N
-    return [Content(kind, item, 0, int(lengths_N[item])) for item in items]
 
 
 def _by_modality(rows: list[Row], modality, names: list[str]) -> dict[str, int]:
@@ -188,7 +153,7 @@ def _sources(
     share = {kind: weight / sum(run.data.mix.values()) for kind, weight in run.data.mix.items()}
     rows = []
     folders = run.data.sources or {"tokens": Path(run.data.tokens)}
-    for kind, stores in data._stores().items():
+    for kind, stores in data.stores.items():
         entry: dict[str, Any] = {"kind": kind, "folder": str(folders[kind])}
         for split in ("train", "val"):
             entry |= {f"{split}_documents": len(stores[split]), f"{split}_tokens": stores[split].tokens}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import numpy as np
 
 from mmqk.data.images import MAX_PIXELS, Fit
-from mmqk.store import clock
+from mmqk.store import UserError, clock
 
 SAID_EVERY_S = 15.0
 
@@ -40,6 +41,55 @@ class Choice:
     fit: Fit = "crop"
     max_pixels: int = MAX_PIXELS
     caption_field: str | None = None
+
+
+def add_data_arguments(p: argparse.ArgumentParser) -> None:
+    """`--shards`, `--text` and what is taken of them."""
+    c = Choice()
+    p.add_argument("--shards", nargs="+", default=["data/emoji"], help="folder or tars of pairs (data/emoji)")
+    p.add_argument("--text", nargs="+", default=["data/text"], help="folder or JSON lines (data/text)")
+    p.add_argument("--images", type=int, default=c.images, help=f"most images in memory ({c.images})")
+    p.add_argument("--captions", type=int, default=c.captions, help=f"most captions read ({c.captions})")
+    p.add_argument(
+        "--characters", type=int, default=c.characters, help=f"most characters of --text ({c.characters})"
+    )
+    p.add_argument(
+        "--val-share",
+        type=float,
+        default=c.val_share,
+        help=f"held out of tars and JSON lines ({c.val_share})",
+    )
+    p.add_argument(
+        "--fit", choices=get_args(Fit), default=c.fit, help="of images of tars into the square (crop)"
+    )
+    p.add_argument(
+        "--max-pixels", type=int, default=MAX_PIXELS, help=f"of an image, larger is dropped ({MAX_PIXELS})"
+    )
+    p.add_argument(
+        "--caption-field", metavar="NAME", help="of the json; txt: the text file (caption, else txt)"
+    )
+
+
+def choice_of(args: argparse.Namespace) -> Choice:
+    """What `add_data_arguments` says about how much is taken.
+
+    Raises:
+        UserError: a number makes no sense.
+    """
+    for name in ("images", "captions", "characters", "max_pixels"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more.")
+    if not 0 < args.val_share < 1:
+        raise UserError(f"--val-share is {args.val_share}: give a share between 0 and 1.")
+    return Choice(
+        images=args.images,
+        captions=args.captions,
+        characters=args.characters,
+        val_share=args.val_share,
+        fit=args.fit,
+        max_pixels=args.max_pixels,
+        caption_field=args.caption_field,
+    )
 
 
 def fraction(identity: bytes) -> float:

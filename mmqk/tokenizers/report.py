@@ -17,13 +17,13 @@ from torchvision.transforms.functional import to_pil_image
 
 from mmqk.store import OneSentenceParser, UserError, run_main
 from mmqk.tokenizers import train
+from mmqk.tokenizers.choice import add_data_arguments, choice_of
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import TRAIN_COMMAND, tokenizers_hash
 from mmqk.tokenizers.image import ImageTokenizer, read_config
 from mmqk.tokenizers.measure import TokenStatistics, psnr, token_statistics
 from mmqk.tokenizers.source import Folder, Images, Source, images_at_once, open_source
 from mmqk.tokenizers.text import TextTokenizer
-from mmqk.tokenizers.train import choice_of
 
 COMMAND = "python -m mmqk.tokenizers.report"
 SHEET = "held-out.png"
@@ -245,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
         prog=COMMAND,
         description="Measure the tokenizers and write their page. Give the data and the held-out share of training.",
     )
-    train.add_data_arguments(p)
+    add_data_arguments(p)
     tokenizers, out = Path("data/tokenizers"), Path("reports/tokenizer")
     p.add_argument("--tokenizers", type=Path, default=tokenizers, help="what to measure (data/tokenizers)")
     p.add_argument("--out", type=Path, default=out, help="folder of the page (reports/tokenizer)")

@@ -10,13 +10,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 
-from mmqk.data.images import MAX_PIXELS, Fit
 from mmqk.store import OneSentenceParser, UserError, clock, run_main, write_atomic
-from mmqk.tokenizers.choice import Choice
+from mmqk.tokenizers.choice import add_data_arguments, choice_of
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE
 from mmqk.tokenizers.image import ImageTokenizer, ImageTokenizerConfig
@@ -77,55 +76,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def add_data_arguments(p: argparse.ArgumentParser) -> None:
-    """`--shards`, `--text` and what is taken of them."""
-    c = Choice()
-    p.add_argument("--shards", nargs="+", default=["data/emoji"], help="folder or tars of pairs (data/emoji)")
-    p.add_argument("--text", nargs="+", default=["data/text"], help="folder or JSON lines (data/text)")
-    p.add_argument("--images", type=int, default=c.images, help=f"most images in memory ({c.images})")
-    p.add_argument("--captions", type=int, default=c.captions, help=f"most captions read ({c.captions})")
-    p.add_argument(
-        "--characters", type=int, default=c.characters, help=f"most characters of --text ({c.characters})"
-    )
-    p.add_argument(
-        "--val-share",
-        type=float,
-        default=c.val_share,
-        help=f"held out of tars and JSON lines ({c.val_share})",
-    )
-    p.add_argument(
-        "--fit", choices=get_args(Fit), default=c.fit, help="of images of tars into the square (crop)"
-    )
-    p.add_argument(
-        "--max-pixels", type=int, default=MAX_PIXELS, help=f"of an image, larger is dropped ({MAX_PIXELS})"
-    )
-    p.add_argument(
-        "--caption-field", metavar="NAME", help="of the json; txt: the text file (caption, else txt)"
-    )
-
-
-def choice_of(args: argparse.Namespace) -> Choice:
-    """What `add_data_arguments` says about how much is taken.
-
-    Raises:
-        UserError: a number makes no sense.
-    """
-    for name in ("images", "captions", "characters", "max_pixels"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more.")
-    if not 0 < args.val_share < 1:
-        raise UserError(f"--val-share is {args.val_share}: give a share between 0 and 1.")
-    return Choice(
-        images=args.images,
-        captions=args.captions,
-        characters=args.characters,
-        val_share=args.val_share,
-        fit=args.fit,
-        max_pixels=args.max_pixels,
-        caption_field=args.caption_field,
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     """Train what is asked for and write it to `--out`."""
     args = parser().parse_args(argv)
@@ -133,13 +83,15 @@ def main(argv: list[str] | None = None) -> int:
     _check(args, wanted)
     choice = choice_of(args)
     source, documents = open_source(args.shards, choice), Documents(args.text, choice)
+    # First, as a codebook that they cannot fill is refused before the text tokenizer is made.
+    images = _images(source, args) if "image" in wanted else None
     if "text" in wanted:
         both = " and ".join(name for name in (source.name, documents.name) if name)
         print(f"text: learning {args.text_size} entries from {both}", flush=True)
         text = train_text(source, documents, args.text_size)
         _write(args.out / TEXT_FILE, text.to_json().encode())
-    if "image" in wanted:
-        image = train_image(source, args)
+    if images is not None:
+        image = train_image(images, args)
         _write(args.out / IMAGE_FILE, image.to_bytes())
     return 0
 
@@ -161,11 +113,11 @@ def train_text(source: Source, documents: Documents, size: int) -> TextTokenizer
     return TextTokenizer.train([*(captions * max(1, round(ratio))), *(texts * max(1, again))], size)
 
 
-def train_image(source: Source, args: argparse.Namespace) -> ImageTokenizer:
+def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
     """Train the image tokenizer as the command line says.
 
     Raises:
-        UserError: the shards are missing or damaged or hold too little, or the extra `[vq]` is not installed.
+        UserError: the extra `[vq]` is not installed.
     """
     # Lightning and timm take seconds to import: only this part needs them.
     import torch
@@ -182,13 +134,7 @@ def train_image(source: Source, args: argparse.Namespace) -> ImageTokenizer:
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads)
     try:
-        images = source.images(config.image_size)
-        _check_codes(images, config, training.vectors(config))
         train, val = images.train_BCHW, images.val_BCHW
-        if images.account:
-            print(
-                f"image: {images.account}, {(train.nbytes + val.nbytes) / 1e9:.2f} GB in memory", flush=True
-            )
         print(
             f"image: {args.steps} steps on {len(train)} images, {len(val)} held out; see {args.log_dir}",
             flush=True,
@@ -222,22 +168,30 @@ def read_images(shards: Sequence[str] | Path, split: str, size: int) -> Tensor:
     return {"train": images.train_BCHW, "val": images.val_BCHW}[split]
 
 
-def _check_codes(images: Images, config: ImageTokenizerConfig, batch: int) -> None:
-    """Refuse a codebook that the images cannot fill; say so where a batch alone cannot."""
-    n = config.grid**2
-    vectors = len(images.train_BCHW) * n
-    if config.codes > vectors:
+def _images(source: Source, args: argparse.Namespace) -> Images:
+    """The images, enough of them to fill the codebook.
+
+    Raises:
+        UserError: the shards are missing or damaged, or the images are too few for so many codes.
+    """
+    config = _image_config(args)
+    images = source.images(config.image_size)
+    train, val = images.train_BCHW, images.val_BCHW
+    if images.account:
+        print(f"image: {images.account}, {(train.nbytes + val.nbytes) / 1e9:.2f} GB in memory", flush=True)
+    n, codes = config.grid**2, config.codes
+    if codes > len(train) * n:
         raise UserError(
-            f"{len(images.train_BCHW):,} training images of {config.grid}x{config.grid} codes cannot fill a"
-            f" codebook of {config.codes:,}: give --codes {vectors} or fewer, or"
-            f" {-(-config.codes // n):,} images or more."
+            f"{len(train):,} training images of {config.grid}x{config.grid} codes cannot fill a codebook of"
+            f" {codes:,}: give --codes {len(train) * n} or fewer, or {-(-codes // n):,} images or more."
         )
-    if config.codes > batch:
+    if codes > args.batch_size * n:
         print(
-            f"image: a batch has {batch:,} vectors for {config.codes:,} codes, so the other codes start only as"
-            f" later batches come; --batch-size {-(-config.codes // n)} starts them all at once",
+            f"image: a batch has {args.batch_size * n:,} vectors for {codes:,} codes, so the other codes start"
+            f" only with later batches; --batch-size {-(-codes // n)} starts all at once",
             flush=True,
         )
+    return images
 
 
 def _check(args: argparse.Namespace, wanted: list[str]) -> None:
@@ -306,8 +260,12 @@ def _progress(steps: int) -> Any:
 
 
 def _quiet() -> None:
-    # Hardware lines and advertisements; errors still show.
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
+    # Hardware lines, advertisements and what `_images` says better; errors still show.
+    for name in (
+        "lightning.pytorch.utilities.rank_zero",
+        "lightning.pytorch.accelerators.cuda",
+        "vector_quantize_pytorch.vector_quantize_pytorch",
+    ):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec|logging interval).*")
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mmqk.data.cache import open_source
-from mmqk.data.module import DataConfig, TokenDataModule, data_identity
+from mmqk.data.config import DataConfig, data_identity
+from mmqk.data.module import TokenDataModule
 from mmqk.data.online import open_online
 from mmqk.data.tars import index_tar
 from mmqk.store import UserError

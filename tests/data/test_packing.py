@@ -57,6 +57,17 @@ def test_at_most_two_per_cent_is_padding(n, mean):
     assert 1 - given.sum() / (512 * rows) > 0.02
 
 
+def test_rows_do_not_gather_documents_of_one_length():
+    """Documents of equal length are alike: by best fit alone most rows of these hold one length only."""
+    given = np.random.default_rng(0).integers(78, 98, 5000)
+    rows = fit(given, 1024)
+    assert (
+        np.mean([len(set(row.tolist())) for row in rows]) > 5 and 1 - given.sum() / (1024 * len(rows)) < 0.05
+    )
+    ordered = np.sort(given)[::-1]
+    assert np.mean([len(set(ordered[i : i + 11].tolist())) for i in range(0, 5000, 11)]) < 2
+
+
 def test_an_epoch_is_every_document_once_and_the_next_is_another():
     packing = Packing(lengths(700), 512, seed=3, stream=9)
     epochs = [[packing.row(e * len(packing) + i).tolist() for i in range(len(packing))] for e in (0, 1)]

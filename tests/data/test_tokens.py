@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from mmqk.data.config import DataConfig
 from mmqk.data.ids import main
-from mmqk.data.module import DataConfig, TokenDataModule
+from mmqk.data.module import TokenDataModule
 from mmqk.data.order import TrainingOrder
 from mmqk.data.sequences import SequenceBuilder, pieces
 from mmqk.data.tokens import Layout, TokenStore, TokenWriter, open_tokens, tokens_hash

@@ -1,13 +1,22 @@
+import io
 import math
 import re
+import shlex
+import tarfile
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig, TextTokenizer
+from mmqk.tokenizers.choice import Choice
+from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.measure import psnr, token_statistics
-from mmqk.tokenizers.report import KEPT_BELOW, SHEET, contact_sheet, main, measure
+from mmqk.tokenizers.report import KEPT_BELOW, SHEET, contact_sheet, main, measure, parser
+from mmqk.tokenizers.source import open_source
+from mmqk.tokenizers.train import _image_config
+from mmqk.tokenizers.train import parser as train_parser
 
 
 @pytest.fixture
@@ -52,16 +61,72 @@ def test_the_page_has_the_numbers_and_keeps_what_others_added(small_data, tokeni
     command = [part for k, v in folders.items() for part in (f"--{k}", str(v))]
     assert main(command) == 0
     text = (out / "README.md").read_text()
-    numbers = measure(small_data / "pairs", small_data / "text", tokenizers)
+    source = open_source(small_data / "pairs")
+    images, documents = source.images(64), Documents(small_data / "text").read()[0]
+    numbers = measure(images, source.captions()[0], documents, tokenizers)
     assert numbers.images == {"train": 24, "val": 6}
     assert f"| held out | 6 | {numbers.psnr_db['val']:.2f} |" in text
     assert f"| {numbers.codes['train'].entropy:.2f} |" in text
     assert len(re.findall(r"^\| (image codes|captions|documents) \|", text, re.M)) == 3
+    assert "icons" not in text and "The\nsplits are those of" in text
     with Image.open(out / SHEET) as sheet:
-        assert sheet.size == contact_sheet(small_data / "pairs", tokenizers).size
+        assert sheet.size == contact_sheet(images.val_BCHW, tokenizers).size
 
     assert text.rstrip().endswith(KEPT_BELOW)
     (out / "README.md").write_text(text + "\n## Added\n")
     for _ in range(2):
         main(command)
     assert (out / "README.md").read_text() == text + "## Added\n"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A tar of 20 pairs of odd sizes and one without a caption, and tokenizers of 16x16 of 8,192 at 256 px."""
+    root = tmp_path_factory.mktemp("own")
+    with tarfile.open(root / "a.tar", "w") as tar:
+        for i in range(21):
+            file = io.BytesIO()
+            pixels = np.random.default_rng(i).integers(0, 256, (30, 10 + i, 3), dtype=np.uint8)
+            Image.fromarray(pixels).resize((100 + 7 * i, 300)).save(file, "jpeg")
+            fields = {"jpg": file.getvalue()} | ({"txt": b"a red moon"} if i else {})
+            for name, data in fields.items():
+                member = tarfile.TarInfo(f"{i:04d}.{name}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    config = ImageTokenizerConfig(256, 16, 8192, code_dim=8, decoder_width=16, decoder_depth=1)
+    torch.manual_seed(0)
+    image = ImageTokenizer(config)
+    image.codebook_VD.normal_()
+    (root / "image.safetensors").write_bytes(image.to_bytes())
+    text = TextTokenizer.train(["red blue round square heart moon"] * 9, 270)
+    (root / "text.json").write_text(text.to_json())
+    return root
+
+
+def test_the_page_of_tars_and_of_a_larger_tokenizer(own, tmp_path):
+    data = ["--shards", str(own / "*.tar"), "--text", "", "--val-share", "0.3"]
+    assert main([*data, "--tokenizers", str(own), "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "README.md").read_text()
+    source = open_source(str(own / "*.tar"), Choice(val_share=0.3))
+    images = source.images(256)
+    numbers = measure(images, source.captions()[0], [], own)
+    n_val = len(images.val_BCHW)
+    assert n_val + len(images.train_BCHW) == 20
+    assert "256 codes of\n8192 are 3328 bits an image" in text  # 16 * 16 * log2(8192)
+    assert f"| held out | {n_val} | {numbers.psnr_db['val']:.2f} |" in text
+    assert f"| image codes | {256 * (20 - n_val):,} |" in text
+    assert "of the images" not in text and "icons" not in text and "a share of 0.3 by a hash" in text
+    assert "| documents |" not in text and "of a document" not in text
+    assert "Of the images: 21 samples read, 1 dropped (no caption: 1).\n" in text
+    with Image.open(tmp_path / SHEET) as sheet:  # at their own size, six in a row
+        assert sheet.size == (6 * 260 + 4, -(-min(n_val, 18) // 6) * (2 * 256 + 4 * 4) + 4)
+    # the commands on the page are those that were given
+    commands = re.findall(r"`python -m mmqk\.tokenizers\.(\w+) ([^`]*)`", text)
+    flags = {name: shlex.split(line) for name, line in commands}
+    again = parser().parse_args(flags["report"])
+    assert vars(again) == vars(parser().parse_args([*data, "--tokenizers", str(own)]))
+    trained = train_parser().parse_args(flags["train"])
+    assert _image_config(trained).__dict__ | {"code_dim": 8, "decoder_depth": 1} == (
+        ImageTokenizer.load(own).config.__dict__
+    )
+    assert (trained.text_size, trained.out, trained.shards) == (270, own, again.shards)

@@ -68,17 +68,17 @@ def rows(images) -> list[bytes]:
 def test_every_image_of_a_tar_is_in_its_split(tmp_path):
     pattern = write_shards(tmp_path / "s", 3, 8)
     numbers = [1000 * s + k for s in range(3) for k in range(8)]
-    sides = {n: held_out(plain(n)[1], 0.3) for n in numbers}
-    assert {split_of(plain(n)[1], 0.3) == "val" for n in numbers if sides[n]} == {True}
-    assert {split_of(plain(n)[1], 0.3) == "val" for n in numbers if not sides[n]} == {False}
-    images = open_source([pattern], Choice(val_share=0.3)).images(64)
+    sides = {n: held_out(plain(n)[1], 0.5) for n in numbers}
+    assert {split_of(plain(n)[1], 0.5) == "val" for n in numbers if sides[n]} == {True}
+    assert {split_of(plain(n)[1], 0.5) == "val" for n in numbers if not sides[n]} == {False}
+    images = open_source([pattern], Choice(val_share=0.5)).images(64)
     assert rows(images.train_BCHW) == [noise(n).tobytes() for n in numbers if not sides[n]]
     assert sorted(rows(images.val_BCHW)) == sorted(noise(n).tobytes() for n in numbers if sides[n])
     assert images.account == "24 samples read"
     # the split is a property of the image: the shards in another order, and some of them alone
-    backwards = Tars([str(tmp_path / "s" / f"{s:05d}.tar") for s in (2, 0)], Choice(val_share=0.3)).images(64)
+    backwards = Tars([str(tmp_path / "s" / f"{s:05d}.tar") for s in (2, 0)], Choice(val_share=0.5)).images(64)
     assert set(rows(backwards.val_BCHW)) < set(rows(images.val_BCHW))
-    other = Tars([pattern], Choice(val_share=0.6)).images(64)  # control
+    other = Tars([pattern], Choice(val_share=0.8)).images(64)  # control
     assert len(other.val_BCHW) > len(images.val_BCHW)
 
 
@@ -107,7 +107,7 @@ def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path)
         "text": {"jpg": b"<html>", "txt": b"words"},
     }
     write_tar(tmp_path / "a.tar", good | bad)
-    images = Tars([str(tmp_path / "a.tar")], Choice(val_share=0.4)).images(32)
+    images = Tars([str(tmp_path / "a.tar")], Choice(val_share=0.5)).images(32)
     taken = len(images.train_BCHW) + len(images.val_BCHW)
     assert images.train_BCHW.shape[1:] == (3, 32, 32) and taken == len(good)
     assert images.account.startswith(f"{len(good) + len(bad)} samples read, {len(bad)} dropped (")

@@ -1,0 +1,140 @@
+"""What a run reads, as fields: sources, mixture, lengths; and what of it makes the run that run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mmqk.data.cache import source_hash
+from mmqk.data.dial import Dial, DialConfig
+from mmqk.data.mix import Mixture
+from mmqk.data.online import online_hash
+from mmqk.data.tokens import Layout, layout_of, read_header, tokens_hash
+
+# Kinds of data.mix that share a vocabulary: mmqk's tokenizers', that of the user's own ids, the dial's.
+FAMILIES = (("pair", "text", "image", "interleaved"), ("tokens",), ("dial",))
+# Fields of DataConfig that name a source, by kind.
+SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What the model reads.
+
+    Args:
+        pairs: image+caption pairs: shards with their manifest, or a folder made by mmqk.data.tokenize; empty: none.
+        read: tokens reads pairs from token arrays, made once; shards reads and tokenizes them while training, from
+            a folder with a manifest or a pattern such as path/{00000..00099}.tar.
+        val_share: share of the pairs held out under such a pattern, by a hash of the sample's key.
+        text: text-only documents: likewise.
+        interleaved: documents of text and images: a folder made by mmqk.data.tokenize --interleaved.
+        tokens: documents of ids of other tokenizers: a folder made by mmqk.data.ids.
+        tokenizers: folder with text.json and image.safetensors.
+        cache: where shards are kept as token arrays after they were tokenized once.
+        seq_len: tokens in a sequence.
+        batch_size: sequences in an optimizer step, over all micro-batches and devices.
+        mix: relative weight of each kind of sequence: pair, text, image, interleaved; or tokens alone; or dial alone.
+            {"text": 1} is text only.
+        image_first: share of the pairs in which the image comes before its caption.
+        pack: documents fills a sequence with several of them, none puts one document (or a window of text) in each.
+        document_mask: attention stays inside each packed document.
+        dial: the synthetic source whose entropies are known, for mix {"dial": 1}.
+        val_sequences: size of the validation set, which is the same for every arm and seed.
+        val_every_n_steps: optimizer steps between two validations; 0 validates at the end only, as all do.
+        workers: loader processes; does not change what is read.
+    """
+
+    pairs: str = "data/emoji"
+    read: Literal["tokens", "shards"] = "tokens"
+    val_share: float = 0.01
+    text: str = "data/text"
+    interleaved: str = ""
+    tokens: str = ""
+    tokenizers: str = "data/tokenizers"
+    cache: str = ".cache/tokens"
+    seq_len: int = 128
+    batch_size: int = 16
+    mix: dict[str, float] = field(default_factory=lambda: {"pair": 3.0, "text": 1.0})
+    image_first: float = 0.5
+    pack: Literal["none", "documents"] = "none"
+    document_mask: bool = True
+    dial: DialConfig = field(default_factory=DialConfig)
+    val_sequences: int = 128
+    val_every_n_steps: int = 0
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "batch_size", "val_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name} is {getattr(self, name)}: it must be at least 1.")
+        if not 0 < self.val_share < 1:
+            raise ValueError(f"data.val_share is {self.val_share}: it is a share between 0 and 1.")
+        if self.read == "shards" and self.pack == "documents":
+            raise ValueError(
+                "data.read shards knows no lengths to pack by: set data.pack none, or tokenize first."
+            )
+        for name in ("workers", "val_every_n_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"data.{name} is {getattr(self, name)}: it cannot be negative.")
+        Mixture(self.mix, self.image_first, seed=0)  # refuses what cannot be mixed
+        wanted = [kind for kind, weight in self.mix.items() if weight > 0]
+        if sum(any(kind in family for kind in wanted) for family in FAMILIES) > 1:
+            raise ValueError(
+                f"data.mix cannot mix {', '.join(wanted)}: tokens and dial have vocabularies of their own, so each"
+                " stands alone."
+            )
+        sources = {"image": "pairs", **SOURCE_FIELDS, "tokens": "tokens"}
+        for kind in wanted:
+            if kind in sources and not getattr(self, sources[kind]):
+                raise ValueError(
+                    f"data.mix asks for {kind}, but data.{sources[kind]} is empty: name its folder."
+                )
+
+    @property
+    def family(self) -> tuple[str, ...]:
+        """The kinds that share this configuration's vocabulary."""
+        return next(f for f in FAMILIES if any(self.mix.get(kind, 0) > 0 for kind in f))
+
+    @property
+    def sources(self) -> dict[str, Path]:
+        """Folders by kind of what can be read beside each other: those named, of this vocabulary."""
+        if "pair" not in self.family:
+            return {}
+        return {kind: Path(path) for kind, name in SOURCE_FIELDS.items() if (path := getattr(self, name))}
+
+
+def layout(config: DataConfig) -> Layout:
+    """How the ids are laid out that a configuration leads to.
+
+    Raises:
+        UserError: tokenizers or a token folder are missing or damaged. ValueError: a dial that cannot be.
+    """
+    if "dial" in config.family:
+        return Layout(Dial(config.dial).blocks)
+    if "tokens" in config.family:
+        return Layout(**read_header(config.tokens)["layout"])
+    return layout_of(config.tokenizers)
+
+
+def data_identity(config: DataConfig) -> dict[str, Any]:
+    """The fields that make the samples what they are: sources by their hashes, without what is not read.
+
+    Raises:
+        UserError: a source is missing or damaged.
+    """
+    from mmqk.tokenizers import tokenizers_hash
+
+    fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial")}
+    fields |= dict.fromkeys((*SOURCE_FIELDS.values(), "tokens", "tokenizers"), "")
+    for kind, path in config.sources.items():
+        online = config.read == "shards" and kind == "pair"
+        fields[SOURCE_FIELDS[kind]] = online_hash(str(path)) if online else source_hash(path)
+    if "dial" in config.family:
+        # The hash of an identity sorts names, and the order of modalities matters.
+        fields["dial"] = {**asdict(config.dial), "modalities": list(config.dial.names)}
+    elif "tokens" in config.family:
+        fields["tokens"] = tokens_hash(config.tokens)
+    else:
+        fields["tokenizers"] = tokenizers_hash(config.tokenizers)
+    return fields

@@ -1,0 +1,165 @@
+"""Both tokenizers from a user's own shards, with one command."""
+
+import io
+import json
+import random
+import re
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mmqk.store import front_door
+from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig, JointVocabulary, TextTokenizer
+from mmqk.tokenizers.choice import Choice
+from mmqk.tokenizers.documents import Documents
+from mmqk.tokenizers.source import open_source
+from mmqk.tokenizers.train import _image_config, main, parser, train_text
+
+WORDS = [
+    "red",
+    "blue",
+    "green",
+    "round",
+    "square",
+    "small",
+    "heart",
+    "star",
+    "moon",
+    "over",
+    "under",
+    "the",
+    "water",
+]
+SIZES = [(30, 57), (200, 61), (96, 96), (300, 33), (64, 64)]
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> str:
+    """Three shards as img2dataset writes them: 30 pairs of odd sizes, one of them broken."""
+    folder = tmp_path_factory.mktemp("img2dataset")
+    for s in range(3):
+        with tarfile.open(folder / f"{s:05d}.tar", "w") as tar:
+            for k in range(10):
+                rng = np.random.default_rng(10 * s + k)
+                width, height = SIZES[k % 5]
+                coarse = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8))
+                file = io.BytesIO()
+                coarse.resize((width, height), Image.Resampling.BICUBIC).save(file, "jpeg")
+                content = file.getvalue()[: 200 if (s, k) == (1, 3) else None]
+                caption = " ".join(rng.choice(WORDS, 12))
+                meta = json.dumps({"caption": caption, "width": width, "status": "success"})
+                fields = {"jpg": content, "txt": caption.encode(), "json": meta.encode()}
+                for name, data in fields.items():
+                    member = tarfile.TarInfo(f"{s:05d}{k:04d}.{name}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return str(folder / "{00000..00002}.tar")
+
+
+def command(shards: str, out, *more: str) -> list[str]:
+    flags = {"--shards": shards, "--text": "", "--val-share": "0.2", "--out": str(out)}
+    flags |= {"--log-dir": str(out / "log"), "--text-size": "280", "--steps": "2", "--batch-size": "4"}
+    return [*(part for pair in flags.items() for part in pair), *more]
+
+
+@pytest.mark.parametrize(("size", "grid", "codes"), [("96", "12", "64"), ("32", "8", "1000")])
+def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsys, size, grid, codes):
+    pytest.importorskip("vector_quantize_pytorch")
+    shape = ("--image-size", size, "--grid", grid, "--codes", codes)
+    assert main(command(shards, tmp_path, *shape)) == 0
+    vocabulary = JointVocabulary.load(tmp_path)
+    assert (vocabulary.text_size, vocabulary.image_size) == (280, int(codes))
+    tokenizer = ImageTokenizer.load(tmp_path)
+    assert (tokenizer.image_size, tokenizer.grid) == (int(size), (int(grid),) * 2)
+    images = torch.rand(2, 3, int(size), int(size))
+    assert tokenizer.decode(tokenizer.encode(images)).shape == images.shape
+    text = TextTokenizer.load(tmp_path)
+    assert len(text.encode(" ".join(WORDS))) < 0.8 * len(" ".join(WORDS))  # words of the captions are known
+    said = capsys.readouterr().out
+    assert "30 samples read, 1 dropped (image cannot be decoded: 1)" in said
+    train, val = map(int, re.findall(r"2 steps on (\d+) images, (\d+) held out", said)[0])
+    assert train + val == 29 and val > 0
+    assert ("a batch has 256 vectors for 1,000 codes" in said) == (codes == "1000")
+
+
+def test_the_images_taken_do_not_depend_on_the_run(shards):
+    one, two = (open_source([shards], Choice(images=12, val_share=0.3)).images(48) for _ in range(2))
+    assert torch.equal(one.train_BCHW, two.train_BCHW) and torch.equal(one.val_BCHW, two.val_BCHW)
+    other = open_source([shards], Choice(images=12, val_share=0.3, fit="pad")).images(48)  # control
+    assert not torch.equal(one.train_BCHW, other.train_BCHW)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--shards", "nowhere/{0..3}.tar"], "nowhere/0.tar, which does not exist"),
+        (["--shards", "nowhere/*.tar"], "names no file"),
+        (["--image-size", "250"], "--image-size is 250: give a multiple of 4"),
+        (["--image-size", "0"], "--image-size is 0: give a multiple of 4"),
+        (["--image-size", "256", "--grid", "12"], "a grid of 12 does not fit 256 px images: use 8 or 16"),
+        (["--codes", "9999999"], r"cannot fill a codebook of 9,999,999: give --codes \d+ or fewer"),
+        (["--images", "0"], "--images is 0"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--decoder-width", "0"], "--decoder-width is 0"),
+        (["--decoder-width", "6"], "cannot be halved"),
+        (["--val-share", "0"], "--val-share is 0.0: give a share between 0 and 1"),
+        (["--val-share", "1e-9"], "none is held out at a share of 1e-09: give more images or --val-share 0"),
+        (["--text", "nowhere/*.jsonl"], "names no file"),
+        (["--text-size", "60000"], "lower --text-size"),
+        (["--caption-field", "title"], r"30 dropped \(no caption: 30\)"),
+    ],
+)
+def test_a_mistake_is_one_sentence(shards, tmp_path, capsys, flags, words):
+    only = [] if flags[0] in ("--text-size", "--text", "--caption-field") else ["--only", "image"]
+    assert front_door(main)(command(shards, tmp_path, *only, *flags)) == 2
+    error = capsys.readouterr().err.strip()
+    assert re.search(words, error) and "\n" not in error
+    assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob("*.safetensors"))
+
+
+def test_the_feasible_number_of_codes_is_feasible(shards, tmp_path, capsys):
+    pytest.importorskip("vector_quantize_pytorch")
+    shape = ["--only", "image", "--image-size", "32", "--grid", "2", "--steps", "1"]
+    assert front_door(main)(command(shards, tmp_path, *shape, "--codes", "500")) == 2
+    codes, images = re.findall(r"--codes (\d+) or fewer, or (\d+) images", capsys.readouterr().err)[0]
+    assert int(images) == 125  # of 4 codes each
+    assert front_door(main)(command(shards, tmp_path, *shape, "--codes", str(int(codes) + 1))) == 2
+    assert front_door(main)(command(shards, tmp_path, *shape, "--codes", codes)) == 0
+
+
+def test_the_decoder_is_as_wide_before_the_pixels_at_every_stride():
+    for size, grid in ((64, 16), (64, 8), (256, 16), (256, 8)):
+        args = parser().parse_args(["--image-size", str(size), "--grid", str(grid)])
+        assert ImageTokenizer(_image_config(args)).decoder.head.in_channels == 40
+    assert _image_config(parser().parse_args([])) == ImageTokenizerConfig()  # what ships
+    assert _image_config(parser().parse_args(["--decoder-width", "64"])).decoder_width == 64
+    # control: the width of the shipped tokenizer at a stride of 32
+    plain = ImageTokenizerConfig(image_size=256, grid=8)
+    assert ImageTokenizer(plain).decoder.head.in_channels == 10
+
+
+@pytest.mark.parametrize("lines", [0, 4, 3000])
+def test_captions_and_documents_weigh_alike(shards, tmp_path, monkeypatch, lines):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "zebra " * 20}) + "\n")
+    with open(tmp_path / "b.jsonl", "w") as file:
+        for i in range(lines):
+            file.write(json.dumps({"text": f"zebra number {i} " * 5}) + "\n")
+    given: list[str] = []
+    monkeypatch.setattr(TextTokenizer, "train", lambda texts, size: given.extend(texts))
+    text = str(tmp_path / "*.jsonl") if lines else ""
+    train_text(open_source([shards]), Documents(text, Choice(val_share=1e-9)), 300)
+    captions, documents = (sum(len(t) for t in given if ("zebra" in t) == side) for side in (False, True))
+    assert captions > 0 and (0.5 < documents / captions < 2 if lines else documents == 0)
+    assert len({t for t in given if "zebra" in t}) == (lines + 1 if lines else 0)
+
+
+def test_a_text_vocabulary_of_65536(tmp_path):
+    choose = random.Random(0).choices
+    words = ["".join(choose("abcdefghijklmnopqrstuvwxyz", k=8)) for _ in range(25_000)]
+    tokenizer = TextTokenizer.train([" ".join(words)], 65_536)
+    assert tokenizer.size == 65_536
+    ids = tokenizer.encode(" ".join(words))
+    assert max(ids) > 2**15 and tokenizer.decode(ids) == " ".join(words)
