@@ -1,7 +1,8 @@
 """Packing: which documents share a row, so that rows are full.
 
-The lengths alone decide which lengths go together, once; a seed and an epoch decide which documents of each length those are, and in which order the rows come. So every epoch has the
-same number of rows, each document stands in exactly one of them, and any row can be asked for by its number.
+The lengths alone decide which lengths go together, once; a seed and an epoch decide which documents of each
+length those are, and in which order the rows come. So every epoch has the same number of rows, each document
+stands in exactly one of them, and any row can be asked for by its number.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from functools import lru_cache
 import numpy as np
 
 from mmqk.data.mix import random_stream
-
 
 # A combination of lengths is used for at most one in so many of the rows that it could fill: the more, the less
 # alike are the rows.

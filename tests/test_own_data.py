@@ -1,0 +1,120 @@
+"""The README's section on one's own data, command by command, on shards made here in img2dataset's layout."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmqk.data import inspect, tokenize
+from mmqk.data.tokens import open_tokens
+from mmqk.store import front_door, read_metrics
+from mmqk.tokenizers import train as tokenizers
+from mmqk.train import main as train
+
+REPO = Path(__file__).resolve().parents[1]
+WORDS = "a red bicycle leans on an old wall near the river while two people walk their dog past it".split()  # noqa: SIM905
+# What makes a command small enough for a test; its other words are the README's.
+SMALLER = {
+    "mmqk.data.tokenize": ["--workers=0", "--val-share=0.2"],
+    "mmqk.data.inspect": [
+        "--sequences=2",
+        "--tokens=2000",
+        "--data.val_sequences=4",
+        "--monitor.sequences=2",
+    ],
+    "mmqk.tokenizers.train": ["--steps=2", "--codes=64", "--text-size=300", "--val-share=0.2"],
+    "mmqk.train": ["--trainer.max_steps=2", "--data.val_sequences=4", "--monitor.sequences=2", "--quiet"],
+}
+MAINS = {"mmqk.data.tokenize": tokenize.main, "mmqk.data.inspect": inspect.main,
+         "mmqk.tokenizers.train": tokenizers.main, "mmqk.train": train}  # fmt: skip
+
+
+def photograph(random: np.random.Generator, encoding: str) -> bytes:
+    """A picture with large and small structure, of any size and shape."""
+    height, width = random.integers(50, 300, 2)
+    coarse = Image.fromarray(random.integers(0, 255, (6, 5, 3), dtype=np.uint8)).resize((width, height))
+    buffer = io.BytesIO()
+    coarse.save(buffer, encoding)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """shards/00000.tar to 00003.tar, 12 samples each, one of them with a broken image; configs and data beside."""
+    root = tmp_path_factory.mktemp("own")
+    (root / "shards").mkdir()
+    for name in ("configs", "data"):
+        (root / name).symlink_to(REPO / name)
+    random = np.random.default_rng(0)
+    for shard in range(4):
+        with tarfile.open(root / f"shards/{shard:05d}.tar", "w") as tar:
+            for i in range(12):
+                key, field = f"{shard:05d}{i:04d}", ("jpg", "png", "webp")[i % 3]
+                image = photograph(random, {"jpg": "JPEG"}.get(field, field.upper()))
+                caption = " ".join(random.choice(WORDS, 12))
+                if (shard, i) == (2, 5):
+                    image = image[: len(image) // 2]
+                about = json.dumps(
+                    {"url": f"https://example.org/{key}", "caption": caption, "width": 64}
+                ).encode()
+                for extension, content in ((field, image), ("txt", caption.encode()), ("json", about)):
+                    member = tarfile.TarInfo(f"{key}.{extension}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return root
+
+
+def commands() -> list[list[str]]:
+    """The command lines of the section, in order."""
+    section = (REPO / "README.md").read_text().partition("## Your own data")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    return [shlex.split(line) for block in blocks for line in block.strip().splitlines()]
+
+
+def test_the_section_of_the_readme_works_as_it_stands(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    lines = commands()
+    assert [words[2] for words in lines] == [
+        "mmqk.data.tokenize", "mmqk.data.inspect", "mmqk.train", "mmqk.tokenizers.train", "mmqk.data.tokenize",
+        "mmqk.train",
+    ]  # fmt: skip
+    for python, flag, module, *words in lines:
+        assert (python, flag) == ("python", "-m")
+        assert front_door(MAINS[module])([*words, *SMALLER[module]]) == 0, capsys.readouterr().err
+    for name in ("mine", "better"):
+        stores = open_tokens(folder / "tokens" / name)
+        record = json.loads((folder / "tokens" / name / "tokens.json").read_text())
+        assert sum(map(len, stores.values())) == 47 and record["dropped"] == {"image cannot be decoded": 1}
+    assert open_tokens(folder / "tokens/mine")["train"].image_tokens == 66
+    assert open_tokens(folder / "tokens/better")["train"].image_tokens == 258
+    page = re.sub(r"<[^>]+>", "", (folder / "reports/data/index.html").read_text())
+    assert "bicycle" in page or "river" in page or "wall" in page
+    runs = list((folder / "runs").rglob("metrics.jsonl"))
+    assert len(runs) == 2 and all(list(read_metrics(run))[-1]["step"] == 2 for run in runs)
+
+
+def test_a_shard_that_is_cut_short_is_an_error_and_nothing_is_lost(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    whole = (folder / "shards/00001.tar").read_bytes()
+    (tmp_path / "00001.tar").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "00000.tar").write_bytes((folder / "shards/00000.tar").read_bytes())
+    words = [
+        "--shards",
+        f"{tmp_path}/{{00000..00001}}.tar",
+        f"--out={tmp_path / 't'}",
+        *SMALLER["mmqk.data.tokenize"],
+    ]
+    assert front_door(tokenize.main)(words) == 2
+    err = capsys.readouterr().err
+    assert "00001.tar is cut short" in err and not (tmp_path / "t/tokens.json").exists()
+    (tmp_path / "00001.tar").write_bytes(whole)
+    assert front_door(tokenize.main)(words) == 0
+    assert sum(map(len, open_tokens(tmp_path / "t").values())) == 24
