@@ -124,12 +124,15 @@ class FinalLoss:
     held_out: bool
 
 
-def final_loss(run: Run, modality: str) -> FinalLoss:
-    """The loss of a modality at the end: held-out where the run completed and its last step measured it."""
-    steps, values = run.series(f"val_loss/{modality}")
+def final_loss(run: Run, modality: str, series: str = "loss") -> FinalLoss:
+    """The loss of a modality at the end: held-out where the run completed and its last step measured it.
+
+    With ``series`` "excess" it is the loss over that of a model that knows the source.
+    """
+    steps, values = run.series(f"val_{series}/{modality}")
     if len(steps) and 0 < steps[-1] == run.status.step and run.status.status == "completed":
         return FinalLoss(math.inf if math.isnan(values[-1]) else float(values[-1]), True)
-    training = run.series(f"loss/{modality}")[1][-LOSS_WINDOW:]
+    training = run.series(f"{series}/{modality}")[1][-LOSS_WINDOW:]
     if not len(training):
         return FinalLoss(math.nan, False)
     return FinalLoss(float(np.where(np.isnan(training), math.inf, training).mean()), False)
@@ -190,6 +193,14 @@ def _final_loss(run: Run, modality: str | None = None) -> float:
     return final_loss(run, modality or "").value
 
 
+def _final_excess(run: Run, modality: str | None = None) -> float:
+    return final_loss(run, modality or "", "excess").value
+
+
+def _excess_series(run: Run, modality: str | None = None) -> Series:
+    return run.series(f"excess/{modality}")
+
+
 def _loss_series(run: Run, modality: str | None = None) -> Series:
     return run.series(f"loss/{modality}")
 
@@ -208,6 +219,7 @@ METRICS = {
         "attention entropy", "nats", "linear", "low", attention_entropy, entropy_series
     ),
     "final_loss": Metric("final loss", "nats", "linear", "high", _final_loss, _loss_series, True),
+    "final_excess": Metric("final excess", "nats", "linear", "high", _final_excess, _excess_series, True),
     "final_norm": _probed("last-layer output norm", norm_series("final_norm")),
     "q_norm": _probed("query norm", norm_series("q_norm")),
     "k_norm": _probed("key norm", norm_series("k_norm")),

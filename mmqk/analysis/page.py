@@ -109,6 +109,7 @@ def page_content(study: Study, verdicts: list[Verdict], drawn: list[Figure]) -> 
         "sections": sections,
         "arms": arm_rows(study, colours),
         "data": data_rows(study),
+        "excess": any(tag.statistic == "excess" for run in study.runs for tag in run.tags.values()),
         "runs": rows,
         "modalities": study.modalities,
         "environment": environment(study),

@@ -92,6 +92,7 @@ def arm_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
                     "initial": _nats(middle(initial_loss(run, modality) for run in runs)),
                     "unigram": _nats(middle(unigram_entropy(run, modality) for run in runs)),
                     "final": _nats(middle(values)) + (star if values else ""),
+                    "excess": _nats(middle(final_loss(run, modality, "excess").value for run in runs)),
                     "range": f"{nats(min(values))} to {nats(max(values))}" if len(values) > 1 else DASH,
                     "learnt": f"{sum(learnt(run, modality) for run in runs)} of {len(runs)}",
                     "trained": "yes" if all(is_trained(run, modality) for run in runs) else "no",

@@ -24,6 +24,8 @@ from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
 
 FORMAT = "mmqk image tokenizer 1"
 METADATA_KEY = "mmqk"
+# Distances to codes that are held at a time: 64 MB.
+DISTANCES = 2**24
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,12 @@ class ImageTokenizerConfig:
         strides = [STEM_STRIDE * 2**i for i in range(len(CONVNEXT_WIDTHS))]
         if self.grid < 1 or self.image_size % self.grid or self.stride not in strides:
             sides = [str(self.image_size // s) for s in reversed(strides) if self.image_size % s == 0]
-            raise ValueError(
-                f"a grid of {self.grid} does not fit {self.image_size} px images: use {' or '.join(sides)}"
+            fit = (
+                f"use {' or '.join(sides)}"
+                if sides
+                else f"use images whose side is a multiple of {strides[0]}"
             )
+            raise ValueError(f"a grid of {self.grid} does not fit {self.image_size} px images: {fit}")
         if self.codes < 2:
             raise ValueError(f"a codebook needs at least 2 codes, not {self.codes}")
         if self.decoder_width % 2 ** (self.doublings - 1):
@@ -137,8 +142,10 @@ class ImageTokenizer(nn.Module):
     def quantise(self, z_BDHW: Tensor) -> Tensor:
         """Nearest code by Euclidean distance, row-major, (B, N) int64."""
         z_BND = z_BDHW.flatten(2).transpose(1, 2)
-        # |z - c|^2 without the term that all codes share
-        return (self.codebook_VD.square().sum(1) - 2 * z_BND @ self.codebook_VD.T).argmin(-1)
+        # |z - c|^2 without the term that all codes share; so many vectors at a time that memory stays bounded
+        squares_V, codes_DV = self.codebook_VD.square().sum(1), self.codebook_VD.T
+        parts = z_BND.flatten(0, 1).split(max(1, DISTANCES // self.size))
+        return torch.cat([(squares_V - 2 * z @ codes_DV).argmin(-1) for z in parts]).view(z_BND.shape[:2])
 
     @torch.no_grad()
     def encode(self, images_BCHW: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from mmqk.analysis.curves import binned
 from mmqk.analysis.figures import hero
 from mmqk.analysis.findings import cannot_tell, finding, headline
 from mmqk.analysis.style import arm_colours
+from mmqk.analysis.tables import data_rows
 from mmqk.analysis.verdicts import judge
 from mmqk.analysis.words import duration, listed, number
 
@@ -125,6 +126,7 @@ def test_page_is_in_order(demo):
         "Layer by layer",
         "Shown, not decided",
         "Where each arm stands",
+        "The data",
         "All runs",
         "Environment",
     ]
@@ -173,6 +175,22 @@ def test_the_page_says_when_claims_were_changed(tmp_path, registered):
         assert not said or "Claims were changed" in re.search(note, text)[1]
     for verdict in json.loads((tmp_path / "report" / "verdicts.json").read_text()):
         assert "claim" in verdict and "registered" not in verdict
+
+
+def test_data_are_those_of_the_runs_by_arm_where_they_differ(demo, tmp_path):
+    for name in ("index.html", "report.md"):
+        text = re.sub(r"<[^>]+>", " ", (demo[1] / name).read_text())
+        assert re.search(r"image\W+all\W+50 %\W+512 of 512\W+6\.19\W+–\W+5\.13", text)
+    other = write_demo(tmp_path / "demo")
+    path = next(other.glob("image-off-*/seed0")) / "data.json"
+    path.write_text(json.dumps({"image": {"unigram": 3.21, "floor": 2.5}}))
+    rows = {row["arms"]: row for row in data_rows(load_study(other)) if row["modality"] == "image"}
+    assert rows["image loss off, no QK-Norm"]["unigram"] == "3.21" and len(rows) == 2
+    assert rows["image loss off, no QK-Norm"]["floor"] == "2.50"
+    # Nobody trained on it there, so there is no best loss; elsewhere it is the lowest of the runs.
+    assert rows["image loss off, no QK-Norm"]["best"] == "–"
+    others = next(row for arms, row in rows.items() if arms != "image loss off, no QK-Norm")
+    assert 4.4 < float(others["best"]) < 4.6
 
 
 def test_markdown_shows_every_figure(demo):

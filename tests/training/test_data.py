@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -85,3 +86,46 @@ def test_a_source_that_cannot_be_learnt_in_time_is_said_to_be_so(tiny_args, dial
 def test_padding_of_packed_sequences_is_said(tiny_args, tmp_path, capsys):
     main([*tiny_args, "--data.pack=documents", "--data.seq_len=150", f"--out={tmp_path / 'run'}"])
     assert "of the packed sequences of kind pair is padding: raise data.seq_len" in capsys.readouterr().err
+
+
+def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path):
+    from mmqk.report import main as report
+
+    names = ("text", "image", "audio")
+    three = {"vocabulary": 16, "skew": 0.5, "entropy": 1.2, "tokens": 20, "lag": 2}
+    fields = [
+        f"--data.dial.{field}={json.dumps(dict.fromkeys(names, value))}" for field, value in three.items()
+    ]
+    out = tmp_path / "runs/three"
+    assert main([*tiny_args, *DIAL, "--data.seq_len=60", *fields, f"--out={out}"]) == 0
+    last = list(read_metrics(out / "metrics.jsonl"))[-1]
+    assert {f"val_excess/{name}" for name in names} <= set(last)
+    pairs = {f"attn_logit_absmax/{a}-{b}/layer00" for a in names for b in names}
+    assert pairs <= set(last)
+    assert report([str(tmp_path / "runs"), f"--out={tmp_path / 'report'}"]) == 0
+    page = (tmp_path / "report/report.md").read_text()
+    for name in names:
+        assert re.search(
+            rf"\| {name} \|.*\| {last[f'val_loss/{name}']:.2f} \| {last[f'val_excess/{name}']:.2f} \|", page
+        )
+
+
+def test_excess_falls_towards_0_and_not_below(tiny_args, tmp_path):
+    """A small model on an easy source: what is left to learn shrinks, and nobody beats the source but by chance."""
+    easy = {"vocabulary": 8, "skew": 0, "entropy": 0.8, "tokens": 24, "lag": 1}
+    fields = [
+        f"--data.dial.{field}={json.dumps({'text': value, 'image': value})}" for field, value in easy.items()
+    ]
+    more = ["--data.seq_len=48", "--data.batch_size=16", "--data.val_sequences=64", "--trainer.max_steps=300",
+            "--data.val_every_n_steps=100", "--model.d_model=32", "--optim.warmup_steps=20"]  # fmt: skip
+    assert main([*tiny_args, *DIAL, *fields, *more, f"--out={tmp_path / 'run'}"]) == 0
+    found = {
+        line["step"]: line
+        for line in read_metrics(tmp_path / "run/metrics.jsonl")
+        if "val_excess/text" in line
+    }
+    for name in ("text", "image"):
+        excess = [found[step][f"val_excess/{name}"] for step in (100, 200, 300)]
+        assert excess[2] < min(0.1, excess[0]) and min(excess) > -0.02
+        # The control: the loss itself is nowhere near 0.
+        assert found[300][f"val_loss/{name}"] > 0.5
