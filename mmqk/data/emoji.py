@@ -19,7 +19,7 @@ from mmqk.data.images import on_white
 from mmqk.data.manifest import Manifest, write_manifest
 from mmqk.data.shards import IMAGE_SIZE, write_shard
 from mmqk.data.sources import SOURCES, read_members
-from mmqk.store import UserError
+from mmqk.store import UserError, hash_fraction
 
 SAMPLES_PER_SHARD = 550
 VAL_SHARE = 20  # one group in twenty
@@ -45,11 +45,6 @@ def base_of(codepoint: str) -> str:
     ``1f469-1f3fd-200d-1f680`` (woman astronaut, medium skin) and ``1f468-200d-1f680`` give ``1f9d1-1f680``.
     """
     return "-".join(_NEUTRAL.get(c, c) for c in codepoint.split("-") if c not in _MODIFIERS) or codepoint
-
-
-def fraction(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ def groups_of(samples: Iterable[Sample]) -> dict[str, str]:
 
 def split_of(group: str) -> str:
     """``val`` for about 5 % of the groups, by hash: the split does not move when emoji are added."""
-    return "val" if fraction(f"mmqk emoji split {group}") < 1 / VAL_SHARE else "train"
+    return "val" if hash_fraction(f"mmqk emoji split {group}".encode()) < 1 / VAL_SHARE else "train"
 
 
 def write(out: Path, samples: list[Sample], built_with: dict[str, str]) -> set[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import glob
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from mmqk.data.tokens import TOKENS, Layout, TokenWriter
-from mmqk.store import OneSentenceParser, UserError, run_main
+from mmqk.store import OneSentenceParser, UserError, hash_fraction, run_main
 
 EPILOG = """\
 An array is .npy: of two dimensions, each row a document; or of one, with the documents' lengths in NAME.lengths.npy
@@ -68,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
                 documents = list(_documents(path))
                 parts = {split: documents}
                 if not args.val:
-                    held_out = [_fraction(d) < args.val_share for d in documents]
+                    held_out = [
+                        hash_fraction(d.astype(np.int64).tobytes()) < args.val_share for d in documents
+                    ]
                     parts["train"] = [d for d, held in zip(documents, held_out, strict=True) if not held]
                     parts["val"] = [d for d, held in zip(documents, held_out, strict=True) if held]
                 for name, chosen in parts.items():
@@ -140,12 +141,6 @@ def _add(writer: TokenWriter, split: str, name: str, documents: list[np.ndarray]
         writer.add_part(split, name, documents)
     except ValueError as error:
         raise UserError(f"{path} does not fit --blocks ({error}).") from None
-
-
-def _fraction(document: np.ndarray) -> float:
-    """A number in [0, 1) that is a function of the document alone: equal ones fall into the same split."""
-    digest = hashlib.sha256(document.astype(np.int64).tobytes()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 if __name__ == "__main__":

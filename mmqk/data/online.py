@@ -19,7 +19,7 @@ from mmqk.data.manifest import MANIFEST, load_manifest, manifest_hash
 from mmqk.data.samples import pair_of
 from mmqk.data.tars import TarIndex, expand, index_tar
 from mmqk.data.tokens import Layout, layout_of
-from mmqk.store import UserError, identity_hash
+from mmqk.store import UserError, hash_fraction, identity_hash
 
 
 class OnlinePairs:
@@ -108,7 +108,9 @@ def open_online(shards: str, tokenizers: Path, cache: Path, val_share: float) ->
         return {split: OnlinePairs(found, _all(found), tokenizers) for split, found in by_split.items()}
     found = [_index(path, cache) for path in expand([shards])]
     everything = _all(found)
-    held_out = np.array([_fraction(found[s].keys[i]) < val_share for s, i in everything], dtype=bool)
+    held_out = np.array(
+        [hash_fraction(found[s].keys[i].encode()) < val_share for s, i in everything], dtype=bool
+    )
     return {
         "train": OnlinePairs(found, everything[~held_out], tokenizers),
         "val": OnlinePairs(found, everything[held_out], tokenizers),
@@ -125,10 +127,6 @@ def online_hash(shards: str) -> str:
 def _all(shards: Sequence[TarIndex]) -> np.ndarray:
     places = [np.stack([np.full(len(t), s), np.arange(len(t))], axis=1) for s, t in enumerate(shards)]
     return np.concatenate([np.zeros((0, 2), dtype=np.int64), *places])
-
-
-def _fraction(key: str) -> float:
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
 
 
 def _index(path: Path, cache: Path) -> TarIndex:

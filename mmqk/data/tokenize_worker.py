@@ -9,7 +9,6 @@ A part depends on its shard and the job alone, not on which process makes it or 
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from mmqk.data.manifest import sha256_file
 from mmqk.data.samples import EMPTY_DOCUMENT, interleaved_of, pair_of, text_of
 from mmqk.data.tars import index_tar
 from mmqk.data.tokens import SPLITS, Layout, TokenWriter, layout_of
+from mmqk.store import hash_fraction
 
 IMAGES_A_BATCH = 64
 # Beyond this many tokens a part goes on in a further file, so that memory has a bound.
@@ -69,8 +69,7 @@ class Shard:
 
 def split_of(identity: bytes, val_share: float) -> str:
     """Equal content falls into the same split, in whichever shard it lies."""
-    fraction = int.from_bytes(hashlib.sha256(identity).digest()[:8], "big") / 2**64
-    return "val" if fraction < val_share else "train"
+    return "val" if hash_fraction(identity) < val_share else "train"
 
 
 class Encoder:

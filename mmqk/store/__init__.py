@@ -4,7 +4,14 @@ from mmqk.store.alarms import DivergenceRule
 from mmqk.store.errors import OneSentenceParser, UserError, front_door, run_main
 from mmqk.store.files import read_json, write_atomic, write_json
 from mmqk.store.folder import EXIT_CODES, FINISHED, RunFolder, Status, mark_ended, read_status
-from mmqk.store.identity import canonical, code_hash, differing_fields, flatten, identity_hash
+from mmqk.store.identity import (
+    canonical,
+    code_hash,
+    differing_fields,
+    flatten,
+    hash_fraction,
+    identity_hash,
+)
 from mmqk.store.lock import FolderLock, is_locked
 from mmqk.store.metrics import MetricLines, MetricsWriter, last_metrics, read_metrics
 from mmqk.store.tags import Tag, parse_tag, tag
@@ -28,6 +35,7 @@ __all__ = [
     "differing_fields",
     "flatten",
     "front_door",
+    "hash_fraction",
     "identity_hash",
     "is_locked",
     "last_metrics",

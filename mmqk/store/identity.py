@@ -64,3 +64,8 @@ def code_hash(rooms: tuple[str, ...] = CODE_ROOMS) -> str:
 def _same(a: Any, b: Any) -> bool:
     # As the hash sees it: 1, 1.0 and True are three different values.
     return type(a) is type(b) and a == b
+
+
+def hash_fraction(content: bytes) -> float:
+    """A number in [0, 1) that depends on the content alone: what decides which samples are held out."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64

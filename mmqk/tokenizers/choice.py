@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -90,11 +89,6 @@ def choice_of(args: argparse.Namespace) -> Choice:
         max_pixels=args.max_pixels,
         caption_field=args.caption_field,
     )
-
-
-def fraction(identity: bytes) -> float:
-    """A number in [0, 1) from a hash; what falls below the held-out share is held out."""
-    return int.from_bytes(hashlib.sha256(identity).digest()[:8], "big") / 2**64
 
 
 def spread(total: int, most: int) -> np.ndarray:

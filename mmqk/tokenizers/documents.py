@@ -12,8 +12,8 @@ from mmqk.data.manifest import manifest_hash
 from mmqk.data.samples import text_of
 from mmqk.data.shards import read_text
 from mmqk.data.tars import expand
-from mmqk.store import UserError, identity_hash
-from mmqk.tokenizers.choice import Choice, account, dropped_account, fraction, spread
+from mmqk.store import UserError, hash_fraction, identity_hash
+from mmqk.tokenizers.choice import Choice, account, dropped_account, spread
 
 PATTERN = set("{*?[")
 ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".xz")
@@ -86,7 +86,7 @@ class Documents:
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            if fraction(text.encode()) >= self.choice.val_share:
+            if hash_fraction(text.encode()) >= self.choice.val_share:
                 yield text
 
     def identity(self) -> str:

@@ -24,8 +24,8 @@ from mmqk.data.manifest import MANIFEST, load_manifest, manifest_hash
 from mmqk.data.samples import NO_IMAGE, NO_LISTS, interleaved_of, pair_of
 from mmqk.data.shards import read_pairs
 from mmqk.data.tars import TarIndex, expand, index_tar
-from mmqk.store import UserError, identity_hash
-from mmqk.tokenizers.choice import Choice, account, dropped_account, fraction, said_progress, spread
+from mmqk.store import UserError, hash_fraction, identity_hash
+from mmqk.tokenizers.choice import Choice, account, dropped_account, said_progress, spread
 from mmqk.tokenizers.image import ImageTokenizerConfig
 
 SPLITS = ("train", "val")
@@ -132,7 +132,7 @@ class Tars:
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            fractions.append(fraction(identity))
+            fractions.append(hash_fraction(identity))
             if fractions[-1] < self.choice.val_share:
                 ends["val"] -= 1
                 room[ends["val"]] = pixels
@@ -159,7 +159,7 @@ class Tars:
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            if fraction(identity) >= self.choice.val_share:
+            if hash_fraction(identity) >= self.choice.val_share:
                 found.extend(texts)
         said = account(len(wanted), self.total, "samples") + dropped_account(dropped)
         if not found:
