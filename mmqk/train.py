@@ -154,7 +154,7 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
             file=sys.stderr,
         )
     floors = {f"val_unigram/{modality}": nats for modality, nats in data.unigram_loss().items()}
-    return {**floors, "captions_cut": builder.captions_cut}
+    return floors if builder.captions_cut is None else {**floors, "captions_cut": builder.captions_cut}
 
 
 def _last_checkpoint(run: RunConfig, folder: RunFolder) -> Path | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -160,7 +162,8 @@ def arm_lines(
             )
         if len(found) > 1:
             steps, values = median_over([(s, v) for _, s, v in found])
-            lines.append(Line(arm, modality, None, steps.astype(float), values, role="median"))
+            if len(steps):
+                lines.append(Line(arm, modality, None, steps.astype(float), values, role="median"))
     return tuple(lines)
 
 
@@ -189,8 +192,12 @@ def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line,
 
 
 def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[NDArray, NDArray] | None:
-    """(steps, values of shape (L, steps)): a statistic's largest by layer, median over an arm's seeds."""
-    tables: list[tuple[NDArray, NDArray]] = []
+    """(steps, values of shape (L, steps)): a statistic's largest by layer, median over an arm's seeds.
+
+    The steps are those at which every seed measured something; the median is over the seeds that have the layer
+    there, NaN where none has. None without such a step.
+    """
+    runs: list[dict[int, list[Series]]] = []
     for run in study.of_arm(arm):
         by_layer: dict[int, list[Series]] = {}
         for name, tag in run.tags.items():
@@ -203,21 +210,25 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
             ):
                 by_layer.setdefault(tag.layer, []).append(run.series(name))
         if by_layer:
-            steps = by_layer[min(by_layer)][0][0]
-            rows = [
-                np.max([_worst(values) for _, values in by_layer[layer]], axis=0)
-                for layer in sorted(by_layer)
-                if all(len(at) == len(steps) for at, _ in by_layer[layer])
-            ]
-            tables.append((steps, np.stack(rows)))
-    if not tables:
+            runs.append(by_layer)
+    if not runs:
         return None
-    steps = tables[0][0]
-    for other, _ in tables[1:]:
-        steps = np.intersect1d(steps, other)
-    layers = min(len(rows) for _, rows in tables)
-    stacked = np.stack([rows[:layers, np.searchsorted(at, steps)] for at, rows in tables])
-    return steps.astype(float), np.median(stacked, axis=0)
+    # Steps of one run are joined, as a pair is absent from probes without its tokens; those of unlike runs are not,
+    # or the end of the map would be of the seeds that lived longest.
+    unions = [np.unique(np.concatenate([at for row in run.values() for at, _ in row])) for run in runs]
+    steps = functools.reduce(np.intersect1d, unions)
+    if not len(steps):
+        return None
+    layers = sorted(set().union(*runs))
+    stacked = np.full((len(runs), len(layers), len(steps)), np.nan)
+    for table, by_layer in zip(stacked, runs, strict=True):
+        for row, layer in zip(table, layers, strict=True):
+            for at, values in by_layer.get(layer, []):
+                _, here, there = np.intersect1d(steps, at, return_indices=True)
+                row[here] = np.fmax(row[here], _worst(values[there]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a cell that no seed has
+        return steps.astype(float), np.nanmedian(stacked, axis=0)
 
 
 def _worst(values: NDArray) -> NDArray:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmqk.data.manifest import manifest_hash
+from mmqk.data.manifest import MANIFEST, manifest_hash
 from mmqk.data.shards import read_pairs, read_text
 from mmqk.data.tokens import (
     SPLITS,
@@ -31,13 +31,22 @@ FORMAT = 2
 ENCODE_BATCH = 64
 
 
-def source_hash(folder: Path | str) -> str:
+def source_hash(folder: Path, kind: str) -> str:
     """Identity of a source's samples, be it a folder of shards or of tokens (10 hex digits).
 
     Raises:
         UserError: it is neither.
     """
-    return tokens_hash(folder) if is_token_folder(folder) else manifest_hash(folder)
+    if is_token_folder(folder):
+        return tokens_hash(folder)
+    if kind == "interleaved" or not (folder / MANIFEST).exists():
+        what = {"interleaved": "--interleaved --shards", "text": "--text"}.get(kind, "--shards")
+        online = "; or read tars as they are with --data.read shards" if kind == "pair" else ""
+        raise UserError(
+            f"{folder} is neither a folder of tokens nor of shards with a manifest: make one of tokens with"
+            f" python -m mmqk.data.tokenize {what} PATTERN --out FOLDER{online}."
+        )
+    return manifest_hash(folder)
 
 
 def open_source(
@@ -74,10 +83,6 @@ def open_source(
                 f" {tokenizers} are {made_by}: set --data.tokenizers to those, or tokenize the shards again."
             )
         return open_tokens(folder)
-    if kind == "interleaved":
-        raise UserError(
-            f"{folder} is no token folder: make one with python -m mmqk.data.tokenize --interleaved."
-        )
     digest = hashlib.sha256(f"{FORMAT}/{kind}/{manifest_hash(folder)}/{made_by}".encode()).hexdigest()[:10]
     made = root / digest
     if not is_token_folder(made):

@@ -11,6 +11,7 @@ from mmqk.data.dial import Dial, DialConfig
 from mmqk.data.mix import Mixture
 from mmqk.data.online import online_hash
 from mmqk.data.tokens import Layout, layout_of, read_header, tokens_hash
+from mmqk.store import UserError
 
 # Kinds of data.mix that share a vocabulary: mmqk's tokenizers', that of the user's own ids, the dial's.
 FAMILIES = (("pair", "text", "image", "interleaved"), ("tokens",), ("dial",))
@@ -26,7 +27,7 @@ class DataConfig:
         pairs: image+caption pairs: shards with their manifest, or a folder made by mmqk.data.tokenize; empty: none.
         read: tokens reads pairs from token arrays, made once; shards reads and tokenizes them while training, from
             a folder with a manifest or a pattern such as path/{00000..00099}.tar.
-        val_share: share of the pairs held out under such a pattern, by a hash of the sample's key.
+        val_share: share of the pairs held out under such a pattern, by a hash of the image file.
         text: text-only documents: likewise.
         interleaved: documents of text and images: a folder made by mmqk.data.tokenize --interleaved.
         tokens: documents of ids of other tokenizers: a folder made by mmqk.data.ids.
@@ -65,7 +66,9 @@ class DataConfig:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "batch_size", "val_sequences"):
+        if self.seq_len < 2:
+            raise ValueError(f"data.seq_len is {self.seq_len}: a sequence has at least 2 tokens.")
+        for name in ("batch_size", "val_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} is {getattr(self, name)}: it must be at least 1.")
         if not 0 < self.val_share < 1:
@@ -113,7 +116,13 @@ def layout(config: DataConfig) -> Layout:
     if "dial" in config.family:
         return Layout(Dial(config.dial).blocks)
     if "tokens" in config.family:
-        return Layout(**read_header(config.tokens)["layout"])
+        header = read_header(config.tokens)
+        if header["kind"] != "tokens":
+            raise UserError(
+                f"{config.tokens} holds documents of kind {header['kind']}: name it in the field of that kind, not in"
+                " data.tokens."
+            )
+        return Layout(**header["layout"])
     return layout_of(config.tokenizers)
 
 
@@ -126,10 +135,17 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     from mmqk.tokenizers import tokenizers_hash
 
     fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial")}
+    # What changes no sample here is no part of it.
+    online = config.read == "shards" and "pair" in config.sources
+    fields |= {} if online else {"read": "tokens", "val_share": 0.0}
+    fields |= {} if config.mix.get("pair", 0) > 0 else {"image_first": 0.0}
+    fields |= {} if config.pack == "documents" else {"document_mask": True}
     fields |= dict.fromkeys((*SOURCE_FIELDS.values(), "tokens", "tokenizers"), "")
     for kind, path in config.sources.items():
-        online = config.read == "shards" and kind == "pair"
-        fields[SOURCE_FIELDS[kind]] = online_hash(str(path)) if online else source_hash(path)
+        if online and kind == "pair":
+            fields["pairs"] = online_hash(str(path), Path(config.cache))
+        else:
+            fields[SOURCE_FIELDS[kind]] = source_hash(path, kind)
     if "dial" in config.family:
         # The hash of an identity sorts names, and the order of modalities matters.
         fields["dial"] = {**asdict(config.dial), "modalities": list(config.dial.names)}

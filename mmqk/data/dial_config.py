@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mmqk.data.coupling import Coupling, coupling, unigram_entropy, zipf
+from mmqk.store import tag
 
 _SLACK = 1e-9  # nats; a bound that the user computed may differ in the last digits
 _INNER, _TIE = 0, 1  # roles of token orders: children of a parent and partners of a root follow unlike orders
@@ -58,6 +59,11 @@ class DialConfig:
             raise ValueError(
                 "data.dial.vocabulary is empty: give the number of tokens of at least 1 modality."
             )
+        try:
+            for m in names:
+                tag("loss", m)
+        except ValueError as error:
+            raise ValueError(f"data.dial.vocabulary cannot have such a modality: {error}.") from None
         for name in ("skew", "entropy", "tokens", "lag"):
             if set(getattr(self, name)) != set(names):
                 raise ValueError(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import glob
+import os
+import shutil
+import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from mmqk.data.tokens import TOKENS, Layout, TokenWriter
-from mmqk.store import OneSentenceParser, UserError, hash_fraction, run_main
+from mmqk.store import OneSentenceParser, UserError, hash_fraction, run_main, tag
 
 EPILOG = """\
 An array is .npy: of two dimensions, each row a document; or of one, with the documents' lengths in NAME.lengths.npy
@@ -43,7 +47,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--blocks", required=True, help="modalities and their numbers of ids: text=65536,image=8192"
     )
-    parser.add_argument("--pad", type=int, help="an id to fill sequences with (0; it is never attended to)")
+    parser.add_argument(
+        "--pad",
+        type=int,
+        help="an id that no document uses, to fill sequences with (without it 0, which is never attended to)",
+    )
     parser.add_argument(
         "--begin-image", type=int, help="id before an image's codes: documents are not cut inside one"
     )
@@ -57,14 +65,37 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--pad, --begin-image and --end-image must be ids from 0 to {layout.size - 1}.")
     if not args.val and not 0 < args.val_share < 1:
         raise UserError(f"--val-share is {args.val_share}: give a share between 0 and 1, or --val.")
+    if (args.begin_image is None) != (args.end_image is None):
+        given, other = ("begin", "end") if args.end_image is None else ("end", "begin")
+        raise UserError(f"--{given}-image is given without --{other}-image: give both or neither.")
     if (args.out / TOKENS).exists():
         raise UserError(f"{args.out} is a token folder already: give another --out.")
-    writer = TokenWriter(args.out, "tokens", layout)
-    counts = {"train": 0, "val": 0}
     try:
+        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+            raise UserError(f"{args.out} exists and is not an empty folder: give another --out.")
+        counts = _write(args, layout)
+    except OSError as error:
+        raise UserError(f"{args.out} cannot be written ({error.strerror}): give another --out.") from None
+    print(f"{args.out}: {counts['train']:,} training and {counts['val']:,} held-out documents")
+    return 0
+
+
+def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
+    """Write the folder elsewhere and move it to --out when it is whole; the documents by split."""
+    out = args.out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{out.name}-", dir=out.parent))
+    try:
+        # A folder inside, as mkdtemp's own can be read by nobody else.
+        writer = TokenWriter(scratch / "tokens", "tokens", layout)
+        counts = {"train": 0, "val": 0}
         for split, pattern in (("train", args.train), ("val", args.val)):
             for number, path in enumerate(_files(pattern)):
                 documents = list(_documents(path))
+                if layout.pad is not None and any((d == layout.pad).any() for d in documents):
+                    raise UserError(
+                        f"{path} has documents with id {layout.pad}, which is --pad: give one that no document uses."
+                    )
                 parts = {split: documents}
                 if not args.val:
                     held_out = [
@@ -81,21 +112,29 @@ def main(argv: list[str] | None = None) -> int:
                 " documents, --val, or another --val-share."
             )
         writer.finish(about={"train": args.train, "val": args.val or f"{args.val_share} of them"})
-    except OSError as error:
-        raise UserError(f"{args.out} cannot be written ({error.strerror}): give another --out.") from None
-    print(f"{args.out}: {counts['train']:,} training and {counts['val']:,} held-out documents")
-    return 0
+        os.rename(writer.folder, out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return counts
 
 
 def _blocks(text: str) -> dict[str, int]:
     try:
-        blocks = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+        pairs = [(name, int(size)) for name, size in (part.split("=") for part in text.split(","))]
     except ValueError:
-        blocks = {}
+        pairs = []
+    blocks = dict(pairs)
+    try:
+        for name in blocks:
+            tag("loss", name)
+    except ValueError as error:
+        raise UserError(f"--blocks is {text!r}: {error}.") from None
     if not blocks or min(blocks.values()) < 1 or not all(name.isidentifier() for name in blocks):
         raise UserError(
             f"--blocks is {text!r}: give names and numbers of ids, such as text=65536,image=8192."
         )
+    if len(blocks) < len(pairs):
+        raise UserError(f"--blocks is {text!r}: give each modality once.")
     return blocks
 
 
@@ -129,8 +168,11 @@ def _documents(path: Path) -> Iterator[np.ndarray]:
 def _load(path: Path) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} cannot be read as an array ({error}): write it with numpy.save.") from None
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise UserError(f"{path} is an archive of arrays (.npz): write one array with numpy.save.")
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"{path} holds {array.dtype}, not integers: ids are whole numbers.")
     return array

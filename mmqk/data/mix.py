@@ -8,8 +8,9 @@ alone.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +47,25 @@ def apportion(weights: dict[str, float], places: int) -> dict[str, int]:
     return counts
 
 
-class Mixture:
+class Kept:
+    """Keeps the last results of ``_make``; a copy that is sent to another process starts without any."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._kept = lru_cache(maxsize=size)(self._make)
+
+    def _make(self, key: int) -> Any:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._kept = lru_cache(maxsize=self._size)(self._make)
+
+
+class Mixture(Kept):
     """The order of a run.
 
     Args:
@@ -62,8 +81,10 @@ class Mixture:
         for kind, weight in weights.items():
             if kind not in KINDS:
                 raise ValueError(f"data.mix knows {', '.join(KINDS)}, not '{kind}'.")
-            if weight < 0:
-                raise ValueError(f"data.mix.{kind} is {weight}: a weight cannot be negative.")
+            if not 0 <= weight < math.inf:
+                raise ValueError(
+                    f"data.mix.{kind} is {weight}: a weight is a number, not negative and finite."
+                )
         if sum(weights.values()) <= 0:
             raise ValueError("data.mix gives no kind of sequence a positive weight.")
         if not 0 <= image_first <= 1:
@@ -81,9 +102,9 @@ class Mixture:
         self._counts = np.array([counts[s] for s in SLOTS])
         self._slots = np.repeat(np.arange(len(SLOTS)), self._counts)
         self._kth = np.concatenate([np.arange(n) for n in self._counts])
-        self._cycle = lru_cache(maxsize=64)(self._make_cycle)
+        super().__init__(64)
 
-    def _make_cycle(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
         # The k-th of a kind's c places falls somewhere in the k-th c-th of the cycle.
         where = (self._kth + random_stream(self.seed, 0, cycle).random(CYCLE)) / self._counts[self._slots]
         slots = self._slots[np.argsort(where, kind="stable")]
@@ -97,23 +118,23 @@ class Mixture:
 
     def draw(self, index: int) -> Draw:
         """What stands at place ``index`` of the run's order (from 0)."""
-        slots, nth = self._cycle(index // CYCLE)
+        slots, nth = self._kept(index // CYCLE)
         place = index % CYCLE
         return Draw(SLOTS[slots[place]], int(nth[place]))
 
 
-class Epochs:
+class Epochs(Kept):
     """Endless reshuffled passes over ``n`` items: the n-th draw as (epoch, item)."""
 
     def __init__(self, n: int, seed: int, stream: int):
         if n < 1:
             raise ValueError("there are no samples of a kind that data.mix asks for.")
         self.n, self.seed, self.stream = n, seed, stream
-        self._order = lru_cache(maxsize=2)(self._make_order)
+        super().__init__(2)
 
-    def _make_order(self, epoch: int) -> np.ndarray:
+    def _make(self, epoch: int) -> np.ndarray:
         return random_stream(self.seed, self.stream, epoch).permutation(self.n)
 
     def item(self, nth: int) -> tuple[int, int]:
         epoch, place = divmod(nth, self.n)
-        return epoch, int(self._order(epoch)[place])
+        return epoch, int(self._kept(epoch)[place])

@@ -41,6 +41,8 @@ class MicroBatches(Dataset):
         documents: bool = False,
     ):
         self.documents = documents
+        # The rows of the latest step: its micro-batches share a denominator.
+        self._step, self._rows = -1, list[Row]()
         self.order, self.batch_size, self.accumulate, self.steps = order, batch_size, accumulate, steps
         self.rank, self.world, self.size = rank, world, batch_size // (accumulate * world)
 
@@ -49,13 +51,12 @@ class MicroBatches(Dataset):
 
     def __getitem__(self, i: int) -> TokenBatch:
         step, micro = divmod(i, self.accumulate)
-        start = step * self.batch_size
-        mine = start + (micro * self.world + self.rank) * self.size
-        rows = [self.order.row(index) for index in range(mine, mine + self.size)]
-        step_targets = None
-        if self.accumulate * self.world > 1:
-            step_targets = sum(self.order.row(i).targets for i in range(start, start + self.batch_size))
-        return self.order.builder.batch(rows, step_targets, self.documents)
+        if self._step != step:
+            start = step * self.batch_size
+            self._step, self._rows = step, [self.order.row(n) for n in range(start, start + self.batch_size)]
+        mine = (micro * self.world + self.rank) * self.size
+        step_targets = sum(row.targets for row in self._rows)
+        return self.order.builder.batch(self._rows[mine : mine + self.size], step_targets, self.documents)
 
 
 class PositionedLoader:
@@ -79,9 +80,13 @@ class PositionedLoader:
             num_workers=self.workers,
             pin_memory=self.pin_memory,
         )
-        for batch in loader:
-            self.position += 1
-            yield batch
+        try:
+            for batch in loader:
+                self.position += 1
+                yield batch
+        except UserError as error:
+            # A worker's comes with its traceback: the sentence is after the name.
+            raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -111,6 +116,12 @@ class TokenDataModule(L.LightningDataModule):
             self.stores = stores = self._open()
             pack = config.pack == "documents"
             train, val = ({kind: s[split] for kind, s in stores.items()} for split in ("train", "val"))
+            for kind in (k for k, weight in config.mix.items() if weight > 0 and k != "dial"):
+                if not len(val["pair" if kind == "image" else kind]):
+                    raise ValueError(
+                        f"data.mix asks for {kind}, of which nothing is held out: make its folder again with a larger"
+                        " --val-share."
+                    )
             self.builder = SequenceBuilder(train, ids, config.seq_len)
             self.order = TrainingOrder(self.builder, config.mix, config.image_first, self.seed, pack, dial)
             self.val_rows = validation_rows(
@@ -174,25 +185,26 @@ class TokenDataModule(L.LightningDataModule):
     def statistics(self) -> dict[str, dict[str, Any]]:
         """What is known of the data by modality: `ModalityStatistics` of the first training sequences as plain data,
         and "floor", the loss on the validation set of a model that knows the source; None where nobody does."""
-        side = (
-            round((self.builder.stores["pair"].image_tokens - 2) ** 0.5)
-            if "pair" in self.builder.stores
-            else 0
-        )
+        pairs = self.builder.stores.get("pair", ())
+        side = round((pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
         contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
         blocks = self.builder.layout.blocks
+        # What is read a second time says nothing about how it was written.
+        fresh = [row for index, row in enumerate(self.sample()) if self.order.is_fresh(index)]
         train, val = (
             [part for row in rows for part in np.split(row.ids, row.starts[1:])]
-            for rows in (self.sample(), self.val_rows)
+            for rows in (fresh, self.val_rows)
         )
         found = {name: asdict(s) for name, s in describe(train, val, blocks, contexts).items()}
         ids, nats = (
             np.concatenate([_targets(row, of) for row in self.val_rows]) for of in ("ids", "surprise")
         )
         modality = self.builder.layout.modality(ids)
+        read = self.builder.layout.modality(np.concatenate([_targets(row) for row in self.sample()]))
         for number, name in enumerate(blocks):
             of_it = nats[modality == number] if len(nats) == len(ids) else nats[:0]
             if name in found:
+                found[name]["share"] = float((read == number).mean())
                 found[name]["floor"] = float(of_it.mean()) if len(of_it) else None
         return found
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from mmqk.data.dial import Dial
-from mmqk.data.mix import Epochs, Mixture, kind_of, random_stream
+from mmqk.data.mix import Epochs, Kept, Mixture, kind_of, random_stream
 from mmqk.data.packing import Packing
 from mmqk.data.sequences import Row, SequenceBuilder, joined, pieces
 
@@ -29,14 +28,18 @@ class Content:
 
 
 class Windows:
-    """Text rows: every part of the text, end to end, in windows that begin elsewhere in each epoch."""
+    """Text rows: all documents end to end, in windows that begin elsewhere in each epoch."""
 
     def __init__(self, builder: SequenceBuilder, kind: str, seed: int) -> None:
         self.builder, self.kind, self.seed = builder, kind, seed
         self.length = builder.seq_len - 1
-        counts = [max(0, len(part) // self.length - 1) for part in builder.stores[kind].parts]
-        self._first = np.cumsum([0, *counts])
-        self._epochs = Epochs(int(self._first[-1]), seed, stream=TEXT)
+        tokens = builder.stores[kind].tokens
+        if tokens < 2 * self.length:
+            raise ValueError(
+                f"data.{kind} has {tokens} training tokens, too few for sequences of data.seq_len {builder.seq_len}:"
+                " shorten them, or give more."
+            )
+        self._epochs = Epochs(tokens // self.length - 1, seed, stream=TEXT)
 
     def __len__(self) -> int:
         return self._epochs.n
@@ -45,8 +48,7 @@ class Windows:
         epoch, item = self._epochs.item(nth)
         # So that a document is not always cut in the same place.
         offset = int(random_stream(self.seed, TEXT_OFFSET, epoch).integers(self.length))
-        part = int(np.searchsorted(self._first, item, side="right")) - 1
-        return self.builder.window(self.kind, part, offset + (item - int(self._first[part])) * self.length)
+        return self.builder.window(self.kind, offset + item * self.length)
 
 
 class Single:
@@ -75,7 +77,7 @@ class Packed:
         return self.packing.row(nth).tolist()
 
 
-class DialRows:
+class DialRows(Kept):
     """Rows of the dial: fresh documents without end.
 
     Raises:
@@ -89,9 +91,9 @@ class DialRows:
             )
         self.dial, self.seed = dial, seed
         self.per_row = room // dial.length if pack else 1
-        self._chunk = lru_cache(maxsize=4)(self._make_chunk)
+        super().__init__(4)
 
-    def _make_chunk(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         count = DIAL_CHUNK * self.per_row
         ids_NT = self.dial.documents(self.seed, chunk * count, count)
         surprise_NT = -self.dial.log_prob(ids_NT)
@@ -100,7 +102,7 @@ class DialRows:
 
     def row(self, nth: int) -> Row:
         chunk, place = divmod(nth, DIAL_CHUNK)
-        ids, surprise = self._chunk(chunk)
+        ids, surprise = self._kept(chunk)
         length = self.dial.length
         return Row(ids[place], tuple(range(0, self.per_row * length, length)), surprise[place])
 
@@ -132,7 +134,6 @@ class TrainingOrder:
         self.builder = builder
         self.mixture = Mixture(dict(weights), image_first, seed)
         self.seed = seed
-        bos = 0 if builder.layout.bos is None else 1
         room, stores = builder.seq_len, builder.stores
         self._orders: dict[str, Single | Packed] = {}
         self._pieces: dict[str, np.ndarray] = {}
@@ -156,8 +157,9 @@ class TrainingOrder:
                 if kind == "image":
                     lengths_N = np.full(len(lengths_N), stores[source].image_tokens + 2)
             else:
-                self._pieces[kind] = pieces(stores[kind], room - bos)
-                lengths_N = self._pieces[kind][:, 2] - self._pieces[kind][:, 1] + bos
+                self._pieces[kind] = pieces(stores[kind], builder.room)
+                lengths_N = self._pieces[kind][:, 2] - self._pieces[kind][:, 1]
+                lengths_N = lengths_N + (room - builder.room)
                 stream = {"interleaved": INTERLEAVED, "tokens": TOKENS, "text": TEXT_DOCUMENTS}[kind]
             self._orders[kind] = (
                 Packed(lengths_N, room, seed, stream) if pack else Single(len(lengths_N), seed, stream)
@@ -173,6 +175,11 @@ class TrainingOrder:
         """Sequences in one pass over each kind; the dial, which has no end, is left out."""
         orders = {**self._orders, **({} if self._windows is None else {"text": self._windows})}
         return {kind: len(order) for kind, order in orders.items()}
+
+    def is_fresh(self, index: int) -> bool:
+        """Whether row ``index`` is of its kind's first epoch: its documents have not been read before."""
+        slot, nth = self.mixture.draw(index)
+        return nth < self.rows_of_an_epoch.get(kind_of(slot), nth + 1)
 
     def contents(self, index: int) -> list[Content]:
         """Which documents stand in row ``index``, in order; none for a window of the text and for the dial."""
@@ -220,37 +227,47 @@ def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) 
         rows_of = DialRows(dial, builder.seq_len, VALIDATION_SEED, pack=False)
         return [rows_of.row(i) for i in range(n)]
     cycle = [kind for kind in VALIDATION_CYCLE if len(builder.stores.get(kind, ()))]
-    bos = 0 if builder.layout.bos is None else 1
     if not cycle:
         raise ValueError("there is nothing held out: no validation split has a document.")
     rows: list[Row] = []
-    taken: dict[str, int] = {}
-    cut: dict[str, np.ndarray] = {}
+    taken = dict.fromkeys(cycle, 0)
+    there = {
+        kind: Spread(builder, kind, sum(cycle[i % len(cycle)] == kind for i in range(n))) for kind in taken
+    }
     for i in range(n):
         kind = cycle[i % len(cycle)]
-        k = taken.setdefault(kind, 0)
+        rows.append(there[kind].row(taken[kind]))
         taken[kind] += 1
-        store = builder.stores[kind]
-        if kind == "text":
-            rows.append(_validation_text(builder, k, sum(c == "text" for c in cycle) * n // len(cycle) + 1))
-            continue
-        if kind != "pair" and kind not in cut:
-            cut[kind] = pieces(store, builder.seq_len - bos)
-        there = len(store) if kind == "pair" else len(cut[kind])
-        if k >= there:
-            what = {"pair": "pairs", "tokens": "documents"}.get(kind, f"{kind} documents")
-            raise ValueError(f"data.val_sequences {n} asks for more than the {there} held-out {what}.")
-        rows.append(
-            builder.pair(k, image_first=k % 2 == 0) if kind == "pair" else builder.piece(kind, cut[kind][k])
-        )
     return rows
 
 
-def _validation_text(builder: SequenceBuilder, k: int, of: int) -> Row:
-    """Window k of ``of``, spread over the whole held-out text, which is of many sources."""
-    length = builder.seq_len - 1
-    counts = [len(part) // length for part in builder.stores["text"].parts]
-    first = np.cumsum([0, *counts])
-    item = k * int(first[-1]) // max(1, of)
-    part = int(np.searchsorted(first, item, side="right")) - 1
-    return builder.window("text", part, (item - int(first[part])) * length)
+class Spread:
+    """Some of the held-out rows of a kind, spread over all of them, as these may be of many sources.
+
+    Raises:
+        ValueError: there are not as many.
+    """
+
+    def __init__(self, builder: SequenceBuilder, kind: str, wanted: int) -> None:
+        self.builder, self.kind, self.wanted = builder, kind, wanted
+        store = builder.stores[kind]
+        self._pieces = None if kind in ("pair", "text") else pieces(store, builder.room)
+        self.there = len(store) if self._pieces is None else len(self._pieces)
+        if kind == "text":
+            self.there = store.tokens // builder.room
+        if wanted > self.there:
+            what = {"pair": "pairs", "text": "windows of text", "tokens": "documents"}.get(
+                kind, f"{kind} documents"
+            )
+            raise ValueError(
+                f"data.val_sequences asks for more than the {self.there} held-out {what}: lower it."
+            )
+
+    def row(self, k: int) -> Row:
+        """The k-th of those wanted."""
+        item = k * self.there // self.wanted
+        if self.kind == "pair":
+            return self.builder.pair(item, image_first=k % 2 == 0)
+        if self._pieces is not None:
+            return self.builder.piece(self.kind, self._pieces[item])
+        return self.builder.window(self.kind, item * self.builder.room)

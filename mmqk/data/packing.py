@@ -7,11 +7,9 @@ stands in exactly one of them, and any row can be asked for by its number.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
-from mmqk.data.mix import random_stream
+from mmqk.data.mix import Kept, random_stream
 
 # A combination of lengths is used for at most one in so many of the rows that it could fill: the more, the less
 # alike are the rows.
@@ -62,7 +60,9 @@ def _combination(
             break
         taken[n] = taken.get(n, 0) + 1
         space -= n
-    for n in left[::-1].tolist():
+    place = len(left)
+    while (place := min(place, int(np.searchsorted(left, space, side="right"))) - 1) >= 0:
+        n = int(left[place])
         fits = min(int(counts[n]) - taken.get(n, 0), space // n)
         if fits > 0:
             taken[n] = taken.get(n, 0) + fits
@@ -70,7 +70,7 @@ def _combination(
     return taken
 
 
-class Packing:
+class Packing(Kept):
     """Rows of several documents out of N, the same for everyone who asks.
 
     Args:
@@ -94,12 +94,12 @@ class Packing:
         self._slots_by_length = np.argsort(slots_N, kind="stable")
         self._lengths_N = lengths_N
         self.padding = float(1 - lengths_N.sum() / (len(rows) * room))
-        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+        super().__init__(2)
 
     def __len__(self) -> int:
         return len(self._ends_R)
 
-    def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _make(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(order of the rows, document of every slot, rank of every document) of an epoch."""
         random = random_stream(self.seed, self.stream, epoch)
         shuffled_N = random.permutation(len(self._lengths_N))
@@ -112,7 +112,7 @@ class Packing:
     def row(self, nth: int) -> np.ndarray:
         """The documents of the n-th row of the endless order of epochs, those of a row in random order."""
         epoch, place = divmod(nth, len(self))
-        order_R, document_of_slot, rank_N = self._epoch(epoch)
+        order_R, document_of_slot, rank_N = self._kept(epoch)
         r = int(order_R[place])
         documents = document_of_slot[self._ends_R[r - 1] if r else 0 : self._ends_R[r]]
         return documents[np.argsort(rank_N[documents])]

@@ -11,7 +11,7 @@ import numpy as np
 
 from mmqk.config import RunConfig
 from mmqk.data.dial import Dial
-from mmqk.data.mix import CYCLE, SLOTS, kind_of
+from mmqk.data.mix import CYCLE, SLOTS
 from mmqk.data.module import TokenDataModule
 from mmqk.data.sequences import Row
 from mmqk.data.statistics import CONTEXT, ModalityStatistics, describe
@@ -68,8 +68,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> R
     for index in range(total):
         row = order.row(index)
         rows.append(row)
-        slot, nth = order.mixture.draw(index)
-        if nth < epoch_rows.get(kind_of(slot), nth + 1):
+        if order.is_fresh(index):
             fresh.append(row)
         left -= len(row.ids)
         if left <= 0:

@@ -80,13 +80,13 @@ class SequenceBuilder:
                 )
 
     @property
-    def captions_cut(self) -> float:
-        """Share of the captions that are longer than there is room for; 0 without pairs."""
+    def captions_cut(self) -> float | None:
+        """Share of the captions that are longer than there is room for: 0 without pairs, None where nobody knows."""
         if not len(self.stores.get("pair", ())):
             return 0.0
         pairs = self.stores["pair"]
-        if pairs.lengths_N is None:  # read while training: nobody has looked
-            return 0.0
+        if pairs.lengths_N is None:  # read while training
+            return None
         return float((pairs.lengths_N - pairs.image_tokens - 1 > self.caption_room).mean())
 
     def pair(self, item: int, image_first: bool, caption: int | None = None) -> Row:
@@ -105,10 +105,14 @@ class SequenceBuilder:
         """The image of a pair alone."""
         return Row(np.concatenate([self._bos, self._pair(item)[0], [self.layout.eos]]))
 
-    def window(self, kind: str, part: int, start: int) -> Row:
-        """A window of all documents of a part end to end, from place ``start``."""
-        window = self.stores[kind].parts[part][start : start + self.seq_len - len(self._bos)]
-        return Row(np.concatenate([self._bos, window.astype(np.int64)]))
+    @property
+    def room(self) -> int:
+        """Places of a row that a document may take, beside ``<bos>``."""
+        return self.seq_len - len(self._bos)
+
+    def window(self, kind: str, start: int) -> Row:
+        """A window of all documents end to end, from place ``start``."""
+        return Row(np.concatenate([self._bos, self.stores[kind].stream(start, self.room)]))
 
     def piece(self, kind: str, piece: np.ndarray) -> Row:
         """Tokens ``start`` to ``end`` of a document; piece is (document, start, end)."""
@@ -155,7 +159,7 @@ class SequenceBuilder:
             modality_BT=torch.from_numpy(self.layout.modality(ids_BT)),
             target_mask_BT=torch.from_numpy(target_mask_BT),
             valid_BT=torch.from_numpy(document_BT >= 0),
-            step_targets=torch.tensor(step_targets),
+            step_targets=torch.tensor(max(1, step_targets)),  # a divisor
             document_BT=torch.from_numpy(document_BT) if documents else None,
             surprise_BT=torch.from_numpy(surprise_BT) if known else None,
         )
@@ -164,10 +168,20 @@ class SequenceBuilder:
 def pieces(store: TokenStore, room: int) -> np.ndarray:
     """Documents in pieces of at most ``room`` tokens, as (document, start, end), never cut inside an image.
 
+    Without a ``<bos>`` to predict it from, the first token of a piece is no target: such pieces overlap by one.
+
     Raises:
-        ValueError: an image is longer than that.
+        ValueError: an image is longer than that, or a document has nothing to predict.
     """
     lengths_N = store.lengths_N
+    overlap = int(store.layout.bos is None)
+    if overlap and (lengths_N < 2).any():
+        n = int(np.flatnonzero(lengths_N < 2)[0])
+        raise ValueError(
+            f"document {n} of data.{store.kind} is a single token, with nothing to predict: drop it."
+        )
+    if room < 1 + overlap:
+        raise ValueError("data.seq_len is too short to predict anything: at least 2 is needed.")
     long = np.flatnonzero(lengths_N > room)
     whole = np.flatnonzero(lengths_N <= room)
     found = [np.stack([whole, np.zeros_like(whole), lengths_N[whole]], axis=1)]
@@ -183,13 +197,13 @@ def pieces(store: TokenStore, room: int) -> np.ndarray:
             i = int(np.searchsorted(opens, stop, side="left")) - 1
             if stop < len(ids) and i >= 0 and i < len(closes) and closes[i] >= stop:
                 stop = int(opens[i])
-            if stop <= start:
+            if stop <= start + (overlap if start else 0):
                 raise ValueError(
                     f"data.seq_len is too short for an image of {closes[i] - opens[i] - 1} codes: at least"
-                    f" {closes[i] - opens[i] + 2} is needed."
+                    f" {closes[i] - opens[i] + 2 + overlap} is needed."
                 )
             cuts.append((n, start, stop))
-            start = stop
+            start = stop if stop == len(ids) else stop - overlap
         found.append(np.array(cuts))
     made = np.concatenate(found)
     return made[np.lexsort((made[:, 1], made[:, 0]))]

@@ -185,6 +185,7 @@ class TokenStore:
         self.kind, self.layout, self.parts = kind, layout, list(parts)
         self.lengths_N = np.concatenate([np.zeros(0), *lengths]).astype(np.int64)
         self._first = np.cumsum([0, *map(len, lengths)])
+        self._places = np.cumsum([0, *map(len, parts)])
         starts = [np.cumsum(n, dtype=np.int64) - n for n in lengths]
         self._starts_N = np.concatenate([np.zeros(0, dtype=np.int64), *starts])
 
@@ -201,6 +202,16 @@ class TokenStore:
         part = int(np.searchsorted(self._first, n, side="right")) - 1
         start = self._starts_N[n]
         return self.parts[part][start : start + self.lengths_N[n]].astype(np.int64)
+
+    def stream(self, start: int, n: int) -> np.ndarray:
+        """Ids at places ``start`` to ``start + n`` of all documents end to end, int64; fewer at the end."""
+        found = []
+        part = int(np.searchsorted(self._places, start, side="right")) - 1
+        while n > 0 and part < len(self.parts):
+            here = self.parts[part][start - self._places[part] :][:n]
+            found.append(here.astype(np.int64))
+            start, n, part = start + len(here), n - len(here), part + 1
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
     @cached_property
     def image_tokens(self) -> int:

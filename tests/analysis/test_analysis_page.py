@@ -16,7 +16,7 @@ from fake_runs import DEMO, Planted, write_demo, write_run
 
 from mmqk.ablation.grid import claims_hash
 from mmqk.analysis import load_study, write_report
-from mmqk.analysis.curves import binned
+from mmqk.analysis.curves import binned, layer_map
 from mmqk.analysis.figures import hero
 from mmqk.analysis.findings import cannot_tell, finding, headline
 from mmqk.analysis.style import arm_colours
@@ -367,3 +367,85 @@ def test_help_says_what_is_written():
     assert done.returncode == 0
     for word in ("--out", "verdicts.json", "examples:"):
         assert word in done.stdout
+
+
+def rewrite(runs: Path, arm: str, seed: int, change) -> None:
+    """Let ``change(line)`` alter every line of a run's metrics."""
+    (path,) = runs.glob(f"{arm}-??????????/seed{seed}/metrics.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        change(line)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def logits(runs: Path, seed: int, step: int, layer: int) -> list[float]:
+    """The largest logits of text queries of arm mixed, straight from the file."""
+    (path,) = runs.glob(f"mixed-??????????/seed{seed}/metrics.jsonl")
+    line = json.loads(path.read_text().splitlines()[step])
+    names = [f"attn_logit_absmax/text-{key}/layer{layer:02d}" for key in ("text", "image")]
+    return [float(line[name]) for name in names if name in line]
+
+
+def test_layers_join_pairs_by_step_when_probes_lack_one(tmp_path):
+    runs = write_demo(tmp_path / "demo")
+
+    def change(line):
+        # text-text lacks steps 0 to 60, text-image 80 and 100, all of step 80 is absent: unlike lengths and steps.
+        for name in [name for name in line if name.startswith("attn_logit_absmax/text-")]:
+            key, step = name.split("/")[1], line["step"]
+            if (key == "text-text" and step <= 60) or (key == "text-image" and step in (80, 100)):
+                del line[name]
+            elif name.endswith("text-image/layer02") and step == 120:
+                line[name] = "nan"
+        if line["step"] == 80:
+            for name in [name for name in line if name.startswith("attn_logit_absmax/text-")]:
+                del line[name]
+
+    for seed in (0, 1):
+        rewrite(runs, "mixed", seed, change)
+    found = layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text")
+    assert found is not None
+    steps, values = found
+    assert steps.tolist() == [s for s in range(0, 201, 20) if s != 80] and values.shape == (4, 10)
+    for layer in range(4):
+        for step, value in zip(steps.astype(int), values[layer], strict=True):
+            worst = [
+                np.inf if np.isnan(found).any() else max(found)
+                for found in (logits(runs, seed, step, layer) for seed in range(3))
+            ]
+            assert value == pytest.approx(float(np.median(worst)), rel=1e-12)
+    assert np.isinf(values).sum() == 1 and np.isinf(values[2, 5])  # NaN in two of three seeds, at step 120
+    write_report(runs, tmp_path / "report")
+    rows = csv.DictReader(io.StringIO((tmp_path / "report/figures/layers.csv").read_text()))
+    assert {r["step"] for r in rows if (r["arm"], r["modality"]) == ("mixed", "text")} <= set(
+        map(str, steps.astype(int))
+    )
+
+
+def test_layers_take_the_median_of_the_seeds_that_have_one(tmp_path):
+    runs = write_demo(tmp_path / "demo")
+
+    def change(line):
+        for name in [name for name in line if re.fullmatch(r"attn_logit_absmax/text-.*/layer03", name)]:
+            del line[name]
+
+    rewrite(runs, "mixed", 0, change)
+    values = layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text")[1]
+    assert values.shape == (4, 11)
+    expected = np.median([max(logits(runs, seed, 200, 3)) for seed in (1, 2)])
+    assert values[3, -1] == pytest.approx(expected)
+    for seed in (1, 2):
+        rewrite(runs, "mixed", seed, lambda line: line["step"] == 200 and change(line))
+    values = layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text")[1]
+    assert np.isnan(values[3, -1]) and np.isfinite(values).sum() == 43
+    # Seeds without a step in common have no map.
+    for seed, half in ((0, 0), (1, 20)):
+        rewrite(runs, "mixed", seed, lambda line, half=half: line["step"] % 40 == half and _forget(line))
+    assert layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text") is None
+    assert layer_map(load_study(runs), "mixed", "attn_logit_absmax", "audio") is None
+    write_report(runs, tmp_path / "report")
+
+
+def _forget(line: dict) -> None:
+    for name in [name for name in line if name.startswith("attn_logit_absmax/text-")]:
+        del line[name]

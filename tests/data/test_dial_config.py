@@ -39,6 +39,9 @@ def chain(**fields) -> DialConfig:
     [
         ({"vocabulary": {}}, "data.dial.vocabulary is empty"),
         ({"vocabulary": {"text": 1, "image": 12}}, "data.dial.vocabulary.text is 1: it lies between 2 and"),
+        ({"vocabulary": {"text": 12, "layer00": 12}}, "data.dial.vocabulary cannot have such a modality: "),
+        ({"vocabulary": {"text": 12, "a/b": 12}}, "data.dial.vocabulary cannot have such a modality: "),
+        ({"vocabulary": {"text": 12, "a-b": 12}}, "data.dial.vocabulary cannot have such a modality: "),
         ({"skew": {"text": -0.1, "image": 0.0}}, "data.dial.skew.text is -0.1: it lies between 0 and 10"),
         ({"tokens": {"text": 24, "image": 0}}, "data.dial.tokens.image is 0: it lies between 1 and"),
         ({"lag": {"text": 0, "image": 1}}, "data.dial.lag.text is 0: it lies between 1 and"),

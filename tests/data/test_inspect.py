@@ -336,7 +336,14 @@ def test_text_of_a_document_cannot_be_markup(tiny_args, tiny_data, tmp_path):
     documents = [np.array([*(i + 5 for i in text.encode(evil)), EOS])] * 400
     folder = tokenized(tmp_path / "tokens", tiny_data, "text", documents)
     more = ["--data.mix", '{"text": 1}', f"--data.text={folder}", "--data.pairs="]
-    page = inspected(tmp_path / "page", tiny_args, *more, "--data.pack=documents")
+    page = inspected(
+        tmp_path / "page",
+        tiny_args,
+        *more,
+        "--data.pack=documents",
+        "--data.val_sequences=1",
+        "--monitor.sequences=1",
+    )
     assert page.tags["script"] == 0 and page.read(0).startswith(evil)
     assert page.tags["img"] == 0 and "image" not in page.numbers["modalities"]
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from mmqk.data.cache import open_source
+from mmqk.data.config import DataConfig, data_identity
 from mmqk.data.mix import CYCLE, Epochs, Mixture
-from mmqk.data.module import MicroBatches
+from mmqk.data.module import MicroBatches, PositionedLoader, TokenDataModule
 from mmqk.data.order import TrainingOrder, validation_rows
-from mmqk.data.sequences import SequenceBuilder
-from mmqk.data.tokens import layout_of
-from mmqk.store import UserError
+from mmqk.data.sequences import SequenceBuilder, pieces
+from mmqk.data.tokens import Layout, TokenStore, TokenWriter, layout_of
+from mmqk.store import UserError, identity_hash
 from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD
 
@@ -141,7 +144,7 @@ def test_sequences_have_the_promised_form(tiny_data, builder, vocabulary):
 
 
 def test_padding_is_no_target_and_no_token(builder, vocabulary):
-    batch = builder.batch([builder.image(0), builder.window("text", 0, 0)])
+    batch = builder.batch([builder.image(0), builder.window("text", 0)])
     length = len(builder.image(0).ids)
     assert (batch.ids_BT[0, length:] == PAD).all() and not batch.valid_BT[0, length:].any()
     assert batch.target_mask_BT[0].sum() == length - 1 and batch.target_mask_BT[1].sum() == 95
@@ -267,3 +270,119 @@ def test_cut_captions_are_counted(tiny_data, builder):
     short = builder_of(tiny_data, seq_len=76)
     assert short.captions_cut == np.mean(lengths > 8) > 0
     assert max(len(short.pair(i, True).ids) for i in range(40)) <= 76
+
+
+def text_store(*sizes):
+    parts = [np.arange(start, start + n) + 5 for start, n in zip(np.cumsum([0, *sizes]), sizes, strict=False)]
+    return TokenStore("text", Layout({"text": 20000}, bos=0), parts, [np.array([n]) for n in sizes])
+
+
+def test_text_is_one_stream_over_all_parts():
+    """However many shards it came from: 20 of 150 tokens and one of 4,000 are read like one of 7,000."""
+    many, one = text_store(*[150] * 20, 4000), text_store(7000)
+    orders = [
+        TrainingOrder(SequenceBuilder({"text": s}, s.layout, 88), {"text": 1.0}, 0.5, 0) for s in (many, one)
+    ]
+    rows = [[order.row(i).ids.tolist() for i in range(200)] for order in orders]
+    assert rows[0] == rows[1] and {len(row) for row in rows[0]} == {88}
+    # An epoch reads all but less than two windows.
+    epoch = orders[0].rows_of_an_epoch["text"]
+    assert len({tuple(row) for row in rows[0][:epoch]}) == epoch == 7000 // 87 - 1
+    assert [many.stream(140, 25).tolist()] == [list(range(145, 170))]
+
+
+def test_too_little_text_is_named():
+    store = text_store(100, 60)
+    with pytest.raises(ValueError, match=r"data\.text has 160 training tokens, too few .*seq_len 88"):
+        TrainingOrder(SequenceBuilder({"text": store}, store.layout, 88), {"text": 1.0}, 0.5, 0)
+    with pytest.raises(ValueError, match="more than the 1 held-out windows of text"):
+        validation_rows(SequenceBuilder({"text": store}, store.layout, 88), 2)
+
+
+def test_validation_is_spread_over_what_is_held_out():
+    store = text_store(7000)
+    rows = validation_rows(SequenceBuilder({"text": store}, store.layout, 88), 8)
+    starts = [int(row.ids[1]) for row in rows]
+    assert len({tuple(row.ids.tolist()) for row in rows}) == 8
+    assert starts == [i * 80 // 8 * 87 + 5 for i in range(8)]
+
+
+def test_an_order_can_be_sent_to_another_process(builder):
+    """As a loader does whose workers are spawned and not forked."""
+    order = TrainingOrder(builder, {"pair": 3.0, "text": 1.0}, 0.5, seed=0)
+    before = [order.row(i).ids.tolist() for i in range(20)]
+    sent = pickle.loads(pickle.dumps(order))
+    assert [sent.row(i).ids.tolist() for i in range(20)] == before
+
+
+def test_fields_that_change_no_sample_are_no_part_of_the_identity(tiny_data):
+    fields = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers")}
+
+    def identity(**more):
+        return identity_hash(data_identity(DataConfig(**{**fields, **more})))
+
+    same = identity()
+    assert same == identity(val_share=0.5) == identity(document_mask=False)
+    assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, image_first=0.1)
+    changed = [{"image_first": 0.4}, {"seq_len": 96}, {"pack": "documents"}, {"mix": {"pair": 1.0}},
+               {"pack": "documents", "document_mask": False}, {"val_sequences": 4}]  # fmt: skip
+    assert len({same, *(identity(**more) for more in changed)}) == 1 + len(changed)
+
+
+def test_what_is_no_source_is_told_what_to_do(tiny_data, tmp_path):
+    for more, says in (
+        ({"pairs": "shards/*.tar"}, r"python -m mmqk\.data\.tokenize --shards .* --data\.read shards"),
+        ({"interleaved": str(tmp_path)}, r"tokenize --interleaved --shards"),
+        ({"text": str(tmp_path)}, r"tokenize --text"),
+    ):
+        with pytest.raises(UserError, match=says):
+            data_identity(
+                DataConfig(**{"pairs": str(tiny_data / "pairs"), "text": str(tiny_data / "text"), **more})
+            )
+
+
+def test_a_kind_without_held_out_documents_is_refused(tmp_path):
+    writer = TokenWriter(tmp_path / "t", "tokens", Layout({"a": 9}))
+    writer.add_part("train", "00000", [np.arange(5)] * 8)
+    writer.finish()
+    config = DataConfig(
+        tokens=str(tmp_path / "t"), mix={"tokens": 1.0}, seq_len=8, batch_size=2, val_sequences=2
+    )
+    with pytest.raises(UserError, match="of which nothing is held out"):
+        TokenDataModule(config, seed=0).setup()
+
+
+def test_pieces_without_a_first_token_lose_no_target():
+    """Where nothing stands before a document, its pieces overlap by a token: all but its first is predicted."""
+    store = TokenStore("tokens", Layout({"a": 99}), [np.arange(45)], [np.array([20, 25])])
+    cut = pieces(store, 19)
+    targets = [store[d][s:e][1:].tolist() for d, s, e in cut.tolist()]
+    assert [t for piece in targets for t in piece] == [*range(1, 20), *range(21, 45)] and min(
+        map(len, targets)
+    ) > 0
+    with pytest.raises(ValueError, match=r"document 1 of data\.tokens is a single token"):
+        pieces(TokenStore("tokens", Layout({"a": 99}), [np.arange(4)], [np.array([3, 1])]), 19)
+
+
+def test_statistics_leave_out_what_is_read_again(tiny_data):
+    folders = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers", "cache")}
+    data = TokenDataModule(DataConfig(**folders, seq_len=110, val_sequences=8), seed=0)
+    data.setup()
+    assert data.statistics()["image"]["duplicates"] < 0.2
+    fresh = [data.order.is_fresh(i) for i in range(512)]
+    again = [row for row, first in zip(data.sample(), fresh, strict=True) if not first]
+    seen = {row.ids.tobytes() for row, first in zip(data.sample(), fresh, strict=True) if first}
+    assert again and any(row.ids.tobytes() in seen for row in again)
+
+
+def test_a_bad_sample_in_a_worker_is_one_sentence():
+    class Bad(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            raise UserError(f"sample {i} cannot be used: repair it")
+
+    with pytest.raises(UserError) as raised:
+        list(PositionedLoader(Bad(), 1, pin_memory=False))
+    assert str(raised.value) == "sample 0 cannot be used: repair it"

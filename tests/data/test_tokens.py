@@ -197,3 +197,57 @@ def test_interleaved_documents_are_whole_rows(tmp_path):
     )
     found = sorted(order.row(i).ids.tolist() for i in range(40))
     assert found == sorted([0, *d.tolist()] for d in documents)
+
+
+# What `mmqk.data.ids` refuses, and what it leaves behind ---------------------------------------------
+
+
+def test_a_run_that_failed_leaves_nothing_to_the_next(arrays, capsys):
+    np.save(arrays / "train-2.npy", np.full((3, 18), 999))
+    argv = [f"--val={arrays}/val-*.npy", "--blocks=text=100,image=50", f"--out={arrays / 't'}"]
+    before = sorted(arrays.rglob("*"))
+    assert front_door(main)([f"--train={arrays}/train-*.npy", *argv]) == 2
+    assert "train-2.npy does not fit" in capsys.readouterr().err and sorted(arrays.rglob("*")) == before
+    (arrays / "t").mkdir()  # an empty folder is as good as none
+    assert main([f"--train={arrays}/train-0.npy", *argv]) == 0
+    assert len(open_tokens(arrays / "t")["train"]) == 40
+    assert {p.name for p in arrays.iterdir()} == {p.name for p in before} | {"t"}
+    assert (arrays / "t").stat().st_mode == (arrays / "t/train").stat().st_mode
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_an_out_with_something_in_it_is_left_alone(arrays, capsys, what):
+    kept = arrays / "t" if what == "file" else arrays / "t/train/00009.lengths.npy"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text("kept")
+    argv = [f"--train={arrays}/train-0.npy", f"--val={arrays}/val-0.npy", "--blocks=text=100,image=50"]
+    assert front_door(main)([*argv, f"--out={arrays / 't'}"]) == 2
+    err = capsys.readouterr().err
+    assert "t exists and is not an empty folder" in err and err.count("\n") == 1
+    assert kept.read_text() == "kept" and (what == "file" or len(list((arrays / "t").rglob("*"))) == 2)
+
+
+BLOCKS = "--blocks=text=100,image=50,mark=3"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--blocks=text=40,image=60,text=60"], "give each modality once"),
+        (["--blocks=text=100,layer00=50"], "not like layer03: 'layer00'"),
+        (["--blocks=text=100,a-b=50"], "has no '/' or '-'"),
+        (["--blocks=text=100,a/b=50"], "has no '/' or '-'"),
+        ([BLOCKS, "--begin-image=150"], "--begin-image is given without --end-image"),
+        ([BLOCKS, "--end-image=150"], "--end-image is given without --begin-image"),
+        ([BLOCKS, "--pad=3"], "train-0.npy has documents with id 3, which is --pad"),
+        ([BLOCKS, "--train=ARRAYS/more.npz"], "more.npz is an archive of arrays"),
+    ],
+)
+def test_what_would_be_taken_wrongly_is_one_sentence(arrays, capsys, argv, says):
+    np.savez(arrays / "more.npz", ids=ids_of(9, 18, 1))
+    given = [f"--train={arrays}/train-0.npy", f"--val={arrays}/val-0.npy", f"--out={arrays / 't'}"]
+    assert front_door(main)([*given, *(a.replace("ARRAYS", str(arrays)) for a in argv)]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1 and err.rstrip().endswith(".") and not (arrays / "t").exists()
+    # The control: the same arrays with ids that no document uses.
+    assert main([*given, BLOCKS, "--pad=152", "--begin-image=150", "--end-image=151"]) == 0
