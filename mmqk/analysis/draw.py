@@ -196,7 +196,7 @@ def _draw_heat(axes: Axes, panel: HeatMap, heat: tuple[float, float]) -> None:
     step = float(np.diff(panel.steps).mean()) if len(panel.steps) > 1 else 1.0
     layers = len(panel.values)
     image = axes.imshow(
-        np.clip(np.where(np.isfinite(panel.values), panel.values, heat[1]), *heat),
+        np.clip(panel.values, *heat),  # infinite is the worst colour; what was not measured stays blank
         origin="lower",
         aspect="auto",
         interpolation="nearest",

@@ -235,13 +235,17 @@ def heat_map(study: Study) -> Figure | None:
             peaks.append(values[:, -1])
         if row:
             rows.append(tuple(row))
-            last = np.max(peaks, axis=0)
-            layer = int(np.argmax(last))
+            last = np.fmax.reduce(peaks)
+            if np.isnan(last).all():
+                continue
+            layer = int(np.nanargmax(last))
             parts.append(f"in layer {layer} of {study.label(arm)} ({number(float(last[layer]))})")
     if not rows:
         return None
     arms = tuple(dict.fromkeys(panel.arm for row in rows for panel in row))
     which = "in the arm where it ended highest, and in the one where it ended lowest" if len(arms) > 1 else ""
-    reading = f"At the last probe the largest attention logit stood {', and '.join(parts)}."
+    reading = "The largest attention logit by layer."
+    if parts:
+        reading = f"At the last probe the largest attention logit stood {', and '.join(parts)}."
     caption = f"The largest logit by layer {which}".rstrip() + "; median over seeds, one colour scale."
     return Figure("layers", reading, caption, tuple(rows), arms, study.modalities)
