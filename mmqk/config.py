@@ -172,7 +172,8 @@ def _complete(parsed: Namespace) -> RunConfig:
         sections["model"] = dataclasses.replace(sections["model"], blocks=blocks)
         sections["loss"].weights_of(sections["model"].modalities)
         _check_probe(sections["monitor"], sections["data"], trainer["accumulate_grad_batches"])
-        check_backend(parsed.backend, sections["model"].attn_softcap)
+        model = sections["model"]
+        check_backend(parsed.backend, model.attn_softcap, model.attention)
     except ValueError as error:
         raise UserError(str(error)) from error
     identity = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor")}

@@ -1,25 +1,115 @@
 """The shape and the variant of a model: frozen dataclasses that check themselves."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class QKNormConfig:
-    """Normalisation of queries and keys, one head at a time and before RoPE; the gain is shared by all heads.
+    """Normalisation of queries and keys. With kind none the other fields have no effect.
 
     Attributes:
-        kind: none; rms (RMSNorm, as in Qwen3); layer (LayerNorm with gain and bias, as in Chameleon).
-        eps: Added to the mean square (rms) or to the variance (layer) under the root.
+        kind: none; rms (Qwen3, OLMo 2); layer (LayerNorm: Chameleon, ViT-22B); l2 (cosine attention: Henry et al.,
+            Swin V2), whose learned scale multiplies the queries and stands in the place of `attn_scale`.
+        scope: What is normalised together: the channels of one head, or those of all heads (full: OLMo 2).
+        gain: none; shared (one gain over head_dim for all heads: Chameleon 7B, Qwen3); per_head (a gain of its own
+            for every head: OLMo 2); zero_centred (shared, `1 + w` with w from 0: Gemma 3, Qwen3-Next). With kind l2
+            it is the learned scale: none (fixed), shared (one a layer) or per_head.
+        bias: Whether a LayerNorm has one (Chameleon does, ViT-22B does not).
+        eps: Added to the mean square (rms) or the variance (layer) under the root; the least length (l2).
+        place: before_rope (Chameleon, Qwen3, OLMo 2) or after_rope (Llama 4).
+        normalize_v: Values too, in the same way (QKV-Norm, arXiv 2410.16682); of kind l2 without a scale.
+        scale_init: First value of the scale of kind l2.
+        scale_max: Largest scale of kind l2; given, the scale is learned as its logarithm (Swin V2: 100).
     """
 
-    kind: Literal["none", "rms", "layer"] = "none"
+    kind: Literal["none", "rms", "layer", "l2"] = "none"
+    scope: Literal["head", "full"] = "head"
+    gain: Literal["none", "shared", "per_head", "zero_centred"] = "shared"
+    bias: bool = False
     eps: float = 1e-5
+    place: Literal["before_rope", "after_rope"] = "before_rope"
+    normalize_v: bool = False
+    scale_init: float = 10.0
+    scale_max: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("qk_norm.kind", self.kind, ("none", "rms", "layer"))
+        _one_of("qk_norm.kind", self.kind, ("none", "rms", "layer", "l2"))
+        _one_of("qk_norm.scope", self.scope, ("head", "full"))
+        _one_of("qk_norm.gain", self.gain, ("none", "shared", "per_head", "zero_centred"))
+        _one_of("qk_norm.place", self.place, ("before_rope", "after_rope"))
         _above_zero("qk_norm.eps", self.eps)
+        _above_zero("qk_norm.scale_init", self.scale_init)
+        if self.bias and self.kind in ("rms", "l2"):
+            raise ValueError(
+                f"model.qk_norm.bias belongs to kind layer, but model.qk_norm.kind is {self.kind}."
+            )
+        if self.kind == "l2":
+            if self.scope == "full":
+                raise ValueError(
+                    "model.qk_norm.scope full has no cosine for kind l2 to take: set scope head."
+                )
+            if self.gain == "zero_centred":
+                raise ValueError(
+                    "model.qk_norm.gain zero_centred does not go with kind l2, whose scale starts at"
+                    " model.qk_norm.scale_init: choose none, shared or per_head."
+                )
+            if self.scale_max is not None and not self.scale_init <= self.scale_max < math.inf:
+                raise ValueError(
+                    f"model.qk_norm.scale_max {self.scale_max} is below model.qk_norm.scale_init {self.scale_init}."
+                )
+
+
+@dataclass(frozen=True)
+class UntieConfig:
+    """What each modality has a copy of its own of (Mixture-of-Transformers, arXiv 2411.04996).
+
+    A token passes through the copy of its own modality. All copies start with the weights of the tied model, so an
+    untied model is the tied one until its first update.
+
+    Attributes:
+        norms: Gains (and biases) of the norms around the sublayers and of the final norm.
+        qk_norm: Gains (and biases) of QK-Norm.
+        qk: W_q and W_k.
+        mlp: The feed-forward network.
+    """
+
+    norms: bool = False
+    qk_norm: bool = False
+    qk: bool = False
+    mlp: bool = False
+
+
+@dataclass(frozen=True)
+class RopeScalingConfig:
+    """Rotary frequencies stretched for longer sequences than a checkpoint was first trained on.
+
+    Attributes:
+        kind: none; linear (all frequencies divided by the factor: Gemma 3); llama3 (only the low ones, with a smooth
+            passage: Llama 3.1).
+        factor: What frequencies are divided by.
+        low_freq_factor: Wavelengths above `original_length` over this are divided (llama3).
+        high_freq_factor: Wavelengths below `original_length` over this stay (llama3).
+        original_length: Tokens of the first training (llama3).
+    """
+
+    kind: Literal["none", "linear", "llama3"] = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        _one_of("rope_scaling.kind", self.kind, ("none", "linear", "llama3"))
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_length"):
+            _above_zero(f"rope_scaling.{name}", getattr(self, name))
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"model.rope_scaling.high_freq_factor {self.high_freq_factor} must be above"
+                f" model.rope_scaling.low_freq_factor {self.low_freq_factor}."
+            )
 
 
 @dataclass(frozen=True)
@@ -30,65 +120,171 @@ class ModelConfig:
         blocks: Number of ids by modality, contiguous from id 0; filled from the tokenizers when left out.
         d_model: Width of the residual stream.
         n_layers: Number of blocks, each one attention and one MLP.
-        n_heads: Attention heads; d_model / n_heads is the head width and must be even, for RoPE.
-        d_ff: Hidden width of the MLP; 0 for 8/3 d_model up to a multiple of 16 (swiglu) or 4 d_model (gelu).
-        mlp: swiglu (gated, three matrices) or gelu (two matrices).
-        pre_norm: RMSNorm on the input of each sublayer; pre alone is Llama and Chameleon-7B.
-        post_norm: RMSNorm on the output of each sublayer; post alone is Chameleon-34B, Swin and OLMo 2.
-        norm_eps: Epsilon of every RMSNorm but QK-Norm.
+        n_heads: Attention heads.
+        n_kv_heads: Heads of keys and values, each shared by n_heads / n_kv_heads queries; 0 for n_heads.
+        d_head: Width of a head, even for RoPE; 0 for d_model / n_heads.
+        d_ff: Hidden width of the MLP; 0 for 8/3 d_model up to a multiple of 16 (gated) or 4 d_model (gelu).
+        mlp: swiglu (gated, three matrices), geglu (gated by the tanh approximation of GELU: Gemma) or gelu (two).
+        pre_norm: Norm on the input of each sublayer; pre alone is Llama and Chameleon-7B.
+        post_norm: Norm on the output of each sublayer; post alone is Chameleon-34B, Swin and OLMo 2.
+        norm: rms or layer: the norms around the sublayers and the final norm.
+        norm_gain: plain, none, or zero_centred (`1 + w` with w from 0: Gemma).
+        norm_bias: Whether these norms have a bias; of norm layer alone.
+        norm_eps: Epsilon of these norms.
+        post_gain_init: First value of the gains after the sublayers; 0 silences every branch at first (timm's
+            Swin V2).
         qk_norm: Normalisation of queries and keys.
         attn_softcap: Bounds attention logits by cap * tanh(logit / cap), before the mask; null for none.
         final_softcap: Bounds the output logits in the same way; null for none.
-        attn_scale: Factor on q.k: rsqrt (1 / sqrt(head width)), inverse (1 / head width) or none (1).
+        attn_scale: Factor on q.k: rsqrt (1 / sqrt(head width)), inverse (1 / head width), none (1) or a number.
+        attention: softmax, or sigmoid with bias -log(tokens in the row) (arXiv 2409.04431).
+        weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, sigma the largest
+            singular value (σReparam, arXiv 2303.06296).
         residual_dropout: Probability of dropping an element of a sublayer's output before it is added.
+        attn_dropout: Probability of dropping an attention weight.
+        layer_scale: First value of a learned factor on each channel of a sublayer's output (LayerScale, arXiv
+            2103.17239); null for none.
+        output_init: Initial size of the last matrix of each sublayer: plain; total (divided by sqrt(2 n_layers):
+            GPT-2, Spike No More) or depth (by sqrt(2 (layer + 1)): OLMo-core, DCLM).
+        embed_init: Factor on the initial size of a modality's embeddings, by name; 1 where left out.
+        embed_scale: Factor on a modality's embeddings in every forward, by name; 1 where left out.
+        untie: What each modality has of its own.
+        tie_embeddings: Whether the head is the embedding matrix.
+        window: Tokens that a query sees, itself included, in windowed layers; 0 for all tokens in all layers.
+        global_every: Every so many layers, one sees all tokens in spite of `window` (Gemma 2: 2, Gemma 3: 6);
+            0 for none.
         rope_theta: Base of the rotary position frequencies.
+        local_rope_theta: The same in windowed layers, without `rope_scaling`; null for `rope_theta` with it.
+        rope_scaling: How the frequencies are stretched.
     """
 
     blocks: dict[str, int] = field(default_factory=dict)
     d_model: int = 64
     n_layers: int = 4
     n_heads: int = 4
+    n_kv_heads: int = 0
+    d_head: int = 0
     d_ff: int = 0
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
     pre_norm: bool = True
     post_norm: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    norm_gain: Literal["plain", "none", "zero_centred"] = "plain"
+    norm_bias: bool = False
     norm_eps: float = 1e-5
+    post_gain_init: float = 1.0
     qk_norm: QKNormConfig = field(default_factory=QKNormConfig)
     attn_softcap: float | None = None
     final_softcap: float | None = None
-    attn_scale: Literal["rsqrt", "inverse", "none"] = "rsqrt"
+    attn_scale: Literal["rsqrt", "inverse", "none"] | float = "rsqrt"
+    attention: Literal["softmax", "sigmoid"] = "softmax"
+    weight_reparam: Literal["none", "sigma"] = "none"
     residual_dropout: float = 0.0
+    attn_dropout: float = 0.0
+    layer_scale: float | None = None
+    output_init: Literal["plain", "total", "depth"] = "plain"
+    embed_init: dict[str, float] = field(default_factory=dict)
+    embed_scale: dict[str, float] = field(default_factory=dict)
+    untie: UntieConfig = field(default_factory=UntieConfig)
+    tie_embeddings: bool = False
+    window: int = 0
+    global_every: int = 0
     rope_theta: float = 10000.0
+    local_rope_theta: float | None = None
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
 
     def __post_init__(self) -> None:
+        self._check_shape()
+        self._check_choices()
+        if not (self.pre_norm or self.post_norm):
+            raise ValueError("model.pre_norm and model.post_norm are both false; set at least one of them.")
+        if self.norm_bias and self.norm != "layer":
+            raise ValueError(f"model.norm_bias belongs to model.norm layer, but model.norm is {self.norm}.")
+        if self.post_gain_init != 1 and self.norm_gain == "none":
+            raise ValueError(
+                f"model.post_gain_init {self.post_gain_init} needs a gain to start from, but model.norm_gain is none."
+            )
+        if self.qk_norm.kind == "l2" and self.attn_scale not in ("rsqrt", "none"):
+            raise ValueError(
+                f"model.attn_scale {self.attn_scale} would come on top of the learned scale of model.qk_norm.kind l2,"
+                " which stands in its place: leave model.attn_scale out."
+            )
+        self._check_untied()
+
+    def _check_shape(self) -> None:
         for name in ("d_model", "n_layers", "n_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} must be at least 1, but is {getattr(self, name)}.")
-        if self.d_model % self.n_heads:
+        for name in ("d_ff", "d_head", "n_kv_heads", "window", "global_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name} must be 0 or above, but is {getattr(self, name)}.")
+        if not self.d_head and self.d_model % self.n_heads:
             raise ValueError(
-                f"model.d_model {self.d_model} cannot be split into model.n_heads {self.n_heads} equal heads."
+                f"model.d_model {self.d_model} cannot be split into model.n_heads {self.n_heads} equal heads:"
+                " change one of them, or set model.d_head."
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"model.d_model {self.d_model} over model.n_heads {self.n_heads} gives the odd head width "
+                f"model.d_head is {self.d_head}, which RoPE cannot rotate in pairs: make it even."
+                if self.d_head
+                else f"model.d_model {self.d_model} over model.n_heads {self.n_heads} gives the odd head width "
                 f"{self.head_dim}, which RoPE cannot rotate in pairs."
             )
-        if self.d_ff < 0:
-            raise ValueError(f"model.d_ff must be 0 (chosen from d_model) or a width, but is {self.d_ff}.")
-        if not (self.pre_norm or self.post_norm):
-            raise ValueError("model.pre_norm and model.post_norm are both false; set at least one of them.")
+        if self.n_heads % self.kv_heads:
+            raise ValueError(
+                f"model.n_heads {self.n_heads} cannot share model.n_kv_heads {self.n_kv_heads} key heads evenly."
+            )
         for name, size in self.blocks.items():
             if size < 1:
                 raise ValueError(f"model.blocks gives {name} {size} ids; a modality needs at least one.")
-        for name in ("attn_softcap", "final_softcap"):
+
+    def _check_choices(self) -> None:
+        for name in ("attn_softcap", "final_softcap", "layer_scale", "local_rope_theta"):
             if getattr(self, name) is not None:
                 _above_zero(name, getattr(self, name))
-        if not 0.0 <= self.residual_dropout < 1.0:
-            raise ValueError(f"model.residual_dropout must lie in [0, 1), but is {self.residual_dropout}.")
-        _above_zero("norm_eps", self.norm_eps)
-        _above_zero("rope_theta", self.rope_theta)
-        _one_of("mlp", self.mlp, ("swiglu", "gelu"))
-        _one_of("attn_scale", self.attn_scale, ("rsqrt", "inverse", "none"))
+        for name in ("residual_dropout", "attn_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"model.{name} must lie in [0, 1), but is {getattr(self, name)}.")
+        for name in ("norm_eps", "rope_theta"):
+            _above_zero(name, getattr(self, name))
+        if not math.isfinite(self.post_gain_init):
+            raise ValueError(f"model.post_gain_init must be finite, but is {self.post_gain_init}.")
+        _one_of("mlp", self.mlp, ("swiglu", "geglu", "gelu"))
+        _one_of("norm", self.norm, ("rms", "layer"))
+        _one_of("norm_gain", self.norm_gain, ("plain", "none", "zero_centred"))
+        _one_of("attention", self.attention, ("softmax", "sigmoid"))
+        _one_of("weight_reparam", self.weight_reparam, ("none", "sigma"))
+        _one_of("output_init", self.output_init, ("plain", "total", "depth"))
+        if isinstance(self.attn_scale, str):
+            _one_of("attn_scale", self.attn_scale, ("rsqrt", "inverse", "none"))
+        else:
+            _above_zero("attn_scale", self.attn_scale)
+        for name in ("embed_init", "embed_scale"):
+            for modality, factor in getattr(self, name).items():
+                _above_zero(f"{name}.{modality}", factor)
+                if self.blocks and modality not in self.blocks:
+                    known = ", ".join(self.blocks)
+                    raise ValueError(f"model.{name} names {modality!r}, but the modalities here are {known}.")
+
+    def _check_untied(self) -> None:
+        if self.untie.norms and self.norm_gain == "none" and not self.norm_bias:
+            raise ValueError("model.untie.norms has no gain or bias to untie: model.norm_gain is none.")
+        if self.untie.qk_norm:
+            qk = self.qk_norm
+            if qk.kind == "none":
+                raise ValueError("model.untie.qk_norm has no QK-Norm to untie: set model.qk_norm.kind.")
+            if qk.gain == "none" and not qk.bias:
+                raise ValueError(
+                    "model.untie.qk_norm has no gain or bias to untie: model.qk_norm.gain is none."
+                )
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> "ModelConfig":
+        """The configuration whose `dataclasses.asdict` this is; TypeError for a field that there is none of."""
+        nested = {"qk_norm": QKNormConfig, "untie": UntieConfig, "rope_scaling": RopeScalingConfig}
+        return cls(
+            **{name: nested[name](**value) if name in nested else value for name, value in stored.items()}
+        )
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -102,8 +298,13 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.d_model // self.n_heads
+        """Width of one attention head, with d_head 0 resolved."""
+        return self.d_head or self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values, with n_kv_heads 0 resolved."""
+        return self.n_kv_heads or self.n_heads
 
     @property
     def mlp_width(self) -> int:
@@ -114,8 +315,16 @@ class ModelConfig:
 
     @property
     def attn_scale_value(self) -> float:
-        """The factor on q.k that `attn_scale` names."""
+        """The factor on q.k; 1 under qk_norm.kind l2, whose queries carry the learned scale."""
+        if self.qk_norm.kind == "l2":
+            return 1.0
+        if not isinstance(self.attn_scale, str):
+            return float(self.attn_scale)
         return {"rsqrt": self.head_dim**-0.5, "inverse": 1 / self.head_dim, "none": 1.0}[self.attn_scale]
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a query of this layer sees, itself included; 0 for all."""
+        return 0 if self.global_every and (layer + 1) % self.global_every == 0 else self.window
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,11 +1,12 @@
 """Initial weights: each parameter a function of the seed and its own name, so arms share what they can."""
 
 import hashlib
+import re
 
 import torch
 from torch import nn
 
-from .norms import LayerNorm, RMSNorm
+from .linear import SigmaLinear
 
 _STD_OF_CUT_NORMAL = 0.87962566103423978  # of a unit normal distribution cut at -2 and 2
 
@@ -20,29 +21,39 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
 def init_weights(model: nn.Module, seed: int) -> None:
     """Set every parameter of `model` (Wortsman et al. 2023, arXiv 2309.14322, section 2.2).
 
-    | parameter      | values                                                                   |
-    | -------------- | ------------------------------------------------------------------------ |
-    | embedding      | normal, standard deviation 1 / sqrt(d_model)                             |
-    | matrices       | normal cut at two of its deviations, standard deviation 1 / sqrt(fan_in) |
-    | gains, biases  | 1, 0                                                                     |
+    | parameter      | values                                                                                 |
+    | -------------- | -------------------------------------------------------------------------------------- |
+    | embedding      | normal, standard deviation 1 / sqrt(d_model), times `embed_init` of its modality       |
+    | matrices       | normal cut at two of its deviations, standard deviation 1 / sqrt(fan_in), the last one |
+    |                | of a sublayer scaled as `output_init` says                                             |
+    | gains, scales  | what their module calls `initial`: gains 1, biases 0                                   |
 
-    A parameter that is added or removed leaves all others as they were. The numbers are drawn in fp32 on the
-    CPU, so they are the same on every device.
+    A parameter that is added or removed leaves all others as they were; the copies that modalities have of one
+    layer start alike. The numbers are drawn in fp32 on the CPU, so they are the same on every device.
 
     Raises:
         TypeError: a module with parameters has no row in the table.
     """
+    done = set()
     for module_name, module in model.named_modules():
+        shared_name = re.sub(r"\.copies\.\d+", "", module_name)
         for name, parameter in module.named_parameters(recurse=False):
+            if parameter in done:  # tied: the embedding's row of the table holds
+                continue
+            done.add(parameter)
             values = torch.empty(parameter.shape)
-            generator = parameter_generator(seed, f"{module_name}.{name}".removeprefix("."))
+            generator = parameter_generator(seed, f"{shared_name}.{name}".removeprefix("."))
             if isinstance(module, nn.Embedding):
                 values.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+                for start, end, factor in getattr(module, "row_scales", ()):
+                    values[start:end] *= factor
             elif isinstance(module, nn.Linear) and name == "weight":
-                std = parameter.shape[1] ** -0.5 / _STD_OF_CUT_NORMAL
+                std = parameter.shape[1] ** -0.5 / _STD_OF_CUT_NORMAL * getattr(module, "init_scale", 1.0)
                 nn.init.trunc_normal_(values, 0.0, std, -2 * std, 2 * std, generator=generator)
-            elif isinstance(module, RMSNorm | LayerNorm):
-                values.fill_(1.0 if name == "weight" else 0.0)
+            elif name in getattr(module, "initial", {}):
+                values.fill_(module.initial[name])
             else:
                 raise TypeError(f"no initial values for {module_name}.{name} of {type(module).__name__}.")
             parameter.copy_(values)
+        if isinstance(module, SigmaLinear):
+            module.start(parameter_generator(seed, f"{shared_name}.u"))

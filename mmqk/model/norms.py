@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last axis, computed in fp32 whatever the precision around them.
+"""Norms of the last axes, computed in fp32 whatever the precision around them, and LayerScale.
 
 Rounding order: `(w * x_normalised).to(x.dtype)`, all of it in fp32 (OLMo 2, Gemma). Llama, Qwen3 and
 Chameleon round first, `w * x_normalised.to(x.dtype)`; in bf16 a quarter of the elements differ.
@@ -7,8 +7,12 @@ The result has the dtype of the input. torch's own norms return fp32 under CUDA 
 autocast), so that a QK-Norm arm would run its attention in another precision than its control.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
+
+from .config import ModelConfig, QKNormConfig
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -16,43 +20,172 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class RMSNorm(nn.Module):
-    """`w * x / sqrt(mean(x^2) + eps)` over the last axis (Zhang & Sennrich 2019, arXiv 1910.07467, Eq. 4)."""
+class Norm(nn.Module):
+    """`gain * normalise(x) + bias` over the last axes; a kind of norm says how it normalises.
 
-    def __init__(self, dim: int, eps: float) -> None:
+    Args:
+        shape: The last axes of the input, which are normalised together.
+        eps: See the kinds.
+        gain_shape: Of the gain and the bias, broadcast over the input; `shape` when left out.
+        gain: plain (the parameter itself), zero_centred (1 + the parameter) or none.
+        gain_init: First value of the gain.
+        bias: Whether a bias, from 0, is added.
+
+    Attributes:
+        initial: First value of each parameter, by name, for `init_weights`.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        eps: float,
+        *,
+        gain_shape: tuple[int, ...] | None = None,
+        gain: str = "plain",
+        gain_init: float = 1.0,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        gain_shape = shape if gain_shape is None else gain_shape
+        self.shape, self.eps, self.offset = shape, eps, float(gain == "zero_centred")
+        self.axes = tuple(range(-len(shape), 0))
+        self.initial = {"weight": gain_init - self.offset, "bias": 0.0}
+        first = torch.full(gain_shape, self.initial["weight"])
+        self.weight = None if gain == "none" else nn.Parameter(first)
+        self.bias = nn.Parameter(torch.zeros(gain_shape)) if bias else None
+
+    def normalise(self, wide: Tensor) -> Tensor:
+        """The input, at least fp32, without its size."""
+        raise NotImplementedError
+
+    def gain(self) -> Tensor | None:
+        """What the normalised input is multiplied by."""
+        return self.weight if self.weight is None or not self.offset else self.offset + self.weight
+
+    def longest(self) -> Tensor:
+        """No output of one head is longer (L2) than this, whatever the input."""
+        gain = self.gain()
+        unit = math.prod(self.shape) ** 0.5
+        length = torch.tensor(unit) if gain is None else unit * gain.abs().max()
+        return length if self.bias is None else length + self.bias.norm(dim=-1).max()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis of `x`, of any leading shape; the result has the dtype of `x`."""
+        """Normalise the last axes of `x`, of any leading shape; the result has the dtype of `x`."""
         with torch.autocast(x.device.type, enabled=False):
-            wide = at_least_fp32(x)
-            rms_inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-            return (self.weight * (wide * rms_inverse)).to(x.dtype)
+            y = self.normalise(at_least_fp32(x))
+            gain = self.gain()
+            y = y if gain is None else gain * y
+            return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Width and epsilon."""
-        return f"{self.weight.numel()}, eps={self.eps}"
+        """Normalised shape, epsilon, gain and bias."""
+        gain = "none" if self.weight is None else f"{'1 + ' if self.offset else ''}{tuple(self.weight.shape)}"
+        return f"{self.shape}, eps={self.eps}, gain={gain}, bias={self.bias is not None}"
 
 
-class LayerNorm(nn.Module):
-    """`w * (x - mean) / sqrt(var + eps) + b` over the last axis (Ba et al. 2016, arXiv 1607.06450, Eq. 4)."""
+class RMSNorm(Norm):
+    """`x / sqrt(mean(x^2) + eps)` with gain (Zhang & Sennrich 2019, arXiv 1910.07467, Eq. 4)."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def normalise(self, wide: Tensor) -> Tensor:
+        return wide * torch.rsqrt(wide.square().mean(self.axes, keepdim=True) + self.eps)
+
+
+class LayerNorm(Norm):
+    """`(x - mean) / sqrt(var + eps)` with gain and bias (Ba et al. 2016, arXiv 1607.06450, Eq. 4)."""
+
+    def normalise(self, wide: Tensor) -> Tensor:
+        centred = wide - wide.mean(self.axes, keepdim=True)
+        return centred * torch.rsqrt(centred.square().mean(self.axes, keepdim=True) + self.eps)
+
+
+class L2Norm(Norm):
+    """`scale * x / max(|x|, eps)` over one axis (Henry et al. 2020, arXiv 2010.04245, Eq. 1; Swin V2, 2111.09883).
+
+    Args:
+        width: Of the axis.
+        eps: The least length.
+        scale: The scale, or the first value of the one that is learned.
+        scale_shape: Of the learned scale, broadcast over the input; None when it is fixed.
+        maximum: The largest learned scale. Given, the parameter is the scale's logarithm, and is cut there.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        *,
+        scale: float = 1.0,
+        scale_shape: tuple[int, ...] | None = None,
+        maximum: float | None = None,
+    ) -> None:
+        super().__init__(
+            (width,),
+            eps,
+            gain_shape=scale_shape,
+            gain="none" if scale_shape is None else "plain",
+            gain_init=scale if maximum is None else math.log(scale),
+        )
+        self.fixed, self.maximum = scale if scale_shape is None else 1.0, maximum
+
+    def normalise(self, wide: Tensor) -> Tensor:
+        return self.fixed * wide / wide.norm(dim=-1, keepdim=True).clamp_min(self.eps)
+
+    def gain(self) -> Tensor | None:
+        if self.weight is None or self.maximum is None:
+            return self.weight
+        return self.weight.clamp_max(math.log(self.maximum)).exp()
+
+    def longest(self) -> Tensor:
+        gain = self.gain()
+        return torch.tensor(self.fixed) if gain is None else gain.abs().max()
+
+
+class LayerScale(nn.Module):
+    """A learned factor on each channel (Touvron et al. 2021, arXiv 2103.17239, Eq. 4)."""
+
+    def __init__(self, width: int, initial: float) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.bias = nn.Parameter(torch.zeros(dim))
+        self.weight = nn.Parameter(torch.full((width,), initial))
+        self.initial = {"weight": initial}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis of `x`, of any leading shape; the result has the dtype of `x`."""
+        """Scale the last axis; the result has the dtype of `x`."""
         with torch.autocast(x.device.type, enabled=False):
-            wide = at_least_fp32(x)
-            centred = wide - wide.mean(-1, keepdim=True)
-            std_inverse = torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)
-            return (self.weight * (centred * std_inverse) + self.bias).to(x.dtype)
+            return (self.weight * at_least_fp32(x)).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Width and epsilon."""
-        return f"{self.weight.numel()}, eps={self.eps}"
+        """Width and first value."""
+        return f"{self.weight.numel()}, initial={self.initial['weight']:g}"
+
+
+def stream_norm(config: ModelConfig, gain_init: float = 1.0) -> Norm:
+    """A norm over the width of the model, as `config.norm` and its fields say."""
+    kind = RMSNorm if config.norm == "rms" else LayerNorm
+    return kind(
+        (config.d_model,),
+        config.norm_eps,
+        gain=config.norm_gain,
+        gain_init=gain_init,
+        bias=config.norm_bias,
+    )
+
+
+def qk_norm(config: QKNormConfig, heads: int, head_dim: int, role: str) -> nn.Module:
+    """The norm of queries, keys or values (role q, k or v), whose last axes are heads and head_dim."""
+    if config.kind == "none" or (role == "v" and not config.normalize_v):
+        return nn.Identity()
+    if config.kind == "l2":
+        if role != "q":  # the scale is the queries' alone
+            return L2Norm(head_dim, config.eps)
+        shape = {"none": None, "shared": (1,), "per_head": (heads, 1)}[config.gain]
+        return L2Norm(
+            head_dim, config.eps, scale=config.scale_init, scale_shape=shape, maximum=config.scale_max
+        )
+    kind = RMSNorm if config.kind == "rms" else LayerNorm
+    return kind(
+        (head_dim,) if config.scope == "head" else (heads, head_dim),
+        config.eps,
+        gain_shape=(heads, head_dim) if config.gain == "per_head" else (head_dim,),
+        gain=config.gain if config.gain in ("none", "zero_centred") else "plain",
+        bias=config.bias,
+    )

@@ -4,16 +4,19 @@ Shapes are in the names: B batch, T tokens, D width, H heads, K head width, L la
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Attention, Tap, no_tap, rope_tables
+from .attention import Attention, Tap, no_tap, output_init_scale
 from .config import ModelConfig
 from .init import init_weights
-from .norms import RMSNorm, at_least_fp32
+from .linear import ByModality, linear, through, untied
+from .norms import LayerScale, at_least_fp32, stream_norm
+from .rope import Rope, rope_tables
 
 Sink = Callable[[str, int, Tensor], None]  # receives (site, layer, tensor) while a forward runs
 
@@ -31,32 +34,36 @@ def modality_of_ids(ids_BT: Tensor, blocks: Mapping[str, int]) -> Tensor:
 class MLP(nn.Module):
     """Position-wise feed-forward without biases.
 
-    SwiGLU is `w_down(silu(w_gate x) * w_up x)` (Shazeer 2020, arXiv 2002.05202, Eq. 6), and GELU is
-    `w_down(gelu(w_up x))` with the exact Gaussian distribution function.
+    SwiGLU is `w_down(silu(w_gate x) * w_up x)` (Shazeer 2020, arXiv 2002.05202, Eq. 6), GEGLU the same with the
+    tanh approximation of GELU (Gemma), and GELU `w_down(gelu(w_up x))` with the exact Gaussian distribution function.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         D, F_ = config.d_model, config.mlp_width
-        self.w_gate = nn.Linear(D, F_, bias=False) if config.mlp == "swiglu" else None
-        self.w_up = nn.Linear(D, F_, bias=False)
-        self.w_down = nn.Linear(F_, D, bias=False)
+        self.kind = config.mlp
+        self.w_gate = None if config.mlp == "gelu" else linear(config, D, F_)
+        self.w_up = linear(config, D, F_)
+        self.w_down = linear(config, F_, D, output_init_scale(config, layer))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Transform each position by itself; same shape."""
         up_BTF = self.w_up(x_BTD)
-        hidden_BTF = F.gelu(up_BTF) if self.w_gate is None else F.silu(self.w_gate(x_BTD)) * up_BTF
-        return self.w_down(hidden_BTF)
+        if self.w_gate is None:
+            return self.w_down(F.gelu(up_BTF))
+        gate_BTF = self.w_gate(x_BTD)
+        gate_BTF = F.silu(gate_BTF) if self.kind == "swiglu" else F.gelu(gate_BTF, approximate="tanh")
+        return self.w_down(gate_BTF * up_BTF)
 
 
 class Block(nn.Module):
-    """One layer. A norm that is switched off is the identity; the residual stream itself is never normalised.
+    """One layer. What is switched off is the identity; the residual stream itself is never normalised.
 
     ```
-    x ─┬───────────────────────────────────────────────────────(+)── h
-       └─ attn_pre_norm ─ attention ─ attn_post_norm ─ dropout ─┘
-    h ─┬───────────────────────────────────────────────(+)── out
-       └─ mlp_pre_norm ─ mlp ─ mlp_post_norm ─ dropout ─┘
+    x ─┬─────────────────────────────────────────────────────────────────────────(+)── h
+       └─ attn_pre_norm ─ attention ─ attn_post_norm ─ attn_layer_scale ─ dropout ─┘
+    h ─┬─────────────────────────────────────────────────────────────────────────(+)── out
+       └─ mlp_pre_norm ─ mlp ─ mlp_post_norm ─ mlp_layer_scale ─ dropout ──────────┘
 
     pre_norm, post_norm = (on, off)  Llama, Chameleon-7B
                           (off, on)  Chameleon-34B, Swin, OLMo 2
@@ -64,31 +71,62 @@ class Block(nn.Module):
     ```
     """
 
-    def __init__(self, config: ModelConfig, backend: str) -> None:
+    def __init__(self, config: ModelConfig, backend: str, layer: int = 0) -> None:
         super().__init__()
+        D, own = config.d_model, config.untie
 
-        def norm(on: bool) -> nn.Module:
-            return RMSNorm(config.d_model, config.norm_eps) if on else nn.Identity()
+        def norm(on: bool, gain_init: float = 1.0) -> nn.Module:
+            return untied(lambda: stream_norm(config, gain_init), config, own.norms) if on else nn.Identity()
 
-        self.attn_pre_norm, self.attn_post_norm = norm(config.pre_norm), norm(config.post_norm)
-        self.mlp_pre_norm, self.mlp_post_norm = norm(config.pre_norm), norm(config.post_norm)
-        self.attention = Attention(config, backend)
-        self.mlp = MLP(config)
+        def layer_scale() -> nn.Module:
+            return nn.Identity() if config.layer_scale is None else LayerScale(D, config.layer_scale)
+
+        self.attn_pre_norm, self.mlp_pre_norm = norm(config.pre_norm), norm(config.pre_norm)
+        self.attn_post_norm = norm(config.post_norm, config.post_gain_init)
+        self.mlp_post_norm = norm(config.post_norm, config.post_gain_init)
+        self.attn_layer_scale, self.mlp_layer_scale = layer_scale(), layer_scale()
+        self.attention = Attention(config, backend, layer)
+        self.mlp = untied(lambda: MLP(config, layer), config, own.mlp)
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], document_BT: Tensor | None = None, tap: Tap = no_tap
+        self,
+        x_BTD: Tensor,
+        rope: Rope,
+        document_BT: Tensor | None = None,
+        modality_BT: Tensor | None = None,
+        tap: Tap = no_tap,
     ) -> Tensor:
-        """`x + dropout(post(sublayer(pre(x))))`, for attention and then for the MLP."""
-        attn_out_BTD = self.attn_post_norm(self.attention(self.attn_pre_norm(x_BTD), rope, document_BT, tap))
-        tap("attn_out", attn_out_BTD)
-        x_BTD = x_BTD + self.dropout(attn_out_BTD)
+        """`x + dropout(scale(post(sublayer(pre(x)))))`, for attention and then for the MLP."""
+        out_BTD = self.attention(
+            through(self.attn_pre_norm, x_BTD, modality_BT), rope, document_BT, modality_BT, tap
+        )
+        out_BTD = self.attn_layer_scale(through(self.attn_post_norm, out_BTD, modality_BT))
+        tap("attn_out", out_BTD)
+        x_BTD = x_BTD + self.dropout(out_BTD)
 
-        mlp_out_BTD = self.mlp_post_norm(self.mlp(self.mlp_pre_norm(x_BTD)))
-        tap("mlp_out", mlp_out_BTD)
-        x_BTD = x_BTD + self.dropout(mlp_out_BTD)
+        out_BTD = through(self.mlp, through(self.mlp_pre_norm, x_BTD, modality_BT), modality_BT)
+        out_BTD = self.mlp_layer_scale(through(self.mlp_post_norm, out_BTD, modality_BT))
+        tap("mlp_out", out_BTD)
+        x_BTD = x_BTD + self.dropout(out_BTD)
         tap("resid", x_BTD)
         return x_BTD
+
+
+class Embedding(nn.Embedding):
+    """Rows of the joint vocabulary.
+
+    Attributes:
+        row_scales: (first row, end, factor on their initial values) by modality.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.vocab_size, config.d_model)
+        self.row_scales: list[tuple[int, int, float]] = []
+        start = 0
+        for name, size in config.blocks.items():
+            self.row_scales.append((start, start + size, config.embed_init.get(name, 1.0)))
+            start += size
 
 
 class EarlyFusionTransformer(nn.Module):
@@ -104,7 +142,7 @@ class EarlyFusionTransformer(nn.Module):
         seed: Seed of the initial weights (`init_weights`).
 
     Raises:
-        ValueError: empty `config.blocks`, unknown backend, or a backend that cannot apply `attn_softcap`.
+        ValueError: empty `config.blocks`, unknown backend, or a backend that cannot compute this attention.
     """
 
     def __init__(self, config: ModelConfig, backend: str = "math", seed: int = 0) -> None:
@@ -113,10 +151,15 @@ class EarlyFusionTransformer(nn.Module):
             raise ValueError("model.blocks is empty; give each modality's name and number of ids.")
         self.config = config
         self.attn_scale_value = config.attn_scale_value
-        self.embed = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(Block(config, backend) for _ in range(config.n_layers))
-        self.final_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.embed = Embedding(config)
+        self.blocks = nn.ModuleList(Block(config, backend, layer) for layer in range(config.n_layers))
+        self.final_norm = untied(lambda: stream_norm(config), config, config.untie.norms)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+        self.reads_modality = bool(config.embed_scale) or any(
+            isinstance(m, ByModality) for m in self.modules()
+        )
         init_weights(self, seed)
 
     def forward(
@@ -130,13 +173,14 @@ class EarlyFusionTransformer(nn.Module):
 
         Args:
             ids_BT: int64 ids of the joint vocabulary.
-            modality_BT: Modality number of each id; None takes it from the block ranges. No parameter here is
-                particular to a modality, so it does not change the logits.
+            modality_BT: Modality number of each id; None takes it from the block ranges. It matters only where
+                `config.untie` or `config.embed_scale` sets modalities apart.
             document_BT: Document number of each token where several are packed in a row; attention stays
                 inside a document. None is one document a row.
             sink: Called as `sink(site, layer, tensor)` while the forward runs, with the tensors themselves.
-                Per layer, (B, H, T, K): q_raw and k_raw before QK-Norm; q and k as they enter the dot
-                product, before its scale; v. Per layer, (B, T, D): attn_out and mlp_out as added to the
+                Per layer, (B, H, T, K): q_raw and k_raw before QK-Norm (k_raw with the heads of the keys); q
+                and k as they enter the dot product, before its scale, and v, a shared head once for every query
+                head. Per layer, (B, T, D): attn_out and mlp_out as added to the
                 residual stream, before dropout; resid, the stream after the layer. With layer -1: final
                 (B, T, D), the last layer's output before the final norm; logits (B, T, V), before the final
                 softcap.
@@ -144,26 +188,38 @@ class EarlyFusionTransformer(nn.Module):
         Returns:
             logits_BTV in fp32 (fp64 in an fp64 model), whatever autocast makes of the head.
         """
+        c, T, device = self.config, ids_BT.shape[1], ids_BT.device
+        if modality_BT is None and self.reads_modality:
+            modality_BT = modality_of_ids(ids_BT, c.blocks)
         x_BTD = self.embed(ids_BT)
-        rope = rope_tables(ids_BT.shape[1], self.config.head_dim, self.config.rope_theta, ids_BT.device)
+        if c.embed_scale:
+            factor_M = torch.tensor([c.embed_scale.get(name, 1.0) for name in c.modalities], device=device)
+            x_BTD = x_BTD * factor_M.to(x_BTD.dtype)[modality_BT][..., None]
+        rope = rope_tables(T, c.head_dim, c.rope_theta, device, c.rope_scaling)
+        theta = c.local_rope_theta
+        local_rope = rope if theta is None else rope_tables(T, c.head_dim, theta, device)
         for layer, block in enumerate(self.blocks):
             tap = no_tap if sink is None else partial(_at_layer, sink, layer)
-            x_BTD = block(x_BTD, rope, document_BT, tap)
-        logits_BTV = at_least_fp32(self.head(self.final_norm(x_BTD)))
+            turn = local_rope if c.window_of(layer) else rope
+            x_BTD = block(x_BTD, turn, document_BT, modality_BT, tap)
+        logits_BTV = at_least_fp32(self.head(through(self.final_norm, x_BTD, modality_BT)))
         if sink is not None:
             sink("final", -1, x_BTD)
             sink("logits", -1, logits_BTV)
-        cap = self.config.final_softcap
+        cap = c.final_softcap
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
 
     def extra_repr(self) -> str:
-        """The variant: what distinguishes this model from another of the same size."""
-        c = self.config
-        return (
-            f"pre_norm={c.pre_norm}, post_norm={c.post_norm}, qk_norm={c.qk_norm.kind}, mlp={c.mlp}, "
-            f"attn_scale={c.attn_scale}, attn_softcap={c.attn_softcap}, final_softcap={c.final_softcap}, "
-            f"residual_dropout={c.residual_dropout}, blocks={c.blocks}"
-        )
+        """The variant: every field that is not at its default."""
+        said = [
+            f"{f.name}={getattr(self.config, f.name)}"
+            for f in fields(self.config)
+            if getattr(self.config, f.name) != getattr(_PLAIN, f.name)
+        ]
+        return ", ".join(said)
+
+
+_PLAIN = ModelConfig()
 
 
 def _at_layer(sink: Sink, layer: int, site: str, tensor: Tensor) -> None:

@@ -37,10 +37,12 @@ class AttentionStatistics:
     entropy: Moments
 
 
-def visible_pairs(valid_BT: Tensor, document_BT: Tensor | None = None) -> Tensor:
-    """(B, T, S) bool: pairs that causal attention uses, padding left out on both sides."""
+def visible_pairs(valid_BT: Tensor, document_BT: Tensor | None = None, window: int = 0) -> Tensor:
+    """(B, T, S) bool: pairs that causal attention uses, padding left out on both sides; window 0 is none."""
     T = valid_BT.shape[1]
     causal_TS = torch.ones(T, T, dtype=torch.bool, device=valid_BT.device).tril()
+    if window:
+        causal_TS = causal_TS.triu(1 - window)
     visible_BTS = causal_TS & valid_BT[:, :, None] & valid_BT[:, None, :]
     if document_BT is not None:
         visible_BTS = visible_BTS & (document_BT[:, :, None] == document_BT[:, None, :])

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
+from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block
 from mmqk.monitors.attention import attention_statistics, visible_pairs
 from mmqk.monitors.reduce import moments, selection
@@ -68,12 +69,14 @@ def probe(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
     ``attn_out_norm`` and ``mlp_out_norm`` as added to the residual stream, ``resid_norm`` after the layer,
     ``final_norm`` and ``final_rms`` of the last layer's output before the final norm (Chameleon, Fig. 5a,
     which does not say whether L2 or RMS, mean or maximum), ``attn_logit_max``, ``attn_logit_absmax``,
-    ``attn_logit_p999``, ``attn_entropy`` (nats) and, with QK-Norm, ``attn_logit_bound``.
+    ``attn_logit_p999``, ``attn_entropy`` (nats; of softmax attention alone) and, with QK-Norm,
+    ``attn_logit_bound``.
     """
     names = model.config.modalities
     M = len(names)
     selected_MBT = selection(batch.modality_BT, batch.valid_BT, M)
-    visible_BTS = visible_pairs(batch.valid_BT, batch.document_BT)
+    windows = {model.config.window_of(layer) for layer in range(model.config.n_layers)}
+    visible = {w: visible_pairs(batch.valid_BT, batch.document_BT, w) for w in windows}
     result = Probe(sequences=len(batch.ids_BT))
     pending: dict[str, Tensor] = {}
 
@@ -91,7 +94,7 @@ def probe(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
                 tensor,
                 model.attn_scale_value,
                 batch.modality_BT,
-                visible_BTS,
+                visible[model.config.window_of(layer)],
                 M,
                 model.config.attn_softcap,
             )
@@ -101,6 +104,8 @@ def probe(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
                     result.add(tag("attn_logit_max", query, key, layer=layer), attention.max[a, b], n)
                     result.add(tag("attn_logit_absmax", query, key, layer=layer), attention.absmax[a, b], n)
                     result.add(tag("attn_logit_p999", query, key, layer=layer), attention.p999[a, b], n)
+                if model.config.attention != "softmax":
+                    continue  # weights that do not add up to 1 have no entropy
                 entropy = attention.entropy
                 result.add(tag("attn_entropy", query, layer=layer), entropy.mean[a], entropy.count[a])
         elif site == "final":
@@ -113,22 +118,21 @@ def probe(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
     if model.config.qk_norm.kind != "none":
         one = torch.ones((), device=batch.ids_BT.device)
         for layer in range(model.config.n_layers):
-            result.add(tag("attn_logit_bound", layer=layer), logit_bound(model, layer), one)
+            result.add(tag("attn_logit_bound", layer=layer), logit_bound(model, layer).to(one.device), one)
     return result
 
 
+@torch.no_grad()
 def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
     """What no attention logit of this layer can exceed under QK-Norm, whatever the input.
 
-    A normalised head has norm at most sqrt(head_dim), so ``|g_q|_max |g_k|_max sqrt(head_dim)`` at the usual
-    scale; a LayerNorm's bias adds its own norm to each factor.
+    The scale times the greatest length of a query times that of a key (`Norm.longest`): with RMS over a head and
+    gains g, ``|g_q|_max |g_k|_max sqrt(head_dim)`` at the usual scale. RoPE keeps lengths.
     """
     attention = cast(Block, model.blocks[layer]).attention
 
-    def longest(norm: Any) -> Tensor:
-        length = norm.weight.detach().abs().max() * model.config.head_dim**0.5
-        bias = getattr(norm, "bias", None)
-        return length if bias is None else length + bias.detach().norm()
+    def longest(norm: nn.Module) -> Tensor:
+        return torch.stack([m.longest() for m in norm.modules() if isinstance(m, Norm)]).max()
 
     return model.attn_scale_value * longest(attention.q_norm) * longest(attention.k_norm)
 

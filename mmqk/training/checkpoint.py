@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError, differing_fields
 from mmqk.training.steps import checkpoints_in
 
@@ -55,8 +55,7 @@ def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer
         raise UserError(f"{run} has no checkpoint: name the folder of a run that wrote one.")
     checkpoint = _load(found[-1])
     try:
-        stored = dict(checkpoint["mmqk_model"])
-        config = ModelConfig(**{**stored, "qk_norm": QKNormConfig(**stored["qk_norm"])})
+        config = ModelConfig.from_dict(checkpoint["mmqk_model"])
         model = EarlyFusionTransformer(config, backend)
         model.load_state_dict({k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items()})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

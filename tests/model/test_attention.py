@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mmqk.model import ModelConfig, QKNormConfig
-from mmqk.model.attention import Attention, apply_rope, attention, rope_tables
+from mmqk.model.attention import Attention, attention
+from mmqk.model.rope import apply_rope, rope_tables
 
 B, H, T, K = 2, 3, 7, 4
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [5, 5, 5, 5, 5, 2, 2]])

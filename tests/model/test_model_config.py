@@ -18,7 +18,7 @@ from mmqk.model import ModelConfig, QKNormConfig
         ({"residual_dropout": 1.0}, r"model.residual_dropout must lie in \[0, 1\)"),
         ({"norm_eps": 0.0}, "model.norm_eps"),
         ({"rope_theta": float("inf")}, "model.rope_theta"),
-        ({"mlp": "relu"}, "model.mlp must be one of swiglu, gelu, but is 'relu'"),
+        ({"mlp": "relu"}, "model.mlp must be one of swiglu, geglu, gelu, but is 'relu'"),
         ({"attn_scale": "sqrt"}, "model.attn_scale must be one of"),
         ({"blocks": {"text": 10, "image": 0}}, "image 0 ids"),
     ],

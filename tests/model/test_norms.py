@@ -12,8 +12,8 @@ DIM, EPS = 24, 1e-5
 def pair(kind, dtype=torch.float32, eps=EPS):
     """Ours and torch's, with one set of random gains and biases."""
     ours, torchs = {
-        "rms": (RMSNorm(DIM, eps), torch.nn.RMSNorm(DIM, EPS)),
-        "layer": (LayerNorm(DIM, eps), torch.nn.LayerNorm(DIM, EPS)),
+        "rms": (RMSNorm((DIM,), eps), torch.nn.RMSNorm(DIM, EPS)),
+        "layer": (LayerNorm((DIM,), eps, bias=True), torch.nn.LayerNorm(DIM, EPS)),
     }[kind]
     generator = torch.Generator().manual_seed(1)
     for parameter in ours.parameters():

@@ -13,8 +13,8 @@ BLOCKS = {"text": 11, "image": 6, "sound": 4}
 V = 21
 VARIANTS = {
     "llama": {},
-    "chameleon": {"qk_norm": QKNormConfig("layer"), "mlp": "gelu"},
-    "swin": {"qk_norm": QKNormConfig("rms", 1e-6), "pre_norm": False, "post_norm": True, "d_ff": 40},
+    "chameleon": {"qk_norm": QKNormConfig("layer", bias=True), "mlp": "gelu"},
+    "swin": {"qk_norm": QKNormConfig("rms", eps=1e-6), "pre_norm": False, "post_norm": True, "d_ff": 40},
     "sandwich, capped": {"post_norm": True, "attn_softcap": 0.8, "final_softcap": 2.0},
     "inverse scale": {"attn_scale": "inverse", "norm_eps": 1e-3, "rope_theta": 100.0},
     "no scale": {"attn_scale": "none", "n_heads": 2},
@@ -135,7 +135,7 @@ def test_no_gradient_reaches_the_future(variant, backend):
 
 
 def test_a_leak_of_one_key_would_be_seen(monkeypatch):
-    monkeypatch.setattr("mmqk.model.attention._visible", lambda q, document: torch.ones(9, 9).tril(1).bool())
+    monkeypatch.setattr("mmqk.model.attention.visible_keys", lambda *_: torch.ones(9, 9).tril(1).bool())
     after, _ = future_gradient(build())
     assert after > 0
 
@@ -166,7 +166,7 @@ def test_parameter_count_and_buffers():
     for fields, per_layer in (
         ({"d_ff": 48}, 4 * 16 * 16 + 3 * 16 * 48 + 2 * 16),
         ({"mlp": "gelu", "post_norm": True}, 4 * 16 * 16 + 2 * 16 * 64 + 4 * 16),
-        ({"d_ff": 48, "qk_norm": QKNormConfig("layer")}, 4 * 16 * 16 + 3 * 16 * 48 + 2 * 16 + 4 * 4),
+        ({"d_ff": 48, "qk_norm": QKNormConfig("layer", bias=True)}, 4 * 16 * 16 + 3 * 16 * 48 + 2 * 16 + 4 * 4),
     ):
         model = build(**fields)
         assert sum(p.numel() for p in model.parameters()) == 2 * 21 * 16 + 16 + 3 * per_layer
@@ -266,4 +266,4 @@ def test_blocks_must_be_given_and_the_variant_is_printed():
     with pytest.raises(ValueError, match=r"model\.blocks is empty"):
         EarlyFusionTransformer(ModelConfig())
     printed = str(build(**VARIANTS["swin"]))
-    assert "post_norm=True" in printed and "qk_norm=rms" in printed and "backend=math" in printed
+    assert "post_norm=True" in printed and "kind='rms'" in printed and "backend=math" in printed

@@ -1,0 +1,116 @@
+"""Matrices of the blocks, σReparam, and layers that each modality has a copy of."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .norms import at_least_fp32
+
+FIRST_POWER_STEPS = 30
+
+
+class Linear(nn.Linear):
+    """`W x` without bias.
+
+    Attributes:
+        init_scale: Factor on the standard deviation of the initial weights.
+    """
+
+    def __init__(self, d_in: int, d_out: int, init_scale: float = 1.0) -> None:
+        super().__init__(d_in, d_out, bias=False)
+        self.init_scale = init_scale
+
+
+class SigmaLinear(Linear):
+    """`gamma / sigma(W) * W x`, sigma the largest singular value of W (σReparam, arXiv 2303.06296, section 3.2).
+
+    sigma is `u^T W v` in fp32. The forward takes u and v as they are and never writes them; `power_step` brings
+    them nearer to the leading singular vectors and is called once after every update of W. Both are in the state
+    dict, so a resumed run goes on with the same sigma.
+    """
+
+    def __init__(self, d_in: int, d_out: int, init_scale: float = 1.0) -> None:
+        super().__init__(d_in, d_out, init_scale)
+        self.gamma = nn.Parameter(torch.ones(()))
+        self.initial = {"gamma": 1.0}
+        self.u: Tensor
+        self.v: Tensor
+        self.register_buffer("u", torch.zeros(d_out))
+        self.register_buffer("v", torch.zeros(d_in))
+
+    def sigma(self) -> Tensor:
+        """The present estimate of the largest singular value, differentiable in W."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            wide = at_least_fp32(self.weight)
+            return at_least_fp32(self.u) @ (wide @ at_least_fp32(self.v))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map the last axis of `x`."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            weight = (self.gamma / self.sigma() * at_least_fp32(self.weight)).to(self.weight.dtype)
+        return F.linear(x, weight)
+
+    @torch.no_grad()
+    def power_step(self) -> None:
+        """One power iteration in fp32: `v <- W^T u`, then `u <- W v`, each at length 1."""
+        with torch.autocast(self.weight.device.type, enabled=False):
+            wide = at_least_fp32(self.weight)
+            v = F.normalize(at_least_fp32(self.u) @ wide, dim=0)
+            self.v.copy_(v)
+            self.u.copy_(F.normalize(wide @ v, dim=0))
+
+    @torch.no_grad()
+    def start(self, generator: torch.Generator) -> None:
+        """u and v of the present W, from a random direction that `generator` draws."""
+        self.u.copy_(F.normalize(torch.randn(self.u.shape, generator=generator), dim=0))
+        for _ in range(FIRST_POWER_STEPS):
+            self.power_step()
+
+
+def power_step(model: nn.Module) -> None:
+    """One power iteration of every σReparam matrix of `model`: call it after each optimizer step."""
+    for module in model.modules():
+        if isinstance(module, SigmaLinear):
+            module.power_step()
+
+
+def linear(config: ModelConfig, d_in: int, d_out: int, init_scale: float = 1.0) -> Linear:
+    """A matrix of a block, as `config.weight_reparam` says."""
+    return (SigmaLinear if config.weight_reparam == "sigma" else Linear)(d_in, d_out, init_scale)
+
+
+class ByModality(nn.Module):
+    """A layer that every modality has a copy of; each token passes through its own.
+
+    All copies see all tokens and one result is kept, so it costs as many times the operations as there are
+    modalities, and its shapes do not depend on the data.
+
+    Args:
+        make: Makes one copy.
+        n: Number of modalities.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], n: int) -> None:
+        super().__init__()
+        self.copies = nn.ModuleList(make() for _ in range(n))
+
+    def forward(self, x: Tensor, modality_BT: Tensor) -> Tensor:
+        """`x` is (B, T, ...); a modality number without a copy takes the first."""
+        out = self.copies[0](x)
+        of_token = modality_BT.view(*modality_BT.shape, *(1,) * (x.ndim - 2))
+        for m, copy in enumerate(self.copies[1:], start=1):
+            out = torch.where(of_token == m, copy(x), out)
+        return out
+
+
+def untied(make: Callable[[], nn.Module], config: ModelConfig, untie: bool) -> nn.Module:
+    """What `make` makes, once or for every modality."""
+    return ByModality(make, len(config.blocks)) if untie else make()
+
+
+def through(layer: nn.Module, x: Tensor, modality_BT: Tensor | None) -> Tensor:
+    """`layer(x)`, each token through the copy of its modality where there are copies."""
+    return layer(x, modality_BT) if isinstance(layer, ByModality) else layer(x)

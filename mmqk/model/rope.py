@@ -1,0 +1,47 @@
+"""Rotary positions. Shapes: B batch, T tokens, H heads, K head width."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .config import RopeScalingConfig
+from .norms import at_least_fp32
+
+Rope = tuple[Tensor, Tensor]  # cosine and signed sine of every position's angles
+
+
+def rope_tables(
+    T: int, K: int, theta: float, device: torch.device, scaling: RopeScalingConfig | None = None
+) -> Rope:
+    """Cosine and signed sine of every position's angles, fp32, (T, 1, K) each (RoFormer, arXiv 2104.09864).
+
+    Channel i pairs with i + K/2 (the half-split layout of Hugging Face's Llama); pair i turns by
+    `position * theta^(-2i/K)`. The sine is negative in the first half, which `apply_rope` relies on.
+    """
+    frequency = theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / -K)
+    if scaling is not None and scaling.kind != "none":
+        frequency = _scaled(frequency, scaling)
+    angle_TK2 = torch.arange(T, dtype=torch.float32, device=device)[:, None] * frequency
+    cos, sin = angle_TK2.cos(), angle_TK2.sin()
+    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+
+def _scaled(frequency: Tensor, scaling: RopeScalingConfig) -> Tensor:
+    slow = frequency / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    turns = (
+        scaling.original_length * frequency / (2 * math.pi)
+    )  # of this pair within the first training's length
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequency + (1 - kept) * slow
+
+
+def apply_rope(x_BTHK: Tensor, rope: Rope) -> Tensor:
+    """Rotate every pair of channels by its position's angle, in fp32; the result has the input's dtype."""
+    cos_T1K, signed_sin_T1K = rope
+    wide = at_least_fp32(x_BTHK)
+    swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
+    return (wide * cos_T1K + swapped * signed_sin_T1K).to(x_BTHK.dtype)
