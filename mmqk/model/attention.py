@@ -60,7 +60,7 @@ def attention(
         v_BHTK: Values.
         scale: Factor on the dot products.
         kind: softmax, or sigmoid: each weight is `sigmoid(logit - log T)` by itself (Ramapuram et al. 2024,
-            arXiv 2409.04431, Eq. 3 and section 3.2).
+            arXiv 2409.04431).
         softcap: Logits become `softcap * tanh(logit / softcap)`, before the mask (Gemma 2, arXiv 2408.00118).
         window: A token sees this many tokens, itself included; 0 for all.
         document_BT: A token sees only tokens of its own document number; None is one document a row.

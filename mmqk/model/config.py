@@ -140,6 +140,8 @@ class ModelConfig:
         attention: softmax, or sigmoid with bias -log(tokens in the row) (arXiv 2409.04431).
         weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, sigma the largest
             singular value (σReparam, arXiv 2303.06296).
+        reparam_gamma: First value of gamma: sigma (W's own, so that the first forward is that of the plain model:
+            the authors' PyTorch code, for vision and language) or one (their JAX code, for speech).
         residual_dropout: Probability of dropping an element of a sublayer's output before it is added.
         attn_dropout: Probability of dropping an attention weight.
         layer_scale: First value of a learned factor on each channel of a sublayer's output (LayerScale, arXiv
@@ -179,6 +181,7 @@ class ModelConfig:
     attn_scale: Literal["rsqrt", "inverse", "none"] | float = "rsqrt"
     attention: Literal["softmax", "sigmoid"] = "softmax"
     weight_reparam: Literal["none", "sigma"] = "none"
+    reparam_gamma: Literal["sigma", "one"] = "sigma"
     residual_dropout: float = 0.0
     attn_dropout: float = 0.0
     layer_scale: float | None = None
@@ -254,6 +257,7 @@ class ModelConfig:
         _one_of("norm_gain", self.norm_gain, ("plain", "none", "zero_centred"))
         _one_of("attention", self.attention, ("softmax", "sigmoid"))
         _one_of("weight_reparam", self.weight_reparam, ("none", "sigma"))
+        _one_of("reparam_gamma", self.reparam_gamma, ("sigma", "one"))
         _one_of("output_init", self.output_init, ("plain", "total", "depth"))
         if isinstance(self.attn_scale, str):
             _one_of("attn_scale", self.attn_scale, ("rsqrt", "inverse", "none"))

@@ -25,15 +25,22 @@ class Linear(nn.Linear):
 
 
 class SigmaLinear(Linear):
-    """`gamma / sigma(W) * W x`, sigma the largest singular value of W (σReparam, arXiv 2303.06296, section 3.2).
+    """`gamma / sigma(W) * W x`, sigma the largest singular value of W (σReparam, Zhai et al. 2023, arXiv 2303.06296).
 
     sigma is `u^T W v` in fp32. The forward takes u and v as they are and never writes them; `power_step` brings
     them nearer to the leading singular vectors and is called once after every update of W. Both are in the state
     dict, so a resumed run goes on with the same sigma.
+
+    Args:
+        d_in: Width of the input.
+        d_out: Width of the output.
+        init_scale: As of `Linear`.
+        keep: Whether gamma starts at sigma(W), so that nothing changes at first, or at 1.
     """
 
-    def __init__(self, d_in: int, d_out: int, init_scale: float = 1.0) -> None:
+    def __init__(self, d_in: int, d_out: int, init_scale: float = 1.0, keep: bool = True) -> None:
         super().__init__(d_in, d_out, init_scale)
+        self.keep = keep
         self.gamma = nn.Parameter(torch.ones(()))
         self.initial = {"gamma": 1.0}
         self.u: Tensor
@@ -64,10 +71,12 @@ class SigmaLinear(Linear):
 
     @torch.no_grad()
     def start(self, generator: torch.Generator) -> None:
-        """u and v of the present W, from a random direction that `generator` draws."""
+        """u, v and gamma of the present W, from a random direction that `generator` draws."""
         self.u.copy_(F.normalize(torch.randn(self.u.shape, generator=generator), dim=0))
         for _ in range(FIRST_POWER_STEPS):
             self.power_step()
+        if self.keep:
+            self.gamma.copy_(self.sigma())
 
 
 def power_step(model: nn.Module) -> None:
@@ -79,7 +88,9 @@ def power_step(model: nn.Module) -> None:
 
 def linear(config: ModelConfig, d_in: int, d_out: int, init_scale: float = 1.0) -> Linear:
     """A matrix of a block, as `config.weight_reparam` says."""
-    return (SigmaLinear if config.weight_reparam == "sigma" else Linear)(d_in, d_out, init_scale)
+    if config.weight_reparam == "none":
+        return Linear(d_in, d_out, init_scale)
+    return SigmaLinear(d_in, d_out, init_scale, keep=config.reparam_gamma == "sigma")
 
 
 class ByModality(nn.Module):

@@ -99,7 +99,7 @@ class LayerNorm(Norm):
 
 
 class L2Norm(Norm):
-    """`scale * x / max(|x|, eps)` over one axis (Henry et al. 2020, arXiv 2010.04245, Eq. 1; Swin V2, 2111.09883).
+    """`scale * x / max(|x|, eps)` over one axis (Henry et al. 2020, arXiv 2010.04245; Swin V2, 2111.09883).
 
     Args:
         width: Of the axis.
@@ -141,7 +141,7 @@ class L2Norm(Norm):
 
 
 class LayerScale(nn.Module):
-    """A learned factor on each channel (Touvron et al. 2021, arXiv 2103.17239, Eq. 4)."""
+    """A learned factor on each channel (Touvron et al. 2021, arXiv 2103.17239, section 2)."""
 
     def __init__(self, width: int, initial: float) -> None:
         super().__init__()
