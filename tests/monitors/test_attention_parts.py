@@ -1,0 +1,140 @@
+"""How a row of attention logits and its entropy split by modality, against loops in float64 and known answers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mmqk.monitors import attention as attention_module
+from mmqk.monitors.attention import attention_statistics, visible_pairs
+
+B, H, T, K, M = 2, 3, 30, 4, 3
+PARTS = (
+    "mean",
+    "variance",
+    "offset_variance",
+    "spread_variance",
+    "entropy",
+    "block_entropy",
+    "within_entropy",
+)
+
+
+def case(seed=0, size=1.5):
+    """Queries and keys, modalities of which the second sequence has only two, and its end padded."""
+    random = torch.Generator().manual_seed(seed)
+    q, k = (size * torch.randn(B, H, T, K, generator=random) for _ in range(2))
+    modality_BT = torch.randint(0, M, (B, T), generator=random)
+    modality_BT[1] = modality_BT[1].clamp_max(1)
+    valid_BT = torch.ones(B, T, dtype=torch.bool)
+    valid_BT[1, -5:] = False
+    return q, k, modality_BT, visible_pairs(valid_BT, window=20)
+
+
+def row_by_row(q, k, scale, modality_BT, visible_BTS, softcap):
+    """{(name, query modality[, key modality]): mean over rows}, one row at a time."""
+    rows: dict[tuple, list[float]] = {}
+    q, k = q.double().numpy(), k.double().numpy()
+    modality, visible = modality_BT.numpy(), visible_BTS.numpy()
+    for b in range(B):
+        for t in range(T):
+            keys = np.flatnonzero(visible[b, t])
+            if len(keys) < 8:
+                continue
+            a = int(modality[b, t])
+            of_key = modality[b, keys]
+            for h in range(H):
+                z = scale * k[b, h, keys] @ q[b, h, t]
+                capped = z if softcap is None else softcap * np.tanh(z / softcap)
+                p = np.exp(capped - capped.max())
+                p /= p.sum()
+                blocks = sorted(set(of_key))
+                mass = {m: p[of_key == m].sum() for m in blocks}
+                own_mean = np.array([z[of_key == m].mean() for m in of_key])
+                values = {
+                    "mean": z.mean(),
+                    "variance": z.var(),
+                    "offset_variance": own_mean.var(),
+                    "spread_variance": np.mean((z - own_mean) ** 2),
+                    "entropy": -(p * np.log(p)).sum(),
+                    "block_entropy": -sum(x * math.log(x) for x in mass.values()),
+                    "within_entropy": sum(
+                        x * -np.sum(p[of_key == m] / x * np.log(p[of_key == m] / x)) for m, x in mass.items()
+                    ),
+                }
+                for name, value in values.items():
+                    rows.setdefault((name, a), []).append(value)
+                for m in range(M):
+                    rows.setdefault(("mass", a, m), []).append(mass.get(m, 0.0))
+                for m in blocks:
+                    rows.setdefault(("offset", a, m), []).append(z[of_key == m].mean() - z.mean())
+    return {place: float(np.mean(values)) for place, values in rows.items()}
+
+
+def flat(found):
+    """Ours in the same form; a modality without a row is left out."""
+    values = {(name, a): getattr(found, name).mean[a] for name in PARTS for a in range(M)}
+    values |= {
+        (n, a, b): getattr(found, n)[b].mean[a]
+        for n in ("mass", "offset")
+        for a in range(M)
+        for b in range(M)
+    }
+    return {place: float(value) for place, value in values.items() if not math.isnan(value)}
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("chunk", [2**24, 600], ids=["one chunk", "many chunks"])
+def test_the_parts_equal_loops_over_rows(softcap, chunk, monkeypatch):
+    monkeypatch.setattr(attention_module, "CHUNK_ELEMENTS", chunk)
+    q, k, modality_BT, visible_BTS = case()
+    found = attention_statistics(q, k, 0.7, modality_BT, visible_BTS, M, softcap)
+    expected = row_by_row(q, k, 0.7, modality_BT, visible_BTS, softcap)
+    assert flat(found) == {
+        place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()
+    }
+    turned = attention_statistics(q, k, 0.7, (modality_BT + 1) % M, visible_BTS, M, softcap)
+    assert flat(turned) != {
+        place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()
+    }
+
+
+def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not():
+    """Adding c to every key along a query-parallel direction is a gauge; adding it to one modality's keys is not."""
+    q, k, modality_BT, visible_BTS = case()
+    q[..., -1] = 2.0  # the last channel of a key adds 2 * it to all logits of that key
+    everywhere, one_block = k.clone(), k.clone()
+    everywhere[..., -1] += 3.0
+    one_block[..., -1] += 3.0 * (modality_BT == 1)[:, None]
+    before, gauge, moved = (
+        flat(attention_statistics(q, x, 1.0, modality_BT, visible_BTS, M)) for x in (k, everywhere, one_block)
+    )
+    for place, value in before.items():
+        shift = 6.0 if place[0] == "mean" else 0.0
+        assert gauge[place] == pytest.approx(value + shift, rel=1e-3, abs=1e-3), place
+    assert moved["spread_variance", 0] == pytest.approx(before["spread_variance", 0], rel=1e-3)
+    assert moved["offset_variance", 0] > before["offset_variance", 0] + 1
+    assert moved["mass", 0, 1] > before["mass", 0, 1] + 0.1
+
+
+def test_the_parts_add_up_and_masses_sum_to_one():
+    found = attention_statistics(*case(size=4.0)[:2], 1.0, *case()[2:], M)
+    for whole, parts in (
+        ("variance", ("offset_variance", "spread_variance")),
+        ("entropy", ("block_entropy", "within_entropy")),
+    ):
+        total = sum(getattr(found, part).sum for part in parts)
+        torch.testing.assert_close(getattr(found, whole).sum, total, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sum(m.sum for m in found.mass), found.entropy.count, rtol=1e-5, atol=1e-4)
+
+
+def test_large_logits_on_a_large_mean_keep_their_spread():
+    """fp32 squares would lose a spread of 1 beside a mean of 10,000."""
+    q, k, modality_BT, visible_BTS = case(size=1.0)
+    q[..., -1] = 1.0
+    k[..., -1] += 1e4
+    found = attention_statistics(q, k, 1.0, modality_BT, visible_BTS, M)
+    expected = row_by_row(q, k, 1.0, modality_BT, visible_BTS, None)
+    for a in range(M):
+        assert float(found.variance.mean[a]) == pytest.approx(expected["variance", a], rel=1e-2)
