@@ -1,0 +1,58 @@
+"""The output softmax by modality of the target: how large its normaliser is, and where its mass goes wrong.
+
+Shapes: B batch, T tokens, V vocabulary, M modalities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmqk.monitors.reduce import Moments, moments
+
+
+@dataclass(frozen=True)
+class OutputStatistics:
+    """By modality of the target. ``log_z = logit_mean + log V + logit_spread``: drift and sharpening apart.
+
+    Attributes:
+        log_z: log of the softmax's normaliser, nats.
+        logit_mean: mean logit over the vocabulary; adding a number to all logits moves it and nothing else.
+        logit_spread: log Z less log V less the mean: 0 for equal logits.
+        block_log_z: log Z of one modality's ids alone, one for each modality.
+        wrong_mass: probability on ids of other modalities than the target's.
+    """
+
+    log_z: Moments
+    logit_mean: Moments
+    logit_spread: Moments
+    block_log_z: tuple[Moments, ...]
+    wrong_mass: Moments
+
+
+def output_statistics(
+    logits_BTV: Tensor, target_modality_BT: Tensor, selected_MBT: Tensor, blocks: Mapping[str, int]
+) -> OutputStatistics:
+    """Statistics of the logits as the loss sees them (after the final softcap).
+
+    Args:
+        logits_BTV: in fp32.
+        target_modality_BT: of what each position predicts.
+        selected_MBT: which targets belong to each modality, from `mmqk.monitors.reduce.selection`.
+        blocks: number of ids of each modality, in id order.
+    """
+    log_z_BT = logits_BTV.logsumexp(-1)
+    mean_BT = logits_BTV.mean(-1)
+    block_BTM = torch.stack([part.logsumexp(-1) for part in logits_BTV.split(list(blocks.values()), -1)], -1)
+    own_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]
+    log_v = torch.tensor(float(logits_BTV.shape[-1]), device=logits_BTV.device).log()
+    return OutputStatistics(
+        log_z=moments(log_z_BT, selected_MBT),
+        logit_mean=moments(mean_BT, selected_MBT),
+        logit_spread=moments(log_z_BT - log_v - mean_BT, selected_MBT),
+        block_log_z=tuple(moments(block_BTM[..., m], selected_MBT) for m in range(len(blocks))),
+        wrong_mass=moments(-torch.expm1(own_BT - log_z_BT), selected_MBT),
+    )

@@ -1,0 +1,153 @@
+"""Which part of the logits grew: against brute force in float64, and where the answer is known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mmqk.monitors import growth as growth_module
+from mmqk.monitors.attention import visible_pairs
+from mmqk.monitors.growth import attention_rank, common_mode, logit_growth
+from mmqk.monitors.reduce import selection
+
+B, H, T, K, M = 2, 3, 24, 4, 2
+
+
+def case(seed=0, dtype=torch.float32):
+    random = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(B, H, T, K, generator=random, dtype=dtype) + 0.5 for _ in range(2))
+    modality_BT = torch.randint(0, M, (B, T), generator=random)
+    valid_BT = torch.ones(B, T, dtype=torch.bool)
+    valid_BT[1, -4:] = False
+    return q, k, modality_BT, valid_BT
+
+
+def pairs(q, k, modality, valid, h, a, c, masked):
+    """Every dot product of head h between queries of modality a and keys of modality c, one sequence at a time."""
+    for b in range(B):
+        for t in range(T):
+            for s in range(T):
+                met = not masked or s <= t
+                if met and valid[b, t] and valid[b, s] and (modality[b, t], modality[b, s]) == (a, c):
+                    yield q[b, h, t], k[b, h, s]
+
+
+@pytest.mark.parametrize("chunk", [2**24, 300], ids=["one chunk", "many chunks"])
+def test_the_parts_equal_a_loop_over_pairs_and_add_up(chunk, monkeypatch):
+    monkeypatch.setattr(growth_module, "CHUNK_ELEMENTS", chunk)
+    q, k, modality_BT, valid_BT = case()
+    scale = 0.3
+    found = logit_growth(q, k, scale, selection(modality_BT, valid_BT, M), visible_pairs(valid_BT))
+    qn, kn, modality, valid = q.double().numpy(), k.double().numpy(), modality_BT.numpy(), valid_BT.numpy()
+    for a in range(M):
+        for c in range(M):
+            logs = {"q_power": [], "k_power": [], "alignment": [], "masked": []}
+            whole = []
+            for h in range(H):
+                every = list(pairs(qn, kn, modality, valid, h, a, c, masked=False))
+                q_sq, k_sq = np.mean([x @ x for x, _ in every]), np.mean([y @ y for _, y in every])
+                dot_sq = np.mean([(x @ y) ** 2 for x, y in every])
+                seen = np.mean(
+                    [(x @ y) ** 2 for x, y in pairs(qn, kn, modality, valid, h, a, c, masked=True)]
+                )
+                logs["q_power"].append(math.log(q_sq))
+                logs["k_power"].append(math.log(k_sq))
+                logs["alignment"].append(math.log(dot_sq / (q_sq * k_sq)))
+                logs["masked"].append(math.log(seen / dot_sq))
+                whole.append(math.log(scale**2 * seen))
+            for name, values in logs.items():
+                assert float(getattr(found, name)[a, c]) == pytest.approx(np.mean(values), abs=1e-4), name
+            parts = sum(float(getattr(found, name)[a, c]) for name in logs)
+            assert 2 * math.log(scale) + parts == pytest.approx(np.mean(whole), abs=1e-4)
+            assert abs(float(found.masked[a, c])) > 1e-3  # the mask does matter here
+    assert (found.heads == H).all()
+
+
+@pytest.mark.parametrize(("grown", "by"), [("q_power", "q"), ("k_power", "k"), ("alignment", "line")])
+def test_what_grew_is_what_is_reported(grown, by):
+    q, k, modality_BT, valid_BT = case()
+    of, visible = selection(modality_BT, valid_BT, M), visible_pairs(valid_BT)
+    before = logit_growth(q, k, 1.0, of, visible)
+    if by == "line":  # same lengths, one direction
+        q, k = (x.norm(dim=-1, keepdim=True) * torch.full((K,), K**-0.5) for x in (q, k))
+    after = logit_growth(3 * q if by == "q" else q, 3 * k if by == "k" else k, 1.0, of, visible)
+    for name in ("q_power", "k_power", "alignment"):
+        change = getattr(after, name) - getattr(before, name)
+        if name != grown:
+            torch.testing.assert_close(change, torch.zeros(M, M), rtol=0, atol=1e-4)
+        elif by == "line":
+            assert (change > 0.3).all()
+        else:
+            torch.testing.assert_close(change, torch.full((M, M), 2 * math.log(3)), rtol=0, atol=1e-4)
+
+
+def test_random_directions_are_aligned_as_chance_has_it():
+    q, k = (torch.randn(4, 2, 512, 16, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    everything = torch.ones(1, 4, 512, dtype=torch.bool)
+    found = logit_growth(q, k, 1.0, everything, visible_pairs(everything[0]))
+    assert float(found.alignment) == pytest.approx(-math.log(16), abs=0.05)
+
+
+def test_an_absent_modality_has_no_number():
+    q, k, _, valid_BT = case()
+    of = selection(torch.zeros(B, T, dtype=torch.long), valid_BT, M)
+    found = logit_growth(q, k, 1.0, of, visible_pairs(valid_BT))
+    assert found.heads.tolist() == [[H, 0], [0, 0]]
+    assert math.isfinite(found.q_power[0, 0]) and math.isnan(found.q_power[0, 1])
+    assert common_mode(k, of).count.tolist() == [B * H, 0]
+
+
+def test_common_mode_has_its_known_values():
+    of = torch.ones(1, 2, 1000, dtype=torch.bool)
+    alike = torch.randn(2, 3, 1, 8).expand(2, 3, 1000, 8)
+    assert float(common_mode(alike, of).mean) == pytest.approx(1.0, rel=1e-5)
+    at_random = torch.randn(2, 3, 1000, 8, generator=torch.Generator().manual_seed(0))
+    assert float(common_mode(at_random, of).mean) == pytest.approx(1 / 1000, rel=0.3)
+    half = common_mode(at_random + torch.full((8,), 1.0), of)  # unit noise and a unit mean on each channel
+    assert float(half.mean) == pytest.approx(0.5, abs=0.02)
+    assert float(half.max) > float(half.mean)
+
+
+def test_common_mode_is_by_modality():
+    _, k, modality_BT, valid_BT = case()
+    found = common_mode(k, selection(modality_BT, valid_BT, M)).mean
+    for m in range(M):
+        shares = []
+        for b in range(B):
+            mine = (modality_BT[b] == m) & valid_BT[b]
+            for h in range(H):
+                keys = k[b, h, mine].double()
+                shares.append(float(keys.mean(0).square().sum() / keys.square().sum(-1).mean()))
+        assert float(found[m]) == pytest.approx(np.mean(shares), rel=1e-4)
+    assert abs(float(found[0] - found[1])) > 1e-4
+
+
+def test_attention_rank_tells_benign_sharpness_from_collapse():
+    """Both attend to one key each, with an entropy near 0: each to itself, or all to the first."""
+    n = 16
+    visible = visible_pairs(torch.ones(1, n, dtype=torch.bool))
+    q = torch.eye(n)[None, None]
+    to_itself = 50 * torch.eye(n)[None, None]
+    to_the_first = torch.zeros(1, 1, n, n)
+    to_the_first[..., 0, :] = 50.0
+    assert float(attention_rank(q, to_itself, 1.0, visible)) == pytest.approx(n, rel=1e-3)
+    assert float(attention_rank(q, to_the_first, 1.0, visible)) == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_rank_equals_the_singular_values(softcap):
+    q, k, _, valid_BT = case()
+    visible_BTS = visible_pairs(valid_BT)
+    ranks = []
+    for b in range(B):
+        n = int(valid_BT[b].sum())
+        for h in range(H):
+            z = 0.5 * q[b, h, :n].double() @ k[b, h, :n].double().T
+            z = z if softcap is None else softcap * torch.tanh(z / softcap)
+            s = torch.linalg.svdvals(torch.softmax(z + torch.full((n, n), -math.inf).triu(1), -1))
+            ranks.append(float((s**2).sum() ** 2 / (s**4).sum()))
+    found = float(attention_rank(q, k, 0.5, visible_BTS, softcap))
+    assert found == pytest.approx(np.mean(ranks), rel=1e-4)
+    other = float(attention_rank(q, k, 0.5, visible_BTS, 2.0 if softcap is None else None))
+    assert other != pytest.approx(np.mean(ranks), rel=1e-4)

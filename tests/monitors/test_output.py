@@ -1,0 +1,80 @@
+"""Statistics of the output softmax, against probabilities written out in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mmqk.monitors.output import output_statistics
+from mmqk.monitors.reduce import selection
+
+BLOCKS = {"text": 7, "image": 4, "sound": 3}
+B, T, V, M = 2, 12, 14, 3
+
+
+def case(shift=0.0):
+    random = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(B, T, V, generator=random) + shift
+    target = torch.randint(0, 2, (B, T), generator=random)  # nothing predicts sound
+    keep = torch.rand(B, T, generator=random) < 0.8
+    return logits, target, keep
+
+
+def ours(logits, target, keep):
+    return output_statistics(logits, target, selection(target, keep, M), BLOCKS)
+
+
+def test_everything_equals_the_probabilities_written_out():
+    logits, target, keep = case()
+    found = ours(logits, target, keep)
+    edges = np.cumsum([0, *BLOCKS.values()])
+    for m in range(2):
+        rows = {"log_z": [], "logit_mean": [], "logit_spread": [], "wrong_mass": []}
+        blocks = [[] for _ in range(M)]
+        for b in range(B):
+            for t in range(T):
+                if keep[b, t] and target[b, t] == m:
+                    y = logits[b, t].double().numpy()
+                    z = np.exp(y).sum()
+                    rows["log_z"].append(math.log(z))
+                    rows["logit_mean"].append(y.mean())
+                    rows["logit_spread"].append(math.log(z) - math.log(V) - y.mean())
+                    rows["wrong_mass"].append(1 - np.exp(y[edges[m] : edges[m + 1]]).sum() / z)
+                    for c in range(M):
+                        blocks[c].append(math.log(np.exp(y[edges[c] : edges[c + 1]]).sum()))
+        for name, values in rows.items():
+            assert float(getattr(found, name).mean[m]) == pytest.approx(
+                np.mean(values), rel=1e-5, abs=1e-6
+            ), name
+            assert float(getattr(found, name).count[m]) == len(values)
+        for c in range(M):
+            assert float(found.block_log_z[c].mean[m]) == pytest.approx(
+                np.mean(blocks[c]), rel=1e-5, abs=1e-6
+            )
+    assert float(found.log_z.mean[0]) != pytest.approx(float(found.log_z.mean[1]), rel=1e-3)
+    assert float(found.log_z.count[2]) == 0
+
+
+def test_a_number_added_to_all_logits_is_drift_and_a_factor_is_sharpening():
+    logits, target, keep = case()
+    before, drift, sharp = (
+        ours(x, target, keep) for x in (logits, logits + 5, 2 * (logits - logits.mean(-1, True)))
+    )
+    for m in range(2):
+        assert float(drift.log_z.mean[m] - before.log_z.mean[m]) == pytest.approx(5, abs=1e-4)
+        assert float(drift.logit_mean.mean[m] - before.logit_mean.mean[m]) == pytest.approx(5, abs=1e-4)
+        assert float(drift.logit_spread.mean[m]) == pytest.approx(
+            float(before.logit_spread.mean[m]), abs=1e-4
+        )
+        assert float(drift.wrong_mass.mean[m]) == pytest.approx(float(before.wrong_mass.mean[m]), abs=1e-5)
+        assert float(sharp.logit_mean.mean[m]) == pytest.approx(0, abs=1e-5)
+        assert float(sharp.logit_spread.mean[m]) > float(before.logit_spread.mean[m]) + 0.5
+
+
+def test_equal_logits_have_no_spread_and_their_share_of_wrong_mass():
+    _, target, keep = case()
+    found = ours(torch.full((B, T, V), 100.0), target, keep)
+    for m, size in enumerate((7, 4)):
+        assert float(found.logit_spread.mean[m]) == pytest.approx(0, abs=1e-4)
+        assert float(found.wrong_mass.mean[m]) == pytest.approx(1 - size / V, abs=1e-5)
