@@ -1,0 +1,65 @@
+"""Do the modalities pull the shared weights the same way? From two disjoint halves of a batch.
+
+The gradient of one batch is mostly noise, so its plain cosine says little. Two disjoint halves A and B have
+independent noise, and a product across them has the signal alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Gradients = Sequence[Tensor | None]  # one for each parameter; None where the loss does not reach it
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of M modalities, over the parameters given.
+
+    Attributes:
+        cosine: ``<g_a^A, g_b^B> / sqrt(<g_a^A, g_a^B> <g_b^A, g_b^B>)``, the two ways round averaged, (M, M). An
+            estimate of the true gradients' cosine that noise does not shrink; it can leave [-1, 1], and is NaN where
+            a signal is not above 0, which says that the batch is too small to tell.
+        signal: ``<g^A, g^B>``, an unbiased estimate of the squared length of the true gradient, (M,).
+        noise: ``|g^A - g^B|^2 / 2``, of the variance of a half's gradient, (M,).
+    """
+
+    cosine: Tensor
+    signal: Tensor
+    noise: Tensor
+
+
+def agreement(halves: Sequence[tuple[Gradients, Gradients]]) -> Agreement:
+    """Signal, noise and agreement of the modalities' gradients.
+
+    Args:
+        halves: for each modality its gradients on half A and on half B, each normalised by its own half's targets.
+    """
+    M = len(halves)
+    flat = [tuple(_flat(half, halves) for half in pair) for pair in halves]
+    cross_MM = torch.stack([torch.stack([flat[a][0] @ flat[b][1] for b in range(M)]) for a in range(M)])
+    signal = cross_MM.diagonal()
+    length = signal.clamp_min(0).sqrt()
+    cosine = (cross_MM + cross_MM.T) / 2 / (length[:, None] * length)
+    told = (signal > 0)[:, None] & (signal > 0)
+    return Agreement(
+        cosine=torch.where(told, cosine, torch.nan),
+        signal=signal,
+        noise=torch.stack([(a - b).square().sum() / 2 for a, b in flat]),
+    )
+
+
+def _flat(half: Gradients, halves: Sequence[tuple[Gradients, Gradients]]) -> Tensor:
+    """One vector; what a loss does not reach has gradient 0."""
+    parts = []
+    for i, gradient in enumerate(half):
+        if gradient is None:
+            other = next((g[i] for pair in halves for g in pair if g[i] is not None), None)
+            if other is None:
+                continue
+            gradient = torch.zeros_like(other)
+        parts.append(gradient.double().flatten())
+    return torch.cat(parts)

@@ -1,0 +1,67 @@
+"""What low precision loses: additions to a bf16 residual, and steps under Adam's epsilon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmqk.monitors.reduce import Moments, moments
+
+
+@dataclass(frozen=True)
+class Absorption:
+    """Of adding a sublayer's output y to a residual stream x kept in bf16, by modality of the token.
+
+    With ``e = bf16(x + y) - x - y`` over one token's channels:
+
+    Attributes:
+        error: ``|e| / |y|``; at 1 the addition is noise.
+        bias: ``-<e, y> / |y|^2``: the share of y that is lost along y itself; negative where rounding adds to it.
+        absorbed: share of y's energy in channels where ``bf16(x + y) == x``, which the addition leaves alone.
+    """
+
+    error: Moments
+    bias: Moments
+    absorbed: Moments
+
+
+def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption:
+    """What a bf16 residual stream would lose of y, whatever precision these are in; x is rounded to bf16 first.
+
+    Args:
+        x_BTD: residual stream before the addition.
+        y_BTD: what is added.
+        selected_MBT: which tokens belong to each modality. A token whose y is 0 is left out.
+    """
+    x = x_BTD.bfloat16().double()
+    y = y_BTD.double()
+    rounded = (x + y).bfloat16().double()
+    lost = rounded - x - y
+    energy_BT = y.square().sum(-1)
+    kept_MBT = selected_MBT & (energy_BT > 0)
+    return Absorption(
+        error=moments((lost.square().sum(-1) / energy_BT).sqrt(), kept_MBT),
+        bias=moments(-(lost * y).sum(-1) / energy_BT, kept_MBT),
+        absorbed=moments(torch.where(rounded == x, y.square(), 0.0).sum(-1) / energy_BT, kept_MBT),
+    )
+
+
+def below_epsilon(second_moment: Tensor, step: int, beta2: float, eps: float) -> Tensor:
+    """Share of a tensor's elements whose ``sqrt(v_hat)`` lies below Adam's epsilon, which then sets their step.
+
+    Args:
+        second_moment: Adam's v, before bias correction.
+        step: updates that made it.
+        beta2: its decay.
+        eps: Adam's epsilon.
+    """
+    corrected = second_moment.float() / (1 - beta2**step)
+    return (corrected.sqrt() < eps).float().mean()
+
+
+def update_size(before: Tensor, after: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+    """RMS of one update over the learning rate (1 for a pure sign step of Adam), and over the parameter's RMS."""
+    step_rms = (after.float() - before.float()).square().mean().sqrt()
+    return step_rms / lr, step_rms / before.float().square().mean().sqrt()

@@ -1,0 +1,68 @@
+"""Gradient agreement: exact on vectors written out, unbiased where the truth is known, and not fooled by noise."""
+
+import math
+
+import pytest
+import torch
+
+from mmqk.monitors.agreement import agreement
+
+D = 400
+
+
+def halves_of(truths, noise, seed):
+    """Two noisy looks at each true gradient."""
+    random = torch.Generator().manual_seed(seed)
+
+    def look(g):
+        return [
+            g[:150] + noise * torch.randn(150, generator=random),
+            g[150:] + noise * torch.randn(250, generator=random),
+        ]
+
+    return [(look(g), look(g)) for g in truths]
+
+
+def test_the_parts_equal_vectors_written_out():
+    pairs = halves_of([torch.ones(D), torch.linspace(0, 1, D)], 0.1, 0)
+    found = agreement(pairs)
+    (ta, tb), (ia, ib) = ([torch.cat(half).double() for half in pair] for pair in pairs)
+    assert found.signal.tolist() == pytest.approx([float(ta @ tb), float(ia @ ib)])
+    assert found.noise.tolist() == pytest.approx(
+        [float(((ta - tb) ** 2).sum() / 2), float(((ia - ib) ** 2).sum() / 2)]
+    )
+    cross = float(ta @ ib + ia @ tb) / 2 / math.sqrt(float(ta @ tb) * float(ia @ ib))
+    assert float(found.cosine[0, 1]) == pytest.approx(cross)
+    assert torch.equal(found.cosine, found.cosine.T) and float(found.cosine[1, 1]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("true", [0.8, 0.0, -0.5])
+def test_noise_does_not_shrink_it_as_it_shrinks_the_plain_cosine(true):
+    a = torch.zeros(D)
+    b = torch.zeros(D)
+    a[0], b[0], b[200] = 10.0, 10 * true, 10 * math.sqrt(1 - true**2)
+    found, plain = [], []
+    for seed in range(60):
+        pairs = halves_of([a, b], 0.5, seed)  # noise as long as the signal
+        found.append(agreement(pairs).cosine[0, 1])
+        whole = [torch.cat(x) + torch.cat(y) for x, y in pairs]
+        plain.append(torch.nn.functional.cosine_similarity(*whole, dim=0))
+    assert float(torch.stack(found).mean()) == pytest.approx(true, abs=0.06)
+    if true:
+        assert abs(float(torch.stack(plain).mean())) < 0.8 * abs(true)
+
+
+def test_noise_alone_is_not_told():
+    found = agreement(halves_of([torch.zeros(D), torch.ones(D)], 1.0, 3))
+    assert float(found.noise[0]) == pytest.approx(D, rel=0.3)
+    if found.signal[0] <= 0:
+        assert math.isnan(found.cosine[0, 1])
+    negative = agreement([([torch.ones(2)], [-torch.ones(2)]), ([torch.ones(2)], [torch.ones(2)])])
+    assert math.isnan(negative.cosine[0, 1]) and float(negative.cosine[1, 1]) == pytest.approx(1)
+
+
+def test_a_parameter_that_one_modality_does_not_reach_counts_as_zero():
+    one, none = torch.tensor([3.0, 4.0]), None
+    found = agreement([([one, one], [one, one]), ([none, one], [none, one])])
+    assert found.signal.tolist() == [50.0, 25.0]
+    assert float(found.cosine[0, 1]) == pytest.approx(25 / math.sqrt(50 * 25))

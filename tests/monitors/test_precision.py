@@ -1,0 +1,68 @@
+"""What bf16 and Adam's epsilon lose, element by element in Python floats, and where the answer is known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mmqk.monitors.precision import absorption, below_epsilon, update_size
+from mmqk.monitors.reduce import selection
+
+B, T, D, M = 2, 5, 8, 2
+
+
+def bf16(value: float) -> float:
+    """Round to 8 significant bits, ties to even."""
+    if value == 0:
+        return 0.0
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(round(fraction * 256), exponent - 8)
+
+
+def test_absorption_equals_rounding_element_by_element():
+    random = torch.Generator().manual_seed(0)
+    x, y = 50 * torch.randn(B, T, D, generator=random), 0.2 * torch.randn(B, T, D, generator=random)
+    y[0, 0] = 0.0
+    modality = torch.randint(0, M, (B, T), generator=random)
+    found = absorption(x, y, selection(modality, torch.ones(B, T, dtype=torch.bool), M))
+    for m in range(M):
+        rows = []
+        for b in range(B):
+            for t in range(T):
+                if modality[b, t] == m and y[b, t].any():
+                    xs, ys = [bf16(v) for v in x[b, t].tolist()], y[b, t].tolist()
+                    sums = [bf16(a + c) for a, c in zip(xs, ys, strict=True)]
+                    lost = [s - a - c for s, a, c in zip(sums, xs, ys, strict=True)]
+                    energy = sum(c * c for c in ys)
+                    gone = sum(c * c for s, a, c in zip(sums, xs, ys, strict=True) if s == a)
+                    dot = sum(e * c for e, c in zip(lost, ys, strict=True))
+                    rows.append((math.sqrt(sum(e * e for e in lost) / energy), -dot / energy, gone / energy))
+        for name, expected in zip(("error", "bias", "absorbed"), np.mean(rows, axis=0), strict=True):
+            assert float(getattr(found, name).mean[m]) == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+        assert 0.05 < float(found.absorbed.mean[m]) < 1  # the case is one in which something is lost
+
+
+def test_small_on_large_is_absorbed_and_large_on_small_is_not():
+    one = torch.ones(1, 1, D)
+    everything = torch.ones(1, 1, 1, dtype=torch.bool)
+    lost = absorption(256 * one, 0.4 * one, everything)  # neighbours of 256 in bf16 are 2 apart
+    assert (float(lost.absorbed.mean), float(lost.error.mean), float(lost.bias.mean)) == pytest.approx(
+        (1, 1, 1)
+    )
+    exact = absorption(one, 2 * one, everything)
+    assert (float(exact.absorbed.mean), float(exact.error.mean)) == (0, 0)
+
+
+def test_share_below_epsilon():
+    v = torch.tensor([1e-18, 1e-14, 1e-10, 4e-16])
+    assert float(below_epsilon(v, 10**6, 0.95, 1e-8)) == pytest.approx(0.25)
+    # After one step v is (1 - beta2) g^2: the correction is what makes it g^2.
+    assert float(below_epsilon(0.05 * torch.tensor([4e-16, 0.25e-16]), 1, 0.95, 1e-8)) == pytest.approx(0.5)
+
+
+def test_update_size_of_a_sign_step_is_one():
+    before = torch.tensor([3.0, -4.0])
+    over_lr, relative = update_size(before, before - 0.01 * torch.tensor([1.0, -1.0]), 0.01)
+    assert float(over_lr) == pytest.approx(1, rel=1e-4)
+    assert float(relative) == pytest.approx(0.01 / math.sqrt(12.5), rel=1e-4)
