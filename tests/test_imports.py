@@ -114,6 +114,12 @@ RULES = {
         leave_out=("mmqk.monitors.callback",),
         then=PROBE,
     ),
+    "interop": Rule(
+        ("mmqk.interop",),
+        mmqk=("mmqk.interop", "mmqk.model", "mmqk.store"),
+        never=("transformers", "lightning"),
+        leave_out=("mmqk.interop.__main__",),
+    ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.tokenizers", "tokenizers")),
     "report": Rule(("mmqk.analysis", "mmqk.report"), never=("torch", "lightning"), then=REPORT),
 }

@@ -60,7 +60,9 @@ class Norm(nn.Module):
 
     def gain(self) -> Tensor | None:
         """What the normalised input is multiplied by."""
-        return self.weight if self.weight is None or not self.offset else self.offset + self.weight
+        if self.weight is None or not self.offset:
+            return self.weight
+        return self.offset + at_least_fp32(self.weight)  # in bf16 the sum would round the weight away
 
     def longest(self) -> Tensor:
         """No output of one head is longer (L2) than this, whatever the input."""

@@ -45,7 +45,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer:
-    """The model of a run's newest checkpoint, built from the configuration stored in it, in evaluation mode.
+    """The model of a run's newest checkpoint, from the configuration stored in it, in fp32 and evaluation mode.
 
     Raises:
         UserError: the run has no checkpoint, or it cannot be read.
@@ -56,7 +56,11 @@ def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer
     checkpoint = _load(found[-1])
     try:
         config = ModelConfig.from_dict(checkpoint["mmqk_model"])
-        model = EarlyFusionTransformer(config, backend)
+        with torch.device("meta"):  # no initial weights are drawn
+            model = EarlyFusionTransformer(config, backend)
+        model.to_empty(device="cpu")
+        if config.tie_embeddings:
+            model.head.weight = model.embed.weight
         model.load_state_dict({k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items()})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(

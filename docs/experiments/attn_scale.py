@@ -1,0 +1,298 @@
+"""The variance of q.k at initialisation, predicted and measured: `python docs/experiments/attn_scale.py`.
+
+Builds models at initialisation, runs them on random ids, and writes attn_scale.csv, attn_scale.png and the tables of
+attn_scale.md beside this file. Half a minute on one CPU core.
+
+Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean, stdev
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+from torch import Tensor
+
+from mmqk.analysis.style import PALETTE, RC
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
+
+HERE = Path(__file__).parent
+HEAD_DIMS, SEEDS, TOKENS, SEQUENCES = (8, 16, 32, 64, 128, 256), 5, 128, 4
+SHOWN_HEAD_DIM = 64
+FEWEST_KEYS = 8  # rows with fewer visible keys say little about an entropy
+SIZE = ModelConfig(d_model=256, n_layers=4, n_heads=4, d_ff=256, blocks={"text": 512, "image": 512})
+POST_ALONE = replace(SIZE, pre_norm=False, post_norm=True)
+SCALES = ("scale none", "scale rsqrt", "scale inverse")
+VARIANTS: dict[str, ModelConfig] = {
+    "scale none": replace(SIZE, attn_scale="none"),
+    "scale rsqrt": SIZE,
+    "scale inverse": replace(SIZE, attn_scale="inverse"),
+    "rsqrt, RMS QK-Norm": replace(SIZE, qk_norm=QKNormConfig(kind="rms")),
+    "cosine times 10": replace(SIZE, qk_norm=QKNormConfig(kind="l2")),
+    "rsqrt, post-norm alone": POST_ALONE,
+    "rsqrt, post-norm alone, RMS QK-Norm": replace(POST_ALONE, qk_norm=QKNormConfig(kind="rms")),
+}
+TITLE = "At initialisation the variance of q·k is the head width; 1/√(head width) brings it to 1"
+COLOURS = dict(zip(VARIANTS, (PALETTE[i] for i in (0, 1, 2, 5, 6, 3, 4)), strict=True))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the logits `scale * q.k` of one layer are like.
+
+    Attributes:
+        variance: Over all pairs of a query and an earlier key, of all heads and sequences together.
+        own: Over the pairs of a query and its own key.
+        in_row: Over the earlier keys of one query, mean over queries with at least `FEWEST_KEYS` of them. What
+            shifts all logits of a row alike leaves the softmax as it is, and is not in here.
+        entropy: Of the softmax, as a share of that of equal weights, mean over queries with `FEWEST_KEYS` keys.
+        largest: Largest weight of the softmax, mean over the same queries.
+    """
+
+    variance: float
+    own: float
+    in_row: float
+    entropy: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV: a variant at a head width and layer (from 1), means (and deviations, sd) over seeds."""
+
+    variant: str
+    head_dim: int
+    layer: int
+    seeds: int
+    predicted: float
+    variance: float
+    variance_sd: float
+    own: float
+    in_row: float
+    entropy_predicted: float
+    entropy: float
+    entropy_sd: float
+    largest: float
+
+
+# Measured --------------------------------------------------------------------------------------------------
+
+
+def logits_of(q_BHTK: Tensor, k_BHTK: Tensor, scale: float) -> Tensor:
+    """`scale * q.k` of every pair, in fp64: logits_BHTS."""
+    return scale * q_BHTK.double() @ k_BHTK.double().transpose(-1, -2)
+
+
+def measure(logits_BHTS: Tensor) -> Measured:
+    """The statistics of raw logits under a causal mask; what lies above the diagonal is never read."""
+    T = logits_BHTS.shape[-1]
+    earlier_TS = torch.ones(T, T, dtype=torch.bool).tril(-1)
+    hidden_TS = torch.ones(T, T, dtype=torch.bool).triu(1)
+    n_T = torch.arange(T, dtype=logits_BHTS.dtype)
+    mean_BHT = logits_BHTS.masked_fill(~earlier_TS, 0.0).sum(-1) / n_T
+    deviation_BHTS = (logits_BHTS - mean_BHT[..., None]).masked_fill(~earlier_TS, 0.0)
+    in_row_BHT = deviation_BHTS.square().sum(-1) / (n_T - 1)
+    log_p_BHTS = torch.log_softmax(logits_BHTS.masked_fill(hidden_TS, -math.inf), dim=-1)
+    p_BHTS = log_p_BHTS.exp()
+    entropy_BHT = -(p_BHTS * log_p_BHTS.masked_fill(hidden_TS, 0.0)).sum(-1) / (n_T + 1).log()
+    return Measured(
+        variance=logits_BHTS[..., earlier_TS].var().item(),
+        own=logits_BHTS.diagonal(dim1=-2, dim2=-1).var().item(),
+        in_row=in_row_BHT[..., FEWEST_KEYS:].mean().item(),
+        entropy=entropy_BHT[..., FEWEST_KEYS - 1 :].mean().item(),
+        largest=p_BHTS.amax(-1)[..., FEWEST_KEYS - 1 :].mean().item(),
+    )
+
+
+def measure_model(config: ModelConfig, seed: int) -> list[Measured]:
+    """Every layer of a model at initialisation, on random ids of its whole vocabulary."""
+    seen: dict[tuple[str, int], Tensor] = {}
+    generator = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(0, config.vocab_size, (SEQUENCES, TOKENS), generator=generator)
+    model = EarlyFusionTransformer(config, seed=seed).eval()
+    with torch.no_grad():
+        model(ids_BT, sink=lambda site, layer, x: seen.update({(site, layer): x}))
+    layers = range(config.n_layers)
+    return [measure(logits_of(seen["q", n], seen["k", n], config.attn_scale_value)) for n in layers]
+
+
+# Predicted -------------------------------------------------------------------------------------------------
+
+
+def predicted_variance(config: ModelConfig, layer: int) -> float:
+    """Variance of a logit of this layer (from 1), if all entries of q and k are independent.
+
+    A matrix of variance 1 / d_model gives q and k the mean square m of its input, and q.k the variance
+    head_dim * m^2 (Vaswani et al. 2017, arXiv 1706.03762, footnote 4, for m = 1). Pre-norm and RMS QK-Norm make m 1.
+    With post-norm alone the input is the residual stream: 1 / d_model of the embedding, and 1 for every branch that
+    was added. The cosine of two directions has the variance 1 / head_dim.
+    """
+    if config.qk_norm.kind == "l2":
+        return config.qk_norm.scale_init**2 / config.head_dim
+    m = 1.0 if config.pre_norm or config.qk_norm.kind == "rms" else 1 / config.d_model + 2 * (layer - 1)
+    return config.attn_scale_value**2 * config.head_dim * m**2
+
+
+def predicted_entropy(variance: float) -> float:
+    """Share of the entropy of equal weights that independent normal logits of this variance leave, simulated."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(16, 1, TOKENS, TOKENS, generator=generator, dtype=torch.float64)
+    return measure(math.sqrt(variance) * logits).entropy
+
+
+# The CSV ---------------------------------------------------------------------------------------------------
+
+
+def run(
+    variants: Sequence[str] = tuple(VARIANTS), head_dims: Sequence[int] = HEAD_DIMS, seeds: int = SEEDS
+) -> list[Row]:
+    """Every variant at every head width and layer; nothing else of the size changes with the head width."""
+    rows = []
+    for name in variants:
+        for head_dim in head_dims:
+            config = replace(VARIANTS[name], d_head=head_dim)
+            of_seed = [measure_model(config, seed) for seed in range(seeds)]
+            for layer in range(1, config.n_layers + 1):
+                expected = predicted_variance(config, layer)
+                of_layer = [layers[layer - 1] for layers in of_seed]
+                values = {f.name: [getattr(m, f.name) for m in of_layer] for f in fields(Measured)}
+                means = {key: fmean(value) for key, value in values.items()}
+                spread = {f"{key}_sd": stdev(values[key]) for key in ("variance", "entropy")}
+                rows.append(
+                    Row(name, head_dim, layer, seeds, expected, entropy_predicted=predicted_entropy(expected),
+                        **means, **spread)
+                )  # fmt: skip
+    return rows
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(field.name for field in fields(Row))
+    writer.writerows([f"{v:.5g}" if isinstance(v, float) else v for v in astuple(row)] for row in rows)
+    return out.getvalue()
+
+
+def from_csv(text: str) -> list[Row]:
+    kinds = {"str": str, "int": int, "float": float}
+    lines = csv.DictReader(io.StringIO(text))
+    return [Row(**{f.name: kinds[str(f.type)](line[f.name]) for f in fields(Row)}) for line in lines]
+
+
+# The page --------------------------------------------------------------------------------------------------
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """The tables of the page by name, in Markdown."""
+    at = {(r.variant, r.head_dim, r.layer): r for r in rows}
+    heads = ["head width", *(f"{v}: {what}" for v in SCALES for what in ("predicted", "measured"))]
+    widths = sorted({r.head_dim for r in rows})
+    by_scale = [[k, *(x for v in SCALES for x in _variance(at[v, k, 1]))] for k in widths]
+    shown = [at[v, SHOWN_HEAD_DIM, n] for v in VARIANTS for n in (1, SIZE.n_layers)]
+    by_variant = [
+        [r.variant, r.layer, *_variance(r), f"{r.own:.3g}", f"{r.in_row:.3g}", f"{r.entropy_predicted:.2f}",
+         f"{r.entropy:.2f}", f"{r.largest:.2f}"]
+        for r in shown
+    ]  # fmt: skip
+    more = "variant, layer, predicted, measured, own key, within a row, entropy predicted, entropy, largest weight"
+    return {"scales": _markdown(heads, by_scale), "variants": _markdown(more.split(", "), by_variant)}
+
+
+def _variance(row: Row) -> tuple[str, str]:
+    return f"{row.predicted:.3g}", f"{row.variance:.3g} ± {row.variance_sd:.1g}"
+
+
+def _markdown(heads: Sequence[object], lines: Sequence[Sequence[object]]) -> str:
+    table = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table)
+
+
+def with_tables(page: str, rows: Sequence[Row]) -> str:
+    """The page with its tables, which stand between comments that name them, made anew."""
+    for name, table in tables(rows).items():
+        part = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        page, n = part.subn(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", page)
+        assert n == 1, name
+    return page
+
+
+# The figure ------------------------------------------------------------------------------------------------
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """Three panels; lines are predictions, points are measurements."""
+    by_scale = [[r for r in rows if r.variant == name and r.layer == 1] for name in SCALES]
+    placed = ("scale rsqrt", "rsqrt, post-norm alone", "rsqrt, post-norm alone, RMS QK-Norm")
+    by_layer = [[r for r in rows if r.variant == name and r.head_dim == SHOWN_HEAD_DIM] for name in placed]
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(13.6, 4.7), facecolor="white")
+        FigureCanvasAgg(figure)
+        left, middle, right = figure.subplots(
+            1, 3, gridspec_kw={"left": 0.06, "right": 0.985, "top": 0.77, "bottom": 0.125, "wspace": 0.24}
+        )
+        for line in by_scale:
+            _series(left, line[0].variant, [(r.head_dim, r.predicted, r.variance) for r in line])
+            _series(middle, line[0].variant, [(r.head_dim, r.entropy_predicted, r.entropy) for r in line])
+        for line in by_layer:
+            _series(right, line[0].variant, [(r.layer, r.predicted, r.variance) for r in line])
+
+        left.set(title="Variance of a logit, first layer", yscale="log", ylim=(1e-3, 1e3), ylabel="variance")
+        _label(left, "scale none", 11, 50, "scale none")
+        _label(left, "scale rsqrt", 11, 1.7, "1/√(head width)")
+        _label(left, "scale inverse", 11, 0.013, "1/(head width)")
+        middle.set(title="Entropy of attention, first layer", ylim=(0, 1.08), ylabel="share of its maximum")
+        _label(middle, "scale none", 40, 0.26, "scale none")
+        _label(middle, "scale rsqrt", 11, 0.81, "1/√(head width)")
+        _label(middle, "scale inverse", 11, 1.025, "1/(head width)")
+        right.set(title=f"Variance by layer, head width {SHOWN_HEAD_DIM}", yscale="log", ylim=(1e-6, 1e3))
+        right.set(xlabel="layer", xticks=[r.layer for r in by_layer[0]], ylabel="variance")
+        _label(right, "scale rsqrt", 1, 4, "pre-norm")
+        _label(right, "rsqrt, post-norm alone, RMS QK-Norm", 2.05, 0.13, "post-norm with QK-Norm")
+        _label(right, "rsqrt, post-norm alone", 1.35, 1e-4, "post-norm alone")
+        for axes in (left, middle):
+            axes.set(xscale="log", xlabel="head width", xticks=HEAD_DIMS)
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0f}"))
+        for axes in (left, middle, right):
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_minor_locator(NullLocator())
+        figure.text(0.012, 0.965, TITLE, fontsize=13, fontweight="bold", va="top")
+        figure.text(0.012, 0.9, f"Lines: predicted. Points: measured, {rows[0].seeds} seeds.", va="top")
+    return figure
+
+
+def _label(axes: Axes, name: str, x: float, y: float, text: str) -> None:
+    axes.text(x, y, text, color=COLOURS[name], fontweight="bold", fontsize=10.5)
+
+
+def _series(axes: Axes, name: str, points: Sequence[tuple[float, float, float]]) -> None:
+    x, expected, measured = zip(*points, strict=True)
+    axes.plot(x, expected, color=COLOURS[name], linewidth=1.6, zorder=2 + (name == "scale rsqrt"))
+    if name == "rsqrt, post-norm alone, RMS QK-Norm":  # it lies on another line
+        axes.plot(x, measured, "o", color=COLOURS[name], markersize=12, fillstyle="none", markeredgewidth=1.6)
+    else:
+        axes.plot(x, measured, "o", color=COLOURS[name], markersize=6.5, markeredgecolor="white", zorder=3)
+
+
+def main() -> None:
+    """Measure, and write the CSV, the figure and the page's tables."""
+    HERE.joinpath("attn_scale.csv").write_text(to_csv(run()))
+    rows = from_csv(HERE.joinpath("attn_scale.csv").read_text())
+    page = HERE / "attn_scale.md"
+    page.write_text(with_tables(page.read_text(), rows))
+    draw(rows).savefig(HERE / "attn_scale.png", dpi=130, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()

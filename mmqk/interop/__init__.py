@@ -1,0 +1,6 @@
+"""Weights and configuration to and from Hugging Face transformers. `transformers` itself is imported when needed."""
+
+from .read import from_transformers
+from .write import to_transformers
+
+__all__ = ["from_transformers", "to_transformers"]

@@ -1,0 +1,93 @@
+"""Folders of Hugging Face models to folders of mmqk and back: `python -m mmqk.interop`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mmqk.store import OneSentenceParser, UserError, run_main
+
+from .blocks import parse_blocks
+from .folders import check_empty, read_huggingface, read_run, write_huggingface, write_run
+from .names import CHAMELEON, READ, WRITTEN
+from .read import adopt
+from .write import architecture_of, build
+
+EPILOG = f"""\
+read:    {", ".join(READ)}
+written: {", ".join(WRITTEN)}
+What cannot be represented is refused by name. Nothing is downloaded. Tokenizers are not converted.
+
+example:
+  python -m mmqk.interop --from chameleon-7b --to runs/chameleon-7b
+  python -m mmqk.interop --from runs/mine/<id> --to mine-hf
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Convert one folder, in the direction that its content says.
+
+    Raises:
+        UserError: a folder that is neither, or damaged; a model that cannot be represented; a folder that is taken.
+    """
+    parser = OneSentenceParser(
+        prog="python -m mmqk.interop",
+        description="Convert weights and configuration of a Hugging Face model to mmqk, or of a run to Hugging Face.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, required=True, help="a folder with config.json, or of a run"
+    )
+    parser.add_argument("--to", type=Path, required=True, help="the folder to write")
+    parser.add_argument(
+        "--blocks",
+        help="modalities of a Hugging Face vocabulary and their numbers of ids, in order: text=65536,image=8192",
+    )
+    args = parser.parse_args(argv)
+    check_empty(args.to)
+    if (args.source / "config.json").exists():
+        _to_mmqk(args.source, args.to, args.blocks)
+    elif (args.source / "checkpoints").is_dir():
+        if args.blocks is not None:
+            raise UserError(
+                f"--blocks is for a Hugging Face folder, but {args.source} is a run: leave it out."
+            )
+        _to_huggingface(args.source, args.to)
+    else:
+        raise UserError(
+            f"{args.source} has neither config.json (Hugging Face) nor checkpoints (a run): give another --from."
+        )
+    return 0
+
+
+def _to_mmqk(source: Path, out: Path, blocks: str | None) -> None:
+    given = None if blocks is None else parse_blocks(blocks)
+    hf_model = read_huggingface(source)
+    model = adopt(hf_model, given)
+    write_run(model, out)
+    named = ", ".join(f"{name} {size:,}" for name, size in model.config.blocks.items())
+    print(f"{out}: {type(hf_model).__name__}, ids of {named}; tokenizers stay in {source}")
+    if type(hf_model).__name__ == CHAMELEON:
+        print("The image tokenizer (vqmodel) stays there too: image tokens come as ids.")
+
+
+def _to_huggingface(source: Path, out: Path) -> None:
+    from mmqk.training.steps import checkpoints_in
+
+    found = checkpoints_in(source / "checkpoints")
+    if not found:
+        raise UserError(f"{source} has no checkpoint: name the folder of a run that wrote one.")
+    config, weights = read_run(found[-1])
+    write_huggingface(build(config, weights), out)
+    print(f"{out}: {architecture_of(config)} of {found[-1]}; the tokenizers are not included")
+    if architecture_of(config) == CHAMELEON:
+        print(
+            "Its image tokenizer (vqmodel) is untrained: copy it from the original, as docs/interop.md shows."
+        )
+    if config.residual_dropout:
+        print(f"model.residual_dropout {config.residual_dropout} is left behind: the class has none.")
+
+
+if __name__ == "__main__":
+    run_main(main)

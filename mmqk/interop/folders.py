@@ -1,0 +1,164 @@
+"""Folders: a Hugging Face model, a run of mmqk. Local files only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.store import UserError, read_json
+
+from .names import IMAGE_TOKENIZER, READ
+from .write import architecture_of, import_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHECKPOINT = "checkpoints/step00000000.ckpt"
+
+
+def read_huggingface(folder: Path) -> PreTrainedModel:
+    """The model that `save_pretrained` wrote to `folder`, in the dtype that its config names.
+
+    Raises:
+        UserError: another architecture, damaged or missing files, or transformers is not installed.
+    """
+    config = read_json(folder / "config.json")
+    if config is None:
+        raise UserError(f"{folder / 'config.json'} cannot be read: download the model again.")
+    named = config.get("architectures") or ["none"]
+    if named[0] not in READ:
+        raise UserError(f"{folder} holds the architecture {named[0]}: mmqk reads {', '.join(READ)}.")
+    transformers = import_transformers()
+    try:
+        with _quiet(transformers):
+            model, info = getattr(transformers, named[0]).from_pretrained(
+                str(folder),
+                local_files_only=True,
+                dtype="auto",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except Exception as error:  # transformers, safetensors and pickle each have errors of their own
+        said = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        raise UserError(
+            f"{folder} cannot be loaded ({said}): check that its files are all there and whole."
+        ) from error
+    # transformers fills what is missing or of another size with random numbers, and drops what it does not know.
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(IMAGE_TOKENIZER))
+    if missing:
+        raise UserError(f"{folder} has no weights for {missing[0]}: check that its files are all there.")
+    if info["mismatched_keys"]:
+        name, there, expected = sorted(info["mismatched_keys"])[0]
+        raise UserError(
+            f"{folder} has {name} of shape {tuple(there)}, but config.json says {tuple(expected)}: the files are"
+            " of two models."
+        )
+    unknown = sorted(info["unexpected_keys"])
+    if unknown:
+        raise UserError(f"{folder} has weights {unknown[0]}, which {named[0]} does not know.")
+    return model.eval()
+
+
+def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Configuration and weights of a checkpoint of mmqk, mapped from the file, in their dtype.
+
+    Raises:
+        UserError: the file is damaged or of something else, or no layout has the model.
+    """
+    try:
+        stored = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        config = ModelConfig.from_dict(stored["mmqk_model"])
+        architecture_of(config)
+        weights = {name.removeprefix("model."): tensor for name, tensor in stored["state_dict"].items()}
+        with torch.device("meta"):
+            EarlyFusionTransformer(config).load_state_dict(weights, assign=True)
+    except (
+        OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, AttributeError,
+    ) as error:  # fmt: skip
+        said = " ".join(str(error).split())[:120] or type(error).__name__
+        raise UserError(f"The checkpoint {checkpoint} is damaged or of no model of mmqk ({said}).") from error
+    return config, weights
+
+
+def write_run(model: EarlyFusionTransformer, out: Path) -> None:
+    """A folder that `mmqk.training.checkpoint.load_model` opens.
+
+    Raises:
+        UserError: `out` holds something, or cannot be written.
+    """
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+
+    def write(folder: Path) -> None:
+        path = folder / CHECKPOINT
+        path.parent.mkdir(parents=True)
+        torch.save({"mmqk_model": asdict(model.config), "state_dict": weights}, path)
+
+    _publish(out, write)
+
+
+def write_huggingface(model: PreTrainedModel, out: Path) -> None:
+    """A folder that `from_pretrained` opens.
+
+    Raises:
+        UserError: `out` holds something, or cannot be written.
+    """
+
+    def write(folder: Path) -> None:
+        with _quiet(import_transformers()):
+            model.save_pretrained(folder)
+
+    _publish(out, write)
+
+
+def check_empty(out: Path) -> None:
+    """Raise UserError where something would be overwritten."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty folder: give another --to.")
+
+
+def _publish(out: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a folder beside `out`, and move it there when it is whole."""
+    check_empty(out)
+    out = out.resolve()
+    scratch = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{out.name}-", dir=out.parent))
+        # A folder inside, as mkdtemp's own can be read by nobody else.
+        whole = scratch / "whole"
+        whole.mkdir()
+        write(whole)
+        os.rename(whole, out)
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk may be any of them
+        said = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
+        raise UserError(f"{out} cannot be written ({said}): give another --to.") from error
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without transformers' log and progress bars: what goes wrong is said once, as a UserError."""
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(log.CRITICAL)
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()

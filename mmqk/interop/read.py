@@ -1,0 +1,272 @@
+"""Hugging Face model -> `EarlyFusionTransformer`: the configuration field by field, the weights name by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig
+from mmqk.store import UserError
+
+from .blocks import blocks_of
+from .names import (
+    CHAMELEON,
+    CHAMELEON_QK_EPS,
+    GEMMA2,
+    GEMMA3,
+    IMAGE_TOKENIZER,
+    OLMO2,
+    QWEN3,
+    READ,
+    their_name,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_GATES: dict[str, Literal["swiglu", "geglu"]] = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu_pytorch_tanh": "geglu",
+}
+
+
+def from_transformers(
+    hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None
+) -> EarlyFusionTransformer:
+    """The same model with the same weights, in their dtype and mode (training or evaluation).
+
+    Args:
+        hf_model: A ChameleonForConditionalGeneration, LlamaForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
+            Gemma2ForCausalLM or Gemma3ForCausalLM of transformers 5. It is left as it is and shares no memory with
+            the result. Of Chameleon the image tokenizer (`vqmodel`) stays behind: image tokens come as ids.
+        blocks: Number of ids by modality, in the order of the ids. Left out, it is what `to_transformers` noted in
+            the configuration; else, for Chameleon, `special`, `image` and `text`, the image ids being those that its
+            vocabulary_map calls IMGIMG...; else `text` alone.
+
+    Returns:
+        The model, with backend math where a cap on the attention logits needs it, else sdpa.
+
+    Raises:
+        UserError: another class; a field that an EarlyFusionTransformer has no counterpart for (named with its
+            value); weights that are quantized, not loaded, or not those of the class; blocks that do not fit.
+    """
+    return copy.deepcopy(adopt(hf_model, blocks))
+
+
+def adopt(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None) -> EarlyFusionTransformer:
+    """`from_transformers` without a copy: the result shares its weights with `hf_model`."""
+    architecture = type(hf_model).__name__
+    if architecture not in READ:
+        raise UserError(f"{architecture} is no architecture that mmqk reads: {', '.join(READ)} are.")
+    if not type(hf_model).__module__.startswith("transformers."):
+        raise UserError(f"{architecture} is no class of transformers: its forward may be another.")
+    theirs = hf_model.state_dict()
+    _check_tensors(theirs)
+    try:
+        config = config_of(hf_model, blocks)
+        # On meta nothing is drawn and nothing is allocated: the tensors of hf_model take the places.
+        with torch.device("meta"):
+            model = EarlyFusionTransformer(config, "sdpa" if config.attn_softcap is None else "math")
+    except ValueError as error:
+        raise UserError(f"{architecture} has no counterpart in mmqk ({str(error).rstrip('.')}).") from None
+    model.load_state_dict(our_weights(theirs, architecture, model), assign=True)
+    if config.tie_embeddings:
+        model.head.weight = model.embed.weight
+    return model.requires_grad_().train(hf_model.training)
+
+
+def our_weights(
+    theirs: Mapping[str, Tensor], architecture: str, model: EarlyFusionTransformer
+) -> dict[str, Tensor]:
+    """Their tensors under our names, in the shapes of `model`.
+
+    Raises:
+        UserError: a tensor is missing, has another size, or has no place.
+    """
+    found, used = {}, set()
+    for ours, parameter in model.state_dict().items():
+        name = their_name(ours, architecture, model.config)
+        if name not in theirs:
+            raise UserError(f"The weights lack {name}: load the model whole, without adapters or offloading.")
+        if theirs[name].numel() != parameter.numel():
+            raise UserError(
+                f"{name} has shape {tuple(theirs[name].shape)}, but the configuration says {tuple(parameter.shape)}:"
+                " the weights are of another model."
+            )
+        # OLMo 2 keeps the gains of all heads in one vector, mmqk a row for each head.
+        found[ours] = theirs[name].detach().reshape(parameter.shape)
+        used.add(name)
+    left = sorted(name for name in set(theirs) - used if not name.startswith(IMAGE_TOKENIZER))
+    if left:
+        raise UserError(
+            f"The weights have {left[0]}, which mmqk has no place for: load the model without adapters."
+        )
+    return found
+
+
+def config_of(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None) -> ModelConfig:
+    """The `ModelConfig` that says what `hf_model.config` says.
+
+    Raises:
+        UserError: a field that cannot be represented.
+        ValueError: values that ModelConfig refuses.
+    """
+    architecture, c = type(hf_model).__name__, hf_model.config
+    _check_fields(c)
+    gemma = architecture in (GEMMA2, GEMMA3)
+    swin = architecture == CHAMELEON and bool(c.swin_norm)
+    activation = "hidden_activation" if gemma else "hidden_act"
+    gate = _GATES.get(getattr(c, activation))
+    if gate is None:
+        raise cannot(activation, getattr(c, activation), f"the gates here are {', '.join(_GATES)}")
+    embedding: Any = hf_model.get_input_embeddings().weight
+    heads, width = c.num_attention_heads, embedding.shape[1]
+    head_dim = getattr(c, "head_dim", None) or width // heads
+    blocks = blocks_of(c, len(embedding), blocks)
+    fields: dict[str, Any] = {}
+    if gemma:
+        fields["embed_scale"] = dict.fromkeys(blocks, width**0.5)
+        fields["attn_scale"] = _scale(c.query_pre_attn_scalar**-0.5, head_dim)
+        fields["final_softcap"] = c.final_logit_softcapping
+    if architecture == GEMMA2:
+        fields["attn_softcap"] = c.attn_logit_softcapping
+    elif gemma and c.attn_logit_softcapping is not None:
+        raise cannot(
+            "attn_logit_softcapping", c.attn_logit_softcapping, "Gemma3ForCausalLM itself does not apply it"
+        )
+    return ModelConfig(
+        blocks=blocks,
+        d_model=width,
+        n_layers=c.num_hidden_layers,
+        n_heads=heads,
+        n_kv_heads=0 if c.num_key_value_heads in (None, heads) else c.num_key_value_heads,
+        d_head=0 if head_dim * heads == width else head_dim,
+        d_ff=c.intermediate_size,
+        mlp=gate,
+        pre_norm=architecture != OLMO2 and not swin,
+        post_norm=gemma or architecture == OLMO2 or swin,
+        norm_gain="zero_centred" if gemma else "plain",
+        norm_eps=c.rms_norm_eps,
+        qk_norm=_qk_norm(architecture, c.rms_norm_eps),
+        attn_dropout=c.attention_dropout or 0.0,
+        tie_embeddings=hf_model.get_output_embeddings().weight is embedding,
+        **_layers(architecture, c),
+        **fields,
+    )
+
+
+def _qk_norm(architecture: str, eps: float) -> QKNormConfig:
+    if architecture == CHAMELEON:
+        return QKNormConfig("layer", gain="per_head", bias=True, eps=CHAMELEON_QK_EPS)
+    if architecture == QWEN3:
+        return QKNormConfig("rms", eps=eps)
+    if architecture == OLMO2:
+        return QKNormConfig("rms", scope="full", gain="per_head", eps=eps)
+    if architecture == GEMMA3:
+        return QKNormConfig("rms", gain="zero_centred", eps=eps)
+    return QKNormConfig()
+
+
+def _scale(value: float, head_dim: int) -> str | float:
+    named = {head_dim**-0.5: "rsqrt", 1 / head_dim: "inverse", 1.0: "none"}
+    return named.get(value, value)
+
+
+def _layers(architecture: str, c: Any) -> dict[str, Any]:
+    """Windows and rotary positions, which go together: Gemma 3 has frequencies of their own for windowed layers."""
+    kinds = list(getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers)
+    window, global_every = _windows(kinds, c)
+    if architecture != GEMMA3:
+        theta, scaling = _rope("rope_parameters", c.rope_parameters)
+        return {
+            "window": window, "global_every": global_every, "rope_theta": theta, "rope_scaling": scaling
+        }  # fmt: skip
+    rope = {kind: _rope(f"rope_parameters.{kind}", c.rope_parameters[kind]) for kind in sorted(set(kinds))}
+    theta, scaling = rope.get("full_attention") or rope["sliding_attention"]
+    local = rope.get("sliding_attention", (theta, scaling))
+    if local != (theta, scaling) and local[1].kind != "none":
+        raise cannot(
+            "rope_parameters.sliding_attention", c.rope_parameters["sliding_attention"],
+            "windowed layers have unscaled frequencies here, or those of the other layers",
+        )  # fmt: skip
+    return {
+        "window": window,
+        "global_every": global_every,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "local_rope_theta": None if local == (theta, scaling) else local[0],
+    }
+
+
+def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
+    """(window, global_every) of these kinds of layers."""
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise cannot("layer_types", kind, "layers here are full_attention or sliding_attention")
+    if "sliding_attention" not in kinds:
+        return 0, 0
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
+    expected = [
+        "full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(len(kinds))
+    ]
+    if kinds != expected:
+        raise cannot(
+            "layer_types", kinds, "full_attention must come once every so many layers, at the end of each period"
+        )  # fmt: skip
+    if not c.sliding_window:
+        raise cannot("sliding_window", c.sliding_window, "layer_types has sliding_attention")
+    return c.sliding_window, every
+
+
+def _rope(field: str, parameters: Mapping[str, Any]) -> tuple[float, RopeScalingConfig]:
+    """Theta and scaling of one `rope_parameters` of transformers 5."""
+    kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
+    if kind not in ("default", "linear", "llama3"):
+        raise cannot(f"{field}.rope_type", kind, "default, linear and llama3 are known")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise cannot(
+            f"{field}.partial_rotary_factor", parameters["partial_rotary_factor"], "all channels of a head turn"
+        )  # fmt: skip
+    if kind == "default":
+        return theta, RopeScalingConfig()
+    if kind == "linear":
+        return theta, RopeScalingConfig("linear", float(parameters["factor"]))
+    return theta, RopeScalingConfig(
+        "llama3",
+        float(parameters["factor"]),
+        float(parameters["low_freq_factor"]),
+        float(parameters["high_freq_factor"]),
+        parameters["original_max_position_embeddings"],
+    )
+
+
+def _check_fields(c: Any) -> None:
+    if not hasattr(c, "rope_parameters"):
+        raise UserError("The model's config has no rope_parameters: update to transformers 5 or later.")
+    if getattr(c, "quantization_config", None) is not None:
+        raise cannot("quantization_config", "set", "load the model unquantized")
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(c, name, False):
+            raise cannot(name, True, "matrices here have no biases")
+    if getattr(c, "use_bidirectional_attention", False):
+        raise cannot("use_bidirectional_attention", True, "attention here is causal")
+    if not getattr(c, "is_causal", True):
+        raise cannot("is_causal", False, "attention here is causal")
+
+
+def _check_tensors(theirs: Mapping[str, Tensor]) -> None:
+    for name, tensor in theirs.items():
+        if tensor.is_meta:
+            raise UserError(f"{name} is not in memory: load the model without offloading.")
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise UserError(f"{name} is {tensor.dtype}: load the model unquantized.")
+
+
+def cannot(field: str, value: object, why: str) -> UserError:
+    """What is said of a field that there is no counterpart for."""
+    return UserError(f"The model's config.{field} is {value!r}, which mmqk cannot represent: {why}.")

@@ -1,0 +1,184 @@
+"""`EarlyFusionTransformer` -> Hugging Face model, in the layout of Chameleon, Llama or Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.store import UserError
+
+from .blocks import NOTED, chameleon_vocabulary
+from .names import CHAMELEON, CHAMELEON_QK_EPS, IMAGE_TOKENIZER, LLAMA, QWEN3, WRITTEN, their_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
+# The least that Chameleon's class can be built with. Nobody has trained it.
+_VQ = {
+    "base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "latent_channels": 32, "embed_dim": 32,
+    "resolution": 32,
+}  # fmt: skip
+
+
+def to_transformers(model: EarlyFusionTransformer) -> PreTrainedModel:
+    """The same model as a Hugging Face one, with the same weights in their dtype and the same mode.
+
+    | layout    | of a model with                                                                           |
+    | --------- | ----------------------------------------------------------------------------------------- |
+    | Llama     | no QK-Norm, norms before the sublayers                                                    |
+    | Qwen3     | QK-Norm rms with shared gain and the eps of the other norms, norms before the sublayers   |
+    | Chameleon | QK-Norm layer with bias and eps 1e-5, norms before the sublayers or, as swin_norm, behind |
+    |           | them; a gain that all heads share is written once for each                                |
+
+    Chameleon's image tokenizer (`vqmodel`) is **untrained** in the result, as an EarlyFusionTransformer has none:
+    copy it, with `vq_config` and `vocabulary_map`, from the checkpoint that made the image ids (docs/interop.md).
+    Its forward also sets the logits of image ids to the least number; `lm_head` on the last hidden state has them.
+    What only matters in training is left behind: residual dropout and initial values.
+
+    Raises:
+        UserError: a field that the layout has no counterpart for (named with its value), or transformers is not
+            installed.
+    """
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return build(model.config, weights).train(model.training)
+
+
+def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """The Hugging Face model of `config`, made of the tensors `weights` (our names) themselves."""
+    architecture = architecture_of(config)
+    transformers = import_transformers()
+    hf_config = getattr(transformers, architecture).config_class(**_fields(architecture, config))
+    # On meta nothing is drawn and nothing is allocated; what is no parameter of ours is then made again.
+    with torch.device("meta"):
+        hf_model = getattr(transformers, architecture)(hf_config)
+    hf_model.model.rotary_emb = type(hf_model.model.rotary_emb)(config=hf_config)
+    theirs = {}
+    for ours, tensor in weights.items():
+        name = their_name(ours, architecture, config)
+        shape = hf_model.get_parameter(name).shape
+        # Chameleon's class has gains for each head.
+        theirs[name] = tensor if tensor.shape == shape else tensor.expand(shape).clone()
+    if architecture == CHAMELEON:
+        tokenizer = type(hf_model.model.vqmodel)(hf_config.vq_config).to(weights["embed.weight"].dtype)
+        theirs |= {IMAGE_TOKENIZER + name: tensor for name, tensor in tokenizer.state_dict().items()}
+    hf_model.load_state_dict(theirs, assign=True)
+    hf_model.tie_weights()
+    hf_model.config.dtype = weights["embed.weight"].dtype
+    return hf_model
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """The class that has the layout of `config`.
+
+    Raises:
+        UserError: none has, with the field that stands in the way.
+    """
+    qk, H, K = config.qk_norm, config.n_heads, config.head_dim
+    chosen = {"none": LLAMA, "rms": QWEN3, "layer": CHAMELEON}.get(qk.kind)
+    if chosen is None:
+        raise UserError(f"model.qk_norm.kind is {qk.kind}, which no layout of {', '.join(WRITTEN)} has.")
+    swin = chosen == CHAMELEON and not config.pre_norm
+    windowed = any(config.window_of(layer) for layer in range(config.n_layers))
+    # (field, its value, what the layout needs it to be)
+    needed: list[tuple[str, object, object]] = [
+        ("norm", config.norm, "rms"),
+        ("norm_gain", config.norm_gain, "plain"),
+        ("post_norm", config.post_norm, swin),
+        ("mlp", config.mlp, config.mlp if config.mlp in _ACTIVATIONS else "swiglu"),
+        ("attention", config.attention, "softmax"),
+        ("attn_softcap", config.attn_softcap, None),
+        ("final_softcap", config.final_softcap, None),
+        ("attn_scale", config.attn_scale_value, K**-0.5),
+        ("weight_reparam", config.weight_reparam, "none"),
+        ("layer_scale", config.layer_scale, None),
+        ("embed_scale", config.embed_scale, dict.fromkeys(config.embed_scale, 1.0)),
+        *((f"untie.{name}", value, False) for name, value in asdict(config.untie).items()),
+    ]
+    if qk.kind != "none":
+        needed += [
+            ("qk_norm.scope", qk.scope, "head"),
+            ("qk_norm.place", qk.place, "before_rope"),
+            ("qk_norm.normalize_v", qk.normalize_v, False),
+            ("qk_norm.bias", qk.bias, chosen == CHAMELEON),
+            ("qk_norm.eps", qk.eps, CHAMELEON_QK_EPS if chosen == CHAMELEON else config.norm_eps),
+            ("qk_norm.gain", qk.gain, qk.gain if chosen == CHAMELEON and qk.gain == "per_head" else "shared"),
+        ]
+    if chosen == QWEN3:
+        needed.append(("local_rope_theta", config.local_rope_theta if windowed else None, None))
+    else:
+        needed.append(("window", config.window if windowed else 0, 0))
+        # Llama takes any head_dim, but only a width that its heads divide.
+        needed.append(("n_heads", H, H if config.d_model % H == 0 else f"a divisor of {config.d_model}"))
+    if chosen == CHAMELEON:
+        needed.append(("d_head", K, config.d_model // H))
+    for name, value, need in needed:
+        if value != need:
+            raise UserError(f"model.{name} is {value}, but {chosen}, the nearest layout, needs {need}.")
+    return chosen
+
+
+def _fields(architecture: str, config: ModelConfig) -> dict[str, Any]:
+    """Arguments of the configuration of `architecture`."""
+    fields: dict[str, Any] = {
+        "architectures": [architecture],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.kv_heads,
+        "hidden_act": _ACTIVATIONS[config.mlp],
+        "rms_norm_eps": config.norm_eps,
+        "attention_dropout": config.attn_dropout,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_parameters": _rope_parameters(config),
+        # Whose ids these are, mmqk does not know.
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+        NOTED: [[name, size] for name, size in config.blocks.items()],
+    }
+    scaling = config.rope_scaling
+    if scaling.kind == "llama3":
+        fields["max_position_embeddings"] = int(scaling.original_length * scaling.factor)
+    if architecture != CHAMELEON:
+        fields["head_dim"] = config.head_dim
+    else:
+        fields["swin_norm"] = config.post_norm
+        fields["vocabulary_map"] = chameleon_vocabulary(config.blocks)
+        fields["vq_config"] = _VQ | {"num_embeddings": max(len(fields["vocabulary_map"]), 1)}
+    if architecture == QWEN3:
+        windows = [config.window_of(layer) for layer in range(config.n_layers)]
+        fields["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
+        fields["use_sliding_window"], fields["sliding_window"] = any(windows), config.window or None
+    return fields
+
+
+def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    scaling, parameters = config.rope_scaling, {"rope_theta": config.rope_theta, "rope_type": "default"}
+    if scaling.kind != "none":
+        parameters |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        parameters |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }
+    return parameters
+
+
+def import_transformers() -> Any:
+    """The transformers package.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("transformers 5 is not installed: pip install 'mmqk[interop]'.") from None
+    return transformers

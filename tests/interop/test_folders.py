@@ -1,0 +1,250 @@
+"""`python -m mmqk.interop`: folders both ways, and a sentence for each that cannot be converted."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.data.batch import TokenBatch
+from mmqk.interop.__main__ import main
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
+from mmqk.monitors import probe
+from mmqk.store import front_door
+from mmqk.training.checkpoint import load_model
+from tests.interop.models import logits_of, tiny
+from tests.interop.test_parity import some_ids
+
+LLAMA, CHAMELEON = "LlamaForCausalLM", "ChameleonForConditionalGeneration"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """llama/, tied/ and chameleon/ in bf16, as `save_pretrained` writes them."""
+    root = tmp_path_factory.mktemp("hf")
+    tiny(LLAMA, torch.bfloat16).save_pretrained(root / "llama")
+    tiny("Gemma2ForCausalLM", torch.bfloat16).save_pretrained(root / "tied")
+    tiny(CHAMELEON, torch.bfloat16, swin_norm=True).save_pretrained(root / "chameleon")
+    return root
+
+
+def convert(source: Path, to: Path, *more: str) -> int:
+    return front_door(main)(["--from", str(source), "--to", str(to), *more])
+
+
+def refuses(capsys, source: Path, to: Path, *more: str) -> str:
+    """The one sentence on stderr; nothing was written."""
+    before = sorted(to.parent.rglob("*"))
+    assert convert(source, to, *more) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("mmqk: ") and err.count("\n") == 1 and "Traceback" not in err
+    assert sorted(to.parent.rglob("*")) == before
+    return err
+
+
+def weights(hf_model) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in hf_model.state_dict().items() if ".vqmodel." not in n}
+
+
+@pytest.mark.parametrize("name", ["llama", "chameleon"])
+def test_there_and_back(name, folders, tmp_path, capsys):
+    import transformers
+
+    kind = getattr(transformers, {"llama": LLAMA, "chameleon": CHAMELEON}[name])
+    assert convert(folders / name, tmp_path / "run") == 0
+    said = capsys.readouterr()
+    assert "tokenizers stay in" in said.out and said.err == ""
+    assert ("(vqmodel) stays there too" in said.out) == (name == "chameleon")
+    assert convert(tmp_path / "run", tmp_path / "back") == 0
+    said = capsys.readouterr()
+    assert "tokenizers are not included" in said.out and said.err == ""
+    assert ("(vqmodel) is untrained" in said.out) == (name == "chameleon")
+    first, back = (kind.from_pretrained(f, dtype="auto") for f in (folders / name, tmp_path / "back"))
+    assert back.dtype == first.dtype == torch.bfloat16
+    assert weights(first).keys() == weights(back).keys()
+    assert all(torch.equal(t, weights(back)[n]) for n, t in weights(first).items())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "run"]
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "chameleon"])
+def test_load_model_and_probe(name, folders, tmp_path):
+    assert convert(folders / name, tmp_path / "run", "--blocks=text=64,image=32") == 0
+    model = load_model(tmp_path / "run")
+    assert model.config.blocks == {"text": 64, "image": 32} and list(model.config.blocks) == ["text", "image"]
+    assert (model.head.weight is model.embed.weight) == (name == "tied")
+    import transformers
+
+    hf_model = transformers.AutoModelForCausalLM if name != "chameleon" else getattr(transformers, CHAMELEON)
+    hf_model = hf_model.from_pretrained(folders / name, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        assert (model(some_ids()) - logits_of(hf_model.eval(), some_ids())).abs().max() < 1e-4
+    ids = some_ids()
+    seen = torch.ones_like(ids, dtype=torch.bool)
+    flat = probe(model, TokenBatch(ids, (ids >= 64).long(), seen, seen, torch.tensor(64.0))).flat()
+    assert flat["attn_logit_absmax/text-image/layer00"] > 0
+    assert all(value == value for value in flat.values())
+    if name == "chameleon":
+        assert flat["attn_logit_absmax/text-image/layer02"] <= flat["attn_logit_bound/layer02"]
+
+
+def test_a_run_of_ours_is_exported(tmp_path, capsys):
+    import transformers
+
+    config = ModelConfig(
+        blocks={"text": 64, "image": 32},
+        d_model=32,
+        n_layers=2,
+        qk_norm=QKNormConfig("rms"),
+        residual_dropout=0.1,
+    )
+    model = EarlyFusionTransformer(config, seed=3).eval()
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    for step, scale in ((4, 0.0), (12, 1.0)):  # the newest counts
+        stored = {f"model.{n}": scale * t for n, t in model.state_dict().items()}
+        torch.save(
+            {"mmqk_model": asdict(config), "state_dict": stored, "global_step": step},
+            tmp_path / f"run/checkpoints/step{step:08d}.ckpt",
+        )
+    assert convert(tmp_path / "run", tmp_path / "hf") == 0
+    said = capsys.readouterr().out
+    assert "step00000012" in said and "model.residual_dropout 0.1 is left behind" in said
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.no_grad():
+        assert (hf_model(some_ids()).logits - model(some_ids())).abs().max() < 1e-5
+    # The blocks are noted in the configuration, in their order, and come back without --blocks.
+    assert convert(tmp_path / "hf", tmp_path / "again") == 0
+    assert list(load_model(tmp_path / "again").config.blocks.items()) == [("text", 64), ("image", 32)]
+
+
+def test_a_head_that_only_claims_to_be_tied(folders, tmp_path, capsys):
+    """transformers does not tie a checkpoint with two matrices, whatever its configuration says."""
+    copy(folders / "llama", tmp_path / "hf", tie_word_embeddings=True)
+    assert convert(tmp_path / "hf", tmp_path / "run") == 0
+    model = load_model(tmp_path / "run")
+    assert not model.config.tie_embeddings and not torch.equal(model.head.weight, model.embed.weight)
+
+
+def copy(source: Path, to: Path, **changed) -> Path:
+    """A Hugging Face folder with other values in its config.json."""
+    to.mkdir()
+    for path in source.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | changed))
+    return to
+
+
+def test_folders_that_are_neither_or_taken(folders, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert "neither config.json (Hugging Face) nor checkpoints" in refuses(capsys, tmp_path / "absent", out)
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    assert "has no checkpoint" in refuses(capsys, tmp_path / "empty", out)
+    assert "--blocks is for a Hugging Face folder" in refuses(
+        capsys, tmp_path / "empty", out, "--blocks=text=9"
+    )
+    assert "--blocks is 'text'" in refuses(capsys, folders / "llama", out, "--blocks=text")
+    assert "text=9 add up to 9" in refuses(capsys, folders / "llama", out, "--blocks=text=9")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/note").write_text("mine")
+    assert "is not an empty folder" in refuses(capsys, folders / "llama", tmp_path / "taken")
+    assert "is not an empty folder" in refuses(capsys, folders / "llama", tmp_path / "taken/note")
+    assert "cannot be written" in refuses(capsys, folders / "llama", tmp_path / "taken/note/out")
+    (tmp_path / "free").mkdir()
+    assert convert(folders / "llama", tmp_path / "free") == 0
+
+
+def test_damaged_huggingface_folders(folders, tmp_path, capsys):
+    out = tmp_path / "out"
+    hf = copy(folders / "llama", tmp_path / "a", architectures=["BertForMaskedLM"])
+    assert "holds the architecture BertForMaskedLM: mmqk reads" in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "b", architectures=None)
+    assert "holds the architecture none" in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "c")
+    (hf / "config.json").write_text("{")
+    assert "config.json cannot be read" in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "d")
+    weights = hf / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert f"{hf} cannot be loaded" in refuses(capsys, hf, out)
+    weights.unlink()
+    assert f"{hf} cannot be loaded" in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "e", num_hidden_layers=4)
+    assert "has no weights for model.layers.3." in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "f", num_hidden_layers=2)
+    assert "has weights model.layers.2." in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "g", intermediate_size=88)
+    assert "_proj.weight of shape (64, 80), but config.json says (64, 88)" in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "h", attention_bias=True)
+    assert "has no weights for model.layers.0.self_attn.k_proj.bias" in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "i", hidden_act="relu")
+    assert "config.hidden_act is 'relu'" in refuses(capsys, hf, out)
+    hf = copy(folders / "llama", tmp_path / "j", hidden_size="wide")
+    assert f"{hf} cannot be loaded" in refuses(capsys, hf, out)
+
+
+def test_damaged_runs(folders, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert convert(folders / "tied", tmp_path / "run") == 0
+    capsys.readouterr()
+    assert "model.norm_gain is zero_centred" in refuses(capsys, tmp_path / "run", out)
+    checkpoint = tmp_path / "run/checkpoints/step00000000.ckpt"
+    whole = checkpoint.read_bytes()
+    checkpoint.write_bytes(whole[: len(whole) // 2])
+    assert "is damaged or of no model of mmqk" in refuses(capsys, tmp_path / "run", out)
+    for stored in ([1], {"state_dict": {}}, {"mmqk_model": {"width": 3}, "state_dict": {}}):
+        torch.save(stored, checkpoint)
+        assert "is damaged or of no model of mmqk" in refuses(capsys, tmp_path / "run", out)
+
+
+def test_a_run_that_no_layout_has(tmp_path, capsys):
+    config = ModelConfig(blocks={"text": 8}, d_model=8, n_heads=2, n_layers=1, weight_reparam="sigma")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    stored = {f"model.{n}": t for n, t in EarlyFusionTransformer(config).state_dict().items()}
+    path = tmp_path / "run/checkpoints/step00000001.ckpt"
+    torch.save({"mmqk_model": asdict(config), "state_dict": stored}, path)
+    assert "model.weight_reparam is sigma" in refuses(capsys, tmp_path / "run", tmp_path / "out")
+
+
+def test_nothing_half_made_stays(folders, tmp_path, monkeypatch, capsys):
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    assert "cannot be written (No space left on device)" in refuses(
+        capsys, folders / "llama", tmp_path / "out"
+    )
+
+
+def test_without_transformers(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install 'mmqk[interop]'" in refuses(capsys, folders / "llama", tmp_path / "out")
+
+
+def test_transformers_is_imported_when_it_is_needed():
+    code = "import sys, mmqk.interop.__main__; assert not {'transformers', 'lightning'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_the_page_shows_what_works(folders, tmp_path, monkeypatch):
+    """The Python of docs/interop.md, run on a small Chameleon; and its image tokenizer, copied, is the original's."""
+    import transformers
+
+    page = (Path(__file__).parents[2] / "docs/interop.md").read_text()
+    both_ways, with_tokenizer = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    copy(folders / "chameleon", tmp_path / "chameleon-7b")
+    exec(both_ways, {})
+    exec(with_tokenizer, {})
+    kind = getattr(transformers, CHAMELEON)
+    whole, bare, original = (kind.from_pretrained(f) for f in ("mine-whole", "mine", "chameleon-7b"))
+    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = original.model.get_image_tokens(pixels)
+    assert torch.equal(whole.model.get_image_tokens(pixels), expected)
+    assert not torch.equal(bare.model.get_image_tokens(pixels)[:, : expected.shape[1]], expected)
+    assert all(torch.equal(t, weights(original)[n]) for n, t in weights(whole).items())

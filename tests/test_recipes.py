@@ -1,0 +1,300 @@
+"""Published recipes: usable at any size, cited field by field, and equal to the outside implementations they cite."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import replace
+from itertools import dropwhile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import nn
+
+from mmqk.config import resolve
+from mmqk.model import EarlyFusionTransformer
+from mmqk.store import UserError, flatten, read_metrics
+from mmqk.train import main
+
+FOLDER = Path("configs/recipes")
+NAMES = (
+    "chameleon_7b", "chameleon_34b", "llama2", "olmo2", "qwen3", "gemma2", "gemma3", "swin_v2", "vit_22b",
+)  # fmt: skip
+# What a run decides and a recipe must not: size, data, length, and what only means something at a size.
+OF_THE_RUN = {
+    "model": {"blocks", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "window", "global_every"},
+    "optim": {"lr", "warmup_steps"},
+    "trainer": {"max_steps", "precision", "accelerator", "devices", "accumulate_grad_batches"},
+}  # fmt: skip
+
+
+def path(name: str) -> Path:
+    return FOLDER / f"{name}.yaml"
+
+
+def fields_of(name: str) -> dict[str, object]:
+    """What a recipe sets, by dotted name."""
+    return flatten(yaml.load(path(name).read_text(), Loader=yaml.SafeLoader))
+
+
+def as_run(name: str, *more: str, base: str = "configs/demo.yaml"):
+    return resolve(["--config", base, "--config", str(path(name)), *more])
+
+
+# Usable at any size ----------------------------------------------------------------------------------------
+
+
+def test_all_nine_recipes_are_there():
+    assert {p.stem for p in FOLDER.glob("*.yaml")} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_leaves_size_data_and_length_to_the_run(name):
+    recipe = yaml.safe_load(path(name).read_text())
+    assert recipe.keys() <= {"backend", "model", "loss", "optim", "trainer"}
+    for section, own in OF_THE_RUN.items():
+        assert not own & recipe.get(section, {}).keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_merges_onto_a_run_of_any_size_and_overrides_all_it_speaks_of(name):
+    small = as_run(name)
+    assert (small.model.d_model, small.model.n_layers) == (64, 4)
+    large = as_run(
+        name, "--model.d_model=96", "--model.n_layers=3", "--model.n_heads=6", "--model.n_kv_heads=2"
+    )
+    assert (large.model.d_model, large.model.n_layers, large.model.kv_heads) == (96, 3, 2)
+    # configs/cpu.yaml has QK-Norm and z-loss of its own: none of them may shine through what a recipe sets.
+    other = as_run(name, base="configs/cpu.yaml")
+    for run in (small, large, other):
+        resolved = flatten(run.nested())
+        for key, value in fields_of(name).items():
+            assert resolved[key] == value, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_trains(name, tiny_args, tmp_path):
+    out = tmp_path / "run"
+    extra = [
+        "--trainer.max_steps=2",
+        "--monitor.every_n_steps=2",
+        "--checkpoint.every_n_steps=2",
+        f"--out={out}",
+    ]
+    assert main([*tiny_args, "--config", str(path(name)), *extra]) == 0
+    losses = [line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
+    assert len(losses) == 2 and all(isinstance(loss, float) and 0 < loss < 20 for loss in losses)
+    written = flatten(yaml.safe_load((out / "config.yaml").read_text()))
+    assert {key: written[key] for key in fields_of(name)} == fields_of(name)
+
+
+def test_a_recipe_with_a_field_of_no_name_is_refused(tmp_path):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(path("olmo2").read_text().replace("norm_eps:", "norm_epsilon:"))
+    with pytest.raises(UserError, match=r"model\.norm_epsilon"):
+        resolve(["--config", "configs/demo.yaml", "--config", str(broken)])
+
+
+# Cited field by field --------------------------------------------------------------------------------------
+
+
+def leaves(text: str) -> list[tuple[str, str]]:
+    """(key, comment) of every value: the comment on its line, else the one directly above it or above its group.
+
+    A comment above reaches down to the next comment, empty line or smaller indent; above a group, to its end. The
+    comment at the head of the file is above nothing.
+    """
+    found, above, reach, group, last_was_comment = [], "", 0, None, False
+    for line in dropwhile(lambda line: line.startswith("#"), text.splitlines()):
+        indent, body = len(line) - len(line.lstrip()), line.strip()
+        if body.startswith("#"):
+            above = f"{above} {body}" if last_was_comment else body
+            reach, group, last_was_comment = indent, None, True
+            continue
+        last_was_comment = False
+        if not body or indent < reach or (group is not None and indent <= group):
+            above, group = "", None
+        if not body:
+            continue
+        value, _, own = body.partition("  #")
+        if value.endswith(":"):
+            group = indent if above else None
+        else:
+            found.append((value.split(":")[0], own or above))
+    return found
+
+
+def uncited(text: str) -> list[str]:
+    """Keys of the values whose comment names no source of the file's head."""
+    sources = set(re.findall(r"^# \[(\w+)\] +\S", text, flags=re.MULTILINE))
+    cited = [(key, set(re.findall(r"\[(\w+)\]", comment))) for key, comment in leaves(text)]
+    return [key for key, tags in cited if not tags or not tags <= sources]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_value_cites_a_source(name):
+    text = path(name).read_text()
+    assert [key for key, _ in leaves(text)] == [dotted.split(".")[-1] for dotted in without_flow(name)]
+    assert uncited(text) == []
+
+
+def without_flow(name: str) -> list[str]:
+    """The dotted names, a mapping written on one line under its own."""
+    return [
+        key.removesuffix(".kind") if ": {kind" in path(name).read_text() else key for key in fields_of(name)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("  # [config] activation_type", "", "mlp"),
+        ("  # [config] activation_type", "  # as everyone knows", "mlp"),
+        ("  # [config] weight_tying", "  # [blog] section 2", "tie_embeddings"),
+        ("  # [config] residual_dropout, attention_dropout\n", "\n", "residual_dropout"),
+        ("\n  # [config] optimizer\n", "\n", "beta2"),
+    ],
+)
+def test_a_value_without_a_source_is_found(old, new, key):
+    text = path("olmo2").read_text()
+    assert text.count(old) == 1
+    assert key in uncited(text.replace(old, new))
+
+
+# Equal to what they cite -----------------------------------------------------------------------------------
+
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 48,
+    "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_token_id": None, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+# Where a recipe means to differ from the class's defaults: what the class has, and why.
+DIFFERS = {
+    # The class has no residual dropout and stores a copy of the shared gain for every head.
+    "chameleon_7b": {"residual_dropout": 0.0, "qk_norm.gain": "per_head"},
+    "chameleon_34b": {"qk_norm.gain": "per_head"},
+    # The classes' defaults are not those of the models that were trained; a checkpoint's config sets them.
+    "llama2": {"norm_eps": 1e-6},
+    "olmo2": {"norm_eps": 1e-5, "qk_norm.eps": 1e-5},
+}
+
+
+def peer(name: str) -> nn.Module:
+    """A tiny model of the class that a recipe cites; what concerns its norms is left at the class's default."""
+    transformers = pytest.importorskip("transformers")
+    if name.startswith("chameleon"):
+        vq = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "num_embeddings": 4,
+              "embed_dim": 4, "latent_channels": 4, "resolution": 8}  # fmt: skip
+        names = {"<image>": 4, **{f"IMGIMG{letter}Z": 8 + i for i, letter in enumerate("ABCD")}}
+        config = transformers.ChameleonConfig(
+            **SMALL, vq_config=vq, vocabulary_map=names, swin_norm=name.endswith("34b")
+        )
+        return transformers.ChameleonForConditionalGeneration(config)
+    kind = {"llama2": "Llama"}.get(name, name.capitalize())
+    # These classes have a width of heads of their own, and Gemma's scale is that of the default width.
+    more = {"head_dim": 8} if kind in ("Qwen3", "Gemma2", "Gemma3") else {}
+    more |= {"query_pre_attn_scalar": 8} if kind.startswith("Gemma") else {}
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    return getattr(transformers, f"{kind}ForCausalLM")(config(**SMALL, **more))
+
+
+def settings_of(model: EarlyFusionTransformer, name: str) -> dict[str, object]:
+    """What a model built from the class has for each field that the recipe sets, dotted."""
+    c = model.config
+    ours = flatten(yaml.safe_load(path(name).read_text())["model"])
+    theirs = flatten({key: value for key, value in vars(c).items() if key != "qk_norm"})
+    theirs |= {f"qk_norm.{key}": value for key, value in vars(c.qk_norm).items()}
+    if c.attn_scale_value == pytest.approx(c.head_dim**-0.5):
+        theirs["attn_scale"] = "rsqrt"
+    return {key: theirs[key] for key in ours}
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("swin_v2", "vit_22b")])
+def test_a_recipe_has_the_norms_of_the_class_it_cites(name):
+    interop = pytest.importorskip("mmqk.interop")
+    theirs = settings_of(interop.from_transformers(peer(name)), name)
+    ours = flatten(yaml.safe_load(path(name).read_text())["model"])
+    assert {key: theirs[key] for key in ours if theirs[key] != ours[key]} == DIFFERS.get(name, {})
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("swin_v2", "vit_22b")])
+def test_the_recipe_of_another_class_is_told_apart(name):
+    """Negative control: no two of the classes have the settings of one recipe."""
+    interop = pytest.importorskip("mmqk.interop")
+    other = {"llama2": "qwen3", "chameleon_7b": "chameleon_34b"}.get(name, "llama2")
+    theirs = settings_of(interop.from_transformers(peer(other)), name)
+    ours = flatten(yaml.safe_load(path(name).read_text())["model"])
+    assert {key: theirs[key] for key in ours if theirs[key] != ours[key]} != DIFFERS.get(name, {})
+
+
+@torch.no_grad()
+def of_timm_swin() -> dict[str, object]:
+    """The settings of timm's Swin V2, read off its modules and off what they compute."""
+    from timm.models.swin_transformer_v2 import SwinTransformerV2, WindowAttention
+
+    torch.manual_seed(0)
+    size = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depths": (1,),
+        "num_heads": (4,),
+        "window_size": 4,
+    }
+    block = SwinTransformerV2(**size, drop_path_rate=0.0).double().layers[0].blocks[0]
+    attention, x = block.attn, 1e4 * torch.randn(2, 4, 4, 16, dtype=torch.float64)
+    assert isinstance(attention, WindowAttention) and isinstance(block.norm1, nn.LayerNorm)
+    silent = torch.equal(block(x), x)  # every branch starts at 0
+    gain = block.norm1.weight.unique().item()
+    nn.init.ones_(block.norm1.weight)
+    added = block(x) - x  # the attention branch alone: of mean 0 and variance 1 if the norm is its last step
+    last = bool((added.var(-1, unbiased=False) - 1).abs().max() < 1e-2)
+
+    def out_at(scale: float) -> torch.Tensor:
+        nn.init.constant_(attention.logit_scale, torch.tensor(scale).log().item())
+        return attention(x.flatten(1, 2))
+
+    first = attention.logit_scale.exp()
+    assert not torch.equal(out_at(50), out_at(99)) and torch.equal(out_at(101), out_at(5000))
+    nn.init.constant_(attention.logit_scale, 0.0)
+    before = attention(x.flatten(1, 2))
+    attention.qkv.weight[:16] *= 3.0
+    after = attention(x.flatten(1, 2))
+    assert torch.allclose(after, before, rtol=1e-9)  # a cosine: the length of q is nothing
+    return {
+        "mlp": "gelu" if torch.equal(block.mlp.act(x / 1e4), F.gelu(x / 1e4)) else "other",
+        "pre_norm": not last,
+        "post_norm": last,
+        "post_gain_init": gain if silent else None,
+        "norm": "layer",
+        "norm_bias": block.norm1.bias is not None,
+        "norm_eps": block.norm1.eps,
+        "qk_norm.kind": "l2",
+        "qk_norm.gain": "per_head" if attention.logit_scale.shape == (4, 1, 1) else "shared",
+        "qk_norm.eps": inspect.signature(F.normalize).parameters["eps"].default,
+        "qk_norm.scale_init": round(first.unique().item(), 5),
+        "qk_norm.scale_max": 100.0,
+        "residual_dropout": block.mlp.drop1.p,
+        "attn_dropout": attention.attn_drop.p,
+    }
+
+
+def test_swin_v2_has_the_settings_of_timm():
+    ours = flatten(yaml.safe_load(path("swin_v2").read_text())["model"])
+    theirs = of_timm_swin()
+    assert {key: ours[key] for key in theirs} == theirs
+    assert {key: flatten(as_run("llama2").nested()["model"])[key] for key in theirs} != theirs
+
+
+def test_vit_22b_normalises_queries_over_the_same_axis_as_timm():
+    from timm.models.vision_transformer import ParallelScalingBlock
+
+    block = ParallelScalingBlock(16, 2, qk_norm=True)
+    config = as_run("vit_22b", "--model.d_model=16", "--model.n_heads=2").model
+    ours = EarlyFusionTransformer(config).blocks[0].attention.q_norm
+    assert tuple(block.q_norm.normalized_shape) == ours.shape == tuple(ours.weight.shape) == (8,)
+    full = replace(config, qk_norm=replace(config.qk_norm, scope="full", gain="per_head"))
+    assert EarlyFusionTransformer(full).blocks[0].attention.q_norm.shape != (8,)
