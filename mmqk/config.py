@@ -20,6 +20,7 @@ from mmqk.monitors import MonitorConfig
 from mmqk.store import UserError, flatten, identity_hash
 from mmqk.training.loss import LossConfig
 from mmqk.training.optim import OptimConfig
+from mmqk.training.qk_clip import check_qk_clip
 from mmqk.training.steps import CheckpointConfig
 
 SECTIONS: dict[str, type] = {
@@ -174,6 +175,7 @@ def _complete(parsed: Namespace) -> RunConfig:
         _check_probe(sections["monitor"], sections["data"], trainer["accumulate_grad_batches"])
         model = sections["model"]
         check_backend(parsed.backend, model.attn_softcap, model.attention)
+        check_qk_clip(sections["optim"], model)
     except ValueError as error:
         raise UserError(str(error)) from error
     identity = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor")}

@@ -130,7 +130,7 @@ def config_of(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None
     blocks = blocks_of(c, len(embedding), blocks)
     fields: dict[str, Any] = {}
     if gemma:
-        fields["embed_scale"] = dict.fromkeys(blocks, width**0.5)
+        fields["embed_sqrt_d"] = True
         fields["attn_scale"] = _scale(c.query_pre_attn_scalar**-0.5, head_dim)
         fields["final_softcap"] = c.final_logit_softcapping
     if architecture == GEMMA2:

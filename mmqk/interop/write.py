@@ -97,6 +97,7 @@ def architecture_of(config: ModelConfig) -> str:
         ("attn_scale", config.attn_scale_value, K**-0.5),
         ("weight_reparam", config.weight_reparam, "none"),
         ("layer_scale", config.layer_scale, None),
+        ("embed_sqrt_d", config.embed_sqrt_d, False),
         ("embed_scale", config.embed_scale, dict.fromkeys(config.embed_scale, 1.0)),
         *((f"untie.{name}", value, False) for name, value in asdict(config.untie).items()),
     ]

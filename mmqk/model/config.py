@@ -49,11 +49,11 @@ class QKNormConfig:
         if self.kind == "l2":
             if self.scope == "full":
                 raise ValueError(
-                    "model.qk_norm.scope full has no cosine for kind l2 to take: set scope head."
+                    "model.qk_norm.scope full has no cosine for model.qk_norm.kind l2 to take: set scope head."
                 )
             if self.gain == "zero_centred":
                 raise ValueError(
-                    "model.qk_norm.gain zero_centred does not go with kind l2, whose scale starts at"
+                    "model.qk_norm.gain zero_centred does not go with model.qk_norm.kind l2, whose scale starts at"
                     " model.qk_norm.scale_init: choose none, shared or per_head."
                 )
             if self.scale_max is not None and not self.scale_init <= self.scale_max < math.inf:
@@ -150,6 +150,8 @@ class ModelConfig:
             GPT-2, Spike No More) or depth (by sqrt(2 (layer + 1)): OLMo-core, DCLM).
         embed_init: Factor on the initial size of a modality's embeddings, by name; 1 where left out.
         embed_scale: Factor on a modality's embeddings in every forward, by name; 1 where left out.
+        embed_sqrt_d: Whether embeddings are multiplied by sqrt(d_model) in every forward (Gemma; Spike No More, arXiv
+            2312.16903), on top of `embed_scale`.
         untie: What each modality has of its own.
         tie_embeddings: Whether the head is the embedding matrix.
         window: Tokens that a query sees, itself included, in windowed layers; 0 for all tokens in all layers.
@@ -188,6 +190,7 @@ class ModelConfig:
     output_init: Literal["plain", "total", "depth"] = "plain"
     embed_init: dict[str, float] = field(default_factory=dict)
     embed_scale: dict[str, float] = field(default_factory=dict)
+    embed_sqrt_d: bool = False
     untie: UntieConfig = field(default_factory=UntieConfig)
     tie_embeddings: bool = False
     window: int = 0

@@ -192,6 +192,8 @@ class EarlyFusionTransformer(nn.Module):
         if modality_BT is None and self.reads_modality:
             modality_BT = modality_of_ids(ids_BT, c.blocks)
         x_BTD = self.embed(ids_BT)
+        if c.embed_sqrt_d:
+            x_BTD = x_BTD * c.d_model**0.5
         if c.embed_scale:
             factor_M = torch.tensor([c.embed_scale.get(name, 1.0) for name in c.modalities], device=device)
             x_BTD = x_BTD * factor_M.to(x_BTD.dtype)[modality_BT][..., None]

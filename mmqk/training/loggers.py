@@ -63,26 +63,28 @@ CHARTS = {
     "Attention output": ("attn_out_norm", ("max",)),
     "MLP output": ("mlp_out_norm", ("max",)),
 }
+# Statistics of the whole layer, drawn as single lines.
+OF_LAYER = {"qk_clip_logit": ("max",), "qk_clip_gamma": ("min",)}
 SCALARS = {
     "Loss": "loss",
     "Validation loss": "val_loss",
     "Last-layer output norm": "final_norm",
     "log Z": "log_z",
 }
-REDUCERS: dict[str, Callable[[list[float]], float]] = {"max": max, "median": statistics.median}
+REDUCERS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "median": statistics.median}
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Per-layer series as their maximum and median over layers: ``q_norm/image/max``; the rest is kept."""
+    """Per-layer series as their extremes and medians over layers: ``q_norm/image/max``; the rest is kept."""
     kept: dict[str, float] = {}
     layers: dict[str, list[float]] = {}
-    wanted = {statistic: reducers for statistic, reducers in CHARTS.values()}
+    wanted = {**OF_LAYER, **{statistic: reducers for statistic, reducers in CHARTS.values()}}
     for name, value in metrics.items():
         parsed = parse_tag(name)
         if parsed.layer is None:
             kept[name] = value
         elif parsed.statistic in wanted and parsed.head is None:
-            layers.setdefault(f"{parsed.statistic}/{parsed.modality}", []).append(value)
+            layers.setdefault(name.rpartition("/")[0], []).append(value)
     for series, values in layers.items():
         for reducer in wanted[series.split("/")[0]]:
             kept[f"{series}/{reducer}"] = REDUCERS[reducer](values)

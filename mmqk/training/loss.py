@@ -105,5 +105,14 @@ def total_loss(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Ten
         z_loss: Coefficient of log(Z)^2.
         normalizer: Usually the trained targets of the whole optimizer step, over micro-batches and ranks.
     """
+    return _weighted(sums, weights_M, z_loss).sum() / normalizer
+
+
+def loss_parts(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Tensor | float) -> Tensor:
+    """What each modality's targets add to `total_loss`, (M,): the denominator is that of all of them."""
+    return _weighted(sums, weights_M, z_loss) / normalizer
+
+
+def _weighted(sums: LossSums, weights_M: Tensor, z_loss: float) -> Tensor:
     per_modality_M = sums.ce + z_loss * sums.log_z_sq if z_loss else sums.ce
-    return (weights_M * per_modality_M).sum() / normalizer
+    return weights_M * per_modality_M

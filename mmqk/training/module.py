@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
-from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, power_step
+from mmqk.model.transformer import Sink
 from mmqk.store import tag
-from mmqk.training.loss import LossConfig, LossSums, modality_losses, total_loss
+from mmqk.training.loss import LossConfig, LossSums, loss_parts, modality_losses, total_loss
 from mmqk.training.optim import OptimConfig, lr_multiplier, make_optimizer
+from mmqk.training.qk_clip import QKClip
+from mmqk.training.split_adam import SplitAdamW
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class StepRecord:
     Attributes:
         step: updates done with this one; its losses are those of the weights before it.
         lr: learning rate of the update.
-        values: loss, gradient norm before clipping, then the sums by modality flattened (`_sums_RM`).
+        values: loss, gradient norm before clipping, then the sums by modality flattened (`_sums_RM`) and, with
+            QK-Clip, what it measured (`QKClip.measured`).
     """
 
     step: int
@@ -59,11 +64,24 @@ def modality_means(sums_RM: list[list[float]], names: tuple[str, ...], prefix: s
     return values
 
 
+def clip_values(measured: list[float]) -> dict[str, float]:
+    """`QKClip.measured` as tags; a layer without a visible pair is an absent key."""
+    largest, gammas = measured[: len(measured) // 2], measured[len(measured) // 2 :]
+    values: dict[str, float] = {}
+    for layer, (logit, gamma) in enumerate(zip(largest, gammas, strict=True)):
+        if logit != -math.inf:
+            values |= {tag("qk_clip_logit", layer=layer): logit, tag("qk_clip_gamma", layer=layer): gamma}
+    return values
+
+
 class TrainingModule(L.LightningModule):
     """Trains an EarlyFusionTransformer; everything it measures is a function of the global batch.
 
     After each optimizer step ``step_record`` holds the loss, the losses and log Z by modality and the gradient
     norm as one device tensor, read and cleared by a callback without a host synchronisation here.
+
+    After every update come the interventions on the weights, QK-Clip and the power step of σReparam: a hook of the
+    optimizer, so that nothing steps without them.
     """
 
     def __init__(self, model: ModelConfig, loss: LossConfig, optim: OptimConfig, seed: int, backend: str):
@@ -76,6 +94,8 @@ class TrainingModule(L.LightningModule):
         self.step_record: StepRecord | None = None
         self._sums_RM: Tensor | None = None
         self._loss: Tensor | None = None
+        self._parts_M: Tensor | None = None
+        self._clip = None if optim.qk_clip is None else QKClip(self.model, optim.qk_clip)
 
     @property
     def trained_modalities(self) -> tuple[str, ...]:
@@ -85,17 +105,30 @@ class TrainingModule(L.LightningModule):
     # One step ------------------------------------------------------------------------------------------
 
     def training_step(self, batch: TokenBatch, index: int) -> Tensor:
-        if self.model_config.residual_dropout:
+        if self.model_config.residual_dropout or self.model_config.attn_dropout:
             self._seed_dropout(index)
-        sums = self._losses(batch)
-        loss = total_loss(sums, self.loss_weights_M, self.loss_config.z_loss, batch.step_targets)
+        sums = self._losses(batch, None if self._clip is None else self._clip.sink(batch))
+        weighing = (self.loss_weights_M, self.loss_config.z_loss, batch.step_targets)
+        loss = total_loss(sums, *weighing)
+        if self.optim_config.split_second_moment:
+            self._parts_M = loss_parts(sums, *weighing)
         self._sums_RM = _add(self._sums_RM, modality_sums(sums, batch))
         self._loss = _add(self._loss, loss.detach())
         # Lightning divides by the micro-batches and averages over ranks; the denominator has both already.
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
-    def _losses(self, batch: TokenBatch) -> LossSums:
-        logits_BTV = self.model(batch.ids_BT, batch.modality_BT, batch.document_BT)
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._parts_M is None:
+            super().backward(loss, *args, **kwargs)
+            return
+        optimizer = self.trainer.optimizers[0]
+        assert isinstance(optimizer, SplitAdamW)
+        names, trained = self.model_config.modalities, self.trained_modalities
+        optimizer.backward([self._parts_M[m] for m, name in enumerate(names) if name in trained])
+        self._parts_M = None
+
+    def _losses(self, batch: TokenBatch, sink: Sink | None = None) -> LossSums:
+        logits_BTV = self.model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
         return modality_losses(
             logits_BTV,
             batch.targets_BT,
@@ -117,21 +150,27 @@ class TrainingModule(L.LightningModule):
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if gradient_clip_val:
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, grad_norm)
+            if isinstance(optimizer, SplitAdamW):
+                optimizer.clip(gradient_clip_val, grad_norm)
         assert self._sums_RM is not None and self._loss is not None
         values = torch.cat([self._loss.float().view(1), self._sums_RM.flatten()])
         self._sums_RM = self._loss = None
         if self.trainer.world_size > 1:
             values = self.trainer.strategy.reduce(values, reduce_op="sum")
-        values = torch.cat([values[:1], grad_norm.float().view(1), values[1:]])
+        measured = [] if self._clip is None else [self._clip.measured().float()]
+        values = torch.cat([values[:1], grad_norm.float().view(1), values[1:], *measured])
         lr = optimizer.param_groups[0]["lr"]
         self.step_record = StepRecord(self.trainer.global_step + 1, lr, values)
 
     def named_values(self, values: list[float]) -> dict[str, float]:
         """The numbers of a `StepRecord` by tag."""
         loss, grad_norm, *sums = values
-        n = len(self.model_config.modalities)
-        rows = [sums[i : i + n] for i in range(0, len(sums), n)]
-        return {"loss": loss, "grad_norm": grad_norm, **modality_means(rows, self.model_config.modalities)}
+        names, end = self.model_config.modalities, len(sums)
+        if self._clip is not None:
+            end -= 2 * self.model_config.n_layers
+        rows = [sums[i : i + len(names)] for i in range(0, end, len(names))]
+        by_modality = modality_means(rows, names)
+        return {"loss": loss, "grad_norm": grad_norm, **by_modality, **clip_values(sums[end:])}
 
     @torch.no_grad()
     def validation_losses(self, batches: Iterable[TokenBatch]) -> dict[str, float]:
@@ -151,11 +190,18 @@ class TrainingModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.optim_config, self.model)
+        optimizer.register_step_post_hook(self._after_update)
         max_steps = self.trainer.max_steps
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_multiplier(self.optim_config, step, max_steps)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _after_update(self, *_: Any) -> None:
+        if self._clip is not None:
+            self._clip.clip()
+        if self.model_config.weight_reparam == "sigma":
+            power_step(self.model)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The configuration travels with the weights; `mmqk.training.checkpoint` compares it on loading."""

@@ -1,4 +1,4 @@
-"""AdamW with both conventions of weight decay, and the learning-rate schedules."""
+"""AdamW with both conventions of weight decay, what it decays, and the learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
+
+from mmqk.training.split_adam import SplitAdamW
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,20 @@ class OptimConfig:
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: Adam's epsilon. Chameleon used 1e-5, Wortsman et al. 1e-8.
-        weight_decay: decay of matrices and embeddings; gains and biases are left out.
+        weight_decay: decay of matrices, and of what `decay_embeddings` and `decay_gains` add to them.
         decay_mode: coupled multiplies the decay by the learning rate (torch's AdamW); independent multiplies it
             by the schedule alone, so that it does not change with the peak (Wortsman et al., section 3.2.2).
         warmup_steps: steps of linear warm-up from 0.
         schedule: what follows the warm-up: constant, cosine or exponential decay.
         final_lr: learning rate at the end as a share of the peak.
+        decay_gains: whether gains, biases and learned scales decay too.
+        decay_embeddings: whether the embedding matrix decays; the head is an output matrix and always does, unless
+            it is the embedding matrix (`model.tie_embeddings`).
+        qk_clip: threshold on the raw attention logits of a head, above which its W_q and W_k are scaled down after
+            the update (QK-Clip, Kimi K2, arXiv 2507.20534; there 100); null for none.
+        split_second_moment: Adam's moments by target modality, the step their sum; costs a backward pass and a set
+            of moments for each modality. The step can be up to that many times as long: compare at each arm's own
+            best learning rate.
     """
 
     lr: float = 1e-3
@@ -35,6 +45,10 @@ class OptimConfig:
     warmup_steps: int = 50
     schedule: Literal["constant", "cosine", "exponential"] = "cosine"
     final_lr: float = 0.1
+    decay_gains: bool = False
+    decay_embeddings: bool = True
+    qk_clip: float | None = None
+    split_second_moment: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps"):
@@ -55,6 +69,10 @@ class OptimConfig:
             raise ValueError(
                 "optim.schedule exponential cannot end at optim.final_lr 0: give it a share above 0."
             )
+        if self.qk_clip is not None and not 0 < self.qk_clip < math.inf:
+            raise ValueError(
+                f"optim.qk_clip is {self.qk_clip}: it must be above 0 and finite, or null for none."
+            )
 
 
 def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
@@ -69,19 +87,32 @@ def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
     return 1.0
 
 
-def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.AdamW:
-    """AdamW over two groups: matrices and embeddings decay, gains and biases do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def decays(config: OptimConfig, model: nn.Module) -> set[Tensor]:
+    """The parameters that decay: by the module that holds them, since gains may have two axes too.
+
+    Matrices are the weights of linear layers; the weight of a head that is tied counts as the embedding it is.
+    """
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear)} - embeddings
+    rest = set(model.parameters()) - embeddings - matrices
+    return (
+        matrices
+        | (embeddings if config.decay_embeddings else set())
+        | (rest if config.decay_gains else set())
+    )
+
+
+def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.Optimizer:
+    """AdamW, or `SplitAdamW`, over two groups: what decays and what does not."""
+    parameters, decaying = [p for p in model.parameters() if p.requires_grad], decays(config, model)
     # torch decays by lr_t * weight_decay; dividing by the peak leaves the schedule alone: s_t * weight_decay.
     decay = config.weight_decay / (config.lr if config.decay_mode == "independent" else 1.0)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    both = [
+        {"params": [p for p in parameters if p in decaying], "weight_decay": decay},
+        {"params": [p for p in parameters if p not in decaying], "weight_decay": 0.0},
     ]
-    return optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    groups = [group for group in both if group["params"]]
+    betas = (config.beta1, config.beta2)
+    if config.split_second_moment:
+        return SplitAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+    return optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)

@@ -106,13 +106,13 @@ PEERS: list[Model] = [
     ),
     peer(
         "Gemma2ForCausalLM",
-        ("attn_softcap", "final_softcap", "sandwich", "embed_scale"),
+        ("attn_softcap", "final_softcap", "sandwich", "embed_sqrt_d"),
         {
             **EPS,
             "no attention cap": change(attn_softcap=None),
             "no final cap": change(final_softcap=None),
             "plain gains": change(norm_gain="plain"),
-            "no embedding scale": change(embed_scale={}),
+            "no embedding scale": change(embed_sqrt_d=False),
             "no window": change(window=0),
             "window by one": change(window=6),
             "window in the other layers": change(global_every=3),
@@ -127,7 +127,7 @@ PEERS: list[Model] = [
          query_pre_attn_scalar=1),
     peer(
         "Gemma3ForCausalLM",
-        ("qk_norm_rms", "qk_norm_zero_centred", "sandwich", "embed_scale"),
+        ("qk_norm_rms", "qk_norm_zero_centred", "sandwich", "embed_sqrt_d"),
         {
             **AFTER_ROPE,
             **EPS,

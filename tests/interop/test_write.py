@@ -110,6 +110,7 @@ REFUSED = [
     ({"attn_scale": "inverse"}, LLAMA, "model.attn_scale is 0.0625"),
     ({"weight_reparam": "sigma"}, LLAMA, "model.weight_reparam is sigma"),
     ({"layer_scale": 0.1}, LLAMA, "model.layer_scale is 0.1"),
+    ({"embed_sqrt_d": True}, LLAMA, "model.embed_sqrt_d is True"),
     ({"embed_scale": {"image": 2.0}}, LLAMA, r"model.embed_scale is \{'image': 2.0\}"),
     ({"untie": UntieConfig(norms=True)}, LLAMA, "model.untie.norms is True"),
     ({"untie": UntieConfig(mlp=True)}, LLAMA, "model.untie.mlp is True"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mmqk.model import ModelConfig, QKNormConfig
+from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig
 from mmqk.model.attention import Attention, attention
 from mmqk.model.rope import apply_rope, rope_tables
 
@@ -83,6 +83,8 @@ def test_what_a_backend_cannot_do_is_refused_by_name():
         Attention(ModelConfig(attn_softcap=30.0), "sdpa")
     with pytest.raises(ValueError, match=r"sdpa.*attn_softcap 30"):
         attention(q, k, v, scale=1.0, softcap=30.0, backend="sdpa")
+    with pytest.raises(ValueError, match=r"sdpa.*attention sigmoid"):
+        Attention(ModelConfig(attention="sigmoid"), "sdpa")
     with pytest.raises(ValueError, match=r"math, sdpa.*'flash'"):
         Attention(ModelConfig(), "flash")
     with pytest.raises(TypeError, match="one dtype"):
@@ -107,6 +109,31 @@ def test_rope_equals_multiplication_of_complex_numbers():
     torch.testing.assert_close(ours, complex_rope(x_BTHK, 500.0), rtol=0, atol=1e-5)
     assert (ours - complex_rope(x_BTHK, 500.0, interleaved=True)).abs().max() > 0.1
     assert (ours - complex_rope(x_BTHK, 10000.0)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("scaling", [("linear", 4.0), ("llama3", 8.0, 1.0, 4.0, 512)])
+def test_scaled_rope_turns_by_the_frequencies_of_transformers(scaling):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind, factor = scaling[:2]
+    said = {"rope_type": kind, "rope_theta": 5000.0, "factor": factor}
+    if kind == "llama3":
+        said |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=4096, rope_parameters=said
+    )
+    frequency, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    angle = torch.arange(300)[:, None] * frequency
+
+    def furthest(scaling):
+        cos, signed_sin = rope_tables(300, 64, 5000.0, angle.device, scaling)
+        half = torch.cat((cos[:, 0, :32] - angle.cos(), signed_sin[:, 0, 32:] - angle.sin()))
+        return half.abs().max()
+
+    assert furthest(RopeScalingConfig(*scaling)) < 1e-4
+    assert furthest(RopeScalingConfig(kind, factor + 0.5, *scaling[2:])) > 0.02
+    assert furthest(None) > 0.1
 
 
 def test_rope_keeps_lengths_and_depends_on_distance_alone():

@@ -1,9 +1,12 @@
 """Initial weights are a function of the seed and the parameter's name, and of nothing else."""
 
+import math
+import re
+
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, init_weights
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig, init_weights
 
 
 def weights(seed=0, **fields):
@@ -19,6 +22,12 @@ def weights(seed=0, **fields):
         {"post_norm": True},
         {"mlp": "gelu", "d_ff": 176},
         {"n_layers": 6},
+        {"qk_norm": QKNormConfig("l2")},
+        {"weight_reparam": "sigma"},
+        {"layer_scale": 0.1},
+        {"norm": "layer", "norm_bias": True},
+        {"norm_gain": "none"},
+        {"untie": UntieConfig(mlp=True)},
     ],
 )
 def test_arms_share_every_parameter_they_both_have(other):
@@ -55,6 +64,67 @@ def test_the_scales_are_those_of_the_table():
             assert abs(value.mean().item()) < 0.05 * std
             cut = name != "embed.weight"
             assert bool(value.abs().max() < 2.3 * std) == cut, name
+
+
+def test_gains_scales_and_power_vectors_have_the_first_values_that_they_say():
+    state = weights(
+        norm_gain="zero_centred", post_norm=True, post_gain_init=0.25, layer_scale=0.1, weight_reparam="sigma",
+        qk_norm=QKNormConfig("l2", gain="per_head", scale_init=20.0, scale_max=100.0),
+    )  # fmt: skip
+    first = {
+        "pre_norm.weight": 0.0,  # of 1 + w
+        "post_norm.weight": -0.75,
+        "final_norm.weight": 0.0,
+        "layer_scale.weight": 0.1,
+        "q_norm.weight": math.log(20.0),
+    }
+    for ending, value in first.items():
+        found = [v for name, v in state.items() if name.endswith(ending)]
+        assert found and all(torch.allclose(v, torch.tensor(value)) for v in found), ending
+    assert (weights(qk_norm=QKNormConfig("l2"))["blocks.0.attention.q_norm.weight"] == 10.0).all()
+
+
+def test_sigma_reparam_starts_at_the_largest_singular_value():
+    keeps, one = weights(weight_reparam="sigma"), weights(weight_reparam="sigma", reparam_gamma="one")
+    vectors = [name for name in keeps if name.endswith(".u")]
+    assert len(vectors) == 4 * 7
+    for name in vectors:
+        matrix, gamma = name[:-1] + "weight", name[:-1] + "gamma"
+        sigma = keeps[name] @ keeps[matrix] @ keeps[name[:-1] + "v"]
+        assert sigma == pytest.approx(float(torch.linalg.matrix_norm(keeps[matrix], 2)), rel=0.05)
+        assert keeps[name].norm() == pytest.approx(1.0, rel=1e-5)
+        # The first forward is the plain model's, or has all largest singular values at 1.
+        assert keeps[gamma] == pytest.approx(float(sigma), rel=1e-6) and one[gamma] == 1
+        assert sigma > 1.3
+
+
+def test_copies_of_a_layer_start_as_the_layer_that_is_not_untied():
+    everything = UntieConfig(norms=True, qk_norm=True, qk=True, mlp=True)
+    fields = {"qk_norm": QKNormConfig("layer", bias=True), "norm": "layer", "weight_reparam": "sigma"}
+    tied, untied = weights(**fields), weights(**fields, untie=everything)
+    assert sum(".copies.1." in name for name in untied) > 40
+    for name, value in untied.items():
+        assert torch.equal(value, tied[re.sub(r"\.copies\.\d+", "", name)]), name
+
+
+def test_the_output_matrices_alone_are_scaled_and_by_the_stated_factor():
+    plain = weights()
+    for how, factor in (("total", lambda layer: 8**-0.5), ("depth", lambda layer: (2 * layer + 2) ** -0.5)):
+        for name, value in weights(output_init=how).items():
+            last = name.endswith(("w_o.weight", "w_down.weight"))
+            expected = plain[name] * (factor(int(name.split(".")[1])) if last else 1.0)
+            torch.testing.assert_close(value, expected)
+
+
+def test_embeddings_are_scaled_by_modality_and_the_head_is_not():
+    plain, scaled = weights(), weights(embed_init={"image": 0.5})
+    torch.testing.assert_close(scaled["embed.weight"][:60], plain["embed.weight"][:60], rtol=0, atol=0)
+    torch.testing.assert_close(scaled["embed.weight"][60:], 0.5 * plain["embed.weight"][60:])
+    assert torch.equal(scaled["head.weight"], plain["head.weight"])
+    tied = weights(tie_embeddings=True)
+    assert torch.equal(tied["head.weight"], plain["embed.weight"])
+    assert torch.equal(tied["embed.weight"], plain["embed.weight"])
+    assert all(torch.equal(weights(embed_scale={"image": 3.0})[name], value) for name, value in plain.items())
 
 
 def test_a_module_without_a_rule_is_refused():

@@ -1,8 +1,10 @@
 """ModelConfig refuses what cannot be built, in one sentence that names the field."""
 
+from dataclasses import asdict
+
 import pytest
 
-from mmqk.model import ModelConfig, QKNormConfig
+from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,32 @@ from mmqk.model import ModelConfig, QKNormConfig
         ({"mlp": "relu"}, "model.mlp must be one of swiglu, geglu, gelu, but is 'relu'"),
         ({"attn_scale": "sqrt"}, "model.attn_scale must be one of"),
         ({"blocks": {"text": 10, "image": 0}}, "image 0 ids"),
+        ({"d_head": 7}, "model.d_head is 7, which RoPE cannot rotate"),
+        ({"n_kv_heads": 3}, "model.n_heads 4 cannot share model.n_kv_heads 3"),
+        ({"window": -1}, "model.window must be 0 or above"),
+        ({"global_every": -2}, "model.global_every must be 0 or above"),
+        ({"norm": "batch"}, "model.norm must be one of rms, layer, but is 'batch'"),
+        ({"norm_gain": "shared"}, "model.norm_gain must be one of plain, none, zero_centred"),
+        ({"norm_bias": True}, "model.norm_bias belongs to model.norm layer, but model.norm is rms"),
+        ({"post_gain_init": float("nan")}, "model.post_gain_init must be finite"),
+        ({"post_gain_init": 0.0, "norm_gain": "none"}, "needs a gain to start from"),
+        ({"attention": "linear"}, "model.attention must be one of softmax, sigmoid"),
+        ({"weight_reparam": "weight_norm"}, "model.weight_reparam must be one of none, sigma"),
+        ({"reparam_gamma": "zero"}, "model.reparam_gamma must be one of sigma, one"),
+        ({"attn_dropout": -0.1}, r"model.attn_dropout must lie in \[0, 1\)"),
+        ({"attn_scale": -1.0}, "model.attn_scale must be a finite number above 0"),
+        ({"layer_scale": 0.0}, "model.layer_scale must be a finite number above 0"),
+        ({"local_rope_theta": -1.0}, "model.local_rope_theta must be a finite number above 0"),
+        ({"output_init": "gpt"}, "model.output_init must be one of plain, total, depth"),
+        ({"embed_init": {"text": 0.0}}, "model.embed_init.text must be a finite number above 0"),
+        ({"embed_scale": {"txt": 2.0}, "blocks": {"text": 9}}, "model.embed_scale names 'txt', .* are text"),
+        ({"untie": UntieConfig(qk_norm=True)}, "no QK-Norm to untie: set model.qk_norm.kind"),
+        (
+            {"untie": UntieConfig(qk_norm=True), "qk_norm": QKNormConfig("rms", gain="none")},
+            "no gain or bias",
+        ),
+        ({"untie": UntieConfig(norms=True), "norm_gain": "none"}, "model.untie.norms has no gain or bias"),
+        ({"qk_norm": QKNormConfig("l2"), "attn_scale": "inverse"}, "on top of the learned scale"),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(fields, sentence):
@@ -34,6 +62,33 @@ def test_impossible_qk_norm_is_refused_by_name():
         QKNormConfig("batch")
     with pytest.raises(ValueError, match=r"model\.qk_norm\.eps"):
         QKNormConfig("rms", eps=-1e-5)
+    for fields, sentence in (
+        ({"kind": "rms", "bias": True}, r"qk_norm\.bias belongs to kind layer, but .* is rms"),
+        ({"kind": "l2", "scope": "full"}, r"qk_norm\.scope full has no cosine"),
+        ({"kind": "l2", "gain": "zero_centred"}, r"qk_norm\.gain zero_centred does not go with kind l2"),
+        (
+            {"kind": "l2", "scale_max": 9.0},
+            r"qk_norm\.scale_max 9\.0 is below model\.qk_norm\.scale_init 10\.0",
+        ),
+        ({"kind": "l2", "scale_init": 0.0}, r"qk_norm\.scale_init must be a finite number above 0"),
+        ({"kind": "rms", "place": "inside"}, r"qk_norm\.place must be one of before_rope, after_rope"),
+        (
+            {"kind": "rms", "gain": "vector"},
+            r"qk_norm\.gain must be one of none, shared, per_head, zero_centred",
+        ),
+    ):
+        with pytest.raises(ValueError, match=sentence) as refusal:
+            QKNormConfig(**fields)
+        assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
+
+
+def test_impossible_rope_scaling_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"model\.rope_scaling\.factor must be a finite number above 0"):
+        RopeScalingConfig("linear", 0.0)
+    with pytest.raises(ValueError, match=r"high_freq_factor 1\.0 must be above"):
+        RopeScalingConfig("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=1.0)
+    with pytest.raises(ValueError, match=r"model\.rope_scaling\.kind must be one of none, linear, llama3"):
+        RopeScalingConfig("yarn")
 
 
 def test_derived_sizes():
@@ -43,3 +98,27 @@ def test_derived_sizes():
     assert ModelConfig(d_ff=100).mlp_width == 100
     scales = {name: ModelConfig(attn_scale=name).attn_scale_value for name in ("rsqrt", "inverse", "none")}
     assert scales == {"rsqrt": 1 / 4, "inverse": 1 / 16, "none": 1.0}
+    assert ModelConfig(attn_scale=0.3).attn_scale_value == 0.3
+    assert ModelConfig(qk_norm=QKNormConfig("l2")).attn_scale_value == 1.0
+    assert ModelConfig(d_head=6, n_kv_heads=2).head_dim == 6 and ModelConfig(n_kv_heads=2).kv_heads == 2
+    assert ModelConfig().kv_heads == 4
+
+
+def test_windows_by_layer():
+    gemma2, gemma3 = ModelConfig(window=8, global_every=2), ModelConfig(window=8, global_every=6)
+    assert [gemma2.window_of(layer) for layer in range(4)] == [8, 0, 8, 0]
+    assert [gemma3.window_of(layer) for layer in range(12)] == 2 * ([8] * 5 + [0])
+    assert {ModelConfig(window=8).window_of(layer) for layer in range(12)} == {8}
+    assert {ModelConfig(global_every=2).window_of(layer) for layer in range(12)} == {0}
+
+
+def test_a_configuration_comes_back_from_its_dictionary():
+    config = ModelConfig(
+        blocks={"text": 9},
+        qk_norm=QKNormConfig("l2", scale_max=100.0),
+        untie=UntieConfig(mlp=True),
+        rope_scaling=RopeScalingConfig("llama3", 8.0),
+    )
+    assert ModelConfig.from_dict(asdict(config)) == config
+    with pytest.raises(TypeError, match="n_head"):
+        ModelConfig.from_dict(asdict(config) | {"n_head": 2})

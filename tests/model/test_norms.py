@@ -1,10 +1,11 @@
-"""RMSNorm and LayerNorm against torch's own, in value, gradient, dtype and rounding order."""
+"""Norms against torch's own, in value, gradient, dtype and rounding order; `test_peers` has their variants."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mmqk.model.norms import LayerNorm, RMSNorm
+from mmqk.model import QKNormConfig
+from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, RMSNorm, qk_norm
 
 DIM, EPS = 24, 1e-5
 
@@ -73,3 +74,60 @@ def test_fp32_input_stays_fp32_under_autocast(kind):
         y = ours(x)
     assert y.dtype == torch.float32
     assert torch.equal(y, ours(x))
+
+
+H = 3
+OTHERS = {
+    "zero-centred": (
+        RMSNorm((DIM,), EPS, gain="zero_centred"),
+        lambda x, w: F.rms_norm(x, (DIM,), 1 + w, EPS),
+    ),
+    "no gain": (LayerNorm((DIM,), EPS, gain="none"), lambda x: F.layer_norm(x, (DIM,), eps=EPS)),
+    "l2": (L2Norm(DIM, EPS, scale=4.0, scale_shape=(1,)), lambda x, w: w * F.normalize(x, dim=-1)),
+    "clamped": (
+        L2Norm(DIM, EPS, scale=4.0, scale_shape=(1,), maximum=5.0),
+        lambda x, w: w.exp().clamp(max=5.0) * F.normalize(x, dim=-1),
+    ),
+    "layer scale": (LayerScale(DIM, 0.3), lambda x, w: w * x),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_norm_rounds_once_and_keeps_the_dtype(name):
+    ours, formula = OTHERS[name]
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter += 0.1
+    x = sample(64, DIM)
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            wide, narrow = ours(x), ours(x.bfloat16())
+        assert wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16
+        torch.testing.assert_close(wide, formula(x, *ours.parameters()), rtol=0, atol=1e-5)
+        once = formula(x.bfloat16().float(), *ours.parameters()).bfloat16()
+        assert (narrow != once).float().mean() < 0.01
+    twice = x.bfloat16() * formula(x.bfloat16(), *(p.bfloat16() for p in ours.parameters()))
+    assert (narrow != twice).float().mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "gain"),
+    [
+        (QKNormConfig("rms"), (DIM,), (DIM,)),
+        (QKNormConfig("layer", gain="per_head", bias=True), (DIM,), (H, DIM)),
+        (QKNormConfig("rms", "full"), (H, DIM), (DIM,)),
+        (QKNormConfig("rms", "full", "per_head"), (H, DIM), (H, DIM)),
+        (QKNormConfig("rms", gain="none"), (DIM,), None),
+        (QKNormConfig("l2"), (DIM,), (1,)),
+        (QKNormConfig("l2", gain="per_head", scale_max=100.0), (DIM,), (H, 1)),
+    ],
+)
+def test_shapes_of_what_is_normalised_and_of_gain_and_bias(config, shape, gain):
+    norm = qk_norm(config, H, DIM, "q")
+    assert norm.shape == shape
+    assert (None if norm.weight is None else tuple(norm.weight.shape)) == gain
+    assert (None if norm.bias is None else tuple(norm.bias.shape)) == (gain if config.bias else None)
+    assert str(gain).strip("None") in repr(norm)
+    assert isinstance(qk_norm(config, H, DIM, "v"), torch.nn.Identity)
+    # The learned scale is the queries' alone.
+    assert (list(qk_norm(config, H, DIM, "k").parameters()) == []) == (gain is None or config.kind == "l2")

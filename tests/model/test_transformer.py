@@ -1,102 +1,100 @@
 """The whole model: against a forward written out in other operations, and by its symmetries and bounds."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, modality_of_ids
-from mmqk.model.norms import LayerNorm, RMSNorm
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig, modality_of_ids
+from tests.model.small import BLOCKS, VARIANTS, V, build, ids_of, refuses_sdpa
+from tests.model.written_out import WrittenOut
 
-BLOCKS = {"text": 11, "image": 6, "sound": 4}
-V = 21
-VARIANTS = {
-    "llama": {},
-    "chameleon": {"qk_norm": QKNormConfig("layer", bias=True), "mlp": "gelu"},
-    "swin": {"qk_norm": QKNormConfig("rms", eps=1e-6), "pre_norm": False, "post_norm": True, "d_ff": 40},
-    "sandwich, capped": {"post_norm": True, "attn_softcap": 0.8, "final_softcap": 2.0},
-    "inverse scale": {"attn_scale": "inverse", "norm_eps": 1e-3, "rope_theta": 100.0},
-    "no scale": {"attn_scale": "none", "n_heads": 2},
+# For each variant, fields under which its parameters are another function.
+WRONG = {
+    "llama": [{"rope_theta": 10.0}, {"norm_eps": 0.1}, {"attn_scale": "inverse"}, {"norm": "layer"}],
+    "chameleon": [
+        {"qk_norm": {"place": "after_rope"}},
+        {"qk_norm": {"eps": 0.1}},
+        {"qk_norm": {"kind": "rms", "bias": False}},
+    ],
+    "swin": [{"qk_norm": {"place": "after_rope"}}, {"norm_eps": 0.1}],
+    "sandwich, capped": [{"attn_softcap": None}, {"final_softcap": None}],
+    "inverse scale": [{"attn_scale": "none"}, {"norm_eps": 0.1}],
+    "no scale": [{"attn_scale": "rsqrt"}],
+    "scale of its own": [{"attn_scale": "rsqrt"}],
+    "layer norm": [{"norm": "rms", "norm_bias": False}, {"norm_eps": 0.1}],
+    "norms without gain": [
+        {"norm": "layer"},
+        {"qk_norm": {"kind": "rms", "bias": False}},
+        {"qk_norm": {"place": "after_rope"}},
+    ],
+    "olmo": [{"qk_norm": {"scope": "head"}}, {"qk_norm": {"place": "after_rope"}}],
+    "full, one gain": [{"qk_norm": {"scope": "head"}}, {"qk_norm": {"kind": "rms", "bias": False}}],
+    "hf chameleon": [{"qk_norm": {"scope": "full"}}, {"qk_norm": {"kind": "rms", "bias": False}}],
+    "gemma": [
+        {"norm_gain": "plain"},
+        {"qk_norm": {"gain": "shared"}},
+        {"window": 5},
+        {"global_every": 3},
+        {"local_rope_theta": None},
+        {"rope_scaling": RopeScalingConfig()},
+        {"mlp": "swiglu"},
+        {"embed_scale": {"text": 2.0}},
+    ],
+    "after rope": [{"qk_norm": {"place": "before_rope"}}, {"window": 0}],
+    "qkv norm": [{"qk_norm": {"normalize_v": False}}, {"qk_norm": {"kind": "rms", "bias": False}}],
+    "l2": [{"qk_norm": {"normalize_v": False}}, {"qk_norm": {"scale_max": 1e6}}],
+    "l2 fixed": [{"qk_norm": {"scale_init": 5.0}}],
+    "l2 per head": [{"qk_norm": {"normalize_v": True}}],
+    "cosine": [{"qk_norm": {"scale_max": None}}, {"qk_norm": {"scale_max": 10.0}}],
+    "sigmoid": [{"attention": "softmax"}, {"window": 0}, {"attn_softcap": None}],
+    "sigma reparam": [{"weight_reparam": "none"}],
+    "llama 3.1": [{"rope_scaling": RopeScalingConfig()}, {"rope_scaling": RopeScalingConfig("linear", 4.0)}],
+    "untied": [{"qk_norm": {"scope": "full"}}, {"norm": "rms", "norm_bias": False}],
+    "untied, everything else": [{"attention": "softmax"}, {"embed_scale": {}}, {"layer_scale": None}],
 }
-
-
-def build(seed=0, backend="math", **fields):
-    """A small model whose gains and biases are randomised: unit gains hide errors of order."""
-    config = ModelConfig(**({"blocks": BLOCKS, "d_model": 16, "n_layers": 3, "n_heads": 4} | fields))
-    model = EarlyFusionTransformer(config, backend, seed).eval()
-    generator = torch.Generator().manual_seed(7)
-    for module in model.modules():
-        if isinstance(module, RMSNorm | LayerNorm):
-            for parameter in module.parameters():
-                parameter.data += torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator)
-    return model
-
-
-def ids_of(*shape, seed=0, low=0, high=V):
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def written_out(state, ids_T, c):
-    """One sequence in fp64, a head at a time, RoPE as complex numbers, norms and attention by torch."""
-    state = {name: value.double() for name, value in state.items()}
-
-    def rms(x, name, eps):
-        return F.rms_norm(x, x.shape[-1:], state[name + ".weight"], eps) if name + ".weight" in state else x
-
-    def qk_norm(x, name):
-        if c.qk_norm.kind == "layer":
-            return F.layer_norm(
-                x, x.shape[-1:], state[name + ".weight"], state[name + ".bias"], c.qk_norm.eps
-            )
-        return rms(x, name, c.qk_norm.eps)
-
-    def rotate(x_TK):
-        half = x_TK.shape[1] // 2
-        angle = torch.arange(len(ids_T))[:, None] * c.rope_theta ** (-torch.arange(half).double() / half)
-        turned = torch.complex(x_TK[:, :half], x_TK[:, half:]) * torch.exp(1j * angle)
-        return torch.cat((turned.real, turned.imag), -1)
-
-    def capped(x, cap):
-        return x if cap is None else cap * torch.tanh(x / cap)
-
-    x_TD = state["embed.weight"][ids_T]
-    hidden_TT = torch.full((len(ids_T), len(ids_T)), float("-inf"), dtype=torch.float64).triu(1)
-    for layer in range(c.n_layers):
-        at = f"blocks.{layer}."
-        y_TD = rms(x_TD, at + "attn_pre_norm", c.norm_eps)
-        heads = []
-        for h in range(c.n_heads):
-            rows = slice(h * c.head_dim, (h + 1) * c.head_dim)
-            q, k, v = (y_TD @ state[f"{at}attention.w_{n}.weight"][rows].T for n in "qkv")
-            q, k = (rotate(qk_norm(x, f"{at}attention.{n}_norm")) for x, n in ((q, "q"), (k, "k")))
-            scale = {"rsqrt": c.head_dim**-0.5, "inverse": c.head_dim**-1, "none": 1}[c.attn_scale]
-            heads.append(torch.softmax(capped(scale * q @ k.T, c.attn_softcap) + hidden_TT, -1) @ v)
-        y_TD = torch.cat(heads, -1) @ state[at + "attention.w_o.weight"].T
-        x_TD = x_TD + rms(y_TD, at + "attn_post_norm", c.norm_eps)
-
-        y_TD = rms(x_TD, at + "mlp_pre_norm", c.norm_eps)
-        up, down = state[at + "mlp.w_up.weight"], state[at + "mlp.w_down.weight"]
-        hidden = F.gelu(y_TD @ up.T) if c.mlp == "gelu" else F.silu(y_TD @ state[at + "mlp.w_gate.weight"].T)
-        y_TD = (hidden if c.mlp == "gelu" else hidden * (y_TD @ up.T)) @ down.T
-        x_TD = x_TD + rms(y_TD, at + "mlp_post_norm", c.norm_eps)
-    return capped(rms(x_TD, "final_norm", c.norm_eps) @ state["head.weight"].T, c.final_softcap)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_equals_the_forward_written_out(variant):
-    model = build(**VARIANTS[variant]).double()
-    ids_BT = ids_of(2, 12)
+    model, ids_BT = build(**VARIANTS[variant]).double(), ids_of(2, 9)
+    state = model.state_dict()
     with torch.no_grad():
         logits_BTV = model(ids_BT)
-        expected = torch.stack([written_out(model.state_dict(), ids_T, model.config) for ids_T in ids_BT])
+        expected = torch.stack([WrittenOut(state, model.config)(ids_T) for ids_T in ids_BT])
         torch.testing.assert_close(logits_BTV, expected, rtol=0, atol=1e-5)
-        # With the same weights every other variant whose parameters have the same names is another function.
-        for other in ({"attn_scale": "none"}, {"attn_softcap": 0.5}, {"norm_eps": 0.1}, {"rope_theta": 10.0}):
-            changed = ModelConfig(**{**vars(model.config), **other})
-            if changed != model.config:
-                wrong = written_out(model.state_dict(), ids_BT[0], changed)
-                assert (logits_BTV[0] - wrong).abs().max() > 1e-3, other
+        for fields in WRONG[variant]:
+            changed = dict(fields)
+            if "qk_norm" in fields:
+                changed["qk_norm"] = replace(model.config.qk_norm, **fields["qk_norm"])
+            wrong = WrittenOut(state, replace(model.config, **changed))(ids_BT[0])
+            assert (logits_BTV[0] - wrong).abs().max() > 1e-3, fields
+
+
+def test_an_untied_model_gives_each_token_the_copy_of_its_modality():
+    model, ids_BT = build(**VARIANTS["untied"]).double(), torch.tensor([[1, 12, 2, 18, 3, 13, 20, 4]])
+    state, right = model.state_dict(), [0, 1, 0, 2, 0, 1, 2, 0]
+    with torch.no_grad():
+        for given in (right, [0] * 8, [1] * 8, [0, 1] * 4):
+            expected = WrittenOut(state, model.config, given)(ids_BT[0])
+            ours = model(ids_BT, modality_BT=torch.tensor([given]))[0]
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+            assert given == right or (model(ids_BT)[0] - expected).abs().max() > 1e-2
+        torch.testing.assert_close(
+            model(ids_BT)[0], WrittenOut(state, model.config, right)(ids_BT[0]), rtol=0, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("variant", [name for name, fields in VARIANTS.items() if not refuses_sdpa(fields)])
+def test_the_backends_agree(variant):
+    ids_BT, document_BT = ids_of(2, 12), torch.tensor([[0] * 5 + [1] * 7, [3] * 12])
+    math, fused = (build(backend=backend, **VARIANTS[variant]) for backend in ("math", "sdpa"))
+    for documents in (None, document_BT):
+        with torch.no_grad():
+            torch.testing.assert_close(
+                math(ids_BT, document_BT=documents), fused(ids_BT, document_BT=documents), rtol=0, atol=2e-5
+            )
 
 
 def test_pre_and_post_norm_cannot_be_taken_for_each_other():
@@ -127,7 +125,7 @@ def future_gradient(model, T=9, t=4):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("backend", ["math", "sdpa"])
 def test_no_gradient_reaches_the_future(variant, backend):
-    if backend == "sdpa" and "attn_softcap" in VARIANTS[variant]:
+    if backend == "sdpa" and refuses_sdpa(VARIANTS[variant]):
         pytest.skip("refused by name")
     after, before = future_gradient(build(backend=backend, **VARIANTS[variant]))
     assert after == 0
@@ -166,7 +164,10 @@ def test_parameter_count_and_buffers():
     for fields, per_layer in (
         ({"d_ff": 48}, 4 * 16 * 16 + 3 * 16 * 48 + 2 * 16),
         ({"mlp": "gelu", "post_norm": True}, 4 * 16 * 16 + 2 * 16 * 64 + 4 * 16),
-        ({"d_ff": 48, "qk_norm": QKNormConfig("layer", bias=True)}, 4 * 16 * 16 + 3 * 16 * 48 + 2 * 16 + 4 * 4),
+        (
+            {"d_ff": 48, "qk_norm": QKNormConfig("layer", bias=True)},
+            4 * 16 * 16 + 3 * 16 * 48 + 2 * 16 + 4 * 4,
+        ),
     ):
         model = build(**fields)
         assert sum(p.numel() for p in model.parameters()) == 2 * 21 * 16 + 16 + 3 * per_layer
@@ -192,6 +193,16 @@ def test_sink_sees_every_site_and_changes_nothing():
     # The sink has the logits before the cap, the caller after it.
     torch.testing.assert_close(logits_BTV, 1.5 * torch.tanh(seen["logits", -1] / 1.5))
     assert logits_BTV.abs().max() < 1.5 < seen["logits", -1].abs().max()
+
+
+def test_sink_has_the_heads_of_the_keys_once_and_as_they_are_used():
+    seen = {}
+    model = build(n_kv_heads=2, qk_norm=QKNormConfig("rms"))
+    model(ids_of(2, 8), sink=lambda site, layer, tensor: seen.update({(site, layer): tensor}))
+    assert seen["q_raw", 0].shape == (2, 4, 8, 4) and seen["k_raw", 0].shape == (2, 2, 8, 4)
+    assert all(seen[site, 0].shape == (2, 4, 8, 4) for site in "qkv")
+    assert torch.equal(seen["k", 0][:, 0], seen["k", 0][:, 1])
+    assert not torch.equal(seen["k", 0][:, 1], seen["k", 0][:, 2])
 
 
 def test_post_norm_sets_the_size_of_what_is_added():
@@ -243,12 +254,13 @@ def test_every_combination_trains_on_any_mix_of_modalities(qk, placement, mlp, c
         assert loss.isfinite() and all(grad.isfinite().all() for grad in grads)
 
 
-@pytest.mark.parametrize("qk", ["none", "rms"])
-def test_bf16_autocast_keeps_the_residual_stream_and_the_logits_wide(qk):
-    model, seen = build(qk_norm=QKNormConfig(qk)), {}
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bf16_autocast_keeps_the_residual_stream_and_the_logits_wide(variant):
+    model, seen = build(**VARIANTS[variant]), {}
     with torch.autocast("cpu", torch.bfloat16):
         logits_BTV = model(ids_of(2, 8), sink=lambda site, layer, x: seen.update({site: x.dtype}))
     assert logits_BTV.dtype == torch.float32
+    assert {seen[site] for site in "qkv"} == {torch.bfloat16}
     wide = {site for site, dtype in seen.items() if dtype == torch.float32}
     assert wide == {"resid", "final", "logits"}
     torch.testing.assert_close(logits_BTV, model(ids_of(2, 8)), rtol=0, atol=0.2)
@@ -256,7 +268,7 @@ def test_bf16_autocast_keeps_the_residual_stream_and_the_logits_wide(qk):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiles_into_one_graph(variant):
-    model, ids_BT = build(**VARIANTS[variant]), ids_of(2, 8)
+    model, ids_BT = build(**(VARIANTS[variant] | {"n_layers": 2})), ids_of(2, 8)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(ids_BT), model(ids_BT), rtol=0, atol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmqk.data.batch import TokenBatch
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
 from mmqk.monitors import attention as attention_module
 from mmqk.monitors import probe
 from mmqk.monitors.attention import FEWEST_KEYS, attention_statistics, visible_pairs
@@ -38,7 +38,7 @@ def make_model(seed=0, **changes) -> EarlyFusionTransformer:
     model = EarlyFusionTransformer(config, backend="math", seed=seed)
     with torch.no_grad():  # unit gains hide errors
         for name, p in model.named_parameters():
-            if p.ndim < 2:
+            if p.ndim < 2 or "norm" in name:
                 p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
             elif "w_q" in name or "w_k" in name:
                 p.mul_(3)
@@ -52,6 +52,8 @@ def brute_force(model, batch) -> dict[str, float]:
     model.float()
     K, cap = model.config.head_dim, model.config.attn_softcap
     scale = {"rsqrt": K**-0.5, "inverse": 1 / K, "none": 1.0}[model.config.attn_scale]
+    if model.config.qk_norm.kind == "l2":
+        scale = 1.0  # the queries carry theirs
     modality, valid = batch.modality_BT.numpy(), batch.valid_BT.numpy()
     B, T = modality.shape
     expected: dict[str, float] = {}
@@ -75,15 +77,19 @@ def brute_force(model, batch) -> dict[str, float]:
                 expected[f"final_rms/{name}"] = np.mean(lengths) / math.sqrt(array.shape[-1])
     for layer in range(model.config.n_layers):
         q, k = sites["q", layer].numpy(), sites["k", layer].numpy()
+        every = model.config.global_every
+        reach = (
+            T if not model.config.window or (every and layer % every == every - 1) else model.config.window
+        )
         pairs: dict[tuple[int, int], list[float]] = {}
         entropies: dict[int, list[float]] = {}
         for b, t in tokens:
-            keys = [s for s in range(t + 1) if valid[b, s]]
+            keys = [s for s in range(max(0, t - reach + 1), t + 1) if valid[b, s]]
             for h in range(q.shape[1]):
                 z = np.array([scale * q[b, h, t] @ k[b, h, s] for s in keys])
                 for s, value in zip(keys, z, strict=True):
                     pairs.setdefault((modality[b, t], modality[b, s]), []).append(value)
-                if len(keys) >= 8:
+                if len(keys) >= 8 and model.config.attention == "softmax":
                     y = z if cap is None else cap * np.tanh(z / cap)
                     p = np.exp(y - y.max()) / np.exp(y - y.max()).sum()
                     entropies.setdefault(modality[b, t], []).append(-(p[p > 0] * np.log(p[p > 0])).sum())
@@ -103,10 +109,16 @@ VARIANTS = [
     {"qk_norm": QKNormConfig("rms")},
     {"qk_norm": QKNormConfig("layer"), "pre_norm": False, "post_norm": True},
     {"attn_softcap": 2.0, "attn_scale": "none"},
+    {"window": 9, "global_every": 2, "n_kv_heads": 1},
+    {"window": 5},
+    {"attention": "sigmoid", "qk_norm": QKNormConfig("rms", "full", "per_head")},
+    {"qk_norm": QKNormConfig("l2", gain="per_head", scale_max=10.2, normalize_v=True)},
+    {"untie": UntieConfig(norms=True, qk=True, mlp=True), "layer_scale": 0.5, "weight_reparam": "sigma"},
 ]
+IDS = ["none", "rms", "layer-post", "cap", "window-gqa", "window", "sigmoid-full", "cosine", "untied"]
 
 
-@pytest.mark.parametrize("changes", VARIANTS, ids=["none", "rms", "layer-post", "cap"])
+@pytest.mark.parametrize("changes", VARIANTS, ids=IDS)
 @pytest.mark.parametrize("chunk", [2**24, 500], ids=["one chunk", "many chunks"])
 def test_probe_equals_brute_force(changes, chunk, monkeypatch):
     monkeypatch.setattr(attention_module, "CHUNK_ELEMENTS", chunk)
@@ -119,6 +131,19 @@ def test_probe_equals_brute_force(changes, chunk, monkeypatch):
     swapped = probe(model, TokenBatch(batch.ids_BT, 1 - batch.modality_BT, batch.target_mask_BT, batch.valid_BT,
                                       batch.step_targets)).flat()  # fmt: skip
     assert any(swapped.get(k) != pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items())
+
+
+def test_what_a_window_hides_and_sigmoid_has_no_entropy_of_is_seen():
+    batch, everything = make_batch(), probe(make_model(), make_batch()).flat()
+    window = probe(make_model(window=9, global_every=2), batch).flat()
+    name = "attn_logit_p999/text-text/layer00"
+    assert window.keys() == everything.keys() and window[name] != everything[name]
+    assert not any(tag.startswith("attn_entropy") for tag in probe(make_model(window=5), batch).flat())
+    assert not any(
+        tag.startswith("attn_entropy") for tag in probe(make_model(attention="sigmoid"), batch).flat()
+    )
+    one, two = (probe(make_model(n_kv_heads=n), batch).flat() for n in (1, 2))
+    assert one.keys() == two.keys() == everything.keys()
 
 
 def test_padding_is_not_counted():

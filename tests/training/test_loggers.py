@@ -72,3 +72,5 @@ def test_layers_are_written_on_request(tiny_args, tmp_path):
 def test_reduction_over_layers():
     values = {f"q_norm/text/layer{i:02d}": float(v) for i, v in enumerate((3, 1, 8))} | {"loss": 2.0}
     assert over_layers(values) == {"q_norm/text/max": 8.0, "q_norm/text/median": 3.0, "loss": 2.0}
+    clip = {f"qk_clip_gamma/layer{i:02d}": v for i, v in enumerate((0.9, 0.4, 1.0))} | {"other/layer00": 1.0}
+    assert over_layers(clip) == {"qk_clip_gamma/min": 0.4}

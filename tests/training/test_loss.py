@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmqk.training.loss import LossConfig, modality_losses, total_loss
+from mmqk.training.loss import LossConfig, loss_parts, modality_losses, total_loss
+from tests.peers import Peer
 
+WRITTEN_OUT = Peer(("z_loss",), "formula written out", 1e-12)
+PEERS = [WRITTEN_OUT]
 B, T, V, M = 3, 6, 9, 3
 
 
@@ -46,9 +49,12 @@ def test_total_and_its_gradient_equal_the_formula_over_valid_targets():
         ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(B, T)
         return ((ce + 1e-2 * logits.logsumexp(-1) ** 2) * weights[modality])[mask].sum() / 7
 
-    torch.testing.assert_close(loss, formula(mask))
+    exactly = {"rtol": 0, "atol": WRITTEN_OUT.tolerance}
+    torch.testing.assert_close(loss, formula(mask), **exactly)
     torch.testing.assert_close(
-        torch.autograd.grad(loss, logits, retain_graph=True), torch.autograd.grad(formula(mask), logits)
+        torch.autograd.grad(loss, logits, retain_graph=True),
+        torch.autograd.grad(formula(mask), logits),
+        **exactly,
     )
     # The z-loss mask that was not shifted with the targets, a known bug elsewhere, is another number.
     assert abs(loss - formula(mask.roll(1, 1))) > 1e-2
@@ -89,6 +95,43 @@ def test_adding_a_constant_to_all_logits_moves_log_z_alone():
     torch.testing.assert_close(there.ce, here.ce)
     torch.testing.assert_close(there.log_z, here.log_z + c * here.count)
     torch.testing.assert_close(there.log_z_sq, here.log_z_sq + 2 * c * here.log_z + c * c * here.count)
+
+
+@pytest.mark.parametrize("c", [4.0, -2.5])
+def test_adding_a_constant_to_all_logits_changes_the_z_loss_by_its_formula(c):
+    """By `z (2 c mean(log Z) + c^2)`, the mean over the trained targets; its gradient by `2 z c softmax / n`."""
+    logits, targets, modality, mask = batch()
+    n, z, ones = int(mask.sum()), 1e-2, torch.ones(M, dtype=logits.dtype)
+    values, gradients = [], []
+    for moved in (logits.clone().requires_grad_(), (logits + c).requires_grad_()):
+        sums = modality_losses(moved, targets, modality, mask, M)
+        values.append([total_loss(sums, ones, coefficient, n) for coefficient in (0.0, z)])
+        gradients.append(torch.autograd.grad(values[-1][1], moved)[0])
+    ce, ce_moved, total, total_moved = (v[i].detach() for i in (0, 1) for v in values)
+    exactly = {"rtol": 0, "atol": WRITTEN_OUT.tolerance}
+    torch.testing.assert_close(ce_moved, ce, **exactly)
+    log_z = logits.exp().sum(-1).log()[mask]
+    torch.testing.assert_close(total_moved - total, z * (2 * c * log_z.mean() + c * c), **exactly)
+    expected = 2 * z * c / n * logits.softmax(-1) * mask[..., None]
+    torch.testing.assert_close(gradients[1] - gradients[0], expected, **exactly)
+    # The controls: the mean over all positions, and the formula without its square.
+    for wrong in (2 * c * logits.logsumexp(-1).mean() + c * c, 2 * c * log_z.mean()):
+        assert float((total_moved - total - z * wrong).abs()) > 1e-3
+
+
+def test_parts_of_the_loss_add_up_over_one_denominator():
+    logits, targets, modality, mask = batch()
+    weights, n = torch.tensor([1.0, 0.25, 1.0], dtype=logits.dtype), mask.sum()
+    parts = loss_parts(modality_losses(logits, targets, modality, mask, M), weights, 0.1, n)
+    position = (
+        F.cross_entropy(logits.transpose(1, 2), targets, reduction="none") + 0.1 * logits.logsumexp(-1) ** 2
+    )
+    for m in range(M):
+        here = position[mask & (modality == m)].sum()
+        torch.testing.assert_close(parts[m], weights[m] * here / n, rtol=0, atol=1e-12)
+    assert parts[2] == 0  # an absent modality adds nothing
+    own = position[mask & (modality == 0)].mean()
+    assert abs(parts[0] - own) > 1e-2  # the control: over its own targets it would be another number
 
 
 def test_micro_batches_add_up():

@@ -23,7 +23,11 @@ def series(folder: Path) -> list[dict]:
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "checkpoints/step00000012.ckpt", weights_only=True)["state_dict"]
+    """Weights and buffers, and the optimizer's moments by position, at the end."""
+    saved = torch.load(folder / "checkpoints/step00000012.ckpt", weights_only=True)
+    moments = saved["optimizer_states"][0]["state"]
+    named = {f"{i}.{name}": torch.as_tensor(v) for i, own in moments.items() for name, v in own.items()}
+    return {**saved["state_dict"], **named}
 
 
 def rewind(whole: Path, out: Path, step: int, status: str = "running") -> list[str]:
@@ -36,15 +40,18 @@ def rewind(whole: Path, out: Path, step: int, status: str = "running") -> list[s
     return json.loads((whole / "run.json").read_text())["details"]["command"][3:-1]
 
 
-DATA = {
+RUNS = {
     "one batch": [],
     "four micro-batches": ["--trainer.accumulate_grad_batches=4"],
     "packed documents": ["--data.pack=documents", "--data.seq_len=256"],
     "the dial": ['--data.mix={"dial": 1}', "--data.seq_len=96", "--trainer.accumulate_grad_batches=2"],
-}
+    "qk-clip and split moments": ["--optim.qk_clip=0.1", "--optim.split_second_moment=true", "--loss.z_loss=1e-3",
+                                  "--trainer.accumulate_grad_batches=2", "--model.attn_dropout=0.1"],
+    "sigma reparam": ["--model.weight_reparam=sigma", "--optim.decay_gains=true", "--model.attn_dropout=0.1"],
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=DATA.values(), ids=DATA)
+@pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
 def whole(request, tiny_args, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
     args = [*tiny_args, "--model.residual_dropout=0.1", "--checkpoint.keep=9", "--data.val_every_n_steps=4",
@@ -61,8 +68,27 @@ def test_resume_from_any_checkpoint_is_the_straight_run(whole, tmp_path, step):
     assert series(tmp_path / "again") == series(whole)
     assert [line["step"] for line in series(whole) if "val_loss/text" in line] == [4, 8, 12]
     ours, theirs = state(tmp_path / "again"), state(whole)
-    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
     assert json.loads((tmp_path / "again/status.json").read_text())["status"] == "completed"
+
+
+def test_what_a_run_switches_on_is_at_work_when_it_is_resumed(whole):
+    """The control of the comparison above: there is a state that it could have missed."""
+    names, settings = state(whole), json.loads((whole / "run.json").read_text())["identity"]
+    if settings["model"]["weight_reparam"] == "sigma":
+        from mmqk.config import resolve
+        from mmqk.training.module import TrainingModule
+
+        run = resolve(json.loads((whole / "run.json").read_text())["details"]["command"][3:])
+        first = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend).state_dict()
+        moved = [float((first[k] - names[k]).abs().max()) for k in first if k.endswith((".u", ".v"))]
+        assert len(moved) == 2 * 7 * 2 and min(moved) > 1e-4
+    clipped = [line["qk_clip_gamma/layer00"] for line in series(whole) if "qk_clip_gamma/layer00" in line]
+    if settings["optim"]["qk_clip"] is None:
+        assert clipped == []
+    else:
+        assert len(clipped) == 12 and min(clipped[8:]) < 1
+        assert names["0.exp_avg_sq"].ndim == 3  # moments by modality
 
 
 def test_one_line_a_step_in_order(whole):

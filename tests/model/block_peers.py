@@ -1,0 +1,166 @@
+"""The peers of whole blocks and models, of σReparam and of initial weights; `test_peers` runs them."""
+
+import torch
+
+from mmqk.model import ModelConfig, UntieConfig, modality_of_ids
+from tests.model import outside
+from tests.model.comparison import (
+    EXACT,
+    FP32_INSIDE,
+    IDS_BT,
+    LAYERS,
+    MEASURED,
+    TINY,
+    Comparison,
+    block,
+    compare,
+    initial_sizes,
+    model,
+    qk,
+    sigma_leaves,
+    sigma_linear,
+)  # fmt: skip
+from tests.model.small import BLOCKS, SMALL
+from tests.model.written_out import WrittenOut
+
+
+def renamed(function, old, new):
+    """The function of leaves with a part of their names replaced."""
+    return lambda leaves: function({name.replace(old, new): leaf for name, leaf in leaves.items()})
+
+
+def first_gains(**fields):
+    """A block whose norms keep their first gains, whatever the leaves say."""
+    make, ours = block(**fields)
+    return lambda leaves: ours(
+        {**leaves, **{n: p for n, p in make().double().named_parameters() if "_norm" in n}}
+    )
+
+
+def written(**fields):
+    """`WrittenOut` on the ids of the whole-model peers."""
+    config = ModelConfig(**(SMALL | {"n_layers": 2} | fields))
+    return lambda leaves: torch.stack([WrittenOut(leaves, config)(ids_T) for ids_T in IDS_BT])
+
+
+def scaled_rows(leaves):
+    """A model without embedding scale whose rows of the embedding are scaled themselves."""
+    factor = torch.tensor([3.0] * 11 + [0.5] * 6 + [1.0] * 4, dtype=torch.float64)[:, None]
+    return model()[1]({**leaves, "embed.weight": factor * leaves["embed.weight"]})
+
+
+def head_as_embedding(factor):
+    """An untied model whose head is the embedding times a factor."""
+    return lambda leaves: model()[1]({**leaves, "head.weight": factor * leaves["embed.weight"]})
+
+
+def matrix_norm_2(leaves):
+    """`gamma / |W|_2 W x` with the largest singular value by torch.linalg."""
+    return leaves["gamma"] / torch.linalg.matrix_norm(leaves["weight"], 2) * leaves["x"] @ leaves["weight"].T
+
+
+# timm's blocks have LayerNorm with bias, exact GELU and no positions.
+OTHER_EPS = {"norm_eps": 1e-3}
+LAYER, RMS = {"norm": "layer", "norm_bias": True}, {"norm": "rms", "norm_bias": False}
+POST = {"pre_norm": False, "post_norm": True}
+BLOCK_PEERS: list[Comparison] = [
+    compare(
+        ("layer_norm", "layer_scale"), "timm Block with LayerScale", EXACT, block,
+        LAYER | {"layer_scale": 0.3}, outside.timm_block("Block", 0.3),
+        {"RMSNorm": RMS, "no LayerScale": {"layer_scale": None}, "no bias": {"norm_bias": False},
+         "another epsilon": OTHER_EPS},
+    ),
+    compare(
+        ("qk_norm_layer_bias",), "timm Block(qk_norm)", EXACT, block, LAYER | qk("layer", bias=True),
+        outside.timm_block("Block", qk_norm=True), {"no QK-Norm": qk(), "no bias": qk("layer")},
+    ),
+    compare(
+        ("post_norm",), "timm ResPostBlock", EXACT, block, LAYER | POST, outside.timm_block("ResPostBlock"),
+        {"another epsilon": OTHER_EPS, "RMSNorm": RMS, "pre-norm": renamed(block(**LAYER)[1], "_post_", "_pre_")},
+    ),
+    compare(
+        ("post_gain_zero",), "timm ResPostBlock(init_values=0)", EXACT, block,
+        LAYER | POST | {"post_gain_init": 0.0}, outside.timm_block("ResPostBlock", 0.0),
+        {"first value 1": first_gains(**LAYER, **POST),
+         "first value 0.01": first_gains(**LAYER, **POST, post_gain_init=0.01)}, spread=0.0,
+    ),
+    compare(
+        ("sandwich",), "x-transformers AttentionLayers(sandwich_norm)", FP32_INSIDE, block,
+        {"post_norm": True, "norm_eps": TINY, "mlp": "swiglu"}, outside.x_transformers_sandwich,
+        {"pre-norm alone": {"post_norm": False}, "post-norm alone": {"pre_norm": False}, "epsilon": OTHER_EPS},
+    ),
+    compare(
+        ("residual_dropout",), "timm Block(proj_drop), same random numbers", EXACT, block,
+        LAYER | {"residual_dropout": 0.3, "seed": 5}, outside.timm_block("Block", seed=5, proj_drop=0.3),
+        {"none": {"residual_dropout": 0.0}, "other random numbers": {"seed": 6}, "not in training": {"seed": None}},
+    ),
+    compare(
+        ("attn_dropout",), "timm Block(attn_drop), same random numbers", EXACT, block,
+        LAYER | {"attn_dropout": 0.3, "seed": 5}, outside.timm_block("Block", seed=5, attn_drop=0.3),
+        {"none": {"attn_dropout": 0.0}, "other random numbers": {"seed": 6}, "not in training": {"seed": None}},
+    ),
+]  # fmt: skip
+
+# Whole models.
+RIGHT_BT = modality_of_ids(IDS_BT, BLOCKS)
+WRONG_COPY = {
+    "the first copy for all": {"given": torch.zeros_like(RIGHT_BT)},
+    "the second copy for all": {"given": torch.ones_like(RIGHT_BT)},
+    "two copies swapped": {"given": torch.tensor([1, 0, 2])[RIGHT_BT]},
+}
+UNTIED = {
+    "untie_norms": {"untie": UntieConfig(norms=True), "norm_gain": "zero_centred", "post_norm": True},
+    "untie_qk_norm": {"untie": UntieConfig(qk_norm=True), **qk("layer", gain="per_head", bias=True)},
+    "untie_qk": {"untie": UntieConfig(qk=True), "n_kv_heads": 2},
+    "untie_mlp": {"untie": UntieConfig(mlp=True)},
+}
+BLOCK_PEERS += [
+    compare((remedy,), "formula written out", FP32_INSIDE, model, fields, written(**fields), WRONG_COPY)
+    for remedy, fields in UNTIED.items()
+]
+BLOCK_PEERS += [
+    compare(
+        ("final_softcap",), "x-transformers softclamp", EXACT, model, {"final_softcap": 1.5},
+        outside.x_transformers_softclamp(1.5, model()[1]),
+        {"no cap": {"final_softcap": None}},
+    ),
+    compare(
+        ("embed_scale",), "formula written out", EXACT, model, {"embed_scale": {"text": 3.0, "image": 0.5}},
+        scaled_rows, {"no scale": {"embed_scale": {}}, "all modalities": {"embed_scale": dict.fromkeys(BLOCKS, 3.0)}},
+    ),
+    compare(
+        (), "formula written out", EXACT, model, {"tie_embeddings": True},
+        head_as_embedding(1), {"a head twice the embedding": head_as_embedding(2)},
+    ),
+]  # fmt: skip
+
+# σReparam, and initial sizes as factors on 1 / sqrt(fan_in).
+SIZES = "measured standard deviations"
+BLOCK_PEERS += [
+    Comparison(
+        ("sigma_reparam",), "torch spectral_norm", EXACT, leaves=sigma_leaves, ours=sigma_linear(1),
+        theirs=outside.torch_spectral_norm(1),
+        controls={"plain": lambda p: p["x"] @ p["weight"].T, "other vectors": sigma_linear(2)},
+    ),
+    Comparison(
+        ("sigma_reparam",), "torch matrix_norm(ord=2)", 1e-8, leaves=sigma_leaves, ours=sigma_linear(3000),
+        theirs=matrix_norm_2, controls={"few power steps": sigma_linear(1)},
+    ),
+    Comparison(
+        ("output_init_total",), "transformers GPT2Model", MEASURED, SIZES, ours=initial_sizes(output_init="total"),
+        theirs=outside.gpt2_initial_sizes,
+        controls={how: initial_sizes(output_init=how) for how in ("plain", "depth")},
+    ),
+    Comparison(
+        ("output_init_depth",), "formula written out", MEASURED, SIZES, ours=initial_sizes(output_init="depth"),
+        theirs=lambda _: torch.tensor([(2 * (n // 2 + 1)) ** -0.5 for n in range(2 * LAYERS)]),
+        controls={how: initial_sizes(output_init=how) for how in ("plain", "total")},
+    ),
+    Comparison(
+        ("embed_init",), "formula written out", MEASURED, SIZES,
+        ours=initial_sizes(of="embed", embed_init={"text": 0.25, "image": 1.5}),
+        theirs=lambda _: torch.tensor([0.25, 1.5, 1.0]),
+        controls={"all alike": initial_sizes(of="embed"),
+                  "swapped": initial_sizes(of="embed", embed_init={"text": 1.5, "image": 0.25})},
+    ),
+]  # fmt: skip

@@ -1,0 +1,217 @@
+"""A comparison of two differentiable functions of named tensors, and small modules of ours to compare.
+
+Both functions take the same leaves, named as our parameters are, so a peer whose matrices are stacked or permuted
+otherwise gets them that way from the leaves, and gradients come back to the same names.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
+from mmqk.model.attention import Attention
+from mmqk.model.linear import SigmaLinear
+from mmqk.model.norms import qk_norm, stream_norm
+from mmqk.model.transformer import Block
+from tests.model.small import BLOCKS, SMALL
+from tests.peers import Peer
+
+B, T, D, H, K, LAYERS = 2, 9, 32, 4, 8, 4
+IDS_BT = torch.tensor([[1, 12, 2, 18, 3, 13, 20, 4], [11, 11, 0, 5, 19, 6, 7, 14]])
+
+EXACT = 1e-11  # tolerance of peers that compute in fp64 throughout
+FP32_INSIDE = 5e-6  # of peers whose softmax, norms or rotary tables are in fp32
+MEASURED = 1e-2  # of standard deviations of random numbers
+TINY = 1e-30  # epsilon against peers that have none
+
+Leaves = Mapping[str, Tensor]
+Function = Callable[[Leaves], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Peer):
+    """`ours(leaves)` is `theirs(leaves)`; none of the `controls`, each called by what is wrong with it, is."""
+
+    leaves: Callable[[], Leaves] = dict
+    ours: Function
+    theirs: Function
+    controls: Mapping[str, Function] = field(default_factory=dict)
+
+
+def leaves_of(
+    make: Callable[[], nn.Module], spread: float = 0.3, **inputs: tuple[int, ...]
+) -> Callable[[], Leaves]:
+    """Random values, fp64, for the parameters of a module and for inputs of these shapes.
+
+    Gains, biases and scales are spread about their first values: unit gains hide errors.
+    """
+
+    def draw() -> Leaves:
+        generator = torch.Generator().manual_seed(11)
+        leaves = {}
+        with torch.random.fork_rng():
+            module = make()
+        matrices = {f"{name}.weight" for name, m in module.named_modules() if isinstance(m, nn.Linear)}
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            size, first = (
+                (1.5 * parameter.shape[-1] ** -0.5, 0) if name in matrices else (spread, parameter.detach())
+            )
+            leaves[name] = first + size * noise
+        for name, shape in inputs.items():
+            leaves[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return leaves
+
+    return draw
+
+
+def call(module: nn.Module, parameters: Leaves, *args, **kwargs) -> Tensor:
+    """The module's forward in fp64 with these parameters; KeyError where one is missing."""
+    own = {name: parameters[name] for name, _ in module.named_parameters()}
+    return functional_call(module.double(), own, args, kwargs)
+
+
+def rope64(positions: bool = True) -> tuple[Tensor, Tensor]:
+    """Rotary tables in fp64, which `rope_tables` gives in fp32; without positions the rotation by 0."""
+    angle = torch.arange(T)[:, None] * 10.0 ** (-torch.arange(K // 2, dtype=torch.float64) / (K // 2))
+    angle = angle * positions
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def attention(positions: bool = True, **fields) -> tuple[Callable[[], Attention], Function]:
+    """An attention layer of ours: what makes it, and its forward."""
+    config = ModelConfig(blocks=BLOCKS, d_model=D, n_heads=H, **fields)
+
+    def forward(leaves: Leaves) -> Tensor:
+        return call(Attention(config, "math"), leaves, leaves["x"], rope64(positions))
+
+    return lambda: Attention(config, "math"), forward
+
+
+def block(positions: bool = False, seed: int | None = None, **fields) -> tuple[Callable[[], Block], Function]:
+    """A block of ours: what makes it, and its forward; with a seed in training, its dropout drawn from there."""
+    config = ModelConfig(blocks=BLOCKS, d_model=D, n_heads=H, mlp=fields.pop("mlp", "gelu"), **fields)
+
+    def forward(leaves: Leaves) -> Tensor:
+        with torch.random.fork_rng():
+            module = Block(config, "math").train(seed is not None)
+            torch.manual_seed(seed or 0)
+            return call(module, leaves, leaves["x"], rope64(positions))
+
+    return lambda: Block(config, "math"), forward
+
+
+def model(given: Tensor | None = None, **fields) -> tuple[Callable[[], EarlyFusionTransformer], Function]:
+    """A whole model of ours on `IDS_BT`: what makes it, and its forward."""
+    config = ModelConfig(**(SMALL | {"n_layers": 2} | fields))
+
+    def forward(leaves: Leaves) -> Tensor:
+        return call(EarlyFusionTransformer(config), leaves, IDS_BT, given)
+
+    return lambda: EarlyFusionTransformer(config), forward
+
+
+def norm(**fields) -> tuple[Callable[[], nn.Module], Function]:
+    """The norm of the queries, for `x` split into heads, or of the stream: what makes it, and its forward."""
+    config, heads = ModelConfig(blocks=BLOCKS, d_model=D, n_heads=H, **fields), "qk_norm" in fields
+
+    def make() -> nn.Module:
+        return qk_norm(config.qk_norm, H, K, "q") if heads else stream_norm(config)
+
+    def forward(leaves: Leaves) -> Tensor:
+        return call(make(), leaves, split(leaves["x"]) if heads else leaves["x"]).view(B, T, D)
+
+    return make, forward
+
+
+def split(x: Tensor) -> Tensor:
+    """(B, T, H K) as (B, T, H, K)."""
+    return x.unflatten(-1, (H, K))
+
+
+def sigma_leaves() -> Leaves:
+    """A square matrix, gamma and an input."""
+    return leaves_of(lambda: SigmaLinear(D, D), x=(B, T, D))()
+
+
+def sigma_vectors(leaves: Leaves, steps: int) -> SigmaLinear:
+    """A σReparam matrix with these weights after so many power steps from fixed vectors."""
+    module = SigmaLinear(D, D).double()
+    module.weight.data = leaves["weight"].detach().clone()
+    module.u.copy_(torch.linspace(-1, 1, D) / torch.linspace(-1, 1, D).norm())
+    for _ in range(steps):
+        module.power_step()
+    return module
+
+
+def sigma_linear(steps: int) -> Function:
+    """The forward of `sigma_vectors`."""
+    return lambda leaves: call(sigma_vectors(leaves, steps), leaves, leaves["x"])
+
+
+def initial_sizes(of: str = "outputs", **fields) -> Function:
+    """Measured standard deviations of initial weights, over 1 / sqrt(fan_in).
+
+    Of the last matrix of every sublayer in order, or of the rows of every modality in the embedding.
+    """
+
+    def measure(_: Leaves) -> Tensor:
+        blocks = {"text": 256, "image": 256, "sound": 256}
+        config = ModelConfig(blocks=blocks, d_model=256, n_layers=LAYERS, d_ff=256, **fields)
+        made = EarlyFusionTransformer(config)
+        if of == "embed":
+            matrices = list(made.embed.weight.split(256))
+        else:
+            matrices = [w for b in made.blocks for w in (b.attention.w_o.weight, b.mlp.w_down.weight)]
+        return torch.stack([matrix.std() * matrix.shape[1] ** 0.5 for matrix in matrices]).detach()
+
+    return measure
+
+
+def qk(*args, **fields) -> dict:
+    """Settings of a model with this QK-Norm."""
+    return {"qk_norm": QKNormConfig(*args, **fields)}
+
+
+def compare(
+    remedies: tuple[str, ...],
+    name: str,
+    tolerance: float,
+    build: Callable[..., tuple[Callable[[], nn.Module], Function]],
+    fields: dict,
+    theirs: Function,
+    wrong: Mapping[str, dict | Function],
+    spread: float = 0.3,
+) -> Comparison:
+    """What `build` makes with `fields` against `theirs`; a control changes some fields or is a function itself."""
+    make, ours = build(**fields)
+    inputs = {} if build is model else {"x": (B, T, D)}
+    return Comparison(
+        remedies,
+        name,
+        tolerance,
+        leaves=leaves_of(make, spread, **inputs),
+        ours=ours,
+        theirs=theirs,
+        controls={
+            what: build(**(fields | change))[1] if isinstance(change, dict) else change
+            for what, change in wrong.items()
+        },
+    )
+
+
+def outcome(function: Function, leaves: Leaves) -> list[Tensor]:
+    """The value, and the gradient to every leaf of its product with a fixed random tensor."""
+    inputs = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+    value = function(inputs)
+    if not inputs:
+        return [value]
+    upstream = torch.randn(
+        value.shape, generator=torch.Generator().manual_seed(12), dtype=value.dtype
+    ) / math.sqrt(value[0].numel())
+    return [value.detach(), *torch.autograd.grad(value, list(inputs.values()), upstream)]

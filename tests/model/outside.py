@@ -1,0 +1,260 @@
+"""Other people's layers as functions of leaves that are named as our parameters are."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from tests.model.comparison import LAYERS, D, Function, H, K, Leaves, T, rope64, sigma_vectors
+
+INTERLEAVED = (
+    torch.arange(K).view(2, K // 2).T.flatten()
+)  # our channel i pairs with i + K/2, x-transformers' with i + 1
+
+
+def _tables() -> tuple[Tensor, Tensor]:
+    """Cosine and sine, (T, K), of the half-split layout."""
+    cos, signed_sin = (table[:, 0] for table in rope64())
+    return cos, torch.cat((signed_sin[:, K // 2 :], signed_sin[:, K // 2 :]), -1)
+
+
+def projections(leaves: Leaves, *names: str) -> dict[str, Tensor]:
+    """W_q, W_k, W_v and W_o under a library's names."""
+    return {f"{name}.weight": leaves[f"w_{n}.weight"] for name, n in zip(names, "qkvo", strict=True)}
+
+
+def timm_attention(norm: type[nn.Module] | None = None, kv_heads: int = H, **options) -> Function:
+    """timm's AttentionRope with a norm of the queries and keys of one head (gain and bias shared by the heads)."""
+
+    def forward(leaves: Leaves) -> Tensor:
+        from timm.layers import AttentionRope
+
+        module = AttentionRope(
+            D,
+            H,
+            qkv_bias=False,
+            qkv_fused=False,
+            proj_bias=False,
+            num_prefix_tokens=0,
+            rotate_half=True,
+            num_kv_heads=kv_heads,
+            qk_norm=norm is not None,
+            norm_layer=norm and partial(norm, **options),
+        ).double()
+        module.fused_attn = False
+        parameters = projections(leaves, "q_proj", "k_proj", "v_proj", "proj")
+        parameters |= {name: leaf for name, leaf in leaves.items() if "_norm." in name}
+        cos, sin = _tables()
+        rope = torch.cat((sin, cos), -1)
+        return functional_call(
+            module, parameters, leaves["x"], {"rope": rope, "is_causal": True}, strict=True
+        )
+
+    return forward
+
+
+def timm_block(kind: str, init_values: float | None = None, seed: int | None = None, **options) -> Function:
+    """timm's Block or ResPostBlock (LayerNorm, exact GELU, no positions), causal.
+
+    With `init_values` ResPostBlock keeps the values that timm gives its gains; their gradients still reach ours.
+    """
+
+    def forward(leaves: Leaves) -> Tensor:
+        import timm.models.vision_transformer as vit
+
+        module = getattr(vit, kind)(
+            D, H, proj_bias=False, norm_layer=nn.LayerNorm, init_values=init_values, **options
+        ).double()
+        module.train(seed is not None)
+        module.attn.fused_attn = False
+        module.mlp.drop1.p = 0.0  # ours drops what is added to the stream alone
+        ours = "post" if kind == "ResPostBlock" else "pre"
+        parameters = {
+            "attn.qkv.weight": torch.cat([leaves[f"attention.w_{n}.weight"] for n in "qkv"]),
+            "attn.proj.weight": leaves["attention.w_o.weight"],
+            "mlp.fc1.weight": leaves["mlp.w_up.weight"],
+            "mlp.fc2.weight": leaves["mlp.w_down.weight"],
+        }
+        for n, sublayer in ((1, "attn"), (2, "mlp")):
+            for leaf in ("weight", "bias"):
+                parameters[f"norm{n}.{leaf}"] = leaves[f"{sublayer}_{ours}_norm.{leaf}"]
+            if hasattr(module, "ls1") and init_values:
+                parameters[f"ls{n}.gamma"] = leaves[f"{sublayer}_layer_scale.weight"]
+            elif init_values is not None:
+                gain = parameters[f"norm{n}.weight"]
+                first = module.get_parameter(f"norm{n}.weight").detach()
+                parameters[f"norm{n}.weight"] = first + (gain - gain.detach())
+        parameters |= {
+            name.replace("attention", "attn"): leaf
+            for name, leaf in leaves.items()
+            if "q_norm" in name or "k_norm" in name
+        }
+        with torch.random.fork_rng():
+            torch.manual_seed(seed or 0)
+            return functional_call(module, parameters, leaves["x"], {"is_causal": True}, strict=True)
+
+    return forward
+
+
+def swin_v2_attention(leaves: Leaves) -> Tensor:
+    """timm's WindowAttention of Swin V2: cosine attention with a learned scale, its logarithm cut at log 100.
+
+    Its relative position bias is made constant, and the causal mask is its mask of shifted windows.
+    """
+    from timm.models.swin_transformer_v2 import WindowAttention
+
+    module = WindowAttention(D, (3, T // 3), H, qkv_bias=False).double()
+    own = dict(module.named_parameters())
+    parameters = {
+        **dict(module.named_buffers()),
+        "logit_scale": leaves["q_norm.weight"][..., None],
+        "qkv.weight": torch.cat([leaves[f"w_{n}.weight"] for n in "qkv"]),
+        "proj.weight": leaves["w_o.weight"],
+        "proj.bias": torch.zeros(D).double(),
+        **{name: torch.zeros_like(own[name]) for name in own if name.startswith("cpb_mlp")},
+    }
+    mask = torch.full((1, T, T), float("-inf"), dtype=torch.float64).triu(1)
+    return functional_call(module, parameters, (leaves["x"], mask), strict=True)
+
+
+def x_transformers_attention(zero_centred: bool = False, bias: float | None = None, **options) -> Function:
+    """x-transformers' Attention, causal, with rotary positions; `bias` is added to all logits."""
+
+    def gamma(weight: Tensor) -> Tensor:
+        return weight.expand(H, K)[:, None] - (0 if zero_centred else 1)
+
+    def forward(leaves: Leaves) -> Tensor:
+        from x_transformers.x_transformers import Attention
+
+        module = Attention(D, dim_head=K, heads=H, causal=True, **options).double()
+        parameters = projections(leaves, "to_q", "to_k", "to_v", "to_out")
+        for n in "qk":
+            rows = parameters[f"to_{n}.weight"].view(H, K, D)
+            parameters[f"to_{n}.weight"] = rows[:, INTERLEAVED].flatten(0, 1)
+        if options.get(
+            "qk_norm_dim_scale"
+        ):  # ours is one number a head; theirs is on top of 1 / sqrt(head width)
+            parameters["qk_norm_q_scale"] = leaves["q_norm.weight"].expand(H, K)[:, None] * K**0.5
+            parameters["qk_norm_k_scale"] = torch.ones(H, 1, K).double()
+        if options.get("qk_rmsnorm"):
+            for n in "qk":
+                parameters[f"{n}_rmsnorm.gamma"] = gamma(leaves[f"{n}_norm.weight"])[..., INTERLEAVED]
+        if options.get("value_rmsnorm"):
+            parameters["value_rmsnorm.gamma"] = gamma(leaves["v_norm.weight"])
+        freqs = torch.arange(T)[:, None] * 10.0 ** (-torch.arange(K // 2, dtype=torch.float64) / (K // 2))
+        said = {"rotary_pos_emb": (freqs.repeat_interleave(2, -1)[None], 1.0)}
+        if bias is not None:
+            said["attn_bias"] = torch.full((H, T, T), bias, dtype=torch.float64)
+        return functional_call(module, parameters, leaves["x"], said, strict=True)
+
+    return forward
+
+
+def x_transformers_sandwich(leaves: Leaves) -> Tensor:
+    """x-transformers' AttentionLayers of depth 1 with `sandwich_norm`, before its final norm."""
+    from x_transformers.x_transformers import AttentionLayers
+
+    inner = leaves["mlp.w_up.weight"].shape[0]
+    module = AttentionLayers(
+        D, 1, H, causal=True, use_rmsnorm=True, norm_add_unit_offset=False, sandwich_norm=True, attn_dim_head=K,
+        ff_glu=True, ff_swish=True, ff_no_bias=True, ff_mult=inner / D, pre_norm_has_final_norm=False,
+    ).double()  # fmt: skip
+    parameters = {
+        "layers.1.1.ff.0.proj.weight": torch.cat([leaves["mlp.w_up.weight"], leaves["mlp.w_gate.weight"]]),
+        "layers.1.1.ff.0.proj.bias": torch.zeros(2 * inner).double(),
+        "layers.1.1.ff.2.weight": leaves["mlp.w_down.weight"],
+        **{
+            f"layers.0.1.{name}": leaf
+            for name, leaf in projections(
+                {n.removeprefix("attention."): x for n, x in leaves.items()}, "to_q", "to_k", "to_v", "to_out"
+            ).items()
+        },
+    }
+    for n, sublayer in enumerate(("attn", "mlp")):
+        for place, norm in enumerate(("pre", "post")):
+            parameters[f"layers.{n}.0.{place}.g"] = leaves[f"{sublayer}_{norm}_norm.weight"]
+    return functional_call(module, parameters, leaves["x"], strict=True)
+
+
+def hf_attention(family: str, kv_heads: int, norms: tuple[str, str]) -> Function:
+    """The attention layer of a transformers model, eager; its norms and softmax are in fp32."""
+
+    def forward(leaves: Leaves) -> Tensor:
+        import transformers
+        from transformers import models
+
+        config = getattr(transformers, f"{family}Config")(
+            hidden_size=D,
+            num_attention_heads=H,
+            num_key_value_heads=kv_heads,
+            head_dim=K,
+            rms_norm_eps=1e-5,
+            attn_implementation="eager",
+        )
+        folder = {"Olmo2": "olmo2", "HunYuanDenseV1": "hunyuan_v1_dense"}[family]
+        modeling = getattr(getattr(models, folder), f"modeling_{folder}")
+        module = getattr(modeling, f"{family}Attention")(config, 0).double()
+        parameters = projections(leaves, "q_proj", "k_proj", "v_proj", "o_proj")
+        for name, n in zip(norms, "qk", strict=True):
+            parameters[f"{name}.weight"] = leaves[f"{n}_norm.weight"].flatten()
+        cos, sin = (table[None] for table in _tables())
+        mask = torch.full((T, T), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+        return functional_call(module, parameters, (leaves["x"], (cos, sin), mask), strict=True)[0]
+
+    return forward
+
+
+def torch_attention(scale: float, kv_heads: int = H) -> Function:
+    """torch's scaled_dot_product_attention between projections, with timm's rotation."""
+
+    def forward(leaves: Leaves) -> Tensor:
+        from timm.layers import apply_rot_embed_cat
+
+        q, k, v = (
+            (leaves["x"] @ leaves[f"w_{n}.weight"].T).unflatten(-1, (-1, K)).transpose(1, 2) for n in "qkv"
+        )
+        cos, sin = _tables()
+        q, k = (apply_rot_embed_cat(x, torch.cat((sin, cos), -1), half=True) for x in (q, k))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=kv_heads != H)
+        return out.transpose(1, 2).flatten(2) @ leaves["w_o.weight"].T
+
+    return forward
+
+
+def torch_spectral_norm(steps: int) -> Function:
+    """torch's spectral_norm with the singular vectors of `sigma_vectors`, times gamma."""
+
+    def forward(leaves: Leaves) -> Tensor:
+        ours = sigma_vectors(leaves, steps)
+        theirs = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D, bias=False)).double().eval()
+        vectors = theirs.parametrizations.weight[0]
+        vectors._u, vectors._v = ours.u, ours.v
+        parameters = {"parametrizations.weight.original": leaves["weight"]}
+        return leaves["gamma"] * functional_call(theirs, parameters, leaves["x"])
+
+    return forward
+
+
+def x_transformers_softclamp(cap: float, logits: Function) -> Function:
+    """x-transformers' softclamp of these logits."""
+
+    def forward(leaves: Leaves) -> Tensor:
+        from x_transformers.x_transformers import softclamp
+
+        return softclamp(logits(leaves), cap)
+
+    return forward
+
+
+def gpt2_initial_sizes(_: Leaves) -> Tensor:
+    """Measured standard deviations of transformers' GPT-2 output matrices, over `initializer_range`."""
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=256, n_layer=LAYERS, n_head=4, vocab_size=8, n_positions=8)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.GPT2Model(config)
+    matrices = [m.weight for block in model.h for m in (block.attn.c_proj, block.mlp.c_proj)]
+    return torch.stack([m.std() / config.initializer_range for m in matrices]).detach()

@@ -1,0 +1,97 @@
+"""Small models of every variant, shared by the tests of the model."""
+
+from dataclasses import replace
+
+import torch
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
+
+BLOCKS = {"text": 11, "image": 6, "sound": 4}
+V = 21
+SMALL = {"blocks": BLOCKS, "d_model": 16, "n_layers": 3, "n_heads": 4}
+L2 = QKNormConfig("l2", eps=1e-6)
+
+VARIANTS = {
+    "llama": {},
+    "chameleon": {"qk_norm": QKNormConfig("layer", bias=True), "mlp": "gelu"},
+    "swin": {"qk_norm": QKNormConfig("rms", eps=1e-6), "pre_norm": False, "post_norm": True, "d_ff": 40},
+    "sandwich, capped": {"post_norm": True, "attn_softcap": 0.8, "final_softcap": 2.0},
+    "inverse scale": {"attn_scale": "inverse", "norm_eps": 1e-3, "rope_theta": 100.0},
+    "no scale": {"attn_scale": "none", "n_heads": 2},
+    "scale of its own": {"attn_scale": 0.3, "d_head": 6, "tie_embeddings": True},
+    "layer norm": {"norm": "layer", "norm_bias": True, "post_norm": True, "layer_scale": 0.4},
+    "norms without gain": {"norm_gain": "none", "qk_norm": QKNormConfig("layer", gain="none")},
+    "olmo": {
+        "qk_norm": QKNormConfig("rms", "full", "per_head"),
+        "pre_norm": False,
+        "post_norm": True,
+        "n_kv_heads": 2,
+    },
+    "full, one gain": {"qk_norm": QKNormConfig("layer", "full", "shared", bias=True)},
+    "hf chameleon": {"qk_norm": QKNormConfig("layer", gain="per_head", bias=True), "n_kv_heads": 2},
+    "gemma": {
+        "norm_gain": "zero_centred",
+        "post_norm": True,
+        "qk_norm": QKNormConfig("rms", gain="zero_centred"),
+        "mlp": "geglu",
+        "n_kv_heads": 1,
+        "window": 4,
+        "global_every": 2,
+        "local_rope_theta": 30.0,
+        "rope_scaling": RopeScalingConfig("linear", 3.0),
+        "embed_scale": {"text": 2.0, "image": 0.5},
+    },
+    "after rope": {"qk_norm": QKNormConfig("rms", place="after_rope"), "window": 3},
+    "qkv norm": {"qk_norm": QKNormConfig("layer", bias=True, normalize_v=True), "n_kv_heads": 2},
+    "l2": {"qk_norm": replace(L2, normalize_v=True)},
+    "l2 fixed": {"qk_norm": replace(L2, gain="none", place="after_rope", scale_init=4.0)},
+    "l2 per head": {"qk_norm": replace(L2, gain="per_head"), "n_kv_heads": 2},
+    "cosine": {"qk_norm": replace(L2, gain="per_head", scale_max=11.0), "pre_norm": False, "post_norm": True},
+    "sigmoid": {"attention": "sigmoid", "qk_norm": QKNormConfig("rms"), "window": 5, "attn_softcap": 3.0},
+    "sigma reparam": {"weight_reparam": "sigma"},
+    "llama 3.1": {"rope_scaling": RopeScalingConfig("llama3", 4.0, original_length=64), "rope_theta": 50.0},
+    "untied": {
+        "untie": UntieConfig(norms=True, qk_norm=True, qk=True, mlp=True),
+        "norm": "layer",
+        "norm_bias": True,
+        "post_norm": True,
+        "qk_norm": QKNormConfig("layer", gain="per_head", bias=True),
+        "n_kv_heads": 2,
+    },
+    "untied, everything else": {
+        "untie": UntieConfig(qk_norm=True, qk=True, mlp=True),
+        "weight_reparam": "sigma",
+        "reparam_gamma": "one",
+        "attention": "sigmoid",
+        "layer_scale": 0.5,
+        "qk_norm": replace(L2, gain="per_head", scale_max=30.0, normalize_v=True),
+        "embed_scale": {"image": 3.0},
+        "final_softcap": 2.0,
+    },
+}  # fmt: skip
+
+
+def build(seed=0, backend="math", **fields):
+    """A small model in eval mode whose gains, biases and scales are randomised: unit gains hide errors of order."""
+    model = EarlyFusionTransformer(ModelConfig(**(SMALL | fields)), backend, seed).eval()
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        if parameter.ndim < 2 or "norm" in _name(model, parameter):
+            parameter.data += torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator)
+        elif ".copies." in _name(model, parameter):  # copies start alike, which hides a wrong choice
+            parameter.data += 0.1 * torch.empty_like(parameter).normal_(generator=generator)
+    return model
+
+
+def _name(model, parameter):
+    return next(name for name, p in model.named_parameters() if p is parameter)
+
+
+def refuses_sdpa(fields):
+    """Whether backend sdpa cannot compute this variant."""
+    return fields.get("attn_softcap") is not None or fields.get("attention") == "sigmoid"
+
+
+def ids_of(*shape, seed=0, low=0, high=V):
+    """Random ids, of all modalities unless told."""
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))

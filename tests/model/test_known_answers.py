@@ -1,0 +1,281 @@
+"""What must hold of every variant whatever its weights: bounds, homogeneity, translation."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig, power_step
+from mmqk.model.attention import attention
+from mmqk.model.linear import SigmaLinear
+from mmqk.model.norms import L2Norm, qk_norm
+from mmqk.model.rope import rope_tables
+from mmqk.monitors.probe import logit_bound
+from tests.model.small import BLOCKS, build, ids_of
+
+T, H, K = 12, 4, 8
+GAINLESS = {
+    "rms": QKNormConfig("rms", gain="none"),
+    "rms after rope": QKNormConfig("rms", gain="none", place="after_rope"),
+    "layer": QKNormConfig("layer", gain="none"),
+}
+# Every QK-Norm there is: kind, scope, gain, bias and place.
+EVERY_QK_NORM = [
+    QKNormConfig(kind, scope, gain, bias, place=place)
+    for kind in ("rms", "layer")
+    for scope in ("head", "full")
+    for gain in ("none", "shared", "per_head", "zero_centred")
+    for bias in ((False, True) if kind == "layer" else (False,))
+    for place in ("before_rope", "after_rope")
+] + [
+    QKNormConfig("l2", gain=gain, place=place, scale_max=scale_max)
+    for gain in ("none", "shared", "per_head")
+    for place in ("before_rope", "after_rope")
+    for scale_max in (None, 10.5)
+]
+
+
+def say(qk):
+    """A name for a QK-Norm."""
+    return f"{qk.kind} {qk.scope} {qk.gain} {'bias ' * qk.bias}{qk.place} {qk.scale_max or ''}".strip()
+
+
+def logits_of(qk, inputs_BTD, aligned=False, untied=False, n_kv_heads=0, noise=True):
+    """Raw logits (B, H, T, S) of a model's first attention layer on adversarial inputs, and the model."""
+    untie = UntieConfig(qk_norm=untied and (qk.gain != "none" or qk.bias))
+    config = ModelConfig(
+        blocks=BLOCKS, d_model=H * K, n_heads=H, n_layers=1, n_kv_heads=n_kv_heads, qk_norm=qk, untie=untie
+    )
+    model = EarlyFusionTransformer(config).double()
+    layer, generator = model.blocks[0].attention, torch.Generator().manual_seed(3)
+    for norm in (layer.q_norm, layer.k_norm):
+        for parameter in norm.parameters() if noise else ():
+            parameter.data += torch.empty_like(parameter).uniform_(-0.5, 0.5, generator=generator)
+    if aligned:
+        for w in (layer.w_q.weight, layer.w_k.weight):
+            w.data = torch.eye(H * K, dtype=torch.float64)[: len(w)]
+    seen, modality_BT = {}, torch.arange(T).expand(len(inputs_BTD), T) % len(BLOCKS)
+    with torch.no_grad():
+        rope = rope_tables(T, K, 10000.0, inputs_BTD.device)
+        layer(inputs_BTD, rope, None, modality_BT, seen.__setitem__)
+    return config.attn_scale_value * seen["q"] @ seen["k"].transpose(-1, -2), model
+
+
+def adversaries():
+    """Inputs of all sizes and shapes: heavy tails, single channels, constant rows, alternating signs."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(6, T, H * K, generator=generator, dtype=torch.float64)
+    one_channel = torch.eye(H * K, dtype=torch.float64)[:T].expand(1, T, H * K)
+    signs = torch.ones(1, T, H * K, dtype=torch.float64)
+    signs[..., ::2] = -1
+    return torch.cat((x, 1e4 * x, x**5, 1e3 * one_channel, signs, -50 * signs, torch.ones_like(signs)))
+
+
+@pytest.mark.parametrize("name", GAINLESS)
+def test_without_gain_no_logit_exceeds_the_root_of_the_head_width(name):
+    for aligned in (False, True):
+        logits, _ = logits_of(GAINLESS[name], adversaries(), aligned)
+        assert logits.abs().max() <= math.sqrt(K) * (1 + 1e-6)
+        free, _ = logits_of(QKNormConfig(), adversaries(), aligned)
+        assert free.abs().max() > 100 * math.sqrt(K)
+    assert logits.abs().max() > 0.999 * math.sqrt(K)  # attained where query and key are one vector
+
+
+def test_over_all_heads_only_the_sum_over_heads_is_bounded():
+    qk = QKNormConfig("rms", "full", "none")
+    for aligned in (False, True):
+        logits_BHTS, _ = logits_of(qk, adversaries(), aligned)
+        assert logits_BHTS.abs().sum(1).max() <= H * math.sqrt(K) * (1 + 1e-6)
+    # One head can take all of it, which is H times what a norm of each head leaves it.
+    assert logits_BHTS.abs().max() > 0.999 * H * math.sqrt(K)
+    by_head, _ = logits_of(replace(qk, scope="head"), adversaries(), True)
+    assert by_head.abs().max() < 1.001 * math.sqrt(K)
+    assert by_head.abs().sum(1).max() > H * math.sqrt(K) * 0.999
+
+
+@pytest.mark.parametrize("qk", EVERY_QK_NORM, ids=say)
+def test_the_bound_of_the_probe_holds_for_every_qk_norm(qk):
+    for aligned, untied, n_kv_heads in ((False, False, 2), (True, False, 0), (True, True, 0)):
+        logits, model = logits_of(qk, adversaries(), aligned, untied, n_kv_heads)
+        bound = float(logit_bound(model, 0))
+        assert logits.abs().max() <= bound * (1 + 1e-6)
+        # Without the norm the same queries and keys pass it.
+        assert logits_of(QKNormConfig(), adversaries(), aligned)[0].abs().max() > bound
+
+
+TIGHT = [qk for qk in EVERY_QK_NORM if not qk.bias and qk.scale_max is None]
+
+
+@pytest.mark.parametrize("qk", TIGHT, ids=say)
+def test_aligned_vectors_reach_the_bound(qk):
+    # Gains at their first values are largest everywhere at once; one channel alone, or for LayerNorm signs that have
+    # no mean, is then as long as a vector can be, and meets itself at distance 0.
+    logits, model = logits_of(qk, adversaries(), aligned=True, noise=False)
+    bound = float(logit_bound(model, 0))
+    if qk.scope == "full" and qk.kind == "layer":  # one head has the whole length only where no other has any
+        assert 0.9 * bound / H < logits.abs().max() <= bound
+    else:
+        assert 0.999 * bound < logits.abs().max() <= bound * (1 + 1e-6)
+
+
+def test_the_bound_sees_each_copy_and_each_head():
+    qk = QKNormConfig("rms", gain="per_head")
+    _, model = logits_of(qk, adversaries(), untied=True, noise=False)
+    assert float(logit_bound(model, 0)) == pytest.approx(math.sqrt(K))
+    with torch.no_grad():
+        model.blocks[0].attention.q_norm.copies[2].weight[1, 3] = -5.0
+    assert float(logit_bound(model, 0)) == pytest.approx(5 * math.sqrt(K))
+
+
+@pytest.mark.parametrize(
+    ("gain", "scale_max"),
+    [("none", None), ("shared", None), ("per_head", None), ("shared", 12.0), ("per_head", 12.0)],
+)
+def test_the_scale_of_l2_bounds_its_logits(gain, scale_max):
+    norm = qk_norm(QKNormConfig("l2", gain=gain, scale_init=10.0, scale_max=scale_max, eps=1e-6), H, K, "q")
+    k_norm = qk_norm(QKNormConfig("l2", gain=gain, eps=1e-6), H, K, "k")
+    q_BTHK, k_BTHK = (x.unflatten(-1, (H, K)) for x in (adversaries()[:18], adversaries()[:18].flip(0)))
+    with torch.no_grad():
+        for scale in (3.0, 10.0, 50.0):
+            if norm.weight is not None:
+                norm.weight.fill_(scale if scale_max is None else math.log(scale))
+            lengths = norm.double()(q_BTHK).norm(dim=-1)
+            expected = 10.0 if gain == "none" else min(scale, scale_max or math.inf)
+            torch.testing.assert_close(lengths, torch.full_like(lengths, expected))
+            logits = torch.einsum("bthk,bshk->bhts", norm(q_BTHK), k_norm(k_BTHK))
+            assert logits.abs().max() <= expected * (1 + 1e-9)
+    # A scale at its clamp learns nothing more.
+    if scale_max is not None:
+        (norm(q_BTHK) * q_BTHK).sum().backward()
+        assert (norm.weight.grad == 0).all()
+
+
+def test_a_vector_of_no_length_stays_finite_in_every_norm():
+    for qk in EVERY_QK_NORM:
+        norm = qk_norm(qk, H, K, "q")
+        x = torch.zeros(1, 1, H, K, requires_grad=True)
+        y = norm(x)
+        y.sum().backward()
+        assert y.isfinite().all() and x.grad.isfinite().all(), say(qk)
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_a_cap_is_never_reached(cap):
+    model = build(final_softcap=cap).double()
+    model.head.weight.data *= 50
+    with torch.no_grad():
+        logits = model(ids_of(2, T))
+        assert logits.abs().max() <= cap
+        model.head.weight.data *= 1 / 50
+        assert model(ids_of(2, T)).abs().max() < cap
+        free = build().double()
+        free.head.weight.data *= 50
+        assert free(ids_of(2, T)).abs().max() > cap
+
+
+# Homogeneity
+
+
+def scaled(qk, factor):
+    """Logits of the first layer when W_q is multiplied."""
+    model = build(n_layers=1, qk_norm=qk).double()
+    model.blocks[0].attention.w_q.weight.data *= factor
+    seen = {}
+    with torch.no_grad():
+        model(ids_of(2, T), sink=lambda site, layer, x: seen.update({site: x}))
+    return model.attn_scale_value * seen["q"] @ seen["k"].transpose(-1, -2)
+
+
+@pytest.mark.parametrize("qk", [QKNormConfig(), *(replace(qk, eps=1e-20) for qk in EVERY_QK_NORM)], ids=say)
+def test_scaling_w_q_scales_raw_logits_only_without_qk_norm(qk):
+    one, seven = scaled(qk, 1.0), scaled(qk, 7.0)
+    factor, wrong = (7.0, 1.0) if qk.kind == "none" else (1.0, 7.0)
+    torch.testing.assert_close(seven, factor * one, rtol=0, atol=1e-9)
+    assert (seven - wrong * one).abs().max() > 0.1
+
+
+def test_sigma_reparam_starts_as_the_plain_model_unless_gamma_starts_at_1():
+    config = ModelConfig(blocks=BLOCKS, d_model=16, weight_reparam="sigma")
+    ids_BT = ids_of(2, T)
+    plain, keeps, one = (
+        EarlyFusionTransformer(replace(config, **fields))(ids_BT)
+        for fields in ({"weight_reparam": "none"}, {}, {"reparam_gamma": "one"})
+    )
+    torch.testing.assert_close(keeps, plain, rtol=0, atol=1e-5)
+    assert (one - plain).abs().max() > 0.01
+
+
+def test_sigma_reparam_undoes_any_scale_of_its_matrix_exactly():
+    ids_BT = ids_of(2, T)
+    outputs = {}
+    for reparam in ("sigma", "none"):
+        model = build(weight_reparam=reparam)
+        with torch.no_grad():
+            before = model(ids_BT)
+            for module in model.modules():
+                if isinstance(module, torch.nn.Linear) and module is not model.head:
+                    module.weight *= 4  # a power of two is exact in binary
+            outputs[reparam] = torch.equal(model(ids_BT), before)
+    assert outputs == {"sigma": True, "none": False}
+
+
+def test_sigma_is_the_largest_singular_value_and_follows_the_matrix():
+    model = build(weight_reparam="sigma", d_model=32)
+    matrices = [m for m in model.modules() if isinstance(m, SigmaLinear)]
+    assert len(matrices) == 3 * 7
+
+    def furthest():
+        found = torch.stack([m.sigma() / torch.linalg.matrix_norm(m.weight, 2) for m in matrices])
+        return (found - 1).abs().max().item()
+
+    assert furthest() < 0.05
+    with torch.no_grad():
+        for m in matrices:
+            m.weight += 0.3 * torch.randn(m.weight.shape, generator=torch.Generator().manual_seed(1))
+    stale = furthest()
+    for _ in range(200):
+        power_step(model)
+    assert furthest() < 0.01 < stale
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    model.train()(ids_of(2, T)).sum().backward()
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+
+
+# Translation
+
+
+@pytest.mark.parametrize(
+    ("kind", "softcap", "moves"), [("softmax", None, False), ("sigmoid", None, True), ("softmax", 2.0, True)]
+)
+def test_softmax_attention_is_unmoved_by_a_row_shift_and_sigmoid_attention_is_not(kind, softcap, moves):
+    q, k, v = torch.randn(3, 2, H, T, K, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    shared_K = torch.randn(K, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+
+    def out(keys):
+        return attention(q, keys, v, scale=0.5, kind=kind, softcap=softcap)
+
+    # A component that all keys share adds q.shared to every logit of a row.
+    difference = (out(k + 3 * shared_K) - out(k)).abs().max()
+    assert bool(difference > 1e-2) == moves
+    assert moves or difference < 1e-12
+
+
+def test_row_sums_of_the_weights_are_known_at_zero_logits():
+    zero, ones = torch.zeros(1, 1, T, K).double(), torch.ones(1, 1, T, K).double()
+
+    def sums(kind, window=0):
+        return attention(zero, zero, ones, scale=1.0, kind=kind, window=window)[0, 0, :, 0]
+
+    keys = torch.arange(1, T + 1).double()
+    torch.testing.assert_close(sums("softmax"), torch.ones(T).double())
+    torch.testing.assert_close(sums("sigmoid"), keys / (T + 1))  # sigmoid(-log T) is 1 / (T + 1)
+    torch.testing.assert_close(sums("sigmoid", window=3), keys.clamp(max=3) / (T + 1))
+
+
+def test_l2_without_a_learned_scale_is_a_function_of_the_direction():
+    norm, x = L2Norm(K, 1e-6, scale=4.0).double(), adversaries().unflatten(-1, (H, K))
+    torch.testing.assert_close(norm(3 * x), norm(x))
+    lengths = norm(x)[:6].norm(dim=-1)
+    torch.testing.assert_close(lengths, torch.full_like(lengths, 4.0))
+    assert (norm(x + 1) - norm(x)).abs().max() > 0.1

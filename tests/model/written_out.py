@@ -1,0 +1,166 @@
+"""The model's forward a second time, in other operations: the reference of the tests of the model.
+
+One sequence, a token at a time where a token passes by itself, a head at a time in the attention, each choice of the
+configuration as an `if`. It reads the state dict of a model and shares no code with it.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+def capped(x, cap):
+    """`cap * tanh(x / cap)`."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def rope_angles(T, c, local):
+    """The angle of every position and pair, by the rule of Llama 3.1 or of linear interpolation."""
+    half = c.head_dim // 2
+    theta = c.local_rope_theta if local and c.local_rope_theta else c.rope_theta
+    frequencies = []
+    for pair in range(half):
+        frequency, s = theta ** (-pair / half), c.rope_scaling
+        wavelength = 2 * math.pi / frequency
+        if (local and c.local_rope_theta) or s.kind == "none":
+            pass
+        elif s.kind == "linear" or wavelength > s.original_length / s.low_freq_factor:
+            frequency = frequency / s.factor
+        elif wavelength > s.original_length / s.high_freq_factor:
+            smooth = (s.original_length / wavelength - s.low_freq_factor) / (
+                s.high_freq_factor - s.low_freq_factor
+            )
+            frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
+        frequencies.append(frequency)
+    return torch.arange(T)[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+
+
+class WrittenOut:
+    """`WrittenOut(state, config)(ids_T)` is the logits (T, V) of one sequence.
+
+    Args:
+        state: Parameters and buffers by name; in fp64 for digits.
+        config: The `ModelConfig` of the model.
+        modalities: Modality number of each token; from the ranges of ids when left out.
+    """
+
+    def __init__(self, state, config, modalities=None):
+        self.state, self.c, self.modalities = state, config, modalities
+
+    def __call__(self, ids_T):
+        c, ids = self.c, ids_T.tolist()
+        ends = [sum(list(c.blocks.values())[: m + 1]) for m in range(len(c.blocks))]
+        self.m = self.modalities or [next(m for m, end in enumerate(ends) if i < end) for i in ids]
+        factor = [c.embed_scale.get(list(c.blocks)[m], 1.0) for m in self.m]
+        x = [factor[t] * self.state["embed.weight"][i] for t, i in enumerate(ids)]
+        for layer in range(c.n_layers):
+            x = self.block(f"blocks.{layer}", layer, x)
+        head = self.state["embed.weight" if c.tie_embeddings else "head.weight"]
+        return torch.stack(
+            [capped(head @ self.norm("final_norm", y, t), c.final_softcap) for t, y in enumerate(x)]
+        )
+
+    def get(self, module, leaf, t):
+        """A parameter as token t meets it: of its modality's copy where there are copies; None if there is none."""
+        own = f"{module}.copies.{self.m[t]}.{leaf}"
+        return self.state.get(own, self.state.get(f"{module}.{leaf}"))
+
+    def matrix(self, module, x, t, inner=""):
+        weight = self.get(module, inner + "weight", t)
+        if self.c.weight_reparam == "sigma":
+            u, v, gamma = (self.get(module, inner + leaf, t) for leaf in ("u", "v", "gamma"))
+            weight = gamma * weight / torch.einsum("i,ij,j", u, weight, v)
+        return weight @ x
+
+    def affine(self, module, y, t, gain):
+        weight, bias = self.get(module, "weight", t), self.get(module, "bias", t)
+        if weight is not None:
+            y = y * (1 + weight if gain == "zero_centred" else weight)
+        return y if bias is None else y + bias
+
+    def norm(self, module, x, t):
+        """A norm of the stream; the identity where the state has none."""
+        c, kind = self.c, module.split("_")[-2]
+        if (kind == "pre" and not c.pre_norm) or (kind == "post" and not c.post_norm):
+            return x
+        normalised = F.layer_norm if c.norm == "layer" else F.rms_norm
+        return self.affine(module, normalised(x, x.shape, eps=c.norm_eps), t, c.norm_gain)
+
+    def qk_norm(self, module, x_HK, t):
+        """The norm of the queries (or keys, values) of one token."""
+        qk, role = self.c.qk_norm, module[-6]
+        if qk.kind == "none" or (role == "v" and not qk.normalize_v):
+            return x_HK
+        if qk.kind == "l2":
+            y = F.normalize(x_HK, dim=-1, eps=qk.eps)
+            if role != "q":
+                return y
+            if qk.gain == "none":
+                return qk.scale_init * y
+            scale = self.get(module, "weight", t)
+            return y * (scale if qk.scale_max is None else scale.exp().clamp(max=qk.scale_max))
+        shape = x_HK.shape if qk.scope == "full" else x_HK.shape[-1:]
+        y = (F.layer_norm if qk.kind == "layer" else F.rms_norm)(x_HK, shape, eps=qk.eps)
+        return self.affine(module, y, t, qk.gain)
+
+    def rotate(self, x_HK, angle_P):
+        half = x_HK.shape[1] // 2
+        turned = torch.complex(x_HK[:, :half], x_HK[:, half:]) * torch.exp(1j * angle_P)
+        return torch.cat((turned.real, turned.imag), -1)
+
+    def attention(self, at, layer, x):
+        c, T = self.c, len(x)
+        heads = c.n_heads // (c.n_kv_heads or c.n_heads)
+        everything = c.window == 0 or (c.global_every and (layer + 1) % c.global_every == 0)
+        angle_TP = rope_angles(T, c, local=not everything)
+        q, k, v = (
+            [self.matrix(f"{at}.w_{n}", y, t).view(-1, c.head_dim) for t, y in enumerate(x)] for n in "qkv"
+        )
+        v = [self.qk_norm(f"{at}.v_norm", y, t) for t, y in enumerate(v)]
+        for n, rows in (("q", q), ("k", k)):
+            for t in range(T):
+                if c.qk_norm.place == "before_rope":
+                    rows[t] = self.rotate(self.qk_norm(f"{at}.{n}_norm", rows[t], t), angle_TP[t])
+                else:
+                    rows[t] = self.qk_norm(f"{at}.{n}_norm", self.rotate(rows[t], angle_TP[t]), t)
+        scale = 1.0
+        if c.qk_norm.kind != "l2" and c.attn_scale != "none":
+            scale = {"rsqrt": c.head_dim**-0.5, "inverse": 1 / c.head_dim}.get(c.attn_scale) or c.attn_scale
+        out = []
+        for t in range(T):
+            seen = range(0 if everything else max(0, t - c.window + 1), t + 1)
+            mixed = []
+            for h in range(c.n_heads):
+                logits = capped(
+                    scale * torch.stack([q[t][h] @ k[s][h // heads] for s in seen]), c.attn_softcap
+                )
+                weights = torch.softmax(logits, 0)
+                if c.attention == "sigmoid":
+                    weights = 1 / (1 + T * torch.exp(-logits))
+                mixed.append(sum(weights[i] * v[s][h // heads] for i, s in enumerate(seen)))
+            out.append(self.matrix(f"{at}.w_o", torch.cat(mixed), t))
+        return out
+
+    def mlp(self, at, x, t):
+        up = self.matrix(at, x, t, "w_up.")
+        if self.c.mlp == "gelu":
+            return self.matrix(at, up * 0.5 * (1 + torch.erf(up / math.sqrt(2))), t, "w_down.")
+        gate = self.matrix(at, x, t, "w_gate.")
+        gate = gate * torch.sigmoid(gate) if self.c.mlp == "swiglu" else F.gelu(gate, approximate="tanh")
+        return self.matrix(at, gate * up, t, "w_down.")
+
+    def block(self, at, layer, x):
+        """One layer, tokens in a list."""
+
+        def branch(name, y, t):
+            y = self.norm(f"{at}.{name}_post_norm", y, t)
+            return y if self.c.layer_scale is None else y * self.get(f"{at}.{name}_layer_scale", "weight", t)
+
+        normed = [self.norm(f"{at}.attn_pre_norm", y, t) for t, y in enumerate(x)]
+        out = self.attention(f"{at}.attention", layer, normed)
+        x = [y + branch("attn", out[t], t) for t, y in enumerate(x)]
+        return [
+            y + branch("mlp", self.mlp(f"{at}.mlp", self.norm(f"{at}.mlp_pre_norm", y, t), t), t)
+            for t, y in enumerate(x)
+        ]

@@ -1,0 +1,228 @@
+"""docs/remedies.md, written from `mmqk.remedies`, from a step that is measured, and from the lists of peers.
+
+``python -m tests.remedies_page`` writes it; a test compares what is committed with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import mmqk.model.norms
+from mmqk.model import ModelConfig
+from mmqk.remedies import MARKS, REMEDIES, Remedy
+from tests.one_step import build, step, token_batch
+from tests.peers import Peer
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/remedies.md"
+# configs/demo.yaml.
+REFERENCE = ModelConfig(blocks={"text": 1029, "image": 512}, d_model=64, n_layers=4, n_heads=4)
+SEQUENCES, TOKENS = 8, 128
+
+Peers = dict[str, list[Peer]]
+
+
+# What was compared ---------------------------------------------------------------------------------------
+
+
+def peer_modules() -> list[str]:
+    """The test modules that list peers."""
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if re.search(r"^PEERS\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+
+
+def all_peers() -> list[Peer]:
+    """Every peer of every test module."""
+    return [peer for module in peer_modules() for peer in importlib.import_module(module).PEERS]
+
+
+def by_remedy(peers: Iterable[Peer], remedies: Sequence[Remedy] = REMEDIES) -> Peers:
+    """The peers of each remedy, in their order.
+
+    Raises:
+        ValueError: a peer names a remedy that there is none of, or a remedy has no peer.
+    """
+    found: Peers = {remedy.key: [] for remedy in remedies}
+    for peer in peers:
+        for key in peer.remedies:
+            if key not in found:
+                raise ValueError(
+                    f"the peer {peer.name!r} names {key!r}, which is no remedy of mmqk.remedies."
+                )
+            found[key].append(peer)
+    for key, its in found.items():
+        if not its:
+            raise ValueError(f"the remedy {key} has no peer: list one in the PEERS of a test module.")
+    return found
+
+
+def equals(peers: Sequence[Peer]) -> str:
+    """Each peer once, with the widest tolerance that one of its comparisons allows."""
+    widest: dict[tuple[str, str], float] = {}
+    for peer in peers:
+        key = (peer.name, peer.precision)
+        widest[key] = max(peer.tolerance, widest.get(key, 0.0))
+    return "; ".join(f"{name} ({number(tol)}, {precision})" for (name, precision), tol in widest.items())
+
+
+def number(value: float) -> str:
+    """0 or a power notation without padding: 1e-5, 5e-6, 0."""
+    return re.sub(r"e([+-])0*", r"e\1", f"{value:.2g}").replace("e+", "e") if value else "0"
+
+
+# What it costs -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parameters, and floating-point operations of the products of one training step."""
+
+    parameters: int
+    flops: int
+
+
+def _matrix_vector_flops(matrix, vector, *args, out_shape=None, **kwargs) -> int:
+    return 2 * matrix[0] * matrix[1]
+
+
+def measure(settings: dict) -> Size:
+    """The size of the reference model with these settings, all of it with dense attention."""
+    module = build({**settings, "backend": "math"}, REFERENCE)
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(REFERENCE.vocab_size, (SEQUENCES, TOKENS), generator=generator)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mv: _matrix_vector_flops})
+    with counter:
+        step(module, token_batch(ids_BT, REFERENCE.blocks))
+    return Size(sum(p.numel() for p in module.model.parameters()), counter.get_total_flops())
+
+
+def cost(remedy: Remedy, control: Size, its: Size) -> str:
+    """What the remedy adds to the control, and the words for what these numbers do not show."""
+    said = []
+    if its.parameters != control.parameters:
+        said.append(f"{its.parameters - control.parameters:+,} parameters")
+    if its.flops != control.flops:
+        share = f"{100 * (its.flops / control.flops - 1):+.1f} % FLOPs"
+        said.append("below 0.1 % FLOPs" if share[1:4] == "0.0" else share)
+    return "; ".join([*said, *([remedy.cost] if remedy.cost != "none" or not said else [])])
+
+
+# The page ------------------------------------------------------------------------------------------------
+
+HEAD = """\
+# Remedies
+
+Every published remedy is a switch, off in the control, and most can be had together. This page is written by
+`python -m tests.remedies_page` from `mmqk.remedies`, from measured training steps and from the tests; it is not
+edited. `python -m mmqk.remedies` prints the same switches in a terminal. [add_a_norm.md](add_a_norm.md) adds one.
+
+## How to read it
+
+- **Switch**: what to add to `python -m mmqk.train --config configs/demo.yaml`. The control is pre-norm with RMSNorm,
+  softmax attention with scale 1 / √head_dim, AdamW. Numbers are the source's or of its order: they are doses.
+- **Formula**: in the symbols of the code. q, k and v are the queries, keys and values of a head, x the residual
+  stream, W a matrix, g its gradient; eps and the first values of gains are fields too.
+- **Source**: {marks}.
+- **Acts on**: see the two softmaxes below.
+- **Cost**: parameters, and floating-point operations of all matrix products of a training step (forward, backward,
+  update), on top of the control's {parameters:,} and {gflops:.2f} GFLOP; measured with dense attention at the size of
+  `configs/demo.yaml` (d_model {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,} ids, {sequences} times
+  {tokens} tokens). What takes time without multiplying matrices is said in words; time itself depends on the machine.
+- **Equals**: the outside implementation, or the formula written out in the test, that it was compared with, and the
+  largest difference that the test allows at that precision, in values and in gradients, with gains and biases
+  randomised. Each comparison has controls: wrong variants that fail it.
+
+Any two remedies either train together or are refused with a sentence that names both: QK-Clip with QK-Norm or
+σReparam, which divide its scaling out again, and a detail of QK-Norm with a kind that has no use for it. Fields
+without a row here (shape, data, schedule) are not remedies.
+
+## Two softmaxes
+
+There is an **attention softmax** over the keys in every head, and one **output softmax** over the vocabulary. What
+holds the logits of one leaves those of the other alone.
+
+| switch | attention softmax | output softmax |
+| --- | --- | --- |
+{softmaxes}
+
+z-loss is *not* a loss on attention logits, and QK-Norm does not hold log Z of the output: Chameleon takes both
+(arXiv 2405.09818, section 2.3 [V]). Residual dropout acts on neither. Attention dropout acts on the weights behind
+the attention softmax, so that they no longer add up to 1. With `--model.attention=sigmoid` there is no attention
+softmax, and shifting a row of logits no longer leaves the output as it was.
+
+## Rounding order of the norms
+
+{rounding}
+"""
+SOFTMAXES = (
+    ("`attn_scale`", "factor on its logits", "–"),
+    ("QK-Norm, cosine attention", "bounds its logits, by gains or scale", "–"),
+    ("`attn_softcap`", "bounds its logits, before the mask", "–"),
+    ("QK-Clip", "brings its logits back below the threshold", "–"),
+    ("`attention` sigmoid", "replaces it", "–"),
+    ("`attn_dropout`", "on its weights", "–"),
+    ("`final_softcap`", "–", "bounds its logits"),
+    ("`z_loss`", "–", "draws its log Z to 0"),
+    ("`residual_dropout`, LayerScale, norm placement", "–", "–"),
+)
+COLUMNS = ("switch", "formula", "source", "acts on", "cost", "equals")
+
+
+def row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
+    """The page."""
+    head = HEAD.format(
+        marks="; ".join(f"[{mark}] {meaning}" for mark, meaning in MARKS.items()),
+        parameters=control.parameters,
+        gflops=control.flops / 1e9,
+        d_model=REFERENCE.d_model,
+        n_layers=REFERENCE.n_layers,
+        n_heads=REFERENCE.n_heads,
+        vocabulary=REFERENCE.vocab_size,
+        sequences=SEQUENCES,
+        tokens=TOKENS,
+        softmaxes="\n".join(row(cells) for cells in SOFTMAXES),
+        rounding="\n\n".join((mmqk.model.norms.__doc__ or "").strip().split("\n\n")[1:]),
+    )
+    lines = [head]
+    for group in dict.fromkeys(remedy.group for remedy in REMEDIES):
+        lines += [f"## {group[0].upper()}{group[1:]}", "", row(COLUMNS), row(["---"] * len(COLUMNS))]
+        for r in (remedy for remedy in REMEDIES if remedy.group == group):
+            switch = f"{r.title}: {' '.join(f'`{flag}`' for flag in r.flags)}"
+            lines.append(
+                row(
+                    [
+                        switch,
+                        r.formula,
+                        r.source,
+                        r.acts_on,
+                        cost(r, control, sizes[r.key]),
+                        equals(peers[r.key]),
+                    ]
+                )
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def page() -> str:
+    """The page as the code and the tests have it now."""
+    sizes = {remedy.key: measure(dict(remedy.settings)) for remedy in REMEDIES}
+    return render(by_remedy(all_peers()), sizes, measure({}))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

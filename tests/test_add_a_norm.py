@@ -1,0 +1,141 @@
+"""docs/add_a_norm.md is applied as a patch to a copy of the repository, and what it adds is run there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmqk.config import resolve
+from mmqk.store import UserError
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/add_a_norm.md"
+COPIED = ("mmqk", "configs", "tests", "docs/add_a_norm.md", "pyproject.toml")
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("git") is None, reason="git is not installed, which applies patches"
+)
+
+
+def commands() -> list[str]:
+    """The first block of the page: what a reader types."""
+    block = re.search(r"^```\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    return block[1].splitlines()
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """A command in a copy, whose mmqk is found before the installed one; git looks for no repository around it."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    environment |= {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": str(folder)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=300)
+
+
+def copy_to(folder: Path) -> Path:
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory) -> Path:
+    """A copy of the repository after the page's own command."""
+    folder = copy_to(tmp_path_factory.mktemp("add") / "copy")
+    done = run(folder, "bash", "-c", f"set -o pipefail; {commands()[0]}")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def added(folder: Path, name: str) -> list[str]:
+    before = (ROOT / name).read_text(encoding="utf-8").splitlines() if (ROOT / name).exists() else []
+    return [line for line in (folder / name).read_text(encoding="utf-8").splitlines() if line not in before]
+
+
+def test_the_page_is_the_whole_change_and_the_norm_is_ten_lines(patched):
+    diffs = re.findall(r"^\+\+\+ b/(\S+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert all(added(patched, name) for name in diffs)
+    changed = {
+        str(path.relative_to(patched))
+        for folder in ("mmqk", "configs", "tests")
+        for path in (patched / folder).rglob("*")
+        if path.is_file() and added(patched, str(path.relative_to(patched)))
+    }
+    assert changed == set(diffs)
+    assert len([line for line in added(patched, "mmqk/model/norms.py") if line.strip()]) <= 10
+
+
+def test_its_parity_test_passes_there(patched):
+    assert commands()[1] == "python -m pytest tests/model/test_dyt.py"
+    done = run(patched, sys.executable, *commands()[1].split()[1:], "-p", "no:warnings")
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The control: with another formula in the norm, the same test fails.
+    norms = patched / "mmqk/model/norms.py"
+    right = norms.read_text(encoding="utf-8")
+    try:
+        norms.write_text(right.replace("torch.tanh(self.alpha * wide)", "self.alpha * torch.tanh(wide)"))
+        done = run(patched, sys.executable, *commands()[1].split()[1:], "-p", "no:warnings")
+        assert done.returncode == 1 and "test_it_equals_its_peer" in done.stdout
+    finally:
+        norms.write_text(right, encoding="utf-8")
+
+
+def test_it_is_printed_with_the_other_remedies(patched):
+    assert (
+        "--model.norm=dyt --model.norm_bias=true"
+        in run(patched, sys.executable, "-m", "mmqk.remedies").stdout
+    )
+
+
+def nested(args: list[str]) -> dict:
+    """A command line of `mmqk.train` as the content of a configuration file."""
+    content: dict = {}
+    for name, _, value in (arg.removeprefix("--").partition("=") for arg in args if "=" in arg):
+        *sections, field = name.split(".")
+        section = content
+        for key in sections:
+            section = section.setdefault(key, {})
+        section[field] = yaml.safe_load(value)
+    return content
+
+
+def test_both_arms_of_its_ablation_train(patched, tiny_args):
+    grid = patched / "configs/ablations/dyt.yaml"
+    raw = yaml.safe_load(grid.read_text(encoding="utf-8"))
+    assert commands()[2].endswith(f"--config {grid.relative_to(patched)}")
+    tiny = nested(tiny_args) | {"checkpoint": {"every_n_steps": 0}}
+    tiny["trainer"] |= {"max_steps": 3}
+    (patched / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+    raw |= {"base": [*(str(grid.parent / base) for base in raw["base"]), "tiny.yaml"], "seeds": [1]}
+    (patched / "tiny_grid.yaml").write_text(yaml.safe_dump(raw))
+
+    done = run(patched, sys.executable, "-m", "mmqk.ablate", "--config", "tiny_grid.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folders = {
+        folder.name.partition("-")[0]: folder / "seed1" for folder in (patched / "runs/dyt").glob("*-*")
+    }
+    assert folders.keys() == {"rms", "dyt"}
+    kinds = {}
+    for arm, folder in folders.items():
+        status = json.loads((folder / "status.json").read_text())
+        assert (status["status"], status["step"]) == ("completed", 3)
+        kinds[arm] = yaml.safe_load((folder / "config.yaml").read_text())["model"]["norm"]
+    assert kinds == {"rms": "rms", "dyt": "dyt"}
+
+
+def test_without_the_patch_the_value_is_refused_by_name(tiny_args):
+    with pytest.raises(UserError, match=r"model\.norm is 'dyt'"):
+        resolve([*tiny_args, "--model.norm=dyt"])

@@ -1,0 +1,118 @@
+"""Every pair of remedies either trains or is refused by a sentence that names both; which are refused is known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import combinations
+
+import pytest
+import torch
+
+from mmqk.model import ModelConfig, check_backend
+from mmqk.remedies import REMEDIES, Remedy
+from tests.one_step import build, step, token_batch
+
+BLOCKS = {"text": 24, "image": 16}
+MODEL = ModelConfig(blocks=BLOCKS, d_model=16, n_layers=2, n_heads=2)
+MIXED, TEXT, IMAGE = [1, 2, 30, 31, 32, 33, 3, 4], [*range(8)], [*range(24, 32)]
+BATCH = token_batch([MIXED, TEXT, IMAGE, [5] + [-1] * 7], BLOCKS)
+ALONE = token_batch([[5], [30]], BLOCKS)
+
+BY_KEY = {remedy.key: remedy for remedy in REMEDIES}
+WITH_QK_NORM = {remedy.key for remedy in REMEDIES if "model.qk_norm.kind" in remedy.settings}
+L2 = {"qk_norm_l2", "qk_norm_l2_per_head", "qk_norm_cosine"}
+WITH_BIAS = {"qk_norm_layer_bias", "qk_norm_per_head"}
+# A bias under any other kind, and the choices of RMS and LayerNorm under l2, when one kind is set over the other.
+BIAS_OF_ANOTHER_KIND = {(a, b) for a in WITH_BIAS for b in WITH_QK_NORM - WITH_BIAS - {"qk_norm_layer"}}
+REFUSED = {
+    frozenset(pair)
+    for pair in (
+        *(("attn_scale_inverse", key) for key in L2),
+        *(("qk_clip", key) for key in WITH_QK_NORM | {"sigma_reparam"}),
+        *BIAS_OF_ANOTHER_KIND,
+        *(("qk_norm_full", key) for key in L2),
+        ("qk_norm_zero_centred", "qk_norm_l2"),
+        ("qk_norm_no_gain", "untie_qk_norm"),
+    )
+}
+
+
+def merged(a: Remedy, b: Remedy) -> Iterator[dict]:
+    """The settings of both; where they give one field two values, each over the other."""
+    yield {**a.settings, **b.settings}
+    if any(a.settings[name] != b.settings[name] for name in a.settings.keys() & b.settings.keys()):
+        yield {**b.settings, **a.settings}
+
+
+def unfinished(settings: dict) -> list[str]:
+    """What of a training of these settings is not finite: nothing, it should be. Raises as `build` does."""
+    module = build(settings, MODEL)
+    backends = ["math"] if settings.get("backend") == "math" else ["math", "sdpa"]
+    found = []
+    for backend in backends:
+        check_backend(backend, module.model_config.attn_softcap, module.model_config.attention)
+        for block in module.model.blocks:
+            block.attention.backend = backend
+        with torch.no_grad():
+            if not module.model(ALONE.ids_BT).isfinite().all():
+                found.append(f"{backend}: logits of one token")
+        if not torch.tensor(step(module, BATCH)).isfinite():
+            found.append(f"{backend}: loss")
+        for name, parameter in module.named_parameters():
+            if parameter.grad is None or not parameter.grad.isfinite().all():
+                found.append(f"{backend}: gradient of {name}")
+            if not parameter.isfinite().all():
+                found.append(f"{backend}: {name}")
+    return found
+
+
+def names_both(sentence: str, a: Remedy, b: Remedy) -> bool:
+    """Whether it names a field of each, by the last part of its name at least, and they are two."""
+    named = [
+        {name for name in remedy.settings if re.search(rf"\b{name.rpartition('.')[2]}\b", sentence)}
+        for remedy in (a, b)
+    ]
+    return bool(named[0] and named[1]) and len(named[0] | named[1]) > 1 and sentence.count(". ") == 0
+
+
+@pytest.mark.parametrize("remedy", REMEDIES, ids=lambda remedy: remedy.key)
+def test_alone_it_trains(remedy):
+    assert unfinished(dict(remedy.settings)) == []
+
+
+@pytest.mark.parametrize("a", REMEDIES[:-1], ids=lambda remedy: remedy.key)
+def test_with_any_other_it_trains_or_is_refused_by_name(a):
+    refused = set()
+    others = REMEDIES[REMEDIES.index(a) + 1 :]
+    for b in others:
+        for settings in merged(a, b):
+            try:
+                assert unfinished(settings) == [], (b.key, settings)
+            except ValueError as error:
+                assert names_both(str(error), a, b), (b.key, str(error))
+                refused.add(b.key)
+    assert refused == {b.key for b in others if frozenset((a.key, b.key)) in REFUSED}
+
+
+def test_the_known_list_names_pairs_of_remedies():
+    assert {frozenset(pair) for pair in combinations(BY_KEY, 2)} > REFUSED
+
+
+def test_what_is_not_finite_is_found():
+    assert any("loss" in found for found in unfinished({"model.embed_scale.image": 1e38, "optim.lr": 1e30}))
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "model.qk_norm.kind rms is refused.",
+        "these two do not go together.",
+        "optim.qk_clip_logit needs no model.qk_norm.kinds.",
+    ],
+)
+def test_a_refusal_that_names_one_or_none_is_found(sentence):
+    assert names_both(
+        "optim.qk_clip needs model.qk_norm.kind none.", BY_KEY["qk_clip"], BY_KEY["qk_norm_rms"]
+    )
+    assert not names_both(sentence, BY_KEY["qk_clip"], BY_KEY["qk_norm_rms"])

@@ -1,0 +1,198 @@
+"""The table of remedies: complete, true to the parser, and the page that is written from it and from the tests."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from mmqk.config import RunConfig, resolve
+from mmqk.model import ModelConfig
+from mmqk.remedies import MARKS, REMEDIES, main
+from mmqk.store import flatten, front_door
+from mmqk.training.loss import LossConfig
+from mmqk.training.optim import OptimConfig
+from tests.peers import Peer
+from tests.remedies_page import (
+    PAGE,
+    REFERENCE,
+    SEQUENCES,
+    TOKENS,
+    Size,
+    all_peers,
+    by_remedy,
+    cost,
+    equals,
+    measure,
+    number,
+    page,
+    render,
+)
+
+ROOT = Path(__file__).parents[1]
+DEMO = "--config=configs/demo.yaml"
+# Fields that are no remedy by themselves: shape, what is trained on what, positions, and details of a remedy.
+NOT_REMEDIES = {
+    "model": "blocks d_model n_layers n_heads n_kv_heads d_head d_ff mlp norm_gain norm_eps reparam_gamma"
+    " tie_embeddings window global_every rope_theta local_rope_theta qk_norm.eps qk_norm.scale_init"
+    " rope_scaling.kind rope_scaling.factor rope_scaling.low_freq_factor rope_scaling.high_freq_factor"
+    " rope_scaling.original_length",
+    "loss": "weights",
+    "optim": "lr beta1 schedule final_lr",
+}
+
+
+def names(config: type, prefix: str) -> list[str]:
+    """Dotted names of the fields of a dataclass, of those it holds too."""
+    found = []
+    for f in fields(config):
+        inner = f.default_factory if is_dataclass(f.default_factory) else None
+        found += [f"{prefix}{f.name}"] if inner is None else names(inner, f"{prefix}{f.name}.")
+    return found
+
+
+def fields_of_runs() -> set[str]:
+    sections = {"model": ModelConfig, "loss": LossConfig, "optim": OptimConfig}
+    return {name for section, config in sections.items() for name in names(config, f"{section}.")}
+
+
+def unaccounted(known: set[str]) -> set[str]:
+    """Fields that are neither of a remedy nor listed as none, and what is listed without being a field."""
+    listed = {f"{section}.{name}" for section, words in NOT_REMEDIES.items() for name in words.split()}
+    switched = {name for remedy in REMEDIES for name in remedy.settings if name != "backend"}
+    of_mapping = {name for name in switched if name.rpartition(".")[0] in known}
+    accounted = listed | switched - of_mapping | {name.rpartition(".")[0] for name in of_mapping}
+    assert not listed & switched
+    return known ^ accounted
+
+
+def test_every_field_is_of_a_remedy_or_listed_as_none():
+    assert unaccounted(fields_of_runs()) == set()
+    # The controls: a field more, and a field less.
+    assert unaccounted(fields_of_runs() | {"model.anti_gravity"}) == {"model.anti_gravity"}
+    assert unaccounted(fields_of_runs() - {"optim.qk_clip"}) == {"optim.qk_clip"}
+
+
+def test_every_entry_is_filled_and_marked():
+    assert (
+        len({remedy.key for remedy in REMEDIES})
+        == len({remedy.title for remedy in REMEDIES})
+        == len(REMEDIES)
+    )
+    for remedy in REMEDIES:
+        assert remedy.settings and remedy.formula and remedy.acts_on and remedy.cost and remedy.group
+        marks = set(re.findall(r"\[(\w)\]", remedy.source))
+        assert marks <= set(MARKS) and (marks or remedy.source.startswith("ours")), remedy.key
+
+
+@pytest.fixture(scope="module")
+def control(tiny_args) -> RunConfig:
+    return resolve(list(tiny_args))
+
+
+@pytest.mark.parametrize("remedy", REMEDIES, ids=lambda remedy: remedy.key)
+def test_its_flags_resolve_and_change_what_they_say_and_nothing_else(remedy, control, tiny_args, monkeypatch):
+    run = resolve([*tiny_args, *remedy.flags])
+    before, after = flatten(control.nested()), flatten(run.nested())
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert {name: after[name] for name in remedy.settings} == dict(remedy.settings)
+    # Fields that a remedy states though they are the default (pre_norm of the sandwich) do not change.
+    assert changed <= remedy.settings.keys() and run.id != control.id
+    monkeypatch.chdir(ROOT)
+    assert remedy.settings.items() <= flatten(resolve([DEMO, *remedy.flags]).nested()).items()
+
+
+# The command ---------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_every_remedy_with_its_flags(capsys):
+    assert main([]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for remedy in REMEDIES:
+        for text in (remedy.title, " ".join(remedy.flags), remedy.formula, remedy.source):
+            assert text in printed, remedy.key
+
+
+def test_it_answers_help_and_refuses_what_it_does_not_know(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "python -m mmqk.remedies" in capsys.readouterr().out
+    assert front_door(main)(["qk_norm"]) == 2
+    err = capsys.readouterr().err
+    assert "qk_norm" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("first", "code"), [("", 0), ("sys.modules['torch'] = sys; ", 1)])
+def test_it_imports_no_torch(first, code):
+    command = f"import sys; {first}import mmqk.remedies; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT).returncode == code
+
+
+# The page ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_the_code_and_the_tests_say():
+    assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.remedies_page"
+
+
+def test_a_page_of_other_sizes_or_peers_is_another():
+    control = Size(parameters=100, flops=100)
+    sizes = {remedy.key: control for remedy in REMEDIES}
+    peers = {remedy.key: [Peer((remedy.key,), "someone", 1e-3)] for remedy in REMEDIES}
+    first = render(peers, sizes, control)
+    assert render(peers, sizes | {"z_loss": Size(101, 100)}, control) != first
+    assert render(peers | {"z_loss": [Peer(("z_loss",), "someone", 1e-2)]}, sizes, control) != first
+
+
+def test_every_remedy_has_a_peer_and_every_peer_a_remedy():
+    peers = all_peers()
+    by_remedy(peers)
+    with pytest.raises(ValueError, match="'qk_nrom_rms', which is no remedy"):
+        by_remedy([*peers, Peer(("qk_nrom_rms",), "someone", 1e-5)])
+    with pytest.raises(ValueError, match="the remedy z_loss has no peer"):
+        by_remedy([peer for peer in peers if "z_loss" not in peer.remedies])
+
+
+def test_a_peer_is_printed_once_with_its_widest_tolerance():
+    peers = [
+        Peer((), "timm", 1e-11),
+        Peer((), "torch", 2.5e-6, "fp32"),
+        Peer((), "timm", 1e-5),
+        Peer((), "bits", 0.0),
+    ]
+    assert equals(peers) == "timm (1e-5, fp64); torch (2.5e-6, fp32); bits (0, fp64)"
+    assert [number(x) for x in (0.01, 1e-12, 0.0, 5e-6)] == ["0.01", "1e-12", "0", "5e-6"]
+
+
+def test_the_reference_size_is_the_demonstrations(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    run = resolve([DEMO])
+    assert (run.model, run.data.batch_size, run.data.seq_len) == (REFERENCE, SEQUENCES, TOKENS)
+
+
+def test_cost_says_what_is_added():
+    control, nothing = Size(1000, 10**6), replace(REMEDIES[0], cost="none")
+    assert cost(nothing, control, control) == "none"
+    assert cost(nothing, control, Size(2500, 10**6)) == "+1,500 parameters"
+    assert cost(REMEDIES[2], control, Size(990, 2 * 10**6)).startswith(
+        "-10 parameters; +100.0 % FLOPs; a norm"
+    )
+    assert cost(nothing, control, Size(1000, 10**6 + 1)) == "below 0.1 % FLOPs"
+
+
+def test_flops_are_those_of_the_textbook():
+    size, tokens = measure({}), SEQUENCES * TOKENS
+    c = REFERENCE
+    matrices = c.n_layers * (4 * c.d_model**2 + 3 * c.d_model * c.mlp_width) + c.d_model * c.vocab_size
+    scores = 2 * SEQUENCES * c.d_model * TOKENS**2  # of one layer: q·k for every pair, masked or not
+    assert size.flops == 6 * matrices * tokens + 6 * c.n_layers * scores
+    norms = (2 * c.n_layers + 1) * c.d_model
+    assert size.parameters == matrices + c.d_model * c.vocab_size + norms
+    # QK-Clip takes every q·k once more; a backward pass more is two of three parts of a step.
+    assert measure({"optim.qk_clip": 100.0}).flops - size.flops == c.n_layers * scores
+    assert measure({"optim.split_second_moment": True}).flops * 3 == size.flops * 5
+    assert measure({"model.untie.qk": True}).parameters - size.parameters == 2 * c.n_layers * c.d_model**2

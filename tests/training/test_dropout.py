@@ -1,0 +1,126 @@
+"""Dropout of residual branches and of attention weights: a function of seed and micro-batch, in training alone."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmqk.model.attention import attention
+from tests.peers import Peer
+from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
+
+ATTENTION = Peer(("attn_dropout",), "formula written out", 1e-12)
+RESIDUAL = Peer(("residual_dropout",), "formula written out", 1e-12)
+PEERS = [ATTENTION, RESIDUAL]
+KINDS = ("attn_dropout", "residual_dropout")
+BACKENDS = [("attn_dropout", "math"), ("attn_dropout", "sdpa"), ("residual_dropout", "math")]
+
+
+def with_dropout(kind: str, backend: str = "math", seed: int = 0, p: float = 0.3):
+    return module_of(replace(MODEL, **{kind: p}), backend=backend, seed=seed)
+
+
+def first_loss(module, index: int = 0, batch_seed: int = 0) -> float:
+    module._trainer = None
+    module.trainer = trainer = L.Trainer(max_steps=1, barebones=True)  # kept: the module holds it weakly
+    assert trainer.max_steps == 1
+    return float(module.training_step(toy_batch(batch_seed), index).detach())
+
+
+@pytest.mark.parametrize(("kind", "backend"), BACKENDS)
+def test_it_is_a_function_of_seed_and_micro_batch(kind, backend):
+    module = with_dropout(kind, backend)
+    first = first_loss(module)
+    torch.manual_seed(1234)  # whatever was drawn before
+    torch.rand(7)
+    assert first_loss(module) == first
+    # The controls: another micro-batch, another seed over the same weights, and no dropout are other numbers.
+    assert first_loss(module, index=1) != first
+    module.seed = 1
+    assert first_loss(module) != first
+    assert first_loss(module_of(backend=backend)) != first
+
+
+@pytest.mark.parametrize(("kind", "backend"), BACKENDS)
+def test_runs_repeat_bit_for_bit_and_validation_has_none(kind, backend):
+    batches = [toy_batch(seed) for seed in range(3)]
+    runs = [with_dropout(kind, backend) for _ in range(2)]
+    for module, disturb in zip(runs, (0, 99), strict=True):
+        torch.manual_seed(disturb)
+        fit(module, batches)
+    assert apart(weights(runs[0]), weights(runs[1])) == 0
+    plain = module_of(backend=backend)
+    fit(plain, batches)
+    assert apart(weights(runs[0]), weights(plain)) > 1e-4  # the control: without it, another run
+    # In evaluation the weights alone decide, as in the model that never had dropout.
+    plain.model.load_state_dict(runs[0].model.state_dict())
+    state = torch.get_rng_state()
+    values = [m.model.eval()(batches[0].ids_BT).detach() for m in (runs[0], runs[0], plain)]
+    assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(runs[0].model.train()(batches[0].ids_BT), values[0])
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_attention_drops_weights_after_the_softmax(kind):
+    """The formula with the same mask; kept weights are divided by the share kept, and rows no longer add up to 1."""
+    q, k, v = torch.randn(3, 2, 3, 7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(5)
+    out = attention(q, k, v, scale=0.5, kind=kind, dropout=0.4)
+    torch.manual_seed(5)
+    kept = (F.dropout(torch.ones(2, 3, 7, 7, dtype=torch.float64), 0.4) > 0).double()
+    logits = 0.5 * torch.einsum("bhtk,bhsk->bhts", q, k)
+    hidden = torch.ones(7, 7).triu(1).bool()
+    if kind == "softmax":
+        weight = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+    else:
+        weight = torch.sigmoid(logits - torch.tensor(7.0).double().log()).masked_fill(hidden, 0.0)
+    expected = (weight * kept / 0.6) @ v
+    torch.testing.assert_close(out, expected, rtol=0, atol=ATTENTION.tolerance)
+    # The controls: before the normalisation, not rescaled, or none.
+    renormalised = weight * kept / (weight * kept).sum(-1, keepdim=True).clamp_min(1e-9)
+    for wrong in (renormalised, weight * kept, weight):
+        assert float((out - wrong @ v).abs().max()) > 1e-2
+
+
+def test_the_residual_branch_drops_elements_of_each_sublayer_before_it_is_added():
+    """The formula with the masks of the same generator: the stream itself is never dropped."""
+    module = with_dropout("residual_dropout", p=0.4)
+    batch, sites = toy_batch(0), {}
+    torch.manual_seed(5)
+    module.model(batch.ids_BT, sink=lambda site, layer, x: sites.setdefault((site, layer), x.detach()))
+    torch.manual_seed(5)
+    stream = module.model.embed(batch.ids_BT).detach()
+    undropped = stream
+    for layer, site in itertools.product(range(MODEL.n_layers), ("attn_out", "mlp_out")):
+        kept = (F.dropout(torch.ones_like(stream), 0.4) > 0).double()
+        stream = stream + sites[site, layer] * kept / 0.6
+        undropped = undropped + sites[site, layer]
+    torch.testing.assert_close(sites["final", -1], stream, rtol=0, atol=RESIDUAL.tolerance)
+    assert float((sites["final", -1] - undropped).abs().max()) > 1e-2  # the control
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_about_the_right_share_is_dropped(kind):
+    """3 of 10 within four standard deviations."""
+    drawn = []
+    original = F.dropout
+
+    def watching(x, p=0.5, training=True, inplace=False):
+        out = original(x, p, training, inplace)
+        if p:
+            drawn.append(float((out == 0)[x != 0].double().mean()))
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "dropout", watching)
+        module = with_dropout(kind)
+        module.model(toy_batch(0, B=16).ids_BT)
+    assert len(drawn) == (MODEL.n_layers if kind == "attn_dropout" else 2 * MODEL.n_layers)
+    n = 16 * 12 * 16 if kind == "residual_dropout" else 16 * 4 * 12 * 13 / 2
+    assert all(abs(share - 0.3) < 4 * (0.21 / n) ** 0.5 for share in drawn)

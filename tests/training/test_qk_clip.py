@@ -1,0 +1,322 @@
+"""QK-Clip: exact largest logits by head, exact shrinking, an exact no-op below the threshold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmqk.model import ModelConfig, QKNormConfig, UntieConfig
+from mmqk.store import parse_tag
+from mmqk.training import qk_clip
+from mmqk.training.loggers import over_layers
+from mmqk.training.optim import OptimConfig
+from mmqk.training.qk_clip import QKClip, check_qk_clip, clip_heads, gamma_of, largest_logits
+from tests.peers import Peer
+from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
+
+WRITTEN_OUT = Peer(("qk_clip",), "formula written out", 1e-12)
+PEERS = [WRITTEN_OUT]
+
+
+def brute_force(q, k, scale, valid, document=None, window=0) -> list[float]:
+    """The definition, one pair at a time."""
+    B, H, T, _ = q.shape
+    best = [-math.inf] * H
+    for b, h, t in itertools.product(range(B), range(H), range(T)):
+        for s in range(t + 1):
+            seen = valid[b, t] and valid[b, s] and (not window or t - s < window)
+            if seen and (document is None or document[b, t] == document[b, s]):
+                best[h] = max(best[h], scale * float(q[b, h, t] @ k[b, h, s]))
+    return best
+
+
+def queries_and_keys(B=2, H=3, T=9, K=4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, B, H, T, K, generator=generator, dtype=torch.float64))  # type: ignore[return-value]
+
+
+# What is measured ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elements", [1, 200, 2**24])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_the_largest_logit_is_exact_over_visible_pairs(monkeypatch, elements, documents, window):
+    monkeypatch.setattr(qk_clip, "CHUNK_ELEMENTS", elements)
+    (q, k), batch = queries_and_keys(), toy_batch(1, 2, 9, padding=2, documents=documents)
+    batch.valid_BT[:, 1:3] = False  # in the middle: as keys, these have queries behind them
+    seen = (batch.valid_BT, batch.document_BT, window)
+    expected = torch.tensor(brute_force(q, k, 0.7, *seen), dtype=q.dtype)
+    torch.testing.assert_close(largest_logits(q, k, 0.7, *seen), expected, rtol=0, atol=1e-12)
+    # The controls: the pairs that nobody sees hold larger logits, and the largest absolute one is another.
+    every = (0.7 * q @ k.transpose(-1, -2)).amax((0, 2, 3))
+    assert (every > expected + 0.1).any()
+    assert (largest_logits(-q, k, 0.7, *seen) > expected + 0.1).any()
+
+
+def test_a_head_whose_logits_are_all_negative_has_a_negative_maximum():
+    x = torch.ones(1, 1, 5, 4, dtype=torch.float64)
+    assert largest_logits(x, -x, 0.5, torch.ones(1, 5, dtype=torch.bool)).tolist() == [-2.0]
+    assert largest_logits(x, x, 0.5, torch.zeros(1, 5, dtype=torch.bool)).tolist() == [-math.inf]
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa"])
+@pytest.mark.parametrize(
+    "variant",
+    [{}, {"n_kv_heads": 2}, {"window": 3, "global_every": 2}, {"attn_scale": "none"}],
+    ids=["plain", "grouped keys", "windows", "no scale"],
+)
+def test_a_step_measures_the_attention_that_it_computed(monkeypatch, backend, variant):
+    """Against the softmax that torch computes: its inputs are the logits, whatever layer and head they are of."""
+    batch = toy_batch(2, padding=3, documents=True)
+    module = module_of(replace(MODEL, **variant), backend=backend, qk_clip=1.0)
+    reference, rows = module_of(replace(MODEL, **variant), backend="math"), []
+    softmax = torch.softmax
+
+    def watching(logits, dim):
+        if logits.ndim == 4:
+            valid = batch.valid_BT[:, None, :, None] & batch.valid_BT[:, None, None, :]
+            rows.append(logits.detach().masked_fill(~valid, -math.inf).amax((0, 2, 3)))
+        return softmax(logits, dim)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "softmax", watching)
+        reference._losses(batch)
+    module._losses(batch, module._clip.sink(batch))
+    found = torch.stack([module._clip._largest[layer] for layer in range(2)])
+    torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=1e-12)
+    assert (
+        float((found[0] - found[1]).abs().max()) > 1e-2
+    )  # the control: layers differ, so they cannot be mixed up
+    assert module._clip.measured().tolist()[:2] == found.amax(1).tolist()
+
+
+def test_gamma_is_its_formula_and_one_where_there_is_nothing_to_clip():
+    largest = torch.tensor([4.0, 2.0, 1.0, 0.0, -5.0, -math.inf, math.inf, math.nan], dtype=torch.float64)
+    assert gamma_of(largest, 2.0).tolist() == [0.5, 1, 1, 1, 1, 1, 1, 1]
+    assert gamma_of(largest, 3.0)[0] == 0.75
+
+
+# What is scaled --------------------------------------------------------------------------------------------
+
+
+def logits_by_head(model, batch) -> list[Tensor]:
+    """(H, B, T, T) of each layer: the raw logits of every pair."""
+    found: dict[tuple[str, int], Tensor] = {}
+    with torch.no_grad():
+        model(
+            batch.ids_BT,
+            batch.modality_BT,
+            sink=lambda site, layer, x: found.__setitem__((site, layer), x.clone()),
+        )
+    layers = range(model.config.n_layers)
+    return [
+        (model.attn_scale_value * found["q", i] @ found["k", i].transpose(-1, -2)).transpose(0, 1)
+        for i in layers
+    ]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("untied", [False, True])
+def test_logits_of_a_head_shrink_by_exactly_its_gamma(kv_heads, untied):
+    """Only the first layer's input is not changed by the clipping of other layers, so it is looked at."""
+    config = replace(MODEL, n_kv_heads=kv_heads, untie=UntieConfig(qk=untied))
+    model, batch = module_of(config).model, toy_batch(3)
+    attention = model.blocks[0].attention
+    if untied:  # copies start alike: set them apart, so that scaling only one of them would be seen
+        with torch.no_grad():
+            attention.w_q.copies[1].weight.mul_(-1.5)
+            attention.w_k.copies[1].weight.mul_(0.5)
+    gamma = torch.tensor([0.25, 1.0, 0.64, 0.9], dtype=torch.float64)
+    before = logits_by_head(model, batch)[0]
+    clip_heads(attention.w_q, attention.w_k, gamma, kv_heads)
+    after = logits_by_head(model, batch)[0]
+    expected = gamma[:, None, None, None] * before
+    torch.testing.assert_close(after, expected, rtol=0, atol=WRITTEN_OUT.tolerance)
+    # The controls: gamma on either side, and on neither, are other logits.
+    for wrong in (gamma.square(), torch.ones_like(gamma)):
+        assert float((after - wrong[:, None, None, None] * before).abs().max()) > 1e-3
+
+
+def test_weights_take_the_root_each_and_shared_keys_that_of_the_smallest():
+    gamma = torch.tensor([0.25, 1.0, 0.64, 1.0], dtype=torch.float64)
+    roots = {4: ([0.5, 1.0, 0.8, 1.0], [0.5, 1.0, 0.8, 1.0]), 2: ([0.5, 2.0, 0.8, 1.25], [0.5, 0.8])}
+    for kv_heads, (q_factors, k_factors) in roots.items():
+        attention = module_of(replace(MODEL, n_kv_heads=kv_heads)).model.blocks[0].attention
+        before = [w.weight.detach().clone() for w in (attention.w_q, attention.w_k, attention.w_v)]
+        clip_heads(attention.w_q, attention.w_k, gamma, kv_heads)
+        for w, old, factors in zip(
+            (attention.w_q, attention.w_k), before, (q_factors, k_factors), strict=False
+        ):
+            expected = torch.cat([f * old[4 * i : 4 * i + 4] for i, f in enumerate(factors)])
+            torch.testing.assert_close(w.weight.detach(), expected, rtol=0, atol=WRITTEN_OUT.tolerance)
+            assert torch.equal(w.weight[4:8], old[4:8]) == (factors[1] == 1.0)  # a factor of 1 changes no bit
+            assert (
+                float((w.weight.detach() - expected.roll(4, 0)).abs().max()) > 1e-3
+            )  # the control: heads in another order
+        assert torch.equal(attention.w_v.weight, before[2])
+
+
+def test_a_step_is_the_update_and_then_the_clip():
+    """The weights of one optimizer step, from the unclipped step and the logits of the weights before it."""
+    batch = toy_batch(4)
+    start, plain = module_of(), module_of()
+    largest = [x.masked_fill(torch.ones(12, 12).triu(1).bool(), -math.inf).amax((1, 2, 3))
+               for x in logits_by_head(start.model, batch)]  # fmt: skip
+    tau = float(torch.cat(largest).median())
+    fit(plain, [batch])
+    clipped = module_of(qk_clip=tau)
+    [line] = fit(clipped, [batch])
+    expected = weights(plain)
+    for layer, S_H in enumerate(largest):
+        gamma = (tau / S_H).clamp(max=1.0)
+        assert line[f"qk_clip_logit/layer{layer:02d}"] == pytest.approx(float(S_H.max()), rel=1e-6)
+        assert line[f"qk_clip_gamma/layer{layer:02d}"] == pytest.approx(float(gamma.min()), rel=1e-6)
+        for name in ("w_q", "w_k"):
+            expected[f"blocks.{layer}.attention.{name}.weight"] *= gamma.sqrt().repeat_interleave(4)[:, None]
+    assert apart(weights(clipped), expected) < WRITTEN_OUT.tolerance
+    # The controls: the clip before the update, or none, gives other weights.
+    before = weights(start)
+    for layer, S_H in enumerate(largest):
+        root = (tau / S_H).clamp(max=1.0).sqrt().repeat_interleave(4)[:, None]
+        name = f"blocks.{layer}.attention.w_q.weight"
+        wrong = before[name] * root + (weights(plain)[name] - before[name])
+        if float(root.min()) < 1:
+            assert float((weights(clipped)[name] - wrong).abs().max()) > 1e-5
+    assert apart(weights(clipped), weights(plain)) > 1e-3
+
+
+def test_below_the_threshold_it_changes_no_bit():
+    batches = [toy_batch(seed) for seed in range(5)]
+    plain, idle, active = module_of(), module_of(qk_clip=1e3), module_of(qk_clip=0.3)
+    for module in (plain, idle, active):
+        lines = fit(module, batches)
+        gammas = [line.get("qk_clip_gamma/layer00") for line in lines]
+        assert module is plain or (min(gammas) == 1.0) is (module is idle)
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights(plain).values(), weights(idle).values(), strict=True)
+    )
+    assert apart(weights(plain), weights(active)) > 1e-3
+
+
+def test_it_holds_the_logits_near_the_threshold():
+    """With a scale of 1 and a high rate logits grow; clipped, every step starts little above the threshold."""
+    model, batches = replace(MODEL, attn_scale="none"), [toy_batch(7)] * 25
+    free, held = (fit(module_of(model, lr=0.05, **c), batches) for c in ({"qk_clip": 1e6}, {"qk_clip": 5.0}))
+    last_free, last_held = (max(line["qk_clip_logit/layer00"] for line in x[-5:]) for x in (free, held))
+    assert last_held < 6.5 < 2 * 6.5 < last_free
+
+
+def test_micro_batches_equal_one_batch():
+    batches = [toy_batch(seed, padding=1) for seed in range(4)]
+    whole, parts = module_of(qk_clip=0.3), module_of(qk_clip=0.3)
+    one = fit(whole, batches, clip=1.0)
+    two = fit(parts, [half for batch in batches for half in cut(batch, 2)], accumulate=2, clip=1.0)
+    assert apart(weights(whole), weights(parts)) < 1e-9
+    assert [line.keys() for line in one] == [line.keys() for line in two]
+    for a, b in zip(one, two, strict=True):
+        assert b == pytest.approx(a, rel=1e-5)
+    # The control: the largest logit of either half alone is another number at some step.
+    of_all, of_first, of_last = (
+        [fit(module_of(qk_clip=0.3), [part(b)])[0]["qk_clip_logit/layer01"] for b in batches]
+        for part in (lambda b: b, lambda b: cut(b, 2)[0], lambda b: cut(b, 2)[1])
+    )
+    assert of_first != pytest.approx(of_all, rel=1e-5) and of_last != pytest.approx(of_all, rel=1e-5)
+    assert [max(pair) for pair in zip(of_first, of_last, strict=True)] == pytest.approx(of_all, rel=1e-6)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_logits_that_are_not_finite_leave_the_weights_alone(poison):
+    module, batch = module_of(qk_clip=0.3), toy_batch(0)
+    clip = QKClip(module.model, 1e-3)
+    before = weights(module)
+    sink = clip.sink(batch)
+    for layer in range(2):
+        x = torch.full((4, 4, 12, 4), 1.0, dtype=torch.float64)
+        sink("q", layer, poison * x)
+        sink("k", layer, x)
+    clip.clip()
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(module).values(), strict=True))
+    # The control: finite logits above the threshold do scale.
+    sink("q", 0, x)
+    sink("k", 0, x)
+    clip.clip()
+    assert apart(before, weights(module)) > 1e-3
+
+
+def test_nothing_lives_from_one_step_to_the_next():
+    """The numbers of a later step are those of a module that starts there."""
+    hot, mild = toy_batch(5), toy_batch(6)
+    module = module_of(qk_clip=1e3)
+    second = fit(module, [hot, mild])[1]
+    fresh = module_of(qk_clip=1e3)
+    fit(fresh, [hot])
+    again = module_of(qk_clip=1e3)
+    again.model.load_state_dict(fresh.model.state_dict())
+    alone = fit(again, [mild])[0]
+    assert alone["qk_clip_logit/layer00"] == second["qk_clip_logit/layer00"]
+    assert fit(module_of(qk_clip=1e3), [hot])[0]["qk_clip_logit/layer00"] != second["qk_clip_logit/layer00"]
+    assert not module._clip._largest
+    module._losses(mild)  # a forward of validation leaves no trace
+    assert not module._clip._largest
+
+
+class NoTransfer(TorchDispatchMode):
+    """Refuses whatever needs a number on the host or a shape that depends on the data."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "equal"), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_number_is_fetched_to_the_host():
+    module, batch = module_of(qk_clip=0.1), toy_batch(0, padding=2, documents=True)
+    before = weights(module)
+    with NoTransfer(), torch.no_grad():
+        module._losses(batch, module._clip.sink(batch))
+        module._clip.measured()
+        module._clip.clip()
+    assert apart(before, weights(module)) > 1e-3
+    with NoTransfer(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        torch.ones(()).item()
+
+
+# What is refused, and where the numbers go -------------------------------------------------------------------
+
+
+def test_it_is_refused_where_it_would_do_nothing():
+    clip = OptimConfig(qk_clip=100.0)
+    for kind in ("rms", "layer", "l2"):
+        with pytest.raises(ValueError, match=rf"optim\.qk_clip .*model\.qk_norm\.kind {kind}"):
+            check_qk_clip(clip, ModelConfig(qk_norm=QKNormConfig(kind=kind)))
+        check_qk_clip(OptimConfig(), ModelConfig(qk_norm=QKNormConfig(kind=kind)))
+    with pytest.raises(ValueError, match=r"optim\.qk_clip .*model\.weight_reparam sigma"):
+        check_qk_clip(clip, ModelConfig(weight_reparam="sigma"))
+    check_qk_clip(OptimConfig(), ModelConfig(weight_reparam="sigma"))
+    check_qk_clip(clip, ModelConfig(untie=UntieConfig(qk=True), n_kv_heads=2, attention="sigmoid"))
+
+
+@pytest.mark.parametrize("tau", [0.0, -1.0, math.nan, math.inf])
+def test_an_impossible_threshold_is_refused_by_name(tau):
+    with pytest.raises(ValueError, match=r"optim\.qk_clip\b"):
+        OptimConfig(qk_clip=tau)
+
+
+def test_tags_are_of_the_grammar_and_tensorboard_gets_two_lines():
+    [line] = fit(module_of(qk_clip=0.3), [toy_batch(0)])
+    mine = {name: value for name, value in line.items() if name.startswith("qk_clip")}
+    assert {(parse_tag(n).statistic, parse_tag(n).modality, parse_tag(n).layer) for n in mine} == {
+        (statistic, None, layer) for statistic in ("qk_clip_logit", "qk_clip_gamma") for layer in (0, 1)
+    }
+    assert over_layers(mine) == {
+        "qk_clip_logit/max": max(mine["qk_clip_logit/layer00"], mine["qk_clip_logit/layer01"]),
+        "qk_clip_gamma/min": min(mine["qk_clip_gamma/layer00"], mine["qk_clip_gamma/layer01"]),
+    }
+    assert not any(name.startswith("qk_clip") for name in fit(module_of(), [toy_batch(0)])[0])

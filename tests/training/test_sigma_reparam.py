@@ -1,0 +1,150 @@
+"""σReparam in training: sigma follows the weights, the forward writes nothing, torch's spectral norm agrees."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from mmqk.model.linear import SigmaLinear
+from mmqk.training import module as training
+from tests.peers import Peer
+from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
+
+TORCH = Peer(("sigma_reparam",), "torch spectral_norm", 1e-12)
+PEERS = [TORCH]
+SIGMA = replace(MODEL, weight_reparam="sigma")
+
+
+def matrices(module) -> dict[str, SigmaLinear]:
+    return {name: m for name, m in module.model.named_modules() if isinstance(m, SigmaLinear)}
+
+
+def trained(steps: int = 8):
+    module = module_of(SIGMA, lr=0.005)
+    fit(module, [toy_batch(seed) for seed in range(steps)])
+    return module
+
+
+def errors(module) -> list[float]:
+    """How far sigma is from the largest singular value, as a share of it."""
+    return [
+        abs(1 - float(m.sigma().detach() / torch.linalg.svdvals(m.weight.detach())[0]))
+        for m in matrices(module).values()
+    ]
+
+
+# Against torch ---------------------------------------------------------------------------------------------
+
+
+def pair() -> tuple[SigmaLinear, nn.Module]:
+    """A matrix of a trained model and torch's with the same W, u and v, and gamma 1."""
+    ours = copy.deepcopy(next(iter(matrices(trained()).values())))
+    with torch.no_grad():
+        ours.gamma.fill_(1.0)
+    plain = nn.Linear(ours.in_features, ours.out_features, bias=False).double()
+    plain.weight = nn.Parameter(ours.weight.detach().clone())
+    theirs = spectral_norm(plain).eval()  # in evaluation it takes u and v as they are
+    theirs.parametrizations.weight[0]._u = ours.u.clone()
+    theirs.parametrizations.weight[0]._v = ours.v.clone()
+    return ours, theirs
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1.7])
+def test_value_and_gradient_equal_torch_spectral_norm(gamma):
+    ours, theirs = pair()
+    with torch.no_grad():
+        ours.gamma.fill_(gamma)
+    generator = torch.Generator().manual_seed(0)
+    x, direction = torch.randn(2, 5, 16, generator=generator, dtype=torch.float64)
+    out, expected = ours(x), gamma * theirs(x)
+    torch.testing.assert_close(out, expected, rtol=0, atol=TORCH.tolerance)
+    (grad,) = torch.autograd.grad((out * direction).sum(), ours.weight, retain_graph=True)
+    original = theirs.parametrizations.weight.original
+    (expected_grad,) = torch.autograd.grad((expected * direction).sum(), original)
+    torch.testing.assert_close(grad, expected_grad, rtol=0, atol=TORCH.tolerance)
+    (gamma_grad,) = torch.autograd.grad((out * direction).sum(), ours.gamma)
+    torch.testing.assert_close(gamma_grad, (out * direction).sum() / gamma)
+    # The controls: sigma taken for a constant has another gradient, and the plain matrix another value.
+    constant = gamma * (x @ ours.weight.T) / ours.sigma().detach()
+    torch.testing.assert_close(constant, expected)
+    (wrong,) = torch.autograd.grad((constant * direction).sum(), ours.weight)
+    assert float((wrong - expected_grad).abs().max()) > 1e-2
+    assert float((x @ ours.weight.T - expected).detach().abs().max()) > 1e-2
+
+
+def test_one_power_step_is_its_formula():
+    ours, _ = pair()
+    u, w = ours.u.clone(), ours.weight.detach()
+    with torch.no_grad():
+        ours.u.copy_(u.flip(0))  # away from the answer, so that a step is felt
+    u = ours.u.clone()
+    ours.power_step()
+    v = w.T @ u
+    v = v / v.norm()
+    expected = w @ v / (w @ v).norm()
+    torch.testing.assert_close(ours.v, v, rtol=0, atol=TORCH.tolerance)
+    torch.testing.assert_close(ours.u, expected, rtol=0, atol=TORCH.tolerance)
+    assert float((expected - u).abs().max()) > 1e-2
+
+
+# In training -----------------------------------------------------------------------------------------------
+
+
+def test_sigma_follows_the_largest_singular_value(monkeypatch):
+    module = trained(40)
+    assert max(errors(module)) < 0.02
+    assert all(float(m.gamma.detach()) != 1.0 for m in matrices(module).values())  # it is learned
+    # The control: without the power steps sigma is of the initial weights.
+    monkeypatch.setattr(training, "power_step", lambda model: None)
+    stale = trained(40)
+    assert max(errors(stale)) > 2 * max(errors(module)) and apart(weights(stale), weights(module)) > 1e-3
+
+
+def test_a_step_is_the_update_and_then_one_power_step(monkeypatch):
+    """One after the update of W and not before, one a step and not one a micro-batch."""
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "power_step", lambda model: None)
+        expected = module_of(SIGMA)
+        fit(expected, cut(toy_batch(0), 2), accumulate=2)
+    before = weights(expected)
+    for m in matrices(expected).values():
+        m.power_step()
+    found = module_of(SIGMA)
+    fit(found, cut(toy_batch(0), 2), accumulate=2)
+    assert apart(weights(found), weights(expected)) == 0
+    # The controls: no step, and two.
+    assert apart(weights(found), before) > 1e-6
+    for m in matrices(expected).values():
+        m.power_step()
+    assert apart(weights(found), weights(expected)) > 1e-6
+
+
+def test_micro_batches_equal_one_batch():
+    batches = [toy_batch(seed) for seed in range(3)]
+    whole, parts = module_of(SIGMA), module_of(SIGMA)
+    fit(whole, batches, clip=0.5)
+    fit(parts, [half for batch in batches for half in cut(batch, 2)], accumulate=2, clip=0.5)
+    assert apart(weights(whole), weights(parts)) < 1e-9
+    assert apart(weights(whole), weights(module_of(SIGMA))) > 1e-2
+
+
+def test_no_forward_writes_a_buffer_in_training_or_evaluation():
+    module, batch = module_of(SIGMA), toy_batch(0)
+    before = weights(module)
+    outputs = {}
+    for mode in (True, False):
+        module.model.train(mode)
+        outputs[mode] = [module._losses(batch).ce.detach() for _ in range(2)]
+        assert torch.equal(*outputs[mode])
+    assert torch.equal(outputs[True][0], outputs[False][0])  # evaluation is the same function
+    assert apart(before, weights(module)) == 0
+    # The control: torch's own in training does write.
+    _, theirs = pair()
+    v = theirs.parametrizations.weight[0]._v.clone()
+    theirs.train()(torch.ones(1, 16, dtype=torch.float64))
+    assert not torch.equal(v, theirs.parametrizations.weight[0]._v)

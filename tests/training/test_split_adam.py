@@ -1,0 +1,291 @@
+"""Second moments by modality against torch's AdamW where they must agree, and the formula where they must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmqk.model import UntieConfig
+from mmqk.training.loss import LossConfig, loss_parts, total_loss
+from mmqk.training.optim import OptimConfig, make_optimizer
+from mmqk.training.split_adam import SplitAdamW
+from tests.peers import Peer
+from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
+
+TORCH = Peer(("split_second_moment",), "torch AdamW", 1e-12)
+WRITTEN_OUT = Peer(("split_second_moment",), "formula written out", 1e-12)
+PEERS = [TORCH, WRITTEN_OUT]
+SETTING = {"lr": 0.03, "betas": (0.7, 0.9), "eps": 1e-3, "weight_decay": 0.2}
+STEPS = 6
+
+
+class Three(nn.Module):
+    """Three matrices: the first modality's loss reaches `both` and `first`, the second's `both` and `second`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name in ("both", "first", "second", "neither"):
+            self.register_parameter(
+                name, nn.Parameter(torch.randn(3, 2, generator=generator, dtype=torch.float64))
+            )
+
+    def losses(self, step: int) -> list[Tensor]:
+        """Of the two modalities; unlike in size, and not along one line."""
+        x = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        return [((self.both * x[0]).sum() + (self.first * x[1]).sum() - 1).square(),
+                100 * ((self.both * x[1]).sum() + (self.second * x[0]).sum()).square()]  # fmt: skip
+
+
+def split_steps(model: Three, which: slice = slice(None), steps: int = STEPS) -> SplitAdamW:
+    optimizer = SplitAdamW(model.parameters(), **SETTING)
+    for step in range(steps):
+        optimizer.zero_grad()
+        optimizer.backward(model.losses(step)[which])
+        optimizer.step()
+    return optimizer
+
+
+def adamw_steps(model: nn.Module, losses: Callable[[int], Tensor], steps: int = STEPS) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), **SETTING)
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses(step).backward()
+        optimizer.step()
+
+
+def gaps(a: nn.Module, b: nn.Module) -> dict[str, float]:
+    other = dict(b.named_parameters())
+    return {name: float((p - other[name]).detach().abs().max()) for name, p in a.named_parameters()}
+
+
+# Where it is AdamW -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [0, 1])
+def test_with_one_modality_it_is_adamw(m):
+    ours, theirs = Three(), Three()
+    split_steps(ours, slice(m, m + 1))
+    adamw_steps(theirs, lambda step: theirs.losses(step)[m])
+    assert max(gaps(ours, theirs).values()) < TORCH.tolerance
+    # A parameter that no loss reaches is not even decayed, as in AdamW.
+    assert torch.equal(ours.neither, Three().neither) and not torch.equal(ours.both, Three().both)
+    # The control: the other modality's steps are others.
+    other = Three()
+    adamw_steps(other, lambda step: other.losses(step)[1 - m])
+    assert gaps(ours, other)["both"] > 1e-2
+
+
+def test_a_parameter_of_one_modality_takes_adamw_steps_beside_one_of_both():
+    """The gradients of all are fixed numbers here, so the one parameter cannot reach the others through the loss."""
+
+    def linear(model: Three, step: int) -> list[Tensor]:
+        x = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        first = (model.both * x[0]).sum() + (model.first * x[1]).sum()
+        return [first, 30 * (model.both * x[2]).sum() + (model.second * x[3]).sum()]
+
+    ours, theirs = Three(), Three()
+    optimizer = SplitAdamW(ours.parameters(), **SETTING)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        optimizer.backward(linear(ours, step))
+        optimizer.step()
+    adamw_steps(theirs, lambda step: sum(linear(theirs, step)))
+    apart_ = gaps(ours, theirs)
+    assert max(apart_["first"], apart_["second"], apart_["neither"]) < TORCH.tolerance
+    assert apart_["both"] > 1e-2  # the control: where both reach, the split is felt
+
+
+# Where it is not -------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_of_both_takes_the_sum_of_both_steps():
+    """The formula, with written out: moments by modality, one decay, bias correction by the count of steps."""
+    ours = Three()
+    p = Three().both.detach().clone()
+    m, v = [torch.zeros_like(p)] * 2, [torch.zeros_like(p)] * 2
+    (b1, b2), lr = SETTING["betas"], SETTING["lr"]
+    optimizer = SplitAdamW(ours.parameters(), **SETTING)
+    for step in range(STEPS):
+        gradients = [torch.autograd.grad(loss, ours.both)[0] for loss in ours.losses(step)]
+        p = p - lr * SETTING["weight_decay"] * p
+        for a, g in enumerate(gradients):
+            m[a], v[a] = b1 * m[a] + (1 - b1) * g, b2 * v[a] + (1 - b2) * g * g
+            m_hat, v_hat = m[a] / (1 - b1 ** (step + 1)), v[a] / (1 - b2 ** (step + 1))
+            p = p - lr * m_hat / (v_hat.sqrt() + SETTING["eps"])
+        optimizer.zero_grad()
+        optimizer.backward(ours.losses(step))
+        torch.testing.assert_close(ours.both.grad, gradients[0] + gradients[1])
+        optimizer.step()
+        torch.testing.assert_close(ours.both.detach(), p, rtol=0, atol=WRITTEN_OUT.tolerance)
+    theirs = Three()
+    adamw_steps(theirs, lambda step: sum(theirs.losses(step)))
+    assert gaps(ours, theirs)["both"] > 1e-2  # the control: AdamW on the sum is another path
+
+
+def test_the_first_step_is_as_many_times_as_long_as_modalities_agree():
+    """Adam's first step is lr in every element; modalities that agree in sign, whatever their sizes, walk it each."""
+    for sign, length in ((1.0, 2.0), (-1.0, 0.0)):
+        p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        optimizer = SplitAdamW([p], lr=0.1, eps=1e-12)
+        optimizer.backward([p.sum(), sign * 1000 * p.sum()])
+        optimizer.step()
+        torch.testing.assert_close(p.detach(), torch.full_like(p, -0.1 * length).detach(), rtol=0, atol=1e-9)
+
+
+def test_an_absent_modality_is_a_gradient_of_zero():
+    """Its moments decay and its momentum is walked out, as under AdamW with a gradient of 0."""
+    p, q = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    x = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    split, plain = SplitAdamW([p], **SETTING), torch.optim.AdamW([q], **SETTING)
+    for factor in (1.0, 0.0, 0.0, 3.0, 0.0):
+        for optimizer, losses in ((split, [factor * (p * x).sum(), 0.0 * p.sum()]), (plain, None)):
+            optimizer.zero_grad()
+            split.backward(losses) if losses else (factor * (q * x).sum()).backward()
+            optimizer.step()
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=TORCH.tolerance)
+    state = split.state[p]
+    assert state["step"] == 5 and bool((state["exp_avg_sq"][1] == 0).all())
+    # The control: a step that is skipped is not a step with a gradient of 0.
+    before = q.detach().clone()
+    plain.zero_grad()
+    plain.step()
+    assert torch.equal(q.detach(), before)
+
+
+# In training -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("only", ["text", "image"])
+def test_training_on_one_modality_is_adamw(only):
+    """With z-loss, clipping and independent decay; the other modality is in the optimizer, but never in a batch."""
+    setting = {"weight_decay": 0.3, "decay_mode": "independent", "lr": 0.02}
+    batches = [toy_batch(seed, only=only) for seed in range(4)]
+    split, plain = (
+        module_of(loss=LossConfig(z_loss=0.01), split_second_moment=split, **setting)
+        for split in (True, False)
+    )
+    lines = [fit(module, batches, clip=0.5) for module in (split, plain)]
+    assert apart(weights(split), weights(plain)) < 1e-10
+    assert lines[0] == [pytest.approx(line, rel=1e-6) for line in lines[1]]
+    assert min(line["grad_norm"] for line in lines[1]) > 0.5  # clipping took part
+
+
+def test_training_on_both_is_not_adamw_but_measures_the_same_first_step():
+    batch = toy_batch(0)
+    split, plain = (module_of(split_second_moment=split) for split in (True, False))
+    (a,), (b,) = fit(split, [batch], clip=0.5), fit(plain, [batch], clip=0.5)
+    assert a == pytest.approx(b, rel=1e-6)  # gradient norm and losses are those of the sum
+    assert apart(weights(split), weights(plain)) > 1e-3
+
+
+def test_a_loss_that_is_switched_off_leaves_one_modality_and_adamw():
+    batches, loss = [toy_batch(seed) for seed in range(3)], LossConfig(weights={"image": 0.0}, z_loss=0.1)
+    split, plain = (module_of(loss=loss, split_second_moment=split) for split in (True, False))
+    fit(split, batches)
+    fit(plain, batches)
+    assert apart(weights(split), weights(plain)) < 1e-10
+    state = split.trainer.optimizers[0].state[split.model.head.weight]
+    assert state["exp_avg"].shape == (1, 16, 16)  # nothing is kept of what is not trained
+
+
+def test_parts_add_up_to_the_usual_gradient():
+    module, batch = module_of(loss=LossConfig(z_loss=0.1)), toy_batch(0)
+    optimizer = SplitAdamW(module.model.parameters(), lr=0.1)
+    sums = module._losses(batch)
+    weighing = (torch.tensor([1.0, 0.3], dtype=torch.float64), 0.1, batch.step_targets)
+    parts = loss_parts(sums, *weighing)
+    whole = total_loss(sums, *weighing)
+    torch.testing.assert_close(parts.sum(), whole)
+    expected = torch.autograd.grad(whole, list(module.model.parameters()), retain_graph=True)
+    by_hand = [
+        torch.autograd.grad(
+            weighing[0][a] * (sums.ce[a] + 0.1 * sums.log_z_sq[a]) / batch.step_targets,
+            list(module.model.parameters()),
+            retain_graph=True,
+        )
+        for a in (0, 1)
+    ]
+    optimizer.backward(list(parts))
+    for i, p in enumerate(module.model.parameters()):
+        torch.testing.assert_close(p.grad, expected[i], rtol=0, atol=1e-12)
+        for a in (0, 1):
+            torch.testing.assert_close(optimizer._gradients[p][a], by_hand[a][i], rtol=0, atol=1e-12)
+    # The controls: neither part is the whole, and text without its z-loss is another part.
+    head = module.model.head.weight
+    assert all(float((g - head.grad).abs().max()) > 1e-3 for g in optimizer._gradients[head])
+    sums = module._losses(batch)
+    (bare,) = torch.autograd.grad(sums.ce[0] / batch.step_targets, head)
+    assert float((bare - optimizer._gradients[head][0]).abs().max()) > 1e-3
+
+
+def test_clipping_scales_every_part_by_the_factor_of_the_sum():
+    model = Three()
+    optimizer = SplitAdamW(model.parameters(), **SETTING)
+    optimizer.backward(model.losses(0))
+    before = {p: parts.clone() for p, parts in optimizer._gradients.items()}
+    reached = list(before)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in reached])
+    for limit in (float(norm) / 7, 10 * float(norm)):
+        optimizer._gradients = {p: parts.clone() for p, parts in before.items()}
+        for p in reached:
+            p.grad = before[p].sum(0)
+        optimizer.clip(limit, norm)
+        torch.nn.utils.clip_grad_norm_(reached, limit)
+        for p in reached:
+            torch.testing.assert_close(optimizer._gradients[p].sum(0), p.grad, rtol=0, atol=1e-9)
+            changed = not torch.equal(optimizer._gradients[p], before[p])
+            assert changed is (limit < float(norm))
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_micro_batches_equal_one_batch(untied):
+    """Also where a half of the batch has no image at all, and with gradients by modality of untied layers."""
+    config = replace(MODEL, untie=UntieConfig(mlp=untied, norms=untied))
+    batches = [toy_batch(seed) for seed in range(3)]
+    for batch in batches:
+        batch.ids_BT[:2] %= 9
+        batch.modality_BT[:2] = 0
+    whole, parts = (module_of(config, split_second_moment=True) for _ in range(2))
+    one = fit(whole, batches, clip=0.5)
+    two = fit(parts, [half for batch in batches for half in cut(batch, 2)], accumulate=2, clip=0.5)
+    assert apart(weights(whole), weights(parts)) < 1e-9
+    for a, b in zip(one, two, strict=True):
+        assert b == pytest.approx(a, rel=1e-5)
+    # The control: the second halves alone are another run.
+    alone = module_of(config, split_second_moment=True)
+    fit(alone, [cut(batch, 2)[1] for batch in batches], clip=0.5)
+    assert apart(weights(whole), weights(alone)) > 1e-3
+
+
+def test_a_saved_optimizer_goes_on_bit_for_bit():
+    straight, stopped = Three(), Three()
+    split_steps(straight, steps=4)
+    saved = split_steps(stopped, steps=2).state_dict()
+    resumed, wrong = SplitAdamW(stopped.parameters(), **SETTING), Three()
+    resumed.load_state_dict(saved)
+    wrong.load_state_dict(stopped.state_dict())
+    for model, optimizer in ((stopped, resumed), (wrong, SplitAdamW(wrong.parameters(), **SETTING))):
+        for step in (2, 3):
+            optimizer.zero_grad()
+            optimizer.backward(model.losses(step))
+            optimizer.step()
+    assert max(gaps(straight, stopped).values()) == 0
+    assert gaps(straight, wrong)["both"] > 1e-3  # the control: without its state it is another run
+
+
+def test_the_switch_makes_it_with_the_same_groups():
+    module = module_of(weight_decay=0.3, eps=1e-4, beta1=0.5)
+    split, plain = (
+        make_optimizer(replace(module.optim_config, split_second_moment=on), module.model)
+        for on in (True, False)
+    )
+    assert isinstance(split, SplitAdamW) and isinstance(plain, torch.optim.AdamW)
+    for a, b in zip(split.param_groups, plain.param_groups, strict=True):
+        assert all(p is q for p, q in zip(a["params"], b["params"], strict=True))
+        assert all(a[k] == b[k] for k in ("lr", "betas", "eps", "weight_decay"))
+    assert not OptimConfig().split_second_moment

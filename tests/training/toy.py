@@ -1,0 +1,129 @@
+"""Batches and training runs of a few steps without data, files or a command line, in fp64."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mmqk.data.batch import TokenBatch
+from mmqk.model import ModelConfig
+from mmqk.training.loss import LossConfig
+from mmqk.training.module import TrainingModule
+from mmqk.training.optim import OptimConfig
+
+BLOCKS = {"text": 9, "image": 7}
+MODEL = ModelConfig(d_model=16, n_layers=2, n_heads=4, blocks=BLOCKS)
+
+
+class Small(nn.Module):
+    """A matrix, a gain and a bias, with fixed values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False, dtype=torch.float64)
+        self.layer.weight = nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64))
+        self.gain = nn.Parameter(torch.tensor([1.5, -0.5], dtype=torch.float64))
+        self.bias = nn.Parameter(torch.tensor(0.25, dtype=torch.float64))
+
+    @property
+    def matrix(self) -> nn.Parameter:
+        return self.layer.weight
+
+
+def set_gradients(model: nn.Module, value: float = 0.0) -> None:
+    """Give every parameter this gradient in every element."""
+    for p in model.parameters():
+        p.grad = torch.full_like(p, value)
+
+
+def toy_batch(
+    seed: int, B: int = 4, T: int = 12, only: str | None = None, padding: int = 0, documents: bool = False
+) -> TokenBatch:
+    """Random ids of both modalities or of one, about three in four trained on; the last `padding` are none."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = {None: (0, 16), "text": (0, 9), "image": (9, 16)}[only]
+    ids_BT = torch.randint(low, high, (B, T), generator=generator)
+    valid_BT = (torch.arange(T) < T - padding).expand(B, T).clone()
+    mask_BT = (torch.rand(B, T, generator=generator) < 0.75) & valid_BT & valid_BT.roll(-1, 1)
+    mask_BT[:, -1] = False
+    document_BT = (torch.arange(T) // 5).expand(B, T).where(valid_BT, -1) if documents else None
+    return TokenBatch(ids_BT, (ids_BT >= 9).long(), mask_BT, valid_BT, mask_BT.sum(), document_BT)
+
+
+def cut(batch: TokenBatch, n: int) -> list[TokenBatch]:
+    """The batch as `n` micro-batches of one step: the denominator stays that of the step."""
+    size = len(batch.ids_BT) // n
+    return [
+        batch._map(lambda t, i=i: t[i * size : (i + 1) * size] if t.ndim else t)  # type: ignore[misc]
+        for i in range(n)
+    ]
+
+
+def module_of(
+    model: ModelConfig = MODEL,
+    loss: LossConfig | None = None,
+    backend: str = "math",
+    seed: int = 0,
+    **optim: Any,
+) -> TrainingModule:
+    """A module in fp64 at a constant learning rate, if `optim` says nothing else."""
+    config = OptimConfig(**{"lr": 0.01, "warmup_steps": 0, "schedule": "constant", **optim})
+    return TrainingModule(model, loss or LossConfig(), config, seed, backend).double()
+
+
+class Records(L.Callback):
+    """What every step measured."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if pl_module.step_record is not None:
+            self.lines.append(pl_module.named_values(pl_module.step_record.values.tolist()))
+            pl_module.step_record = None
+
+
+def fit(
+    module: TrainingModule,
+    batches: Sequence[TokenBatch],
+    accumulate: int = 1,
+    clip: float | None = None,
+    callbacks: Sequence[L.Callback] = (),
+) -> list[dict[str, float]]:
+    """Train on each batch once, in order; the numbers of every step."""
+    records = Records()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = L.Trainer(
+            max_steps=len(batches) // accumulate,
+            max_epochs=-1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=clip,
+            callbacks=[records, *callbacks],
+        )
+        trainer.fit(module, DataLoader(list(batches), batch_size=None))  # type: ignore[arg-type]
+    return records.lines
+
+
+def weights(module: TrainingModule) -> dict[str, torch.Tensor]:
+    """A copy of every parameter and buffer of the model."""
+    return {name: tensor.detach().clone() for name, tensor in module.model.state_dict().items()}
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest absolute difference between two sets of weights."""
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
