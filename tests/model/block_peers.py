@@ -43,10 +43,11 @@ def written(**fields):
     return lambda leaves: torch.stack([WrittenOut(leaves, config)(ids_T) for ids_T in IDS_BT])
 
 
-def scaled_rows(leaves):
-    """A model without embedding scale whose rows of the embedding are scaled themselves."""
-    factor = torch.tensor([3.0] * 11 + [0.5] * 6 + [1.0] * 4, dtype=torch.float64)[:, None]
-    return model()[1]({**leaves, "embed.weight": factor * leaves["embed.weight"]})
+def scaled_rows(*factors):
+    """A model without embedding scale whose rows of the embedding are scaled themselves, by modality."""
+    rows = [factor for factor, size in zip(factors, BLOCKS.values(), strict=True) for _ in range(size)]
+    factor_V1 = torch.tensor(rows, dtype=torch.float64)[:, None]
+    return lambda leaves: model()[1]({**leaves, "embed.weight": factor_V1 * leaves["embed.weight"]})
 
 
 def head_as_embedding(factor):
@@ -126,7 +127,12 @@ BLOCK_PEERS += [
     ),
     compare(
         ("embed_scale",), "formula written out", EXACT, model, {"embed_scale": {"text": 3.0, "image": 0.5}},
-        scaled_rows, {"no scale": {"embed_scale": {}}, "all modalities": {"embed_scale": dict.fromkeys(BLOCKS, 3.0)}},
+        scaled_rows(3.0, 0.5, 1.0),
+        {"no scale": {"embed_scale": {}}, "all modalities": {"embed_scale": dict.fromkeys(BLOCKS, 3.0)}},
+    ),
+    compare(
+        ("embed_sqrt_d",), "formula written out", EXACT, model, {"embed_sqrt_d": True}, scaled_rows(4.0, 4.0, 4.0),
+        {"no scale": {"embed_sqrt_d": False}},
     ),
     compare(
         (), "formula written out", EXACT, model, {"tie_embeddings": True},

@@ -18,7 +18,7 @@ VARIANTS = {
     "sandwich, capped": {"post_norm": True, "attn_softcap": 0.8, "final_softcap": 2.0},
     "inverse scale": {"attn_scale": "inverse", "norm_eps": 1e-3, "rope_theta": 100.0},
     "no scale": {"attn_scale": "none", "n_heads": 2},
-    "scale of its own": {"attn_scale": 0.3, "d_head": 6, "tie_embeddings": True},
+    "scale of its own": {"attn_scale": 0.3, "d_head": 6, "tie_embeddings": True, "embed_sqrt_d": True},
     "layer norm": {"norm": "layer", "norm_bias": True, "post_norm": True, "layer_scale": 0.4},
     "norms without gain": {"norm_gain": "none", "qk_norm": QKNormConfig("layer", gain="none")},
     "olmo": {
@@ -40,6 +40,7 @@ VARIANTS = {
         "local_rope_theta": 30.0,
         "rope_scaling": RopeScalingConfig("linear", 3.0),
         "embed_scale": {"text": 2.0, "image": 0.5},
+        "embed_sqrt_d": True,
     },
     "after rope": {"qk_norm": QKNormConfig("rms", place="after_rope"), "window": 3},
     "qkv norm": {"qk_norm": QKNormConfig("layer", bias=True, normalize_v=True), "n_kv_heads": 2},

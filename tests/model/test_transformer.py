@@ -22,7 +22,7 @@ WRONG = {
     "sandwich, capped": [{"attn_softcap": None}, {"final_softcap": None}],
     "inverse scale": [{"attn_scale": "none"}, {"norm_eps": 0.1}],
     "no scale": [{"attn_scale": "rsqrt"}],
-    "scale of its own": [{"attn_scale": "rsqrt"}],
+    "scale of its own": [{"attn_scale": "rsqrt"}, {"embed_sqrt_d": False}],
     "layer norm": [{"norm": "rms", "norm_bias": False}, {"norm_eps": 0.1}],
     "norms without gain": [
         {"norm": "layer"},
@@ -41,6 +41,7 @@ WRONG = {
         {"rope_scaling": RopeScalingConfig()},
         {"mlp": "swiglu"},
         {"embed_scale": {"text": 2.0}},
+        {"embed_sqrt_d": False},
     ],
     "after rope": [{"qk_norm": {"place": "before_rope"}}, {"window": 0}],
     "qkv norm": [{"qk_norm": {"normalize_v": False}}, {"qk_norm": {"kind": "rms", "bias": False}}],

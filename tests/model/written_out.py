@@ -52,7 +52,8 @@ class WrittenOut:
         c, ids = self.c, ids_T.tolist()
         ends = [sum(list(c.blocks.values())[: m + 1]) for m in range(len(c.blocks))]
         self.m = self.modalities or [next(m for m, end in enumerate(ends) if i < end) for i in ids]
-        factor = [c.embed_scale.get(list(c.blocks)[m], 1.0) for m in self.m]
+        root = math.sqrt(c.d_model) if c.embed_sqrt_d else 1.0
+        factor = [root * c.embed_scale.get(list(c.blocks)[m], 1.0) for m in self.m]
         x = [factor[t] * self.state["embed.weight"][i] for t, i in enumerate(ids)]
         for layer in range(c.n_layers):
             x = self.block(f"blocks.{layer}", layer, x)
