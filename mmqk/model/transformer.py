@@ -195,8 +195,9 @@ class EarlyFusionTransformer(nn.Module):
         if c.embed_sqrt_d:
             x_BTD = x_BTD * c.d_model**0.5
         if c.embed_scale:
-            factor_M = torch.tensor([c.embed_scale.get(name, 1.0) for name in c.modalities], device=device)
-            x_BTD = x_BTD * factor_M.to(x_BTD.dtype)[modality_BT][..., None]
+            factors = [c.embed_scale.get(name, 1.0) for name in c.modalities]
+            factor_M = torch.tensor(factors, dtype=x_BTD.dtype, device=device)
+            x_BTD = x_BTD * factor_M[modality_BT][..., None]
         rope = rope_tables(T, c.head_dim, c.rope_theta, device, c.rope_scaling)
         theta = c.local_rope_theta
         local_rope = rope if theta is None else rope_tables(T, c.head_dim, theta, device)
