@@ -150,6 +150,7 @@ class Attention(nn.Module):
         tap: Tap = no_tap,
     ) -> Tensor:
         """Attend within `x_BTD`; `rope` is `rope_tables` of this length. Returns out_BTD."""
+        tap("attn_in", x_BTD)
         q_BTHK = through(self.w_q, x_BTD, modality_BT).unflatten(-1, (self.n_heads, -1))
         k_BTGK = through(self.w_k, x_BTD, modality_BT).unflatten(-1, (self.kv_heads, -1))
         v_BTGK = self.v_norm(self.w_v(x_BTD).unflatten(-1, (self.kv_heads, -1)))

@@ -180,8 +180,8 @@ class EarlyFusionTransformer(nn.Module):
             sink: Called as `sink(site, layer, tensor)` while the forward runs, with the tensors themselves.
                 Per layer, (B, H, T, K): q_raw and k_raw before QK-Norm (k_raw with the heads of the keys); q
                 and k as they enter the dot product, before its scale, and v, a shared head once for every query
-                head. Per layer, (B, T, D): attn_out and mlp_out as added to the
-                residual stream, before dropout; resid, the stream after the layer. With layer -1: final
+                head. Per layer, (B, T, D): attn_in, what W_q, W_k and W_v are applied to; attn_out and mlp_out as
+                added to the residual stream, before dropout; resid, the stream after the layer. With layer -1: final
                 (B, T, D), the last layer's output before the final norm; logits (B, T, V), before the final
                 softcap.
 

@@ -10,80 +10,87 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmqk.monitors.attention import CHUNK_ELEMENTS
+from mmqk.monitors.pairs import Pairs
 from mmqk.monitors.reduce import Moments
 
 
 @dataclass(frozen=True)
 class LogitGrowth:
-    """Of one layer, natural logarithms, means over heads, by query and key modality, (M, M); NaN without a pair.
-
-    Over all pairs of a query and a key of one sequence, whether or not the mask lets them meet,
-    ``log E[z^2] = 2 log scale + q_power + k_power + alignment``, exactly, where z is the raw logit.
+    """Of one layer, by query and key modality and head, (M, M, H): sums, which those of other batches add to.
 
     Attributes:
-        q_power: log of the mean squared length of the queries.
-        k_power: log of the mean squared length of the keys.
-        alignment: log of the mean squared cosine-like overlap, ``tr(C_q C_k) / (tr C_q tr C_k)`` with C the uncentred
-            second moments; ``-log K`` for directions at random, 0 when all lie on one line.
-        masked: log E[z^2] over the visible pairs less that over all pairs: what the parts leave unsaid.
-        heads: heads that had a pair.
+        q_sq: squared length of the query, over all pairs of a query and a key of one sequence, met or not.
+        k_sq: squared length of the key, over the same.
+        dot_sq: squared dot product, over the same.
+        pairs: how many, (M, M).
+        seen_sq: squared dot product over the visible pairs.
+        seen: how many, (M, M).
     """
 
-    q_power: Tensor
-    k_power: Tensor
-    alignment: Tensor
-    masked: Tensor
-    heads: Tensor
+    q_sq: Tensor
+    k_sq: Tensor
+    dot_sq: Tensor
+    pairs: Tensor
+    seen_sq: Tensor
+    seen: Tensor
+
+    def parts(self) -> dict[str, Tensor]:
+        """Natural logarithms, means over heads, (M, M); NaN where there is no pair.
+
+        ``log E[z^2] = 2 log scale + q_power + k_power + alignment + masked``, exactly, z the raw visible logit.
+
+        q_power: log of the mean squared length of the queries.
+        k_power: log of the mean squared length of the keys.
+        alignment: log of ``tr(C_q C_k) / (tr C_q tr C_k)``, C the uncentred second moments; ``-log K`` for directions
+            at random, 0 when all lie on one line.
+        masked: log of E[z^2] over the visible pairs less that over all pairs: what the other parts leave unsaid.
+        """
+        pairs, seen = self.pairs[..., None], self.seen[..., None]
+        q_sq, k_sq, dot_sq = self.q_sq / pairs, self.k_sq / pairs, self.dot_sq / pairs
+        parts = {
+            "q_power": q_sq.log(),
+            "k_power": k_sq.log(),
+            "alignment": (dot_sq / (q_sq * k_sq)).log(),
+            "masked": (self.seen_sq / seen).log() - dot_sq.log(),
+        }
+        return {name: value.mean(-1) for name, value in parts.items()}
 
 
-def logit_growth(
-    q_BHTK: Tensor, k_BHSK: Tensor, scale: float, of_MBT: Tensor, visible_BTS: Tensor
-) -> LogitGrowth:
-    """Second moments of queries and keys as they enter the dot product (after QK-Norm and RoPE).
+def logit_growth(q_BHTK: Tensor, k_BHSK: Tensor, of_MBT: Tensor, pairs: Pairs) -> LogitGrowth:
+    """Second moments of queries and keys as they enter the dot product (after QK-Norm and RoPE), without its scale.
 
     Args:
         q_BHTK: queries.
         k_BHSK: keys.
-        scale: factor on the dot product.
         of_MBT: which tokens belong to each modality, from `mmqk.monitors.reduce.selection`.
-        visible_BTS: from `mmqk.monitors.attention.visible_pairs`.
+        pairs: who sees whom.
     """
     q, k, of = q_BHTK.float(), k_BHSK.float(), of_MBT.float()
     n_MB = of.sum(-1)
-    pairs_MMB = n_MB[:, None] * n_MB[None]
     moment = "mbt,bhtk,bhtl->mbhkl"
     cq_MBHKK, ck_MBHKK = torch.einsum(moment, of, q, q), torch.einsum(moment, of, k, k)
     trace_q_MBH, trace_k_MBH = (c.diagonal(dim1=-2, dim2=-1).sum(-1) for c in (cq_MBHKK, ck_MBHKK))
-    total_MM = pairs_MMB.sum(-1)[..., None]
-    # Weighted by pairs: a sequence says as much as it has pairs of the two modalities.
-    q_sq_MMH = torch.einsum("abh,cb->ach", trace_q_MBH, n_MB) / total_MM
-    k_sq_MMH = torch.einsum("cbh,ab->ach", trace_k_MBH, n_MB) / total_MM
-    dot_sq_MMH = torch.einsum("abhkl,cbhkl->ach", cq_MBHKK, ck_MBHKK) / total_MM
-    masked_MMH = _visible_power(q, k, of, visible_BTS).log() - dot_sq_MMH.log()
-    parts = {
-        "q_power": q_sq_MMH.log(),
-        "k_power": k_sq_MMH.log(),
-        "alignment": (dot_sq_MMH / (q_sq_MMH * k_sq_MMH)).log(),
-        "masked": masked_MMH,
-    }
-    heads = (total_MM > 0).expand_as(q_sq_MMH).sum(-1)
-    return LogitGrowth(**{name: value.mean(-1) for name, value in parts.items()}, heads=heads)
+    return LogitGrowth(
+        # Weighted by pairs: a sequence says as much as it has pairs of the two modalities.
+        q_sq=torch.einsum("abh,cb->ach", trace_q_MBH, n_MB),
+        k_sq=torch.einsum("cbh,ab->ach", trace_k_MBH, n_MB),
+        dot_sq=torch.einsum("abhkl,cbhkl->ach", cq_MBHKK, ck_MBHKK),
+        pairs=n_MB @ n_MB.T,
+        seen_sq=_seen_sq(q, k, pairs),
+        seen=pairs.count_MM.float(),
+    )
 
 
-def _visible_power(q: Tensor, k: Tensor, of: Tensor, visible_BTS: Tensor) -> Tensor:
-    """Mean squared dot product over visible pairs, by query and key modality and head, (M, M, H)."""
-    B, H, T, _ = q.shape
-    M = len(of)
-    chunk = max(1, CHUNK_ELEMENTS // (B * H * T))
-    power, count = q.new_zeros(M, M, H), q.new_zeros(M, M)
-    for start in range(0, T, chunk):
-        rows = slice(start, start + chunk)
-        seen = visible_BTS[:, rows].float()
-        squared_BHCS = (q[:, :, rows] @ k.transpose(-1, -2)).square() * seen[:, None]
-        power = power + torch.einsum("abt,bhts,cbs->ach", of[:, :, rows], squared_BHCS, of)
-        count = count + torch.einsum("abt,bts,cbs->ac", of[:, :, rows], seen, of)
-    return power / count[..., None]
+def _seen_sq(q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
+    """Squared dot products of visible pairs, by query and key modality and head, (M, M, H)."""
+    M, H = pairs.n_modalities, q.shape[1]
+    seen_sq_XH = q.new_zeros(M * M, H)
+    for chunk in pairs.chunks:
+        dots_BHCS = q[:, :, chunk.rows] @ k.transpose(-1, -2)
+        squared_HN = dots_BHCS.transpose(0, 1).flatten(1).square_()
+        for i, index_N in enumerate(chunk.index):
+            seen_sq_XH[i] += squared_HN.index_select(1, index_N).sum(1)
+    return seen_sq_XH.view(M, M, H)
 
 
 def common_mode(k_BHSK: Tensor, of_MBT: Tensor) -> Moments:

@@ -6,7 +6,6 @@ It never touches training: no gradient, no random number, no buffer, and the mod
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -16,12 +15,14 @@ from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block
-from mmqk.monitors.attention import attention_statistics, visible_pairs
-from mmqk.monitors.reduce import moments, selection
+from mmqk.monitors.collect import Collector
+from mmqk.monitors.pairs import Pairs, visible_pairs
+from mmqk.monitors.record import Probe
 from mmqk.store.tags import tag
 
 # Site of the forward -> name of its statistic: the mean L2 norm over tokens (and heads), and its maximum.
 NORMS = {
+    "attn_in": "attn_in_norm",
     "q_raw": "q_raw_norm",
     "k_raw": "k_raw_norm",
     "q": "q_norm",
@@ -33,93 +34,82 @@ NORMS = {
 }
 
 
-@dataclass
-class Probe:
-    """Statistics of one batch, still on the device.
+def probe(
+    model: EarlyFusionTransformer, batch: TokenBatch, heads: bool = False, collective: bool = False
+) -> Probe:
+    """Every statistic of docs/statistics.md that one forward over ``batch`` gives, by layer and modality.
 
-    Attributes:
-        sequences: how many sequences were looked at; maxima are exact over these.
-        tags: a tag for each statistic.
-        values: the statistics, one number each, in the order of the tags.
-        counts: tokens or pairs behind each; 0 for an absent modality, which `flat` leaves out.
+    The modality is that of the token at the site (the input token), of logits that of query and key, of the output
+    softmax that of the target.
+
+    Args:
+        model: looked at in evaluation mode and fp32; left as it was.
+        batch: all of its sequences are used.
+        heads: also give attention logits and weights for each head.
+        collective: whether every rank probes a batch of its own now, for `Probe.merged`.
     """
-
-    sequences: int
-    tags: list[str] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-    counts: list[Tensor] = field(default_factory=list)
-
-    def add(self, name: str, value: Tensor, count: Tensor) -> None:
-        self.tags.append(name)
-        self.values.append(value.float())
-        self.counts.append(count.float())
-
-    def flat(self) -> dict[str, float]:
-        """``{tag: number}``, in one transfer to the host."""
-        values, counts = torch.stack([torch.stack(self.values), torch.stack(self.counts)]).tolist()
-        return {t: v for t, v, n in zip(self.tags, values, counts, strict=True) if n}
-
-
-def probe(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
-    """Norms, raw attention logits and attention entropy of ``batch``, by layer and modality.
-
-    The modality is that of the token at the site (the input token); logits are by query and key modality.
-    The statistics: ``q_raw_norm`` and ``k_raw_norm`` before QK-Norm, ``q_norm`` and
-    ``k_norm`` as they enter the dot product, ``v_norm`` (outside the logit product: the control series),
-    ``attn_out_norm`` and ``mlp_out_norm`` as added to the residual stream, ``resid_norm`` after the layer,
-    ``final_norm`` and ``final_rms`` of the last layer's output before the final norm (Chameleon, Fig. 5a,
-    which does not say whether L2 or RMS, mean or maximum), ``attn_logit_max``, ``attn_logit_absmax``,
-    ``attn_logit_p999``, ``attn_entropy`` (nats; of softmax attention alone) and, with QK-Norm,
-    ``attn_logit_bound``.
-    """
-    names = model.config.modalities
-    M = len(names)
-    selected_MBT = selection(batch.modality_BT, batch.valid_BT, M)
-    windows = {model.config.window_of(layer) for layer in range(model.config.n_layers)}
-    visible = {w: visible_pairs(batch.valid_BT, batch.document_BT, w) for w in windows}
-    result = Probe(sequences=len(batch.ids_BT))
-    pending: dict[str, Tensor] = {}
+    c = model.config
+    collector = Collector(c.modalities, batch.modality_BT, batch.valid_BT, heads)
+    pairs = {
+        window: Pairs(
+            batch.modality_BT,
+            visible_pairs(batch.valid_BT, batch.document_BT, window),
+            len(c.modalities),
+            c.n_heads,
+            collective,
+        )
+        for window in {c.window_of(layer) for layer in range(c.n_layers)}
+    }
+    seen: dict[str, Tensor] = {}
 
     def sink(site: str, layer: int, tensor: Tensor) -> None:
         if site in NORMS:
-            found = moments(tensor.float().norm(dim=-1), selected_MBT)
-            for m, name in enumerate(names):
-                result.add(tag(NORMS[site], name, layer=layer), found.mean[m], found.count[m])
-                result.add(tag(NORMS[site] + "_max", name, layer=layer), found.max[m], found.count[m])
-        if site == "q":
-            pending["q"] = tensor
+            collector.norms(NORMS[site], layer, tensor)
+        seen[site] = tensor
+        if site in ("q_raw", "k_raw"):
+            together_BTD = tensor.transpose(1, 2).flatten(2)
+            collector.gains(f"{site[0]}_weight_gain", layer, seen["attn_in"], together_BTD)
         elif site == "k":
-            attention = attention_statistics(
-                pending.pop("q"),
-                tensor,
-                model.attn_scale_value,
-                batch.modality_BT,
-                visible[model.config.window_of(layer)],
-                M,
-                model.config.attn_softcap,
-            )
-            for a, query in enumerate(names):
-                for b, key in enumerate(names):
-                    n = attention.count[a, b]
-                    result.add(tag("attn_logit_max", query, key, layer=layer), attention.max[a, b], n)
-                    result.add(tag("attn_logit_absmax", query, key, layer=layer), attention.absmax[a, b], n)
-                    result.add(tag("attn_logit_p999", query, key, layer=layer), attention.p999[a, b], n)
-                if model.config.attention != "softmax":
-                    continue  # weights that do not add up to 1 have no entropy
-                entropy = attention.entropy
-                result.add(tag("attn_entropy", query, layer=layer), entropy.mean[a], entropy.count[a])
+            softmax = c.attention == "softmax"
+            q, k, window = seen["q"], tensor, c.window_of(layer)
+            collector.attention(layer, q, k, model.attn_scale_value, pairs[window], c.attn_softcap, softmax)
+            seen.clear()
         elif site == "final":
-            l2 = moments(tensor.float().norm(dim=-1), selected_MBT)
-            for m, name in enumerate(names):
-                result.add(tag("final_norm", name), l2.mean[m], l2.count[m])
-                result.add(tag("final_rms", name), l2.mean[m] / tensor.shape[-1] ** 0.5, l2.count[m])
+            collector.final(tensor)
+        elif site == "logits":
+            capped = (
+                tensor if c.final_softcap is None else c.final_softcap * torch.tanh(tensor / c.final_softcap)
+            )
+            collector.output(capped, batch.target_modality_BT, batch.target_mask_BT, c.blocks)
 
     _forward(model, batch, sink)
-    if model.config.qk_norm.kind != "none":
-        one = torch.ones((), device=batch.ids_BT.device)
-        for layer in range(model.config.n_layers):
-            result.add(tag("attn_logit_bound", layer=layer), logit_bound(model, layer).to(one.device), one)
-    return result
+    _weights(model, collector.found)
+    return collector.found
+
+
+@torch.no_grad()
+def _weights(model: EarlyFusionTransformer, found: Probe) -> None:
+    """What the weights alone say: rows of embedding and head by vocabulary block, QK-Norm's gains and bound."""
+    c = model.config
+    for statistic, weight_VD in (
+        ("embed_row_norm", model.embed.weight),
+        ("head_row_norm", model.head.weight),
+    ):
+        lengths = [rows.float().norm(dim=-1).mean() for rows in weight_VD.split(list(c.blocks.values()))]
+        found.add_values([tag(statistic, name) for name in c.modalities], torch.stack(lengths))
+    if c.qk_norm.kind == "none":
+        return
+    for layer in range(c.n_layers):
+        attention = cast(Block, model.blocks[layer]).attention
+        device = attention.w_v.weight.device
+        tags, values = [tag("attn_logit_bound", layer=layer)], [logit_bound(model, layer).to(device)]
+        for name, norm in (("q", attention.q_norm), ("k", attention.k_norm)):
+            gains = [m.gain() for m in norm.modules() if isinstance(m, Norm)]
+            present = [gain.float().abs().flatten() for gain in gains if gain is not None]
+            if present:
+                tags += [tag(f"{name}_gain_mean", layer=layer), tag(f"{name}_gain_max", layer=layer)]
+                values += [torch.cat(present).mean(), torch.cat(present).max()]
+        found.add_values(tags, torch.stack(values))
 
 
 @torch.no_grad()

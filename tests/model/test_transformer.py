@@ -182,7 +182,7 @@ def test_sink_sees_every_site_and_changes_nothing():
     logits_BTV = model(ids_BT, sink=lambda site, layer, tensor: seen.update({(site, layer): tensor}))
     assert torch.equal(logits_BTV, model(ids_BT))
     heads = ("q_raw", "k_raw", "q", "k", "v")
-    streams = ("attn_out", "mlp_out", "resid")
+    streams = ("attn_in", "attn_out", "mlp_out", "resid")
     assert set(seen) == {("final", -1), ("logits", -1), *itertools.product(heads + streams, range(3))}
     assert all(seen[site, 1].shape == (2, 4, 8, 4) for site in heads)
     assert all(seen[site, 1].shape == (2, 8, 16) for site in streams)
@@ -263,7 +263,7 @@ def test_bf16_autocast_keeps_the_residual_stream_and_the_logits_wide(variant):
     assert logits_BTV.dtype == torch.float32
     assert {seen[site] for site in "qkv"} == {torch.bfloat16}
     wide = {site for site, dtype in seen.items() if dtype == torch.float32}
-    assert wide == {"resid", "final", "logits"}
+    assert wide == {"attn_in", "resid", "final", "logits"}
     torch.testing.assert_close(logits_BTV, model(ids_of(2, 8)), rtol=0, atol=0.2)
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors import attention as attention_module
-from mmqk.monitors.attention import attention_statistics, visible_pairs
+from mmqk.monitors import pairs as pairs_module
+from mmqk.monitors.attention import attention_statistics
+from mmqk.monitors.pairs import Pairs, visible_pairs
 
 B, H, T, K, M = 2, 3, 30, 4, 3
 PARTS = (
@@ -87,14 +88,14 @@ def flat(found):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("chunk", [2**24, 600], ids=["one chunk", "many chunks"])
 def test_the_parts_equal_loops_over_rows(softcap, chunk, monkeypatch):
-    monkeypatch.setattr(attention_module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
     q, k, modality_BT, visible_BTS = case()
-    found = attention_statistics(q, k, 0.7, modality_BT, visible_BTS, M, softcap)
+    found = attention_statistics(q, k, 0.7, Pairs(modality_BT, visible_BTS, M, H), softcap)
     expected = row_by_row(q, k, 0.7, modality_BT, visible_BTS, softcap)
     assert flat(found) == {
         place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()
     }
-    turned = attention_statistics(q, k, 0.7, (modality_BT + 1) % M, visible_BTS, M, softcap)
+    turned = attention_statistics(q, k, 0.7, Pairs((modality_BT + 1) % M, visible_BTS, M, H), softcap)
     assert flat(turned) != {
         place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()
     }
@@ -108,7 +109,8 @@ def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not()
     everywhere[..., -1] += 3.0
     one_block[..., -1] += 3.0 * (modality_BT == 1)[:, None]
     before, gauge, moved = (
-        flat(attention_statistics(q, x, 1.0, modality_BT, visible_BTS, M)) for x in (k, everywhere, one_block)
+        flat(attention_statistics(q, x, 1.0, Pairs(modality_BT, visible_BTS, M, H)))
+        for x in (k, everywhere, one_block)
     )
     for place, value in before.items():
         shift = 6.0 if place[0] == "mean" else 0.0
@@ -119,7 +121,7 @@ def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not()
 
 
 def test_the_parts_add_up_and_masses_sum_to_one():
-    found = attention_statistics(*case(size=4.0)[:2], 1.0, *case()[2:], M)
+    found = attention_statistics(*case(size=4.0)[:2], 1.0, Pairs(*case()[2:], M, H))
     for whole, parts in (
         ("variance", ("offset_variance", "spread_variance")),
         ("entropy", ("block_entropy", "within_entropy")),
@@ -134,7 +136,7 @@ def test_large_logits_on_a_large_mean_keep_their_spread():
     q, k, modality_BT, visible_BTS = case(size=1.0)
     q[..., -1] = 1.0
     k[..., -1] += 1e4
-    found = attention_statistics(q, k, 1.0, modality_BT, visible_BTS, M)
+    found = attention_statistics(q, k, 1.0, Pairs(modality_BT, visible_BTS, M, H))
     expected = row_by_row(q, k, 1.0, modality_BT, visible_BTS, None)
     for a in range(M):
         assert float(found.variance.mean[a]) == pytest.approx(expected["variance", a], rel=1e-2)

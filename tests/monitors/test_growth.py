@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors import growth as growth_module
-from mmqk.monitors.attention import visible_pairs
+from mmqk.monitors import pairs as pairs_module
 from mmqk.monitors.growth import attention_rank, common_mode, logit_growth
+from mmqk.monitors.pairs import Pairs, visible_pairs
 from mmqk.monitors.reduce import selection
 
 B, H, T, K, M = 2, 3, 24, 4, 2
@@ -35,10 +35,13 @@ def pairs(q, k, modality, valid, h, a, c, masked):
 
 @pytest.mark.parametrize("chunk", [2**24, 300], ids=["one chunk", "many chunks"])
 def test_the_parts_equal_a_loop_over_pairs_and_add_up(chunk, monkeypatch):
-    monkeypatch.setattr(growth_module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
     q, k, modality_BT, valid_BT = case()
     scale = 0.3
-    found = logit_growth(q, k, scale, selection(modality_BT, valid_BT, M), visible_pairs(valid_BT))
+    found = logit_growth(
+        q, k, selection(modality_BT, valid_BT, M), Pairs(modality_BT, visible_pairs(valid_BT), M, H)
+    )
+    parts = found.parts()
     qn, kn, modality, valid = q.double().numpy(), k.double().numpy(), modality_BT.numpy(), valid_BT.numpy()
     for a in range(M):
         for c in range(M):
@@ -57,23 +60,23 @@ def test_the_parts_equal_a_loop_over_pairs_and_add_up(chunk, monkeypatch):
                 logs["masked"].append(math.log(seen / dot_sq))
                 whole.append(math.log(scale**2 * seen))
             for name, values in logs.items():
-                assert float(getattr(found, name)[a, c]) == pytest.approx(np.mean(values), abs=1e-4), name
-            parts = sum(float(getattr(found, name)[a, c]) for name in logs)
-            assert 2 * math.log(scale) + parts == pytest.approx(np.mean(whole), abs=1e-4)
-            assert abs(float(found.masked[a, c])) > 1e-3  # the mask does matter here
-    assert (found.heads == H).all()
+                assert float(parts[name][a, c]) == pytest.approx(np.mean(values), abs=1e-4), name
+            total = sum(float(parts[name][a, c]) for name in logs)
+            assert 2 * math.log(scale) + total == pytest.approx(np.mean(whole), abs=1e-4)
+            assert abs(float(parts["masked"][a, c])) > 1e-3  # the mask does matter here
+    torch.testing.assert_close(found.pairs.sum(), valid_BT.sum(1).square().sum().float())
 
 
 @pytest.mark.parametrize(("grown", "by"), [("q_power", "q"), ("k_power", "k"), ("alignment", "line")])
 def test_what_grew_is_what_is_reported(grown, by):
     q, k, modality_BT, valid_BT = case()
-    of, visible = selection(modality_BT, valid_BT, M), visible_pairs(valid_BT)
-    before = logit_growth(q, k, 1.0, of, visible)
+    of, visible = selection(modality_BT, valid_BT, M), Pairs(modality_BT, visible_pairs(valid_BT), M, H)
+    before = logit_growth(q, k, of, visible).parts()
     if by == "line":  # same lengths, one direction
         q, k = (x.norm(dim=-1, keepdim=True) * torch.full((K,), K**-0.5) for x in (q, k))
-    after = logit_growth(3 * q if by == "q" else q, 3 * k if by == "k" else k, 1.0, of, visible)
+    after = logit_growth(3 * q if by == "q" else q, 3 * k if by == "k" else k, of, visible).parts()
     for name in ("q_power", "k_power", "alignment"):
-        change = getattr(after, name) - getattr(before, name)
+        change = after[name] - before[name]
         if name != grown:
             torch.testing.assert_close(change, torch.zeros(M, M), rtol=0, atol=1e-4)
         elif by == "line":
@@ -85,16 +88,19 @@ def test_what_grew_is_what_is_reported(grown, by):
 def test_random_directions_are_aligned_as_chance_has_it():
     q, k = (torch.randn(4, 2, 512, 16, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
     everything = torch.ones(1, 4, 512, dtype=torch.bool)
-    found = logit_growth(q, k, 1.0, everything, visible_pairs(everything[0]))
-    assert float(found.alignment) == pytest.approx(-math.log(16), abs=0.05)
+    found = logit_growth(
+        q, k, everything, Pairs(everything[0].long() - 1, visible_pairs(everything[0]), 1, 2)
+    )
+    assert float(found.parts()["alignment"]) == pytest.approx(-math.log(16), abs=0.05)
 
 
 def test_an_absent_modality_has_no_number():
     q, k, _, valid_BT = case()
-    of = selection(torch.zeros(B, T, dtype=torch.long), valid_BT, M)
-    found = logit_growth(q, k, 1.0, of, visible_pairs(valid_BT))
-    assert found.heads.tolist() == [[H, 0], [0, 0]]
-    assert math.isfinite(found.q_power[0, 0]) and math.isnan(found.q_power[0, 1])
+    all_text = torch.zeros(B, T, dtype=torch.long)
+    of = selection(all_text, valid_BT, M)
+    found = logit_growth(q, k, of, Pairs(all_text, visible_pairs(valid_BT), M, H))
+    q_power = found.parts()["q_power"]
+    assert math.isfinite(q_power[0, 0]) and math.isnan(q_power[0, 1])
     assert common_mode(k, of).count.tolist() == [B * H, 0]
 
 

@@ -10,10 +10,12 @@ import torch
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
-from mmqk.monitors import attention as attention_module
+from mmqk.monitors import pairs as pairs_module
 from mmqk.monitors import probe
-from mmqk.monitors.attention import FEWEST_KEYS, attention_statistics, visible_pairs
+from mmqk.monitors.attention import attention_statistics
+from mmqk.monitors.pairs import FEWEST_KEYS, Pairs, visible_pairs
 from mmqk.monitors.reduce import moments, selection
+from tests.monitors import brute_force
 
 NAMES = ("text", "image")
 
@@ -30,7 +32,9 @@ def make_batch(B=3, T=40, seed=0, blocks=(30, 12), pad=7, only=None) -> TokenBat
     if pad:
         valid_BT[-1, -pad:] = False
         modality_BT = modality_BT.where(valid_BT, torch.zeros_like(modality_BT))
-    return TokenBatch(ids_BT, modality_BT, valid_BT.roll(-1, 1), valid_BT, torch.tensor(1.0))
+    target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
+    target_mask_BT[:, -1] = False
+    return TokenBatch(ids_BT, modality_BT, target_mask_BT, valid_BT, torch.tensor(1.0))
 
 
 def make_model(seed=0, **changes) -> EarlyFusionTransformer:
@@ -45,62 +49,50 @@ def make_model(seed=0, **changes) -> EarlyFusionTransformer:
     return model
 
 
-def brute_force(model, batch) -> dict[str, float]:
-    """Loops over sequences, heads and rows in float64; sites are read off with plain forward hooks."""
-    sites: dict[tuple[str, int], torch.Tensor] = {}
-    model.double()(batch.ids_BT, sink=lambda site, layer, t: sites.__setitem__((site, layer), t.detach()))
+def expected_of(model, batch) -> dict[str, float]:
+    """Every statistic in float64, from what the forward hands to its sink."""
+    c, sites = model.config, {}
+    model.double()(
+        batch.ids_BT, sink=lambda site, layer, t: sites.__setitem__((site, layer), t.detach().numpy())
+    )
+    rows = {
+        name: w.detach().numpy() for name, w in (("embed", model.embed.weight), ("head", model.head.weight))
+    }
+    gains = {}
+    for layer, block in enumerate(model.blocks):
+        for side, norm in (("q", block.attention.q_norm), ("k", block.attention.k_norm)):
+            stored = [p.detach().numpy().ravel() for name, p in norm.named_parameters() if "weight" in name]
+            if stored:
+                weight = np.concatenate(stored)
+                gains[side, layer] = np.exp(np.minimum(weight, math.log(c.qk_norm.scale_max))) if (
+                    c.qk_norm.scale_max) else np.abs(weight + (c.qk_norm.gain == "zero_centred"))  # fmt: skip
     model.float()
-    K, cap = model.config.head_dim, model.config.attn_softcap
-    scale = {"rsqrt": K**-0.5, "inverse": 1 / K, "none": 1.0}[model.config.attn_scale]
-    if model.config.qk_norm.kind == "l2":
+    scale = {"rsqrt": c.head_dim**-0.5, "inverse": 1 / c.head_dim, "none": 1.0}[c.attn_scale]
+    if c.qk_norm.kind == "l2":
         scale = 1.0  # the queries carry theirs
     modality, valid = batch.modality_BT.numpy(), batch.valid_BT.numpy()
-    B, T = modality.shape
-    expected: dict[str, float] = {}
-    tokens = [(b, t) for b in range(B) for t in range(T) if valid[b, t]]
-    norm_names = {"q_raw": "q_raw_norm", "k_raw": "k_raw_norm", "q": "q_norm", "k": "k_norm", "v": "v_norm",
-                  "attn_out": "attn_out_norm", "mlp_out": "mlp_out_norm", "resid": "resid_norm"}  # fmt: skip
-    for (site, layer), tensor in sites.items():
-        array = tensor.numpy()
-        for m, name in enumerate(NAMES):
-            mine = [(b, t) for b, t in tokens if modality[b, t] == m]
-            if not mine:
-                continue
-            if site in norm_names:
-                vectors = [array[b, :, t] if array.ndim == 4 else array[b, t][None] for b, t in mine]
-                lengths = np.linalg.norm(np.concatenate(vectors), axis=-1)
-                expected[f"{norm_names[site]}/{name}/layer{layer:02d}"] = lengths.mean()
-                expected[f"{norm_names[site]}_max/{name}/layer{layer:02d}"] = lengths.max()
-            if site == "final":
-                lengths = np.array([np.linalg.norm(array[b, t]) for b, t in mine])
-                expected[f"final_norm/{name}"] = lengths.mean()
-                expected[f"final_rms/{name}"] = np.mean(lengths) / math.sqrt(array.shape[-1])
-    for layer in range(model.config.n_layers):
-        q, k = sites["q", layer].numpy(), sites["k", layer].numpy()
-        every = model.config.global_every
-        reach = (
-            T if not model.config.window or (every and layer % every == every - 1) else model.config.window
+    expected = brute_force.streams(sites, modality, valid, NAMES)
+    for layer in range(c.n_layers):
+        far = not c.window or (c.global_every and layer % c.global_every == c.global_every - 1)
+        reach = modality.shape[1] if far else c.window
+
+        def sees(b, t, s, reach=reach):
+            return valid[b, s] and t - reach < s <= t
+
+        q, k, softmax = sites["q", layer], sites["k", layer], c.attention == "softmax"
+        expected |= brute_force.attention(
+            q, k, scale, modality, sees, NAMES, layer, c.attn_softcap, softmax, valid
         )
-        pairs: dict[tuple[int, int], list[float]] = {}
-        entropies: dict[int, list[float]] = {}
-        for b, t in tokens:
-            keys = [s for s in range(max(0, t - reach + 1), t + 1) if valid[b, s]]
-            for h in range(q.shape[1]):
-                z = np.array([scale * q[b, h, t] @ k[b, h, s] for s in keys])
-                for s, value in zip(keys, z, strict=True):
-                    pairs.setdefault((modality[b, t], modality[b, s]), []).append(value)
-                if len(keys) >= 8 and model.config.attention == "softmax":
-                    y = z if cap is None else cap * np.tanh(z / cap)
-                    p = np.exp(y - y.max()) / np.exp(y - y.max()).sum()
-                    entropies.setdefault(modality[b, t], []).append(-(p[p > 0] * np.log(p[p > 0])).sum())
-        for (a, c), values in pairs.items():
-            place = f"{NAMES[a]}-{NAMES[c]}/layer{layer:02d}"
-            magnitude = np.sort(np.abs(values))[::-1]
-            expected[f"attn_logit_max/{place}"] = max(values)
-            expected[f"attn_logit_absmax/{place}"] = magnitude[0]
-            expected[f"attn_logit_p999/{place}"] = magnitude[max(1, round(len(values) / 1000)) - 1]
-        for a, values in entropies.items():
-            expected[f"attn_entropy/{NAMES[a]}/layer{layer:02d}"] = float(np.mean(values))
+    logits = sites["logits", -1]
+    capped = logits if c.final_softcap is None else c.final_softcap * np.tanh(logits / c.final_softcap)
+    trained, target = batch.target_mask_BT.numpy(), np.roll(modality, -1, axis=1)
+    expected |= brute_force.output(capped, target, trained, c.blocks)
+    for (side, layer), gain in gains.items():
+        expected[f"{side}_gain_mean/layer{layer:02d}"] = gain.mean()
+        expected[f"{side}_gain_max/layer{layer:02d}"] = gain.max()
+    for name, weight in rows.items():
+        for m, block in enumerate(np.split(weight, [c.blocks["text"]])):
+            expected[f"{name}_row_norm/{NAMES[m]}"] = np.linalg.norm(block, axis=-1).mean()
     return expected
 
 
@@ -108,7 +100,7 @@ VARIANTS = [
     {},
     {"qk_norm": QKNormConfig("rms")},
     {"qk_norm": QKNormConfig("layer"), "pre_norm": False, "post_norm": True},
-    {"attn_softcap": 2.0, "attn_scale": "none"},
+    {"attn_softcap": 2.0, "attn_scale": "none", "final_softcap": 0.5},
     {"window": 9, "global_every": 2, "n_kv_heads": 1},
     {"window": 5},
     {"attention": "sigmoid", "qk_norm": QKNormConfig("rms", "full", "per_head")},
@@ -121,10 +113,10 @@ IDS = ["none", "rms", "layer-post", "cap", "window-gqa", "window", "sigmoid-full
 @pytest.mark.parametrize("changes", VARIANTS, ids=IDS)
 @pytest.mark.parametrize("chunk", [2**24, 500], ids=["one chunk", "many chunks"])
 def test_probe_equals_brute_force(changes, chunk, monkeypatch):
-    monkeypatch.setattr(attention_module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
     model, batch = make_model(**changes), make_batch()
     measured = {k: v for k, v in probe(model, batch).flat().items() if not k.startswith("attn_logit_bound")}
-    expected = brute_force(model, batch)
+    expected = expected_of(model, batch)
     assert measured.keys() == expected.keys()
     assert measured == {k: pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items()}
     # The control: with the modalities exchanged the same comparison fails.
@@ -156,7 +148,8 @@ def test_padding_is_not_counted():
 
 def test_absent_modality_is_an_absent_key():
     values = probe(make_model(), make_batch(only=0, pad=0)).flat()
-    assert values and not any("image" in tag for tag in values)
+    of_vocabulary = ("embed_row_norm/image", "head_row_norm/image", "out_block_log_z/text-image")
+    assert {tag for tag in values if "image" in tag} == set(of_vocabulary)
     assert not any(math.isnan(v) for v in values.values())
 
 
@@ -188,7 +181,9 @@ def test_entropy_has_its_known_values():
     q = torch.ones(1, 1, T, 2)
 
     def entropy(k):
-        return float(attention_statistics(q, k, 1.0, modality, visible_pairs(valid), 1).entropy.mean[0])
+        return float(
+            attention_statistics(q, k, 1.0, Pairs(modality, visible_pairs(valid), 1, 1)).entropy.mean[0]
+        )
 
     rows = [math.log(n) for n in range(FEWEST_KEYS, T + 1)]
     assert entropy(torch.full((1, 1, T, 2), 3e4)) == pytest.approx(np.mean(rows), rel=1e-5)

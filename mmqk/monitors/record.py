@@ -1,0 +1,90 @@
+"""What a probe found, as sums that merge exactly with those of other ranks, and as numbers by tag in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmqk.monitors.reduce import Moments
+
+# (values, counts behind them) of the tags of a part, from its merged tensors.
+Finish = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Part:
+    """Some tags that are worked out together.
+
+    Attributes:
+        tags: names.
+        raw: tensors that merge: those whose name starts with ``max`` by their maximum, ``tail`` by keeping all, the
+            others by their sum.
+        finish: the numbers of the tags, and the count behind each; a tag of count 0 is left out.
+    """
+
+    tags: list[str]
+    raw: dict[str, Tensor]
+    finish: Finish
+
+
+@dataclass
+class Probe:
+    """Statistics of one batch, still on the device.
+
+    Attributes:
+        sequences: how many sequences were looked at, over all ranks; maxima are exact over these.
+        parts: in the order in which the forward came by them.
+    """
+
+    sequences: int
+    parts: list[Part] = field(default_factory=list)
+
+    def add(self, tags: list[str], raw: dict[str, Tensor], finish: Finish) -> None:
+        self.parts.append(Part(tags, raw, finish))
+
+    def add_values(self, tags: list[str], values: Tensor) -> None:
+        """Numbers that are the same on every rank, such as those of weights."""
+        self.add(tags, {"max": values.float()}, lambda raw: (raw["max"], torch.ones_like(raw["max"])))
+
+    def add_moments(self, mean: list[str], maximum: list[str] | None, found: Moments) -> None:
+        """Means, and maxima where they are named, of (M,) moments."""
+        raw = {"sum": found.sum, "count": found.count}
+        if maximum is None:
+            self.add(mean, raw, lambda raw: (raw["sum"] / raw["count"], raw["count"]))
+            return
+        self.add(
+            [*mean, *maximum],
+            {**raw, "max": found.max},
+            lambda raw: (torch.cat([raw["sum"] / raw["count"], raw["max"]]), raw["count"].repeat(2)),
+        )
+
+    def merged(self) -> Probe:
+        """Of all ranks together; a collective call. Every rank has to have probed the same tags."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return self
+        world = dist.get_world_size()
+        for part in self.parts:
+            for name, tensor in part.raw.items():
+                if name.startswith("tail"):
+                    gathered = [torch.empty_like(tensor) for _ in range(world)]
+                    dist.all_gather(gathered, tensor.contiguous())
+                    part.raw[name] = torch.cat(gathered)
+                else:
+                    op = dist.ReduceOp.MAX if name.startswith("max") else dist.ReduceOp.SUM
+                    dist.all_reduce(tensor, op)
+        self.sequences *= world
+        return self
+
+    def flat(self) -> dict[str, float]:
+        """``{tag: number}``, in one transfer to the host."""
+        if not self.parts:
+            return {}
+        found = [part.finish(part.raw) for part in self.parts]
+        both = torch.stack([torch.cat([f[i].float().flatten() for f in found]) for i in (0, 1)])
+        values, counts = both.tolist()
+        tags = [t for part in self.parts for t in part.tags]
+        return {t: v for t, v, n in zip(tags, values, counts, strict=True) if n}
