@@ -104,6 +104,7 @@ def _tasks(grid: Grid, out: Path, jobs: int) -> tuple[list[Task], int]:
     from mmqk.config import resolve
 
     tasks, threads = [], 0
+    arm_of: dict[str, str] = {}
     for job in grid.jobs:
         try:
             run = resolve(list(job.args))
@@ -114,6 +115,11 @@ def _tasks(grid: Grid, out: Path, jobs: int) -> tuple[list[Task], int]:
         args = job.args if run.threads else (*job.args, f"--threads={threads}")
         # Seeds of an arm share a folder, so its name leaves the seed out.
         variant = identity_hash({name: value for name, value in run.identity.items() if name != "seed"})
+        if arm_of.setdefault(variant, job.arm) != job.arm:
+            raise UserError(
+                f"{grid.path}: arms {arm_of[variant]} and {job.arm} are the same run, as what sets them apart has no effect"
+                " where it is: remove one of them."
+            )
         folder = out / f"{job.arm}-{variant}" / f"seed{job.seed}"
         tasks.append(Task(job.arm, job.seed, args, folder, run.id, run.identity["trainer"]["max_steps"]))
     return tasks, threads

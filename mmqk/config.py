@@ -162,7 +162,7 @@ def _complete(parsed: Namespace) -> RunConfig:
         if getattr(parsed, name) < 0:
             raise UserError(f"{name} is {getattr(parsed, name)}: it cannot be negative.")
     try:
-        sections = {name: _build(section, getattr(parsed, name)) for name, section in SECTIONS.items()}
+        sections = {name: _build(section, getattr(parsed, name), name) for name, section in SECTIONS.items()}
         blocks = layout(sections["data"]).blocks
         given = sections["model"].blocks
         if given and given != blocks:
@@ -204,19 +204,19 @@ def _check_probe(monitor: MonitorConfig, data: DataConfig, accumulate: int) -> N
         raise UserError(f"monitor.sequences {monitor.sequences} is more than the {room} {what}: lower it.")
 
 
-def _build(section: type, values: Any) -> Any:
+def _build(section: type, values: Any, path: str) -> Any:
     """A frozen dataclass from the parser's namespace, nested ones included; it checks itself."""
     plain = vars(values) if isinstance(values, Namespace) else values
     if not isinstance(plain, dict) or any(f.name not in plain for f in dataclasses.fields(section)):
         raise ValueError(
-            f"{section.__name__.removesuffix('Config').lower()} is not one value: it is a group of fields."
+            f"{path} is {plain!r}, but it is a group of fields: set one of them, as --help lists them."
         )
     built = {}
     for f in dataclasses.fields(section):
         value = plain[f.name]
         nested = f.default_factory if isinstance(f.default_factory, type) else None
         if nested is not None and dataclasses.is_dataclass(nested):
-            value = _build(nested, value)
+            value = _build(nested, value, f"{path}.{f.name}")
         elif isinstance(value, Namespace):
             value = vars(value)
         built[f.name] = value
@@ -236,8 +236,10 @@ def _sentence(message: str, parser: Parser) -> str:
         return f"{group[1]} is a group of fields, not '{group[2]}': set one of them, as --help lists them."
     if broken := re.search(r"Problems parsing config: (.*)", flat):
         return f"A file given with --config is not the YAML of a run ({broken[1]}): check the path."
-    if union := re.search(r'Parser key "([\w.]+)": Does not validate', flat):
-        return f"{union[1]} has a value of the wrong type: --help-all says what it takes."
+    if union := re.search(r'Parser key "([\w.]+)": Does not validate .*?Subtypes: \[(.*?)\] Errors', flat):
+        value = re.search(r"Given value: (.*)", flat)
+        kinds = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", union[2])
+        return f"{union[1]} is '{value[1] if value else '?'}': expected {kinds.replace('], ', '] or ')}."
     if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', flat):
         kind = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", wrong[2])
         return f"{wrong[1]} is '{wrong[3]}': expected {kind}."

@@ -107,6 +107,10 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
             "q ← q / √(mean(q²) + eps), so |logit| ≤ √head_dim; k likewise",
             "nanochat and Llama 4, both of which take it after RoPE; without a gain the two orders are one [V]",
             QK, _NORM_PASSES),
+        Remedy("qk_norm_rms_per_head", "RMS by head, a gain a head",
+            {"model.qk_norm.kind": "rms", "model.qk_norm.gain": "per_head"},
+            "q ← gain_h · q / √(mean(q²) + eps) in head h, over head_dim; k likewise",
+            "x-transformers, qk_rmsnorm [V]", QK, _NORM_PASSES),
         Remedy("qk_norm_per_head", "LayerNorm by head, a gain and a bias a head",
             {"model.qk_norm.kind": "layer", "model.qk_norm.bias": True, "model.qk_norm.gain": "per_head"},
             "q ← gain_h · (q − mean(q)) / √(var(q) + eps) + bias_h in head h, over head_dim; k likewise",
@@ -153,7 +157,8 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
     ),
     "QK-Clip": (
         Remedy("qk_clip", "QK-Clip", {"optim.qk_clip": 100.0},
-            "after the update, in head h: W_q, W_k ← √gamma · W_q, W_k; gamma = min(1, tau / max logit_h)",
+            "after the update, in head h: W_q, W_k ← √gamma · W_q, W_k; gamma = min(1, tau / max logit_h);"
+            " where heads share keys, W_q ← gamma · W_q",
             "Kimi K2, arXiv 2507.20534: tau 100 [S]",
             "rows of W_q and W_k, so the logits of the attention softmax",
             "a maximum over all logits in every step"),
@@ -167,7 +172,7 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
     ),
     "attention function": (
         Remedy("sigmoid_attention", "sigmoid attention", {"model.attention": "sigmoid", "backend": "math"},
-            "weight = sigmoid(logit − log T), each by itself, T tokens in the row",
+            "weight = sigmoid(logit − log T), each by itself, T all tokens of the row, with padding and other documents",
             "Ramapuram et al. 2024, arXiv 2409.04431 [S]",
             "takes the place of the attention softmax; the output softmax stays", _NO_KERNEL),
     ),

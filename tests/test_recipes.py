@@ -75,6 +75,14 @@ def test_a_recipe_merges_onto_a_run_of_any_size_and_overrides_all_it_speaks_of(n
             assert resolved[key] == value, key
 
 
+@pytest.mark.parametrize("under", ["gemma2", "chameleon_7b", "swin_v2", "vit_22b"])
+def test_of_two_recipes_the_last_says_what_the_model_is(under):
+    """These four have, between them, a value away from the default for nearly every field that a recipe sets."""
+    for name in NAMES:
+        assert as_run(name, base=str(path(under))).model == as_run(name).model, name
+    assert as_run(under).model != as_run("llama2").model
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_trains(name, tiny_args, tmp_path):
     out = tmp_path / "run"

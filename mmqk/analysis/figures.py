@@ -96,15 +96,15 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
     if width > 1:
         caption.append(f"A point of the loss is the mean of {width} steps.")
     caption.append(
-        "Logits are those of the softmax, before any cap, largest over layers, heads, keys and the probe's "
+        "Logits are those of attention, before any cap, largest over layers, heads, keys and the probe's "
         "sequences."
     )
     if cut:
         caption.append(f"Losses above {nats(top)} nats are cut off.")
     if any(line.role == "bound" for panel in logits for line in panel.lines):
         caption.append(
-            "Dotted: the QK-Norm bound √d·g², d the head width and g the gain. Staying under it is by "
-            "construction; the evidence is elsewhere."
+            "Dotted: the QK-Norm bound, which the present gains allow at most. Staying under it is by construction; "
+            "the evidence is elsewhere."
         )
     caption += untrained(study, arms)
     if any(line.diverged for panel in losses for line in panel.lines):

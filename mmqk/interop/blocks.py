@@ -23,7 +23,10 @@ def blocks_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = No
     if given is None and noted is None:
         return _by_vocabulary(getattr(config, "vocabulary_map", None) or {}, vocab_size)
     try:
-        blocks = {name: int(size) for name, size in (given.items() if given is not None else noted or ())}
+        pairs = list(given.items() if given is not None else noted or ())
+        blocks = {name: int(size) for name, size in pairs}
+        if len(blocks) < len(pairs) or any(blocks[name] != size for name, size in pairs):
+            raise ValueError
     except (TypeError, ValueError):
         raise UserError(
             f"The model's config.{NOTED} is {noted!r}, not names and sizes: give blocks."
@@ -38,7 +41,12 @@ def blocks_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = No
 
 
 def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, int]:
-    image = sorted(i for name, i in vocabulary.items() if name.startswith(_IMAGE_PREFIX))
+    image = [i for name, i in vocabulary.items() if name.startswith(_IMAGE_PREFIX)]
+    if not all(isinstance(i, int) for i in image):
+        raise UserError(
+            "The model's config.vocabulary_map has image ids that are no whole numbers: give blocks."
+        )
+    image.sort()
     if not image:
         return {"text": vocab_size}
     start, end = image[0], image[-1] + 1
@@ -75,7 +83,7 @@ def parse_blocks(text: str) -> dict[str, int]:
         UserError: anything else, or a name that no tag can carry.
     """
     try:
-        pairs = [(name, int(size)) for name, size in (part.split("=") for part in text.split(","))]
+        pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
         for name, _ in pairs:
             tag("loss", name)
     except ValueError:

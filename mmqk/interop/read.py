@@ -179,7 +179,9 @@ def _scale(value: float, head_dim: int) -> str | float:
 
 def _layers(architecture: str, c: Any) -> dict[str, Any]:
     """Windows and rotary positions, which go together: Gemma 3 has frequencies of their own for windowed layers."""
-    kinds = list(getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers)
+    # The other classes take no notice of layer_types and sliding_window.
+    named = c.layer_types if architecture in (QWEN3, GEMMA2, GEMMA3) else None
+    kinds = list(named or ["full_attention"] * c.num_hidden_layers)
     window, global_every = _windows(kinds, c)
     if architecture != GEMMA3:
         theta, scaling = _rope("rope_parameters", c.rope_parameters)

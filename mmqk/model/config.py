@@ -1,14 +1,18 @@
 """The shape and the variant of a model: frozen dataclasses that check themselves."""
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LAYER = re.compile(r"(layer|head)\d{2,}")  # parts of the names of logged series
 
 
 @dataclass(frozen=True)
 class QKNormConfig:
-    """Normalisation of queries and keys. With kind none the other fields have no effect.
+    """Normalisation of queries and keys. What a kind has no use for is set back to its default.
 
     Attributes:
         kind: none; rms (Qwen3, OLMo 2); layer (LayerNorm: Chameleon, ViT-22B); l2 (cosine attention: Henry et al.,
@@ -37,6 +41,12 @@ class QKNormConfig:
 
     def __post_init__(self) -> None:
         _one_of("qk_norm.kind", self.kind, ("none", "rms", "layer", "l2"))
+        if self.kind == "none":
+            _to_defaults(self, "scope", "gain", "bias", "eps", "place", "normalize_v")
+        if self.kind != "l2":
+            _to_defaults(self, "scale_init", "scale_max")
+        elif self.gain == "none":
+            _to_defaults(self, "scale_max")
         _one_of("qk_norm.scope", self.scope, ("head", "full"))
         _one_of("qk_norm.gain", self.gain, ("none", "shared", "per_head", "zero_centred"))
         _one_of("qk_norm.place", self.place, ("before_rope", "after_rope"))
@@ -103,6 +113,10 @@ class RopeScalingConfig:
 
     def __post_init__(self) -> None:
         _one_of("rope_scaling.kind", self.kind, ("none", "linear", "llama3"))
+        if self.kind == "none":
+            _to_defaults(self, "factor")
+        if self.kind != "llama3":
+            _to_defaults(self, "low_freq_factor", "high_freq_factor", "original_length")
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_length"):
             _above_zero(f"rope_scaling.{name}", getattr(self, name))
         if self.high_freq_factor <= self.low_freq_factor:
@@ -115,6 +129,9 @@ class RopeScalingConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     """An early-fusion decoder over one joint vocabulary. Impossible values raise ValueError in one sentence.
+
+    A detail of something that is switched off is set back to its default, so that two configurations are equal
+    exactly when the models are.
 
     Attributes:
         blocks: Number of ids by modality, contiguous from id 0; filled from the tokenizers when left out.
@@ -137,7 +154,8 @@ class ModelConfig:
         attn_softcap: Bounds attention logits by cap * tanh(logit / cap), before the mask; null for none.
         final_softcap: Bounds the output logits in the same way; null for none.
         attn_scale: Factor on q.k: rsqrt (1 / sqrt(head width)), inverse (1 / head width), none (1) or a number.
-        attention: softmax, or sigmoid with bias -log(tokens in the row) (arXiv 2409.04431).
+        attention: softmax, or sigmoid with bias -log T (arXiv 2409.04431). T counts every token of the row, padding
+            and other documents too, so the same tokens in a longer row give other outputs.
         weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, sigma the largest
             singular value (σReparam, arXiv 2303.06296).
         reparam_gamma: First value of gamma: sigma (W's own, so that the first forward is that of the plain model:
@@ -202,6 +220,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         self._check_shape()
         self._check_choices()
+        if not self.post_norm:
+            _to_defaults(self, "post_gain_init")
+        if self.weight_reparam == "none":
+            _to_defaults(self, "reparam_gamma")
+        if not self.window:
+            _to_defaults(self, "global_every", "local_rope_theta")
+        if len(self.blocks) == 1:
+            _to_defaults(self, "untie")
         if not (self.pre_norm or self.post_norm):
             raise ValueError("model.pre_norm and model.post_norm are both false; set at least one of them.")
         if self.norm_bias and self.norm != "layer":
@@ -241,8 +267,14 @@ class ModelConfig:
                 f"model.n_heads {self.n_heads} cannot share model.n_kv_heads {self.n_kv_heads} key heads evenly."
             )
         for name, size in self.blocks.items():
-            if size < 1:
-                raise ValueError(f"model.blocks gives {name} {size} ids; a modality needs at least one.")
+            if not (isinstance(name, str) and _NAME.fullmatch(name)) or _LAYER.fullmatch(name):
+                raise ValueError(
+                    f"model.blocks has a modality {name!r}: name it in letters, digits and _, not like layer03."
+                )
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(
+                    f"model.blocks gives {name} {size} ids; a modality needs a whole number above 0."
+                )
 
     def _check_choices(self) -> None:
         for name in ("attn_softcap", "final_softcap", "layer_scale", "local_rope_theta"):
@@ -332,6 +364,13 @@ class ModelConfig:
     def window_of(self, layer: int) -> int:
         """Tokens that a query of this layer sees, itself included; 0 for all."""
         return 0 if self.global_every and (layer + 1) % self.global_every == 0 else self.window
+
+
+def _to_defaults(config: object, *names: str) -> None:
+    for f in fields(config):  # type: ignore[arg-type]
+        if f.name in names:
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            object.__setattr__(config, f.name, default)
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ from .config import ModelConfig
 from .norms import at_least_fp32
 
 FIRST_POWER_STEPS = 30
+TINY = 1e-30
 
 
 class Linear(nn.Linear):
@@ -57,17 +58,22 @@ class SigmaLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map the last axis of `x`."""
         with torch.autocast(self.weight.device.type, enabled=False):
-            weight = (self.gamma / self.sigma() * at_least_fp32(self.weight)).to(self.weight.dtype)
+            scale = self.gamma / self.sigma().clamp_min(TINY)  # a matrix of zeros stays one
+            weight = (scale * at_least_fp32(self.weight)).to(self.weight.dtype)
         return F.linear(x, weight)
+
+    def extra_repr(self) -> str:
+        """Widths, and where gamma starts."""
+        return f"{super().extra_repr()}, gamma starts at {'sigma(W)' if self.keep else 1}"
 
     @torch.no_grad()
     def power_step(self) -> None:
         """One power iteration in fp32: `v <- W^T u`, then `u <- W v`, each at length 1."""
         with torch.autocast(self.weight.device.type, enabled=False):
             wide = at_least_fp32(self.weight)
-            v = F.normalize(at_least_fp32(self.u) @ wide, dim=0)
+            v = _direction(at_least_fp32(self.u) @ wide, at_least_fp32(self.v))
             self.v.copy_(v)
-            self.u.copy_(F.normalize(wide @ v, dim=0))
+            self.u.copy_(_direction(wide @ v, at_least_fp32(self.u)))
 
     @torch.no_grad()
     def start(self, generator: torch.Generator) -> None:
@@ -77,6 +83,12 @@ class SigmaLinear(Linear):
             self.power_step()
         if self.keep:
             self.gamma.copy_(self.sigma())
+
+
+def _direction(vector: Tensor, before: Tensor) -> Tensor:
+    """`vector` at length 1, or what was there before where it has none."""
+    length = vector.norm()
+    return torch.where((length > TINY) & length.isfinite(), vector / length, before)
 
 
 def power_step(model: nn.Module) -> None:

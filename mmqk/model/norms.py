@@ -137,6 +137,11 @@ class L2Norm(Norm):
             return self.weight
         return self.weight.clamp_max(math.log(self.maximum)).exp()
 
+    def extra_repr(self) -> str:
+        """As of every norm, with the scale."""
+        scale = self.fixed if self.weight is None else "learned"
+        return f"{super().extra_repr()}, scale={scale}, maximum={self.maximum}"
+
     def longest(self) -> Tensor:
         gain = self.gain()
         return torch.tensor(self.fixed) if gain is None else gain.abs().max()

@@ -174,7 +174,7 @@ class EarlyFusionTransformer(nn.Module):
         Args:
             ids_BT: int64 ids of the joint vocabulary.
             modality_BT: Modality number of each id; None takes it from the block ranges. It matters only where
-                `config.untie` or `config.embed_scale` sets modalities apart.
+                `config.untie` or `config.embed_scale` sets modalities apart; a number that none has counts as 0.
             document_BT: Document number of each token where several are packed in a row; attention stays
                 inside a document. None is one document a row.
             sink: Called as `sink(site, layer, tensor)` while the forward runs, with the tensors themselves.
@@ -189,15 +189,17 @@ class EarlyFusionTransformer(nn.Module):
             logits_BTV in fp32 (fp64 in an fp64 model), whatever autocast makes of the head.
         """
         c, T, device = self.config, ids_BT.shape[1], ids_BT.device
-        if modality_BT is None and self.reads_modality:
-            modality_BT = modality_of_ids(ids_BT, c.blocks)
+        if self.reads_modality:
+            modality_BT = modality_of_ids(ids_BT, c.blocks) if modality_BT is None else modality_BT
         x_BTD = self.embed(ids_BT)
         if c.embed_sqrt_d:
             x_BTD = x_BTD * c.d_model**0.5
         if c.embed_scale:
-            factors = [c.embed_scale.get(name, 1.0) for name in c.modalities]
-            factor_M = torch.tensor(factors, dtype=x_BTD.dtype, device=device)
-            x_BTD = x_BTD * factor_M[modality_BT][..., None]
+            assert modality_BT is not None
+            of_token_BT1 = modality_BT.where((modality_BT >= 0) & (modality_BT < len(c.blocks)), 0)[..., None]
+            for m, name in enumerate(c.modalities):
+                if name in c.embed_scale:
+                    x_BTD = torch.where(of_token_BT1 == m, c.embed_scale[name] * x_BTD, x_BTD)
         rope = rope_tables(T, c.head_dim, c.rope_theta, device, c.rope_scaling)
         theta = c.local_rope_theta
         local_rope = rope if theta is None else rope_tables(T, c.head_dim, theta, device)

@@ -22,8 +22,9 @@ class OptimConfig:
         eps: Adam's epsilon. Chameleon used 1e-5, Wortsman et al. 1e-8.
         weight_decay: decay of matrices, and of what `decay_embeddings` and `decay_gains` add to them.
         decay_mode: coupled multiplies the decay by the learning rate (torch's AdamW); independent multiplies it
-            by the schedule alone, so that it does not change with the peak (Wortsman et al., section 3.2.2).
-        warmup_steps: steps of linear warm-up from 0.
+            by the schedule alone, so that it does not change with the peak (Wortsman et al., section 3.2.2); it then
+            wants a weight_decay of the order of 1e-4.
+        warmup_steps: steps of linear warm-up; the first of n has 1 / n of the peak.
         schedule: what follows the warm-up: constant, cosine or exponential decay.
         final_lr: learning rate at the end as a share of the peak.
         decay_gains: whether gains, biases and learned scales decay too.

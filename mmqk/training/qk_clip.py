@@ -143,12 +143,15 @@ class QKClip:
 def clip_heads(w_q: nn.Module, w_k: nn.Module, gamma_H: Tensor, kv_heads: int) -> None:
     """Scale W_q and W_k, every copy of them, so that the logits of head h shrink by gamma_h.
 
-    With keys of its own a head takes sqrt(gamma_h) on either side. Heads that share a key head g leave it the root of
-    their smallest gamma, and each query head takes gamma_h over that root. A factor of 1 changes no bit.
+    With keys of its own a head takes sqrt(gamma_h) on either side. Where heads share a key head, W_k stays as it is
+    and each query head takes all of its gamma: shrinking shared keys would mean to lengthen the queries of heads
+    that were not clipped, step after step. Nothing ever grows, and a factor of 1 changes no bit.
     """
-    root_G = gamma_H.view(kv_heads, -1).amin(1).sqrt()
-    scale_rows(w_k, root_G)
-    scale_rows(w_q, gamma_H / root_G.repeat_interleave(len(gamma_H) // kv_heads))
+    if kv_heads == len(gamma_H):
+        scale_rows(w_k, gamma_H.sqrt())
+        scale_rows(w_q, gamma_H.sqrt())
+    else:
+        scale_rows(w_q, gamma_H)
 
 
 def scale_rows(layer: nn.Module, factor_H: Tensor) -> None:

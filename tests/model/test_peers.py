@@ -68,7 +68,7 @@ PEERS: list[Comparison] = [
         {"another epsilon": EPS, "LayerNorm": {"kind": "layer"}, "no norm": NONE},
     ),
     attention_peer(
-        "qk_norm_per_head", "x-transformers Attention(qk_rmsnorm)", FP32_INSIDE,
+        "qk_norm_rms_per_head", "x-transformers Attention(qk_rmsnorm)", FP32_INSIDE,
         qk("rms", gain="per_head", eps=TINY), XT(qk_rmsnorm=True),
         {"norm after RoPE": AFTER, "another epsilon": EPS, "over all heads": {"scope": "full"}},
     ),
