@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from mmqk.data.config import DataConfig, data_identity, layout
 from mmqk.model import BACKENDS, ModelConfig, check_backend
 from mmqk.monitors import MonitorConfig
-from mmqk.store import UserError, flatten, identity_hash
+from mmqk.store import AlarmConfig, UserError, flatten, identity_hash
 from mmqk.training.loss import LossConfig
 from mmqk.training.optim import OptimConfig
 from mmqk.training.qk_clip import check_qk_clip
@@ -30,6 +30,7 @@ SECTIONS: dict[str, type] = {
     "optim": OptimConfig,
     "monitor": MonitorConfig,
     "checkpoint": CheckpointConfig,
+    "alarm": AlarmConfig,
 }
 # Trainer's flags that --help shows; --help-all shows every one.
 SHOWN_TRAINER_FLAGS = (
@@ -63,6 +64,7 @@ class RunConfig:
     optim: OptimConfig
     monitor: MonitorConfig
     checkpoint: CheckpointConfig
+    alarm: AlarmConfig
     backend: str
     seed: int
     threads: int
@@ -179,6 +181,8 @@ def _complete(parsed: Namespace) -> RunConfig:
     except ValueError as error:
         raise UserError(str(error)) from error
     identity = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor")}
+    if sections["alarm"].acts:  # one that only reports changes nothing in the run
+        identity["alarm"] = asdict(sections["alarm"])
     identity["data"] = data_identity(sections["data"])
     identity |= {"backend": parsed.backend, "seed": parsed.seed}
     identity["trainer"] = {flag: trainer[flag] for flag in IDENTITY_TRAINER_FLAGS}
@@ -209,7 +213,7 @@ def _build(section: type, values: Any, path: str) -> Any:
     plain = vars(values) if isinstance(values, Namespace) else values
     if not isinstance(plain, dict) or any(f.name not in plain for f in dataclasses.fields(section)):
         raise ValueError(
-            f"{path} is {plain!r}, but it is a group of fields: set one of them, as --help lists them."
+            f"{path} is not one value: it is a group of fields; set one of them, as --help lists them."
         )
     built = {}
     for f in dataclasses.fields(section):
@@ -239,7 +243,9 @@ def _sentence(message: str, parser: Parser) -> str:
     if union := re.search(r'Parser key "([\w.]+)": Does not validate .*?Subtypes: \[(.*?)\] Errors', flat):
         value = re.search(r"Given value: (.*)", flat)
         kinds = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", union[2])
-        return f"{union[1]} is '{value[1] if value else '?'}': expected {kinds.replace('], ', '] or ')}."
+        expected = f"expected {kinds.replace('], ', '] or ').replace('NoneType', 'null')}"
+        expected = expected if len(expected) < 100 else "--help-all says what it takes"
+        return f"{union[1]} is '{value[1] if value else '?'}', which is of the wrong type: {expected}."
     if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', flat):
         kind = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", wrong[2])
         return f"{wrong[1]} is '{wrong[3]}': expected {kind}."

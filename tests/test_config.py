@@ -35,7 +35,7 @@ from mmqk.train import main
         (["--trainer.limit_train_batches=2"], "trainer.limit_train_batches is decided by mmqk"),
         (["--trainer.gradient_clip_algorithm=value"], "trainer.gradient_clip_algorithm is decided by mmqk"),
         (["--trainer.precision=16-mixed"], "trainer.precision is '16-mixed': choose one of"),
-        (["--trainer.precision=int8"], "trainer.precision has a value of the wrong type"),
+        (["--trainer.precision=int8"], "which is of the wrong type: --help-all"),
         (["--trainer.devices=2"], "trainer.devices is 2"),
         (["--trainer.accelerator=tpu_of_old"], "Lightning refuses the trainer flags"),
         (["--threads=-1"], "threads is -1"),

@@ -138,6 +138,14 @@ def test_an_unknown_field_is_refused_with_its_arm_before_anything_is_written(wor
     assert not (tmp_path / "runs").exists()
 
 
+def test_two_arms_that_are_the_same_run_are_refused_before_anything_is_written(world, tmp_path, capsys):
+    grid = GRID + "  twin: {set: {act: finish}}\n"
+    assert world(grid=grid) == 2
+    assert "arms good and twin are the same run" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    assert world() == 0
+
+
 def test_a_folder_of_another_ablation_or_a_file_is_refused(world, tmp_path, capsys):
     assert world("--out", "here") == 0
     before = (tmp_path / "here/ablation.json").read_bytes()

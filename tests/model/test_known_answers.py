@@ -279,3 +279,58 @@ def test_l2_without_a_learned_scale_is_a_function_of_the_direction():
     lengths = norm(x)[:6].norm(dim=-1)
     torch.testing.assert_close(lengths, torch.full_like(lengths, 4.0))
     assert (norm(x + 1) - norm(x)).abs().max() > 0.1
+
+
+def test_sigmoid_attention_depends_on_the_length_of_the_row_and_softmax_attention_does_not():
+    """T of the bias -log T is that of the whole row: a longer row, or another document in it, changes the logits."""
+    ids_BT = torch.arange(10)[None]
+    documents_BT = torch.tensor([[0] * 5 + [1] * 5])
+    for kind, moves in (("softmax", False), ("sigmoid", True)):
+        model = build(attention=kind)
+        alone, whole = model(ids_BT[:, :5]), model(ids_BT)[:, :5]
+        packed = model(ids_BT, document_BT=documents_BT)[:, :5]
+        assert bool((alone - whole).abs().max() > 1e-2) == moves
+        assert bool((alone - packed).abs().max() > 1e-2) == moves
+
+
+def test_sigma_stays_fp32_under_autocast():
+    layer = build(weight_reparam="sigma").blocks[0].attention.w_q
+    outside = layer.sigma()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = layer.sigma()
+    assert inside.dtype == torch.float32 and torch.equal(inside, outside)
+    rounded = layer.u.bfloat16() @ (layer.weight.bfloat16() @ layer.v.bfloat16())
+    assert float(rounded) != float(outside)  # the control: bf16 would be seen
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-25])
+def test_a_matrix_of_next_to_nothing_gives_finite_numbers_and_recovers(value):
+    layer = build(weight_reparam="sigma").blocks[0].attention.w_q
+    with torch.no_grad():
+        weight = layer.weight.clone()
+        layer.weight.fill_(value)
+        layer.power_step()
+        assert layer(torch.ones(1, 16)).isfinite().all()
+        layer.weight.copy_(weight)
+        for _ in range(200):
+            layer.power_step()
+    torch.testing.assert_close(layer.sigma(), torch.linalg.matrix_norm(layer.weight, 2), rtol=1e-3, atol=0)
+
+
+def test_the_clamp_of_the_cosine_scale_comes_before_the_exponential():
+    """After it, a logarithm of 200 would overflow to a scale of inf with a gradient of NaN."""
+    norm = build(qk_norm=QKNormConfig("l2", scale_max=100.0)).blocks[0].attention.q_norm
+    with torch.no_grad():
+        norm.weight.fill_(200.0)
+    out = norm(torch.randn(1, 2, 4, 4))
+    out.sum().backward()
+    assert float(norm.gain()) == pytest.approx(100, rel=1e-5) and norm.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"untie": UntieConfig(mlp=True)}, {"embed_scale": {"sound": 3.0, "text": 2.0}}]
+)
+def test_a_modality_number_that_there_is_none_of_counts_as_the_first(fields):
+    model, ids_BT = build(**fields), torch.arange(6)[None]
+    first, out, below, last = (model(ids_BT, modality_BT=torch.full((1, 6), m)) for m in (0, 7, -1, 2))
+    assert torch.equal(first, out) and torch.equal(first, below) and not torch.equal(first, last)

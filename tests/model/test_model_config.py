@@ -31,7 +31,7 @@ from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
         ({"norm_gain": "shared"}, "model.norm_gain must be one of plain, none, zero_centred"),
         ({"norm_bias": True}, "model.norm_bias belongs to model.norm layer, but model.norm is rms"),
         ({"post_gain_init": float("nan")}, "model.post_gain_init must be finite"),
-        ({"post_gain_init": 0.0, "norm_gain": "none"}, "needs a gain to start from"),
+        ({"post_norm": True, "post_gain_init": 0.0, "norm_gain": "none"}, "needs a gain to start from"),
         ({"attention": "linear"}, "model.attention must be one of softmax, sigmoid"),
         ({"weight_reparam": "weight_norm"}, "model.weight_reparam must be one of none, sigma"),
         ({"reparam_gamma": "zero"}, "model.reparam_gamma must be one of sigma, one"),
@@ -122,3 +122,34 @@ def test_a_configuration_comes_back_from_its_dictionary():
     assert ModelConfig.from_dict(asdict(config)) == config
     with pytest.raises(TypeError, match="n_head"):
         ModelConfig.from_dict(asdict(config) | {"n_head": 2})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"qk_norm": QKNormConfig(gain="per_head", place="after_rope", scope="full", normalize_v=True)},
+        {"post_gain_init": 0.0},
+        {"reparam_gamma": "one"},
+        {"global_every": 2, "local_rope_theta": 500.0},
+        {"rope_scaling": RopeScalingConfig(factor=8.0)},
+        {"untie": UntieConfig(mlp=True), "blocks": {"text": 9}},
+    ],
+)
+def test_a_detail_of_what_is_off_is_set_back_so_that_equal_models_have_equal_configurations(fields):
+    blocks = {"blocks": fields["blocks"]} if "blocks" in fields else {}
+    assert ModelConfig(**fields) == ModelConfig(**blocks)
+
+
+def test_a_detail_of_what_is_on_stays():
+    assert QKNormConfig("rms", gain="per_head") != QKNormConfig("rms")
+    assert QKNormConfig("rms", scale_max=50.0) == QKNormConfig("rms") != QKNormConfig("l2", scale_max=50.0)
+    assert ModelConfig(window=8, global_every=2) != ModelConfig(window=8)
+    assert ModelConfig(blocks={"text": 9, "image": 3}, untie=UntieConfig(mlp=True)).untie.mlp
+
+
+@pytest.mark.parametrize("name", ["a b", "te/xt", "layer03", "", "text-image", 3])
+def test_a_modality_has_a_name_that_a_series_can_carry(name):
+    with pytest.raises(ValueError, match=r"model\.blocks has a modality"):
+        ModelConfig(blocks={name: 4})
+    with pytest.raises(ValueError, match="a whole number above 0"):
+        ModelConfig(blocks={"text": 4.5})
