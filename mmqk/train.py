@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmqk.store import EXIT_CODES, MetricsWriter, RunFolder, UserError, run_main, write_json
+from mmqk.store import EXIT_CODES, AlarmRules, MetricsWriter, RunFolder, UserError, run_main, write_json
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
@@ -53,6 +53,7 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
 
     from mmqk.data.module import TokenDataModule
     from mmqk.monitors import NormMonitor
+    from mmqk.training.alarms import Alarms
     from mmqk.training.lifecycle import Interrupted, Lifecycle, ProgressLine
     from mmqk.training.loggers import RunLogger, StoryLogger
     from mmqk.training.module import TrainingModule
@@ -76,10 +77,14 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
     step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, _at_start(run, data))
     write_json(folder.path / "data.json", data.statistics())
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, step_log)
+    monitor = NormMonitor(run.monitor, heldout)
+    rules = AlarmRules(run.optim.warmup_steps, run.trainer["max_steps"], module.trained_modalities)
+    alarms = Alarms(folder.path, run.alarm, rules, step_log, monitor, checkpoints)
     callbacks = [  # in this order: the numbers of a step are written before the checkpoint that ends it
         step_log,
-        NormMonitor(run.monitor, heldout),
+        monitor,
         Validation(data.val_batches, run.data.val_every_n_steps),
+        alarms,
         checkpoints,
         Lifecycle(folder, step_log, checkpoints),
     ]
@@ -88,6 +93,7 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
     loggers: list[Any] = [
         RunLogger(folder.metrics_path),
         StoryLogger(folder.path, run.model.modalities, run.monitor.tensorboard_layers, resumed_at),
+        alarms.tap,
     ]
     trainer = _trainer(run, loggers, callbacks)
     try:

@@ -32,24 +32,45 @@ class Agreement:
     noise: Tensor
 
 
+@dataclass(frozen=True)
+class HalfProducts:
+    """Products of gradients, summed over parameters: those of several groups of parameters add up.
+
+    Attributes:
+        cross_MM: ``<g_a^A, g_b^B>``.
+        noise: ``|g^A - g^B|^2 / 2``, (M,).
+    """
+
+    cross_MM: Tensor
+    noise: Tensor
+
+    def __add__(self, other: HalfProducts) -> HalfProducts:
+        return HalfProducts(self.cross_MM + other.cross_MM, self.noise + other.noise)
+
+    def agreement(self) -> Agreement:
+        """Signal, noise and agreement of the modalities over these parameters."""
+        signal = self.cross_MM.diagonal()
+        length = signal.clamp_min(0).sqrt()
+        cosine = (self.cross_MM + self.cross_MM.T) / 2 / (length[:, None] * length)
+        told = (signal > 0)[:, None] & (signal > 0)
+        return Agreement(torch.where(told, cosine, torch.nan), signal, self.noise)
+
+
+def half_products(halves: Sequence[tuple[Gradients, Gradients]]) -> HalfProducts:
+    """Products across halves of one group of parameters, in fp64; arguments as of `agreement`."""
+    M = len(halves)
+    flat = [tuple(_flat(half, halves) for half in pair) for pair in halves]
+    cross_MM = torch.stack([torch.stack([flat[a][0] @ flat[b][1] for b in range(M)]) for a in range(M)])
+    return HalfProducts(cross_MM, torch.stack([(a - b).square().sum() / 2 for a, b in flat]))
+
+
 def agreement(halves: Sequence[tuple[Gradients, Gradients]]) -> Agreement:
     """Signal, noise and agreement of the modalities' gradients.
 
     Args:
         halves: for each modality its gradients on half A and on half B, each normalised by its own half's targets.
     """
-    M = len(halves)
-    flat = [tuple(_flat(half, halves) for half in pair) for pair in halves]
-    cross_MM = torch.stack([torch.stack([flat[a][0] @ flat[b][1] for b in range(M)]) for a in range(M)])
-    signal = cross_MM.diagonal()
-    length = signal.clamp_min(0).sqrt()
-    cosine = (cross_MM + cross_MM.T) / 2 / (length[:, None] * length)
-    told = (signal > 0)[:, None] & (signal > 0)
-    return Agreement(
-        cosine=torch.where(told, cosine, torch.nan),
-        signal=signal,
-        noise=torch.stack([(a - b).square().sum() / 2 for a, b in flat]),
-    )
+    return half_products(halves).agreement()
 
 
 def _flat(half: Gradients, halves: Sequence[tuple[Gradients, Gradients]]) -> Tensor:

@@ -5,18 +5,19 @@ Shapes: B batch, H heads, T query tokens (C of them in a chunk), S key tokens, K
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mmqk.monitors.pairs import Pairs
-from mmqk.monitors.reduce import Moments, moments
+from mmqk.monitors.pairs import Chunk, Pairs
+from mmqk.monitors.reduce import Moments
 
 TAIL = 1e-3
-_BY_QUERY = (
-    "mean", "variance", "offset_variance", "spread_variance", "entropy", "block_entropy", "within_entropy",
-)  # fmt: skip
+GROUP = 32
+ROW_LOGITS = ("mean", "variance", "offset_variance", "spread_variance")
+ROW_WEIGHTS = ("entropy", "block_entropy", "within_entropy")
 
 
 @dataclass(frozen=True)
@@ -34,51 +35,43 @@ class AttentionStatistics:
         absmax: largest absolute logit, (M, M).
         tail: the largest absolute logits of each query and key modality, in that order: of at least one pair in a
             thousand, over all ranks if the pairs are `collective`.
+        rank: participation ratio of each attention matrix (`attention_rank`), (H, B); None where they are too large
+            for one chunk.
+        square: sum of the squared logits, by query and key modality and head, (M, M, H).
+        rows: all that follows in one, (F, M): what is said of logits, then what is said of weights.
         mean: of a row's logits, by query modality.
         variance: of a row's logits, by query modality.
         offset_variance: of its block offsets, each weighted by its keys, by query modality.
         spread_variance: of its logits about the mean of their own block, by query modality.
         offset: of a key block's mean from the row's mean, by query modality, one for each key modality.
-        mass: attention weight on a key block, by query modality, one for each key modality.
         entropy: of the attention row, nats, by query modality.
         block_entropy: of the row's masses on the key blocks, nats, by query modality.
         within_entropy: what is left, the entropy within each block weighted by its mass, nats.
+        mass: attention weight on a key block, by query modality, one for each key modality.
     """
 
     count: Tensor
     max: Tensor
     absmax: Tensor
     tail: list[Tensor]
+    rank: Tensor | None
+    square: Tensor
+    rows: Moments
     mean: Moments
     variance: Moments
     offset_variance: Moments
     spread_variance: Moments
     offset: tuple[Moments, ...]
-    mass: tuple[Moments, ...]
     entropy: Moments
     block_entropy: Moments
     within_entropy: Moments
+    mass: tuple[Moments, ...]
 
 
-def exceeded_by_one_in_a_thousand(tail_N: Tensor, count: Tensor) -> Tensor:
-    """The logit that one pair in a thousand of `count` exceeds or equals."""
-    place = (count * TAIL).round().clamp(min=1, max=len(tail_N)).long() - 1
-    return tail_N.sort(descending=True).values[place]
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """What each query of a chunk sees; (B, H, C), and with one more axis (B, H, C, M) by key modality."""
-
-    mean: Tensor
-    variance: Tensor
-    offset_variance: Tensor
-    spread_variance: Tensor
-    entropy: Tensor
-    block_entropy: Tensor
-    within_entropy: Tensor
-    offset_BHCM: Tensor
-    mass_BHCM: Tensor
+def exceeded_by_one_in_a_thousand(tail_NP: Tensor, count_P: Tensor) -> Tensor:
+    """(P,), of each of P kinds of pairs the logit that one in a thousand of its `count` exceeds or equals."""
+    place_P = (count_P * TAIL).round().clamp(min=1, max=len(tail_NP)).long() - 1
+    return tail_NP.sort(dim=0, descending=True).values.gather(0, place_P[None])[0]
 
 
 def attention_statistics(
@@ -93,86 +86,126 @@ def attention_statistics(
         pairs: who sees whom, and the modalities.
         softcap: applied before the softmax of the entropy; the logits reported are before it.
     """
-    q, k = q_BHTK.float(), k_BHSK.float()
-    H, M = q.shape[1], pairs.n_modalities
-    count_MM = pairs.count_MM * H
-    tail = [max(1, round(n * TAIL)) for n in (pairs.count_everywhere_MM * H).flatten().tolist()]
-    largest: list[list[Tensor]] = [[] for _ in tail]
-    signed: list[list[Tensor]] = [[] for _ in tail]
-    found: dict[str, Moments] = {}
-
-    def add(name: str, part: Moments) -> None:
-        found[name] = found[name] + part if name in found else part
-
+    # Heads first: what is told of a pair of tokens (B, C, S) then holds for a contiguous slice of each head.
+    q_HBTK, k_HBSK = scale * q_BHTK.float().transpose(0, 1), k_BHSK.float().transpose(0, 1)
+    H, M = len(q_HBTK), pairs.n_modalities
+    tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]
+    none = q_HBTK.new_tensor([-torch.inf])
+    largest: list[list[Tensor]] = [[none.expand(n)] for n in tail]  # as many as on every other rank
+    signed: list[list[Tensor]] = [[none[0]] for _ in tail]
+    square_MMH, rows, rank_HB = 0.0, None, None
     for chunk in pairs.chunks:
-        logits_BHCS = scale * q[:, :, chunk.rows] @ k.transpose(-1, -2)
-        by_head_HN = logits_BHCS.transpose(0, 1).flatten(1)
-        for i, index_N in enumerate(chunk.index):
-            if len(index_N):
-                values_HN = by_head_HN.index_select(1, index_N)
-                signed[i].append(values_HN.max())
-                magnitude_N = values_HN.abs().flatten()
-                largest[i].append(magnitude_N.topk(min(tail[i], len(magnitude_N))).values)
-        seen = _rows(
-            logits_BHCS, chunk.visible_BCS[:, None], pairs.of_key_BSM[:, None], chunk.sees_BCM, softcap
-        )
-        for name in _BY_QUERY:
-            add(name, moments(getattr(seen, name), chunk.queries_MBC))
-        for b in range(M):
-            sees_BC = chunk.sees_BCM[..., b] > 0
-            add(f"offset{b}", moments(seen.offset_BHCM[..., b], chunk.queries_MBC & sees_BC))
-            add(f"mass{b}", moments(seen.mass_BHCM[..., b], chunk.queries_MBC))
-
-    none = q.new_tensor(-torch.inf)
-    tops = []
-    for parts, n in zip(largest, tail, strict=True):
-        found_N = torch.cat([none.expand(n), *parts])  # as long as that of every other rank
-        tops.append(found_N.topk(n).values)
+        logits_HBCS = q_HBTK[:, :, chunk.rows] @ k_HBSK.mT
+        values_HN = logits_HBCS.flatten(1).index_select(1, chunk.index)
+        for i, part_HN in enumerate(values_HN.split(chunk.sizes, 1)):
+            if part_HN.numel():
+                signed[i].append(part_HN.max())
+                largest[i].append(_largest(part_HN.abs(), tail[i]))
+        values_FHBC, square_HBMC, weight_HBCS = _rows(logits_HBCS, chunk, pairs.of_key_BMS, softcap)
+        if weight_HBCS.shape[2] == q_HBTK.shape[2]:
+            rank_HB = participation(chunk.mask.zero_(weight_HBCS), pairs.reach)
+        square_MMH = square_MMH + _by_query(square_HBMC, chunk.queries_MBC)
+        found = _moments(values_FHBC, chunk.selected_FMBC)
+        rows = found if rows is None else rows + found
+    assert rows is not None and isinstance(square_MMH, Tensor)
+    tops = [torch.cat(parts).topk(n).values for parts, n in zip(largest, tail, strict=True)]
+    one = [Moments(*of) for of in zip(rows.count, rows.sum, rows.sum_sq, rows.max, strict=True)]
     return AttentionStatistics(
-        count=count_MM,
-        max=torch.stack([torch.stack(parts).max() if parts else none for parts in signed]).view(M, M),
+        count=pairs.count_MM * H,
+        max=torch.stack([torch.stack(parts).max() for parts in signed]).view(M, M),
         absmax=torch.stack([top[0] for top in tops]).view(M, M),
         tail=tops,
-        offset=tuple(found[f"offset{b}"] for b in range(M)),
-        mass=tuple(found[f"mass{b}"] for b in range(M)),
-        **{name: found[name] for name in _BY_QUERY},
+        rank=rank_HB,
+        square=square_MMH,
+        rows=rows,
+        **dict(zip(ROW_LOGITS, one[:4], strict=True)),
+        offset=tuple(one[4 : 4 + M]),
+        **dict(zip(ROW_WEIGHTS, one[4 + M : 7 + M], strict=True)),
+        mass=tuple(one[7 + M :]),
     )
 
 
+def _largest(values_HN: Tensor, n: int) -> Tensor:
+    """The n largest (or all) of some numbers in descending order, exactly.
+
+    They lie in those n of the groups whose own largest are the largest, so that few numbers have to be sorted.
+    """
+    flat_N = values_HN.flatten()
+    grouped = len(flat_N) - len(flat_N) % GROUP
+    groups_GX = flat_N[:grouped].view(-1, GROUP)
+    best = groups_GX.amax(1).topk(min(n, len(groups_GX))).indices
+    few = torch.cat([groups_GX.index_select(0, best).flatten(), flat_N[grouped:]])
+    return few.topk(min(n, len(few))).values
+
+
 def _rows(
-    logits_BHCS: Tensor, visible_B1CS: Tensor, of_key_B1SM: Tensor, sees_BCM: Tensor, softcap: float | None
-) -> _Rows:
-    """The parts of every row. Rows that see nothing (padding) come out as NaN and are not selected afterwards."""
-    n_BC1 = sees_BCM.sum(-1, keepdim=True)
-    share_B1CM, n_B1C1 = (sees_BCM / n_BC1)[:, None], n_BC1[:, None]
+    logits_HBCS: Tensor, chunk: Chunk, of_key_BMS: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The F statistics of every row, in the order of `AttentionStatistics.rows`, sums of squares by block, weights.
 
-    # What is not visible is set to 0 once: sums over a row or a block of it are then plain.
-    zeroed = logits_BHCS.masked_fill(~visible_B1CS, 0.0)
-    mean_BHC1 = zeroed.sum(-1, keepdim=True) / n_B1C1
-    centred = (zeroed - mean_BHC1) * visible_B1CS
-    offset_BHCM = centred @ of_key_B1SM / sees_BCM.clamp_min(1)[:, None]
-    about_block = (centred - offset_BHCM @ of_key_B1SM.transpose(-1, -2)) * visible_B1CS
-    spread_BHC = about_block.square().sum(-1) / n_B1C1[..., 0]
-    offset_variance_BHC = (share_B1CM * offset_BHCM.square()).sum(-1)
+    Passes over the T x T numbers are few and in place: they are what a probe takes its time for. The logits are lost.
+    """
+    sees_BMC, (H, B, C, S) = chunk.sees_BMC, logits_HBCS.shape
+    n_BMC, n_BC = sees_BMC.clamp_min(1), sees_BMC.sum(1).clamp_min(1)
+    share_BMC = sees_BMC / n_BC[:, None]
 
-    capped = logits_BHCS if softcap is None else softcap * torch.tanh(logits_BHCS / softcap)
-    hidden = capped.masked_fill(~visible_B1CS, -torch.inf)
-    # Shifted by the row's maximum, or large logits would cancel.
-    shifted = hidden - hidden.amax(-1, keepdim=True)
-    weight = shifted.exp()
-    total_BHC1 = weight.sum(-1, keepdim=True)
-    mass_BHCM = weight @ of_key_B1SM / total_BHC1
-    block_entropy_BHC = torch.special.entr(mass_BHCM).sum(-1)
-    mean_shifted_BHC = (weight * shifted.masked_fill(~visible_B1CS, 0.0)).sum(-1) / total_BHC1[..., 0]
-    entropy_BHC = total_BHC1[..., 0].log() - mean_shifted_BHC
-    return _Rows(
-        mean=mean_BHC1[..., 0],
-        variance=offset_variance_BHC + spread_BHC,
-        offset_variance=offset_variance_BHC,
-        spread_variance=spread_BHC,
-        entropy=entropy_BHC,
-        block_entropy=block_entropy_BHC,
-        within_entropy=entropy_BHC - block_entropy_BHC,
-        offset_BHCM=offset_BHCM,
-        mass_BHCM=mass_BHCM,
+    raw = chunk.mask.zero_(logits_HBCS)
+    rough_HBMC = of_key_BMS @ raw.mT / n_BMC
+    # Once more about the first estimate, and in fp64: a spread of 1 beside a mean of 10,000 would be lost.
+    of_key_XMS = of_key_BMS.expand(H, -1, -1, -1).flatten(0, 1)
+    rest_XCS = torch.baddbmm(raw.flatten(0, 1), rough_HBMC.flatten(0, 1).mT, of_key_XMS, alpha=-1)
+    rest = chunk.mask.zero_(rest_XCS.view(H, B, C, S))
+    fine_HBMC = of_key_BMS @ rest.mT / n_BMC
+    spread_HBMC = (of_key_BMS @ rest.square_().mT / n_BMC - fine_HBMC.square()).clamp_min(0)
+    block_HBMC = rough_HBMC.double() + fine_HBMC
+    mean_HBC = (share_BMC * block_HBMC).sum(2)
+    offset_HBMC = (block_HBMC - mean_HBC[:, :, None]).float()
+    offset_variance_HBC = (share_BMC * offset_HBMC.square()).sum(2)
+    spread_HBC = (share_BMC * spread_HBMC).sum(2)
+
+    if softcap is not None:
+        raw.div_(softcap).tanh_().mul_(softcap)
+    shifted = raw.add_(chunk.mask.fill)
+    shifted -= shifted.amax(-1, keepdim=True)  # or large logits would cancel in the entropy
+    weight = torch.softmax(shifted, -1, out=rest)
+    mass_HBMC = of_key_BMS @ weight.mT
+    log_z_HBC = -weight.amax(-1).log()
+    entropy_HBC = log_z_HBC - shifted.mul_(weight).sum(-1)
+    block_entropy_HBC = torch.special.entr(mass_HBMC).sum(2)
+    logits = [mean_HBC.float(), offset_variance_HBC + spread_HBC, offset_variance_HBC, spread_HBC]
+    weights = [entropy_HBC, block_entropy_HBC, entropy_HBC - block_entropy_HBC]
+    values_FHBC = torch.stack([*logits, *offset_HBMC.unbind(2), *weights, *mass_HBMC.unbind(2)])
+    return values_FHBC, sees_BMC * (spread_HBMC + block_HBMC.float().square()), weight
+
+
+def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Tensor:
+    """(H, B): ``(tr W W^T)^2 / |W W^T|^2``; of the symmetric product a block beside the diagonal counts twice.
+
+    A row that sees nothing has to be 0. `reach` is that of `Pairs`.
+    """
+    trace_HB, square_HB = 0.0, 0.0
+    for rows, keys in reach:
+        block_HBTC = weight_HBTS[..., rows.start :, :keys] @ weight_HBTS[..., rows, :keys].mT
+        C = block_HBTC.shape[-1]
+        trace_HB = trace_HB + block_HBTC.diagonal(dim1=-2, dim2=-1).sum(-1)
+        square_HBT = block_HBTC.square_().sum(-1)
+        square_HB = square_HB + 2 * square_HBT.sum(-1) - square_HBT[..., :C].sum(-1)
+    return trace_HB**2 / square_HB
+
+
+def _by_query(sums_HBMC: Tensor, queries_MBC: Tensor) -> Tensor:
+    """(M, M, H): sums of each key modality, by query modality."""
+    mine_MHBMC = torch.where(queries_MBC[:, None, :, None], sums_HBMC, 0.0)
+    return mine_MHBMC.sum((2, 4)).transpose(1, 2)
+
+
+def _moments(values_FHBC: Tensor, selected_FMBC: Tensor) -> Moments:
+    """Of F statistics, each with rows of its own, (F, M)."""
+    selected, values = selected_FMBC[:, :, None], values_FHBC[:, None]
+    kept = torch.where(selected, values, 0.0)  # not a product: a NaN must not reach the other modalities
+    return Moments(
+        count=selected_FMBC.sum((2, 3)).float() * values_FHBC.shape[1],
+        sum=kept.sum((2, 3, 4)),
+        sum_sq=kept.square_().sum((2, 3, 4)),
+        max=torch.where(selected, values, -torch.inf).amax((2, 3, 4)),
     )

@@ -17,7 +17,7 @@ class AdamUpdate:
         before: the tensor before the step.
         after: the tensor after it.
         second_moment: Adam's v after the step, before bias correction.
-        step: updates done with this one.
+        step: updates done with this one; a tensor need not leave its device.
         lr: learning rate of this step.
         betas: decays of the moments.
         eps: epsilon.
@@ -27,7 +27,7 @@ class AdamUpdate:
     before: Tensor
     after: Tensor
     second_moment: Tensor
-    step: int
+    step: int | Tensor
     lr: float
     betas: tuple[float, float]
     eps: float

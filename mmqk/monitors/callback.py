@@ -1,17 +1,30 @@
-"""NormMonitor: the probe as a Lightning callback."""
+"""NormMonitor: what is measured while a model trains, as a Lightning callback."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
-import torch
 
 from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer
 from mmqk.monitors.config import MonitorConfig
+from mmqk.monitors.halves import gradient_agreement
+from mmqk.monitors.mechanism import Mechanism
 from mmqk.monitors.probe import probe
+from mmqk.monitors.ranks import world_size
+from mmqk.monitors.record import Probe
+from mmqk.monitors.residual import residual_absorption
 
 
 class NormMonitor(L.Callback):
     """Probes the model every N optimizer steps, at the start and at the end, and logs to every logger.
+
+    On several ranks a probe of the current batch is of the parts that all of them hold, merged; the held-out batch,
+    which is the same everywhere, is probed by the first. The first logs.
+
+    Comes before whatever writes checkpoints: a window of the radial budget that is open then is saved and goes on
+    after a resume.
 
     Args:
         config: when and on which tokens.
@@ -23,34 +36,103 @@ class NormMonitor(L.Callback):
             raise ValueError("monitor.batch heldout needs the batch to probe.")
         self.config, self.heldout = config, heldout
         self._probed = -1
+        self._mechanism: Mechanism | None = None
+        self._saved: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        c = self.config
+        if c.parameters or c.budget_every_n_steps:
+            module: Any = pl_module  # a TrainingModule, which this package may not import
+            self._mechanism = Mechanism(module.model, c, trainer.max_steps, module.trained_places)
+            self._mechanism.load_state_dict(self._saved)
+            module.step_watch = self._mechanism
         self._probed = trainer.global_step if trainer.global_step else -1
-        if self.config.batch == "heldout" and self._probed < 0:
+        if c.batch == "heldout" and self._probed < 0:
             self._probe(trainer, pl_module, None)
 
+    def on_train_batch_start(self, trainer, pl_module, batch: TokenBatch, batch_idx: int) -> None:
+        if self._mechanism is not None:
+            self._mechanism.before_step(trainer.global_step + 1)
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
-        step, every = trainer.global_step, self.config.every_n_steps
-        due = every and (step % every == 0 or step == trainer.max_steps)
         # Between two micro-batches of a step there is nothing new to see.
-        if due and step != self._probed and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        if self._mechanism is not None:
+            _log(trainer, self._mechanism.after_step())
+            if trainer.global_step == trainer.max_steps:  # before the last checkpoint, after which nothing is lost
+                _log(trainer, self._mechanism.close())
+        step, every = trainer.global_step, self.config.every_n_steps
+        if every and (step % every == 0 or step == trainer.max_steps) and step != self._probed:
             self._probe(trainer, pl_module, batch)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A run that ends early is probed where it ended."""
+        """A run that ends early is probed where it ended, and its open window is what it is."""
+        if self._mechanism is not None:
+            _log(trainer, self._mechanism.close())
         if self.config.batch == "heldout" and trainer.global_step != self._probed:
             self._probe(trainer, pl_module, None)
 
-    def _probe(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: TokenBatch | None) -> None:
+    def probe_now(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: TokenBatch) -> None:
+        """Probe after this step of ``batch``, due or not; once a step."""
+        if trainer.global_step != self._probed:
+            self._probe(trainer, pl_module, batch)
+
+    def _probe(self, trainer: L.Trainer, pl_module: L.LightningModule, current: TokenBatch | None) -> None:
+        """``current`` is None before the first step and after the last."""
+        c, module = self.config, pl_module
         self._probed = trainer.global_step
-        if not self.config.every_n_steps or not trainer.is_global_zero:
+        if not c.every_n_steps:
             return
-        if self.config.batch == "heldout":
+        model = module.model
+        assert isinstance(model, EarlyFusionTransformer)
+        if c.batch == "heldout":
             assert self.heldout is not None
-            batch = self.heldout.to(pl_module.device)
-        assert batch is not None
-        model = pl_module.model
-        assert isinstance(model, torch.nn.Module)
-        values = probe(model, batch.first(self.config.sequences)).flat()  # type: ignore[arg-type]
+            looked_at, collective = self.heldout.to(module.device).first(c.sequences), False
+        else:
+            assert current is not None
+            looked_at, collective = current.first(sequences_of_a_rank(c.sequences)), world_size() > 1
+        values: dict[str, float] = {}
+        if collective or trainer.is_global_zero:
+            values = self._values(trainer, model, looked_at, collective)
+        if c.gradient_agreement and current is not None:
+            values |= gradient_agreement(model, current, module.modality_loss_parts)  # type: ignore[arg-type]
+        if self._mechanism is not None:
+            values |= self._mechanism.sizes()
+        _log(trainer, values)
+
+    def _values(
+        self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch, collective: bool
+    ) -> dict[str, float]:
+        found = [probe(model, batch, self.config.heads, collective)]
+        if self.config.precision:
+            with trainer.precision_plugin.val_step_context():
+                found.append(residual_absorption(model, batch))
+        return flat_of_all_ranks(found) if collective else flat(found)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._mechanism is None else self._mechanism.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+
+
+def sequences_of_a_rank(sequences: int) -> int:
+    """How many sequences each rank probes, so that all together are at least as many as were asked for."""
+    return -(-sequences // world_size())
+
+
+def flat(probes: list[Probe]) -> dict[str, float]:
+    """All their numbers by tag."""
+    return {name: value for found in probes for name, value in found.flat().items()}
+
+
+def flat_of_all_ranks(probes: list[Probe]) -> dict[str, float]:
+    """The same of all ranks together; a collective call."""
+    return flat([found.merged() for found in probes])
+
+
+def _log(trainer: L.Trainer, values: dict[str, float]) -> None:
+    if values and trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.log_metrics(values, trainer.global_step)

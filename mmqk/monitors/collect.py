@@ -6,18 +6,23 @@ Shapes: B batch, T tokens, D width, H heads, K head width, M modalities.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from mmqk.monitors.attention import attention_statistics, exceeded_by_one_in_a_thousand
+from mmqk.monitors.attention import (
+    AttentionStatistics,
+    attention_statistics,
+    exceeded_by_one_in_a_thousand,
+)
 from mmqk.monitors.growth import attention_rank, common_mode, logit_growth
 from mmqk.monitors.output import output_statistics
 from mmqk.monitors.pairs import Pairs
 from mmqk.monitors.record import Probe
 from mmqk.monitors.reduce import moments, selection
-from mmqk.store.tags import tag
+from mmqk.store import tags as tags_module
 
 # Of a row of attention logits, by query modality: statistic -> field of AttentionStatistics.
 LOGIT_ROWS = {
@@ -31,6 +36,8 @@ WEIGHT_ROWS = {
     "attn_entropy_block": "block_entropy",
     "attn_entropy_within": "within_entropy",
 }
+
+tag = cache(tags_module.tag)  # a probe has hundreds, and every probe the same
 
 
 class Collector:
@@ -46,29 +53,64 @@ class Collector:
     def __init__(self, names: tuple[str, ...], modality_BT: Tensor, valid_BT: Tensor, heads: bool = False):
         self.names, self.heads = names, heads
         self.selected_MBT = selection(modality_BT, valid_BT, len(names))
-        self.found = Probe(sequences=len(modality_BT))
+        self._found = Probe(sequences=len(modality_BT))
+        self._lengths: list[tuple[list[str], list[str], Tensor, Tensor, int]] = []
 
-    def _tags(self, statistic: str, layer: int | None) -> list[str]:
-        return [tag(statistic, name, layer=layer) for name in self.names]
+    @property
+    def found(self) -> Probe:
+        """What was found so far. Lengths of all layers and sites are added up together, here."""
+        if self._lengths:
+            self._add_lengths()
+        return self._found
+
+    def _tags(self, statistic: str, layer: int | None, head: int | None = None) -> list[str]:
+        return [tag(statistic, name, layer=layer, head=head) for name in self.names]
+
+    def _pair_tags(self, statistic: str, layer: int, head: int | None = None) -> list[str]:
+        """By query modality, then by key modality."""
+        return [tag(statistic, a, b, layer=layer, head=head) for a in self.names for b in self.names]
+
+    def _by_key(self, statistic: str, layer: int, head: int | None) -> list[str]:
+        """By key modality, then by query modality."""
+        return [tag(statistic, a, b, layer=layer, head=head) for b in self.names for a in self.names]
 
     def norms(self, statistic: str, layer: int | None, tensor: Tensor) -> None:
         """Mean and maximum over tokens (and heads) of the L2 norm over the last axis; (B, [H,] T, ...)."""
-        found = moments(tensor.float().norm(dim=-1), self.selected_MBT)
-        self.found.add_moments(self._tags(statistic, layer), self._tags(f"{statistic}_max", layer), found)
+        length = torch.linalg.vector_norm(tensor.float(), dim=-1)
+        heads = length.shape[1] if length.ndim == 3 else 1
+        total_BT, max_BT = (length.sum(1), length.amax(1)) if length.ndim == 3 else (length, length)
+        tags = self._tags(statistic, layer), self._tags(f"{statistic}_max", layer)
+        self._lengths.append((*tags, total_BT, max_BT, heads))
 
     def gains(self, statistic: str, layer: int, before: Tensor, after: Tensor) -> None:
         """Mean over tokens of how many times longer a map makes its input; (B, [H,] T, ...) each."""
-        length = before.float().norm(dim=-1)
-        ratio = after.float().norm(dim=-1) / length
+        length, longer = (torch.linalg.vector_norm(x.float(), dim=-1) for x in (before, after))
         there = self.selected_MBT if length.ndim == 3 else self.selected_MBT & (length > 0)
-        self.found.add_moments(self._tags(statistic, layer), None, moments(ratio, there))
+        self._found.add_moments(self._tags(statistic, layer), None, moments(longer / length, there))
+
+    def _add_lengths(self) -> None:
+        means, maxima, totals, largest, heads = zip(*self._lengths, strict=True)
+        self._lengths.clear()
+        selected_MNBT, device = self.selected_MBT[:, None], self.selected_MBT.device
+        sum_MN = torch.where(selected_MNBT, torch.stack(totals), 0.0).sum((2, 3))
+        count_MN = self.selected_MBT.sum((1, 2))[:, None] * torch.tensor(heads, device=device, dtype=torch.float32)
+        max_MN = torch.where(selected_MNBT, torch.stack(largest), -torch.inf).amax((2, 3))
+        tags = [t for both in (means, maxima) for names in zip(*both, strict=True) for t in names]
+        self._found.add(
+            tags,
+            {"sum": sum_MN, "count": count_MN, "max": max_MN},
+            lambda raw: (
+                torch.cat([(raw["sum"] / raw["count"]).flatten(), raw["max"].flatten()]),
+                raw["count"].flatten().repeat(2),
+            ),
+        )
 
     def final(self, tensor: Tensor) -> None:
         """Output of the last layer before the final norm, (B, T, D): L2 and RMS (Chameleon, Fig. 5a)."""
         found = moments(tensor.float().norm(dim=-1), self.selected_MBT)
         width = tensor.shape[-1] ** 0.5
         tags = [*self._tags("final_norm", None), *self._tags("final_rms", None)]
-        self.found.add(
+        self._found.add(
             tags,
             {"sum": found.sum, "count": found.count},
             lambda raw: (
@@ -93,10 +135,10 @@ class Collector:
             ("out_logit_spread", found.logit_spread),
             ("out_wrong_mass", found.wrong_mass),
         ):
-            self.found.add_moments(self._tags(statistic, None), None, part)
+            self._found.add_moments(self._tags(statistic, None), None, part)
         for block, part in zip(self.names, found.block_log_z, strict=True):
             tags = [tag("out_block_log_z", name, block) for name in self.names]
-            self.found.add_moments(tags, None, part)
+            self._found.add_moments(tags, None, part)
 
     def attention(
         self,
@@ -119,33 +161,33 @@ class Collector:
             softcap: between the raw logits and the softmax.
             softmax: False where the weights are not those of a softmax, and so have no entropy, mass or rank.
         """
-        self._logits(layer, None, q_BHTK, k_BHSK, scale, pairs, softcap, softmax)
+        found = self._logits(layer, None, q_BHTK, k_BHSK, scale, pairs, softcap, softmax)
         if self.heads:
-            one = replace(pairs, n_heads=1)
+            one = pairs.one_head
             for head in range(q_BHTK.shape[1]):
                 q, k = q_BHTK[:, head : head + 1], k_BHSK[:, head : head + 1]
                 self._logits(layer, head, q, k, scale, one, softcap, softmax)
-        growth = logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs)
-        pair_tags = [
-            [tag(f"logit_{part}", a, b, layer=layer) for a in self.names for b in self.names]
-            for part in growth.parts()
-        ]
+        seen_sq_MMH = found.square / scale**2
+        growth = logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs, seen_sq_MMH)
+        parts = ("q_power", "k_power", "alignment", "masked")
         kind = type(growth)
-        self.found.add(
-            [t for tags in pair_tags for t in tags],
+        self._found.add(
+            [t for part in parts for t in self._pair_tags(f"logit_{part}", layer)],
             dict(vars(growth)),
             lambda raw: (
-                torch.cat([part.flatten() for part in kind(**raw).parts().values()]),
-                raw["seen"].flatten().repeat(len(pair_tags)),
+                torch.stack([*kind(**raw).parts().values()]).flatten(),
+                raw["seen"].flatten().repeat(len(parts)),
             ),
         )
-        self.found.add_moments(self._tags("k_common", layer), None, common_mode(k_BHSK, self.selected_MBT))
+        self._found.add_moments(self._tags("k_common", layer), None, common_mode(k_BHSK, self.selected_MBT))
         if softmax:
-            rank = attention_rank(q_BHTK, k_BHSK, scale, pairs.visible_BTS, softcap)
-            one_rank = torch.ones_like(rank)
-            self.found.add(
+            rank = found.rank
+            if rank is None:
+                rank = attention_rank(q_BHTK, k_BHSK, scale, pairs.visible_BTS, softcap, pairs.reach)
+            rank = rank.mean()
+            self._found.add(
                 [tag("attn_rank", layer=layer)],
-                {"sum": rank.view(1), "count": one_rank.view(1)},
+                {"sum": rank.view(1), "count": torch.ones_like(rank).view(1)},
                 lambda raw: (raw["sum"] / raw["count"], raw["count"]),
             )
 
@@ -159,40 +201,33 @@ class Collector:
         pairs: Pairs,
         softcap: float | None,
         softmax: bool,
-    ) -> None:
+    ) -> AttentionStatistics:
         found = attention_statistics(q_BHTK, k_BHSK, scale, pairs, softcap)
-
-        def pair_tags(statistic: str) -> list[str]:
-            return [tag(statistic, a, b, layer=layer, head=head) for a in self.names for b in self.names]
-
-        def query_tags(statistic: str) -> list[str]:
-            return [tag(statistic, name, layer=layer, head=head) for name in self.names]
-
-        count = found.count.flatten().float()
-        for statistic, value in (("attn_logit_max", found.max), ("attn_logit_absmax", found.absmax)):
-            self.found.add(
-                pair_tags(statistic),
-                {"max": value.flatten(), "count": count.clone()},
-                lambda raw: (raw["max"], raw["count"]),
-            )
-        for name, tail, n in zip(pair_tags("attn_logit_p999"), found.tail, count, strict=True):
-            self.found.add(
-                [name],
-                {"tail": tail, "count": n.view(1).clone()},
-                lambda raw: (exceeded_by_one_in_a_thousand(raw["tail"], raw["count"]), raw["count"]),
-            )
-        rows = {**LOGIT_ROWS, **(WEIGHT_ROWS if softmax else {})}
-        for statistic, part in rows.items():
-            self.found.add_moments(query_tags(statistic), None, getattr(found, part))
-        for b, key in enumerate(self.names):
-            offset, mass, pairs_M = found.offset[b], found.mass[b], found.count[:, b].float()
-            tags = [tag("attn_logit_offset", query, key, layer=layer, head=head) for query in self.names]
-            self.found.add_moments(tags, None, offset)
-            if (
-                softmax
-            ):  # a query that sees none of them puts 0 on them; where no query does, there is nothing to say
-                self.found.add(
-                    [tag("attn_mass", query, key, layer=layer, head=head) for query in self.names],
-                    {"sum": mass.sum, "count": mass.count, "pairs": pairs_M},
-                    lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["pairs"] > 0)),
-                )
+        M, count_P = len(self.names), found.count.flatten().float()
+        self._found.add(
+            [*self._pair_tags("attn_logit_max", layer, head), *self._pair_tags("attn_logit_absmax", layer, head)],
+            {"max": torch.stack([found.max, found.absmax]).flatten(), "count": count_P.repeat(2)},
+            lambda raw: (raw["max"], raw["count"]),
+        )
+        self._found.add(
+            self._pair_tags("attn_logit_p999", layer, head),
+            {"tail": pad_sequence(found.tail, padding_value=-torch.inf), "count": count_P},
+            lambda raw: (exceeded_by_one_in_a_thousand(raw["tail"], raw["count"]), raw["count"]),
+        )
+        # In the order of `AttentionStatistics.rows`; without a softmax there are no weights to speak of.
+        tags = [t for statistic in LOGIT_ROWS for t in self._tags(statistic, layer, head)]
+        tags += self._by_key("attn_logit_offset", layer, head)
+        count_FM = found.rows.count
+        pairs_FM = count_FM.clone()
+        if softmax:
+            tags += [t for statistic in WEIGHT_ROWS for t in self._tags(statistic, layer, head)]
+            tags += self._by_key("attn_mass", layer, head)
+            # A query that sees none of them puts 0 on them; where no query sees any, there is nothing to say.
+            pairs_FM[-M:] = found.count.T
+        F = len(tags) // M
+        self._found.add(
+            tags,
+            {"sum": found.rows.sum[:F], "count": count_FM[:F].clone(), "pairs": pairs_FM[:F].clone()},
+            lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["pairs"] > 0)),
+        )
+        return found

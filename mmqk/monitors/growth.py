@@ -5,12 +5,15 @@ Shapes: B batch, H heads, T query tokens, S key tokens, K head width, M modaliti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mmqk.monitors.pairs import Pairs
+from mmqk.monitors import pairs as pairs_module
+from mmqk.monitors.attention import attention_statistics, participation
+from mmqk.monitors.pairs import Mask, Pairs
 from mmqk.monitors.reduce import Moments
 
 
@@ -56,7 +59,9 @@ class LogitGrowth:
         return {name: value.mean(-1) for name, value in parts.items()}
 
 
-def logit_growth(q_BHTK: Tensor, k_BHSK: Tensor, of_MBT: Tensor, pairs: Pairs) -> LogitGrowth:
+def logit_growth(
+    q_BHTK: Tensor, k_BHSK: Tensor, of_MBT: Tensor, pairs: Pairs, seen_sq_MMH: Tensor | None = None
+) -> LogitGrowth:
     """Second moments of queries and keys as they enter the dot product (after QK-Norm and RoPE), without its scale.
 
     Args:
@@ -64,33 +69,28 @@ def logit_growth(q_BHTK: Tensor, k_BHSK: Tensor, of_MBT: Tensor, pairs: Pairs) -
         k_BHSK: keys.
         of_MBT: which tokens belong to each modality, from `mmqk.monitors.reduce.selection`.
         pairs: who sees whom.
+        seen_sq_MMH: sums of squared dot products over the visible pairs, where they are known already.
     """
-    q, k, of = q_BHTK.float(), k_BHSK.float(), of_MBT.float()
-    n_MB = of.sum(-1)
-    moment = "mbt,bhtk,bhtl->mbhkl"
-    cq_MBHKK, ck_MBHKK = torch.einsum(moment, of, q, q), torch.einsum(moment, of, k, k)
-    trace_q_MBH, trace_k_MBH = (c.diagonal(dim1=-2, dim2=-1).sum(-1) for c in (cq_MBHKK, ck_MBHKK))
+    M, (_, H, _, K) = len(of_MBT), q_BHTK.shape
+    n_MB = of_MBT.sum(-1).float()
+    # Not a product with the selection: a NaN must not reach the other modalities.
+    both = torch.stack([q_BHTK.float(), k_BHSK.float()]).transpose(1, 2)
+    own_2HMBTK = torch.where(of_MBT[..., None], both[:, :, None], 0.0)
+    moments_2HMBKK = own_2HMBTK.mT @ own_2HMBTK
+    trace_2HMB = own_2HMBTK.square().sum((-1, -2))
+    cq_HMX, ck_HMX = moments_2HMBKK.flatten(3).unbind(0)
+    # Weighted by pairs: a sequence says as much as it has pairs of the two modalities.
+    q_sq_HMM, k_sq_HMM = trace_2HMB[0] @ n_MB.T, (trace_2HMB[1] @ n_MB.T).mT
+    if seen_sq_MMH is None:
+        seen_sq_MMH = attention_statistics(q_BHTK, k_BHSK, 1.0, pairs).square
     return LogitGrowth(
-        # Weighted by pairs: a sequence says as much as it has pairs of the two modalities.
-        q_sq=torch.einsum("abh,cb->ach", trace_q_MBH, n_MB),
-        k_sq=torch.einsum("cbh,ab->ach", trace_k_MBH, n_MB),
-        dot_sq=torch.einsum("abhkl,cbhkl->ach", cq_MBHKK, ck_MBHKK),
+        q_sq=q_sq_HMM.permute(1, 2, 0),
+        k_sq=k_sq_HMM.permute(1, 2, 0),
+        dot_sq=(cq_HMX @ ck_HMX.mT).permute(1, 2, 0),
         pairs=n_MB @ n_MB.T,
-        seen_sq=_seen_sq(q, k, pairs),
+        seen_sq=seen_sq_MMH,
         seen=pairs.count_MM.float(),
     )
-
-
-def _seen_sq(q: Tensor, k: Tensor, pairs: Pairs) -> Tensor:
-    """Squared dot products of visible pairs, by query and key modality and head, (M, M, H)."""
-    M, H = pairs.n_modalities, q.shape[1]
-    seen_sq_XH = q.new_zeros(M * M, H)
-    for chunk in pairs.chunks:
-        dots_BHCS = q[:, :, chunk.rows] @ k.transpose(-1, -2)
-        squared_HN = dots_BHCS.transpose(0, 1).flatten(1).square_()
-        for i, index_N in enumerate(chunk.index):
-            seen_sq_XH[i] += squared_HN.index_select(1, index_N).sum(1)
-    return seen_sq_XH.view(M, M, H)
 
 
 def common_mode(k_BHSK: Tensor, of_MBT: Tensor) -> Moments:
@@ -99,11 +99,9 @@ def common_mode(k_BHSK: Tensor, of_MBT: Tensor) -> Moments:
     ``|mean k|^2 / mean |k|^2`` for each sequence and head: 1 when all keys are alike, 1/n for n at random. Logits
     along the common direction shift a whole block of a row and do not tell its keys apart.
     """
-    k, of = k_BHSK.float(), of_MBT.float()
-    n_MB1 = of.sum(-1)[..., None]
-    mean_MBHK = torch.einsum("mbs,bhsk->mbhk", of, k) / n_MB1[..., None].clamp_min(1)
-    square_MBH = torch.einsum("mbs,bhs->mbh", of, k.square().sum(-1)) / n_MB1.clamp_min(1)
-    share_MBH = mean_MBHK.square().sum(-1) / square_MBH
+    own_MBHSK = torch.where(of_MBT[:, :, None, :, None], k_BHSK.float(), 0.0)
+    n_MB1 = of_MBT.sum(-1, keepdim=True)
+    share_MBH = own_MBHSK.sum(-2).square().sum(-1) / (n_MB1 * own_MBHSK.square().sum((-1, -2)))
     there_MBH = (n_MB1 > 0).expand_as(share_MBH)
     kept = torch.where(there_MBH, share_MBH, 0.0)
     return Moments(
@@ -115,22 +113,38 @@ def common_mode(k_BHSK: Tensor, of_MBT: Tensor) -> Moments:
 
 
 def attention_rank(
-    q_BHTK: Tensor, k_BHSK: Tensor, scale: float, visible_BTS: Tensor, softcap: float | None = None
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    scale: float,
+    visible_BTS: Tensor,
+    softcap: float | None = None,
+    reach: Sequence[tuple[slice, int]] | None = None,
 ) -> Tensor:
     """Participation ratio of the singular values of each attention matrix, mean over sequences and heads.
 
     ``(sum s^2)^2 / sum s^4``: between 1 (every query attends to the same keys in the same way) and T. Low entropy
     with a high rank is benign (each token attends to one other, and they differ); with a low rank it is collapse
-    (Qi et al. 2025, arXiv 2505.21910). Softmax attention; a sequence and a head at a time.
+    (Qi et al. 2025, arXiv 2505.21910). Softmax attention; at most 2^24 logits at a time, or one matrix.
+
+    Args:
+        q_BHTK: queries as they enter the dot product.
+        k_BHSK: keys likewise.
+        scale: factor on the dot product.
+        visible_BTS: which keys each query may see.
+        softcap: between logits and softmax.
+        reach: `Pairs.reach`, which saves most of the work of causal attention; None is all keys for every query.
     """
+    q, k = scale * q_BHTK.float(), k_BHSK.float()
+    B, H, T, _ = q.shape
+    matrices = max(1, pairs_module.CHUNK_ELEMENTS // visible_BTS[0].numel())
     ranks = []
-    for q_HTK, k_HSK, visible_TS in zip(q_BHTK.float(), k_BHSK.float(), visible_BTS, strict=True):
-        for q_TK, k_SK in zip(q_HTK, k_HSK, strict=True):
-            logits_TS = scale * q_TK @ k_SK.T
+    for at in range(0, B, max(1, matrices // H)):
+        some = slice(at, at + max(1, matrices // H))
+        mask = Mask.of(visible_BTS[some, None])
+        for q_BhTK, k_BhSK in zip(q[some].split(matrices, 1), k[some].split(matrices, 1), strict=True):
+            logits_BhTS = q_BhTK @ k_BhSK.mT
             if softcap is not None:
-                logits_TS = softcap * torch.tanh(logits_TS / softcap)
-            weight_TS = torch.softmax(logits_TS.masked_fill(~visible_TS, -torch.inf), -1)
-            weight_TS = torch.where(visible_TS.any(-1, keepdim=True), weight_TS, 0.0)  # padding sees nothing
-            gram_SS = weight_TS.T @ weight_TS
-            ranks.append(gram_SS.trace().square() / gram_SS.square().sum())
-    return torch.stack(ranks).mean()
+                logits_BhTS = softcap * torch.tanh(logits_BhTS / softcap)
+            weight_BhTS = mask.zero_(torch.softmax(mask.hide_(logits_BhTS), -1))  # padding sees nothing
+            ranks.append(participation(weight_BhTS, reach or [(slice(0, T), k.shape[2])]).flatten())
+    return torch.cat(ranks).mean()

@@ -44,9 +44,9 @@ def output_statistics(
         selected_MBT: which targets belong to each modality, from `mmqk.monitors.reduce.selection`.
         blocks: number of ids of each modality, in id order.
     """
-    log_z_BT = logits_BTV.logsumexp(-1)
     mean_BT = logits_BTV.mean(-1)
-    block_BTM = torch.stack([part.logsumexp(-1) for part in logits_BTV.split(list(blocks.values()), -1)], -1)
+    block_BTM = torch.stack([_log_z(part) for part in logits_BTV.split(list(blocks.values()), -1)], -1)
+    log_z_BT = block_BTM.logsumexp(-1)
     own_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]
     log_v = torch.tensor(float(logits_BTV.shape[-1]), device=logits_BTV.device).log()
     return OutputStatistics(
@@ -56,3 +56,8 @@ def output_statistics(
         block_log_z=tuple(moments(block_BTM[..., m], selected_MBT) for m in range(len(blocks))),
         wrong_mass=moments(-torch.expm1(own_BT - log_z_BT), selected_MBT),
     )
+
+
+def _log_z(logits_BTV: Tensor) -> Tensor:
+    """`logsumexp`, in half its time: log_softmax is one fused pass."""
+    return logits_BTV.amax(-1) - torch.log_softmax(logits_BTV, -1).amax(-1)

@@ -6,7 +6,7 @@ Shapes: B batch, H heads, T query tokens (C of them in a chunk), S key tokens, M
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,9 +18,10 @@ from mmqk.monitors.reduce import selection
 # Entropy is left out where a row can see fewer keys than this: it is bounded by their number.
 FEWEST_KEYS = 8
 CHUNK_ELEMENTS = 2**24  # logits of all heads at a time
-KEPT_ELEMENTS = (
-    2**26
-)  # pairs whose index is kept for the next layer; of more it is made again, to save memory
+KEPT_ELEMENTS = 2**26  # pairs whose chunks are kept for the next layer; of more they are made again, to save memory
+# Stands for minus infinity where nothing is visible: exp makes 0 of it, and it times 0 is 0.
+HIDDEN = -1e30
+ROW_BLOCKS, FEWEST_ROWS = 8, 32  # slices of `Pairs.reach`: at most so many, and not smaller
 
 
 def visible_pairs(valid_BT: Tensor, document_BT: Tensor | None = None, window: int = 0) -> Tensor:
@@ -36,22 +37,51 @@ def visible_pairs(valid_BT: Tensor, document_BT: Tensor | None = None, window: i
 
 
 @dataclass(frozen=True)
+class Mask:
+    """Puts something else where a query may not see a key, whatever stands there, NaN included; fp32, in place.
+
+    By the bits of the numbers: `masked_fill_` takes five times as long, and a product would keep NaN.
+    """
+
+    keep: Tensor  # int32, all bits where visible, none elsewhere
+    fill: Tensor  # 0 where visible, HIDDEN elsewhere
+
+    @classmethod
+    def of(cls, visible: Tensor) -> Mask:
+        fill = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, HIDDEN)
+        return cls(-visible.int(), fill)
+
+    def zero_(self, x: Tensor) -> Tensor:
+        """0 where nothing is visible."""
+        x.view(torch.int32).bitwise_and_(self.keep)
+        return x
+
+    def hide_(self, x: Tensor) -> Tensor:
+        """`HIDDEN` where nothing is visible, for a softmax."""
+        return self.zero_(x).add_(self.fill)
+
+
+@dataclass(frozen=True)
 class Chunk:
-    """A slice of queries.
+    """A slice of queries. F statistics of a row: four of the logits and M offsets, three of the weights and M masses.
 
     Attributes:
         rows: of the queries.
-        visible_BCS: which keys each may see.
-        sees_BCM: how many keys of each modality it sees, fp32.
-        queries_MBC: queries of each modality, of those that see at least 8 keys.
-        index: for each query and key modality, in that order, the places of its visible pairs in (B, C, S) flattened.
+        mask: of what is visible, (B, C, S).
+        sees_BMC: how many keys of each modality a query sees, fp32.
+        queries_MBC: queries of each modality.
+        selected_FMBC: those of them whose rows count: they see at least 8 keys, and of an offset's block at least 1.
+        index: places of the visible pairs in (B, C, S) flattened, one query and key modality after the other.
+        sizes: how many of each there are.
     """
 
     rows: slice
-    visible_BCS: Tensor
-    sees_BCM: Tensor
+    mask: Mask
+    sees_BMC: Tensor
     queries_MBC: Tensor
-    index: list[Tensor]
+    selected_FMBC: Tensor
+    index: Tensor
+    sizes: list[int]
 
 
 @dataclass(frozen=True)
@@ -80,23 +110,38 @@ class Pairs:
         )
 
     @cached_property
-    def of_key_BSM(self) -> Tensor:
+    def of_key_BMS(self) -> Tensor:
         """The same, fp32, as a matrix to multiply with."""
-        return self.of_MBT.permute(1, 2, 0).float()
+        return self.of_MBT.transpose(0, 1).float()
 
     @cached_property
     def count_MM(self) -> Tensor:
         """Visible pairs of one head by query and key modality."""
-        sees_BTM = (self.visible_BTS.float() @ self.of_key_BSM).double()
-        return torch.einsum("btm,btc->mc", self.of_key_BSM.double(), sees_BTM).long()
+        sees_BMT = (self.of_key_BMS @ self.visible_BTS.float().mT).double()
+        return torch.einsum("bmt,bct->mc", self.of_key_BMS.double(), sees_BMT).long()
 
     @cached_property
-    def count_everywhere_MM(self) -> Tensor:
-        """The same over all ranks, if the pairs are collective."""
+    def counts_everywhere(self) -> list[int]:
+        """The same over all ranks, if the pairs are collective, one after the other and on the host."""
         count_MM = self.count_MM.clone()
         if self.collective and dist.is_available() and dist.is_initialized():
             dist.all_reduce(count_MM)
-        return count_MM
+        return count_MM.flatten().tolist()
+
+    @cached_property
+    def reach(self) -> list[tuple[slice, int]]:
+        """Slices of queries, and for each how many of the first keys hold all that any of them sees."""
+        seen_TS = self.visible_BTS.any(0)
+        T, S = seen_TS.shape
+        size = max(FEWEST_ROWS, -(-T // ROW_BLOCKS))
+        last_T = (seen_TS * torch.arange(1, S + 1, device=seen_TS.device)).amax(1)
+        last = torch.stack([rows.amax() for rows in last_T.split(size)]).tolist()
+        return [(slice(i * size, (i + 1) * size), n) for i, n in enumerate(last)]
+
+    @cached_property
+    def one_head(self) -> Pairs:
+        """The same pairs for one head at a time."""
+        return replace(self, n_heads=1)
 
     @property
     def chunks(self) -> Iterable[Chunk]:
@@ -115,12 +160,23 @@ class Pairs:
 
     def _chunk(self, rows: slice) -> Chunk:
         visible_BCS = self.visible_BTS[:, rows]
-        sees_BCM = visible_BCS.float() @ self.of_key_BSM
-        of_query_MBC = self.of_MBT[:, :, rows]
+        sees_BMC = self.of_key_BMS @ visible_BCS.float().mT
+        queries_MBC, M = self.of_MBT[:, :, rows], self.n_modalities
         index = [
             (visible_BCS & query_BC[:, :, None] & key_BS[:, None, :]).flatten().nonzero()[:, 0]
-            for query_BC in of_query_MBC
+            for query_BC in queries_MBC
             for key_BS in self.of_MBT
         ]
-        enough_BC = sees_BCM.sum(-1) >= FEWEST_KEYS
-        return Chunk(rows, visible_BCS, sees_BCM, of_query_MBC & enough_BC, index)
+        counted_MBC = queries_MBC & (sees_BMC.sum(1) >= FEWEST_KEYS)
+        sees_any_MBC = sees_BMC.transpose(0, 1) > 0
+        return Chunk(
+            rows=rows,
+            mask=Mask.of(visible_BCS),
+            sees_BMC=sees_BMC,
+            queries_MBC=queries_MBC,
+            selected_FMBC=torch.stack(
+                [counted_MBC] * 4 + [counted_MBC & sees_BC for sees_BC in sees_any_MBC] + [counted_MBC] * (3 + M)
+            ),
+            index=torch.cat(index),
+            sizes=[len(part) for part in index],
+        )

@@ -48,7 +48,7 @@ def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption
     )
 
 
-def below_epsilon(second_moment: Tensor, step: int, beta2: float, eps: float) -> Tensor:
+def below_epsilon(second_moment: Tensor, step: int | Tensor, beta2: float, eps: float) -> Tensor:
     """Share of a tensor's elements whose ``sqrt(v_hat)`` lies below Adam's epsilon, which then sets their step.
 
     Args:

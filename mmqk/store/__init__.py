@@ -1,6 +1,15 @@
 """The run folder, both ways: identity, lock, status, metrics, tags, alarms. Standard library only."""
 
-from mmqk.store.alarms import DivergenceRule
+from mmqk.store.alarms import (
+    Alarm,
+    AlarmConfig,
+    AlarmRules,
+    DivergenceRule,
+    alarms_of,
+    append_alarms,
+    read_alarms,
+    truncate_alarms,
+)
 from mmqk.store.errors import OneSentenceParser, UserError, front_door, run_main
 from mmqk.store.files import read_json, write_atomic, write_json
 from mmqk.store.folder import EXIT_CODES, FINISHED, RunFolder, Status, mark_ended, read_status
@@ -20,6 +29,9 @@ from mmqk.store.words import clock
 __all__ = [
     "EXIT_CODES",
     "FINISHED",
+    "Alarm",
+    "AlarmConfig",
+    "AlarmRules",
     "DivergenceRule",
     "FolderLock",
     "MetricLines",
@@ -29,6 +41,8 @@ __all__ = [
     "Status",
     "Tag",
     "UserError",
+    "alarms_of",
+    "append_alarms",
     "canonical",
     "clock",
     "code_hash",
@@ -41,11 +55,13 @@ __all__ = [
     "last_metrics",
     "mark_ended",
     "parse_tag",
+    "read_alarms",
     "read_json",
     "read_metrics",
     "read_status",
     "run_main",
     "tag",
+    "truncate_alarms",
     "write_atomic",
     "write_json",
 ]

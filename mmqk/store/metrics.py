@@ -73,7 +73,7 @@ class MetricsWriter:
     def _emit(self) -> None:
         if self._step is not None:
             record: dict[str, Any] = {"step": self._step}
-            record.update({name: _as_json(value) for name, value in self._values.items()})
+            record.update({name: as_json(value) for name, value in self._values.items()})
             self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
             self._file.flush()
         self._step, self._values = None, {}
@@ -131,10 +131,20 @@ def _with_floats(record: dict[str, Any]) -> dict[str, Any]:
     return {k: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
 
 
-def _as_json(value: float) -> float | str:
+def as_json(value: float) -> float | str:
+    """A number as JSON has it: one that is not finite is a string."""
     if math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+
+
+def from_json(value: float | str) -> float:
+    """The inverse of `as_json`.
+
+    Raises:
+        ValueError: another string.
+    """
+    return float(_NOT_FINITE.get(value, value) if isinstance(value, str) else value)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -36,6 +36,28 @@ class StepRecord:
     step: int
     lr: float
     values: Tensor
+
+
+class StepWatch(Protocol):
+    """Looks at an optimizer step from inside, in this order; it changes nothing.
+
+    Attributes:
+        attributing: whether `before_backward` is wanted.
+    """
+
+    @property
+    def attributing(self) -> bool: ...
+
+    def before_backward(self, parts_M: Tensor) -> None:
+        """Of each micro-batch: what each modality adds to the loss; the graph has to stay."""
+
+    def before_update(
+        self, optimizer: torch.optim.Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
+    ) -> None:
+        """Gradients are whole and clipped by ``factor``; their norms before that, by parameter."""
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before any intervention on the weights."""
 
 
 def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
@@ -82,6 +104,13 @@ class TrainingModule(L.LightningModule):
 
     After every update come the interventions on the weights, QK-Clip and the power step of σReparam: a hook of the
     optimizer, so that nothing steps without them.
+
+    From the first gradient norm that is not finite on, the weights stay as they are: the run is over, and what broke
+    it can still be found in them (`bad_site`).
+
+    Attributes:
+        step_record: of the latest optimizer step, until it is taken.
+        step_watch: looks at every step; None for nobody.
     """
 
     def __init__(self, model: ModelConfig, loss: LossConfig, optim: OptimConfig, seed: int, backend: str):
@@ -95,6 +124,8 @@ class TrainingModule(L.LightningModule):
         self._sums_RM: Tensor | None = None
         self._loss: Tensor | None = None
         self._parts_M: Tensor | None = None
+        self._broken: Tensor | None = None
+        self.step_watch: StepWatch | None = None
         self._clip = None if optim.qk_clip is None else QKClip(self.model, optim.qk_clip)
 
     @property
@@ -102,15 +133,21 @@ class TrainingModule(L.LightningModule):
         """Those whose loss is not switched off."""
         return tuple(n for n in self.model_config.modalities if self.loss_config.weights.get(n, 1.0) > 0)
 
+    @property
+    def trained_places(self) -> list[int]:
+        """Their places among the modalities."""
+        return [self.model_config.modalities.index(name) for name in self.trained_modalities]
+
     # One step ------------------------------------------------------------------------------------------
 
     def training_step(self, batch: TokenBatch, index: int) -> Tensor:
         if self.model_config.residual_dropout or self.model_config.attn_dropout:
             self._seed_dropout(index)
         sums = self._losses(batch, None if self._clip is None else self._clip.sink(batch))
-        weighing = (self.loss_weights_M, self.loss_config.z_loss, batch.step_targets)
+        weighing = self._weighing(batch)
         loss = total_loss(sums, *weighing)
-        if self.optim_config.split_second_moment:
+        attributing = self.step_watch is not None and self.step_watch.attributing
+        if self.optim_config.split_second_moment or attributing:
             self._parts_M = loss_parts(sums, *weighing)
         self._sums_RM = _add(self._sums_RM, modality_sums(sums, batch))
         self._loss = _add(self._loss, loss.detach())
@@ -118,14 +155,15 @@ class TrainingModule(L.LightningModule):
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self._parts_M is None:
-            super().backward(loss, *args, **kwargs)
-            return
+        parts_M, self._parts_M = self._parts_M, None
         optimizer = self.trainer.optimizers[0]
-        assert isinstance(optimizer, SplitAdamW)
-        names, trained = self.model_config.modalities, self.trained_modalities
-        optimizer.backward([self._parts_M[m] for m, name in enumerate(names) if name in trained])
-        self._parts_M = None
+        if isinstance(optimizer, SplitAdamW):
+            assert parts_M is not None
+            optimizer.backward([parts_M[m] for m in self.trained_places])
+            return
+        if parts_M is not None and self.step_watch is not None:
+            self.step_watch.before_backward(parts_M)
+        super().backward(loss, *args, **kwargs)
 
     def _losses(self, batch: TokenBatch, sink: Sink | None = None) -> LossSums:
         logits_BTV = self.model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
@@ -137,6 +175,34 @@ class TrainingModule(L.LightningModule):
             len(self.model_config.modalities),
         )
 
+    def _weighing(self, batch: TokenBatch) -> tuple[Tensor, float, Tensor]:
+        return self.loss_weights_M, self.loss_config.z_loss, batch.step_targets
+
+    def modality_loss_parts(self, batch: TokenBatch) -> Tensor:
+        """What each modality's targets add to the loss of ``batch``, (M,), in the run's precision; dropout is left to
+        the mode that the model is in."""
+        with self.trainer.precision_plugin.train_step_context():
+            return loss_parts(self._losses(batch), *self._weighing(batch))
+
+    def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
+        """`first_bad_site` of a step whose gradient was not finite, from its micro-batches with their numbers.
+
+        The weights are those that it had, and dropout draws what it drew.
+        """
+        from mmqk.monitors.bad_site import first_bad_site
+
+        for index, batch in batches:
+            self._seed_dropout(index)
+
+            def loss(sink: Sink, batch: TokenBatch = batch) -> Tensor:
+                return total_loss(self._losses(batch, sink), *self._weighing(batch))
+
+            with self.trainer.precision_plugin.train_step_context():
+                found = first_bad_site(self.model, batch, loss)
+            if found is not None:
+                return found
+        return None
+
     def _seed_dropout(self, index: int) -> None:
         """Dropout is a function of (seed, micro-batch, rank), so a resumed run draws what it would have drawn."""
         key = f"{self.seed}/{index}/{self.global_rank}".encode()
@@ -146,12 +212,19 @@ class TrainingModule(L.LightningModule):
         self, optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Once an optimizer step, before the update: clips by global norm and closes the step's record."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        reached = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
+        # The way of torch.nn.utils.get_total_norm, which does not give the norms of the parameters away.
+        norms = torch._foreach_norm([p.grad for p in reached.values()])
+        grad_norm = torch.linalg.vector_norm(torch.stack(norms))
+        factor: Tensor | None = None
         if gradient_clip_val:
-            torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, grad_norm)
+            torch.nn.utils.clip_grads_with_norm_(reached.values(), gradient_clip_val, grad_norm)
+            factor = (gradient_clip_val / (grad_norm + 1e-6)).clamp(max=1.0)  # torch's own
             if isinstance(optimizer, SplitAdamW):
                 optimizer.clip(gradient_clip_val, grad_norm)
+        self._hold(optimizer, grad_norm)
+        if self.step_watch is not None:
+            self.step_watch.before_update(optimizer, factor, dict(zip(reached, norms, strict=True)))
         assert self._sums_RM is not None and self._loss is not None
         values = torch.cat([self._loss.float().view(1), self._sums_RM.flatten()])
         self._sums_RM = self._loss = None
@@ -161,6 +234,12 @@ class TrainingModule(L.LightningModule):
         values = torch.cat([values[:1], grad_norm.float().view(1), values[1:], *measured])
         lr = optimizer.param_groups[0]["lr"]
         self.step_record = StepRecord(self.trainer.global_step + 1, lr, values)
+
+    def _hold(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+        """No update once a gradient was not finite: as a gradient scaler tells an optimizer, without asking the host."""
+        bad = ~torch.isfinite(grad_norm)
+        self._broken = bad if self._broken is None else self._broken | bad
+        optimizer.found_inf = self._broken.float()  # type: ignore[attr-defined]
 
     def named_values(self, values: list[float]) -> dict[str, float]:
         """The numbers of a `StepRecord` by tag."""
@@ -197,9 +276,11 @@ class TrainingModule(L.LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _after_update(self, *_: Any) -> None:
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.step_watch is not None:
+            self.step_watch.after_update(optimizer)
         if self._clip is not None:
-            self._clip.clip()
+            self._clip.clip(self._broken)
         if self.model_config.weight_reparam == "sigma":
             power_step(self.model)
 

@@ -131,9 +131,15 @@ class QKClip:
         return torch.cat([largest_LH.amax(1), gamma_of(largest_LH, self.threshold).amin(1)])
 
     @torch.no_grad()
-    def clip(self) -> None:
-        """Scale the weights by what was collected, and forget it; call it after the optimizer's update."""
+    def clip(self, hold: Tensor | None = None) -> None:
+        """Scale the weights by what was collected, and forget it; call it after the optimizer's update.
+
+        Args:
+            hold: True on the device where the weights must stay as they are.
+        """
         for layer, largest_H in self._largest.items():
+            if hold is not None:
+                largest_H = largest_H.masked_fill(hold, -torch.inf)
             attention = cast(Block, self.model.blocks[layer]).attention
             clip_heads(attention.w_q, attention.w_k, gamma_of(largest_H, self.threshold), attention.kv_heads)
         self._largest.clear()

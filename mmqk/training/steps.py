@@ -43,6 +43,7 @@ class StepLog(L.Callback):
         self.divergence: tuple[int, str] | None = None
         self.latest: dict[str, float] = {}
         self._records: list[StepRecord] = []
+        self._batches: list[tuple[int, TokenBatch]] = []  # since the last flush, with the number of the micro-batch
         self._tokens = 0
         self._since = time.monotonic()
 
@@ -54,6 +55,7 @@ class StepLog(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
         self._tokens += batch.ids_BT.numel() * trainer.world_size
+        self._batches.append((batch_idx, batch))
         assert isinstance(pl_module, TrainingModule)
         record = pl_module.step_record
         if record is None:
@@ -80,11 +82,17 @@ class StepLog(L.Callback):
             if reason is not None and self.divergence is None:
                 self.divergence = (record.step, reason)
                 trainer.should_stop = True
+            if not math.isfinite(self.latest["grad_norm"]):
+                break  # the weights stand still from here on: later steps say nothing
         self._records.clear()
+        self._batches.clear()
 
     def _diverged(self, step: int, pl_module: TrainingModule) -> str | None:
         if not math.isfinite(self.latest["grad_norm"]):
-            return f"the gradient norm became {self.latest['grad_norm']}"
+            accumulate = pl_module.trainer.accumulate_grad_batches
+            site = pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
+            where = "" if site is None else f": {site}"
+            return f"the gradient norm became {self.latest['grad_norm']}{where}"
         losses = {
             m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest
         }

@@ -1,7 +1,4 @@
-"""Alarms: rules over logged series, with a state that a checkpoint carries.
-
-Used live by the training callback and afterwards by the report, so both see the same thing.
-"""
+"""Whether a run has diverged, from the loss of each modality."""
 
 from __future__ import annotations
 
@@ -11,6 +8,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from mmqk.store.alarms.alarm import Alarm
+from mmqk.store.tags import tag
+
+# All ours.
 WINDOW = 50
 ABOVE_INITIAL_NATS = 0.1
 ABOVE_BEST_NATS = 0.5
@@ -46,24 +47,36 @@ class DivergenceRule:
 
     def update(self, step: int, losses: Mapping[str, float]) -> str | None:
         """Take the losses of ``step``; the reason as a sentence if the run has diverged with it, or None."""
-        reason = None
+        found = self.alarms(step, losses)
+        return found[0].sentence if found else None
+
+    def alarms(self, step: int, losses: Mapping[str, float]) -> list[Alarm]:
+        """Take the losses of ``step``; one alarm for each modality that has diverged with it."""
+        found = []
         for modality, loss in losses.items():
             series = self._series.setdefault(modality, _Series())
-            found = self._one(series, step, modality, float(loss))
-            reason = reason or found
-        return reason
+            alarm = self._one(series, step, modality, float(loss))
+            if alarm is not None:
+                found.append(alarm)
+        return found
 
-    def _one(self, series: _Series, step: int, modality: str, loss: float) -> str | None:
+    def _one(self, series: _Series, step: int, modality: str, loss: float) -> Alarm | None:
+        def alarm(value: float, threshold: float, sentence: str) -> Alarm:
+            return Alarm("divergence", step, tag("loss", modality), value, threshold, sentence)
+
         if not math.isfinite(loss):
-            return f"{modality} loss became {loss}"
+            return alarm(loss, math.inf, f"{modality} loss became {loss}")
         if series.initial is None:
             series.initial = loss
+        initial = series.initial
         if step > self.warmup_steps:
-            series.above = series.above + 1 if loss > series.initial + ABOVE_INITIAL_NATS else 0
+            series.above = series.above + 1 if loss > initial + ABOVE_INITIAL_NATS else 0
         if series.above >= WINDOW:
-            return (
-                f"{modality} loss {loss:.2f} was {ABOVE_INITIAL_NATS} nat above its initial "
-                f"{series.initial:.2f} for {WINDOW} steps"
+            return alarm(
+                loss,
+                initial + ABOVE_INITIAL_NATS,
+                f"{modality} loss {loss:.2f} was {ABOVE_INITIAL_NATS} nat above its initial {initial:.2f} for"
+                f" {WINDOW} steps",
             )
         series.window.append(loss)
         if len(series.window) < WINDOW:
@@ -71,9 +84,11 @@ class DivergenceRule:
         median = statistics.median(series.window)
         series.best = median if series.best is None else min(series.best, median)
         if median > series.best + ABOVE_BEST_NATS:
-            return (
+            return alarm(
+                median,
+                series.best + ABOVE_BEST_NATS,
                 f"{WINDOW}-step median {median:.2f} of the {modality} loss was {ABOVE_BEST_NATS} nat above "
-                f"its best {series.best:.2f}"
+                f"its best {series.best:.2f}",
             )
         return None
 

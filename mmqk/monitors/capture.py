@@ -1,0 +1,256 @@
+"""Attention calls and modules, seen while a model's forward runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
+
+from mmqk.monitors import calls
+from mmqk.monitors.calls import Call, Unread
+
+# Of wrappers, which are no part of a module's place in the model.
+_WRAPPED = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
+_OPERATORS: dict[str, Callable[..., Call]] = {
+    "aten::scaled_dot_product_attention": calls.of_sdpa,
+    "flash_attn::_flash_attn_forward": calls.of_flash,
+    "flash_attn::_flash_attn_varlen_forward": calls.of_flash_varlen,
+    "torch_attn::_varlen_attn": calls.of_torch_varlen,
+}
+_SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax}
+
+# What is told: the path of the innermost module and the call, or why it could not be read.
+SeeCall = Callable[[str, "Call | Unread"], None]
+# The path of a module, its first input and its output; either is None where it is no tensor.
+SeeModule = Callable[[str, "Tensor | None", "Tensor | None"], None]
+
+
+def clean(path: str) -> str:
+    """A module's path without those of wrappers around it."""
+    return _WRAPPED.sub("", path).lstrip(".")
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The tensor, or the first one of a tuple, list or mapping."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        value = next((x for x in value if isinstance(x, Tensor)), None)
+    return value if isinstance(value, Tensor) else None
+
+
+class Capture(TorchFunctionMode):
+    """Tells of every attention call and every module that runs.
+
+    Args:
+        root: the model.
+        rows: sequences of the batch, to read calls without an axis for them.
+        see_call: told of attention calls, before they run.
+        see_module: told of modules when they are done.
+
+    Attributes:
+        ran: paths of the modules that ran.
+        softmaxes: paths of modules that took a softmax of square matrices outside an attention call.
+        kinds: types of the modules that made attention calls.
+    """
+
+    def __init__(self, root: nn.Module, rows: int, see_call: SeeCall, see_module: SeeModule | None = None):
+        super().__init__()
+        innermost = {clean(name): module for name, module in root.named_modules()}
+        self.paths = {module: path for path, module in innermost.items()}
+        self.rows, self.see_call, self.see_module = rows, see_call, see_module
+        self.ran: dict[str, nn.Module] = {}
+        self.softmaxes: set[str] = set()
+        self.kinds: set[type[nn.Module]] = set()
+        self._stack: list[tuple[str, nn.Module, Tensor | None]] = [("", root, None)]
+        self._inside = False  # of a call that was told already
+        self._readers: dict[Any, Callable[..., Call] | None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._torch_module(args, kwargs)
+        if func in _SOFTMAX and args and isinstance(args[0], Tensor):
+            shape = args[0].shape
+            if len(shape) >= 3 and shape[-1] == shape[-2] > 1:
+                self.softmaxes.add(self._stack[-1][0])
+        reader = self._readers[func] if func in self._readers else self._remember(func)
+        if reader is not None:
+            call = self._tell(reader, *args, **kwargs)
+            if call is not None and reader in (calls.of_flash, calls.of_flash_varlen) and _refused(call):
+                lse_BHT = call.q_BHTK.new_zeros(call.q_BHTK.shape[:3])
+                out_BTHK = call.output().transpose(1, 2)
+                return out_BTHK.reshape(args[0].shape[:-1] + out_BTHK.shape[-1:]), lse_BHT, None, None
+        return func(*args, **kwargs)
+
+    def _remember(self, func: Any) -> Callable[..., Call] | None:
+        name = getattr(func, "_qualified_op_name", "") or ""
+        if isinstance(func, torch._ops.OpOverload):
+            name = func._schema.name
+        reader = _OPERATORS.get(name)
+        if func is F.scaled_dot_product_attention:
+            reader = calls.of_sdpa
+        elif isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "flex_attention":
+            reader = calls.of_flex
+        self._readers[func] = reader
+        return reader
+
+    def _tell(self, reader: Callable[..., Call], *args: Any, **kwargs: Any) -> Call | None:
+        path, module, _ = self._stack[-1]
+        self.kinds.add(type(module))
+        try:
+            call = reader(self.rows, *args, **kwargs)
+        except Unread as unread:
+            self.see_call(path, unread)
+            return None
+        self.see_call(path, call)
+        return call
+
+    def _torch_module(self, args: Any, kwargs: Any) -> Any:
+        """PyTorch's own module: its Python function ends in the fused call unless the weights are asked for."""
+        fused = F.scaled_dot_product_attention
+
+        def told(*a: Any, **k: Any) -> Any:
+            self._tell(calls.of_sdpa, *a, **k)
+            return fused(*a, **k)
+
+        with ExitStack() as stack:
+            _replace(stack, F, "scaled_dot_product_attention", told)
+            out = F.multi_head_attention_forward(*args, **{**kwargs, "need_weights": False})
+        return F.multi_head_attention_forward(*args, **kwargs) if kwargs.get("need_weights", True) else out
+
+    # Modules
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if module in self.paths:
+            self._stack.append((self.paths[module], module, first_tensor(args)))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        path = self.paths.get(module)
+        if path is None:
+            return
+        _, _, given = self._stack.pop()
+        self.ran[path] = module
+        if self.see_module is not None:
+            self.see_module(path, given, first_tensor(output))
+
+    # transformers
+
+    def dense(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Of an ``eager_attention_forward``: told with the weights that it gives."""
+
+        def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self.paths.get(module, self._stack[-1][0])
+            self.kinds.add(type(module))
+            self._inside = True
+            try:
+                out = forward(module, *args, **kwargs)
+                try:
+                    named = _named(forward, (module, *args), kwargs)
+                    call: Call | Unread = calls.of_transformers(self.rows, **named)
+                    weights = out[1] if isinstance(out, tuple) and len(out) > 1 else None
+                    if isinstance(call, Call):
+                        call.weights_BHTS = weights
+                except Unread as unread:
+                    call = unread
+                self.see_call(path, call)
+            finally:
+                self._inside = False
+            return out
+
+        return told
+
+    def flash(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """In place of a flash-attention interface, which refuses fp32 and takes padding apart."""
+
+        def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self.paths.get(module, self._stack[-1][0])
+            self.kinds.add(type(module))
+            self._inside = True
+            try:
+                call = calls.of_transformers_flash(self.rows, module, *args, **kwargs)
+                self.see_call(path, call)
+                return call.output().transpose(1, 2), None
+            except Unread as unread:
+                self.see_call(path, unread)
+                return forward(module, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        return told
+
+
+def _refused(call: Call) -> bool:
+    return call.q_BHTK.dtype not in (torch.float16, torch.bfloat16)
+
+
+def _named(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names that the function has for them, whatever their order."""
+    try:
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise Unread(str(error)) from error
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    if not {"module", "query", "key", "value"} <= named.keys():
+        raise Unread(f"an attention function with the arguments {', '.join(named)}")
+    named.setdefault("attention_mask", None)
+    return named
+
+
+@contextmanager
+def watching(capture: Capture) -> Iterator[None]:
+    """Everything within is told to ``capture``."""
+    with ExitStack() as stack:
+        hook = nn_module.register_module_forward_pre_hook(capture._enter_module)
+        stack.callback(hook.remove)
+        stack.callback(nn_module.register_module_forward_hook(capture._leave_module, always_call=True).remove)
+        _patch_transformers(capture, stack)
+        _patch_flex(stack)
+        stack.enter_context(capture)
+        yield
+
+
+def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
+    """Their dense attention is a function of each modeling file; their flash-attention an entry of a table."""
+    kinds = {kind for module in capture.paths for kind in type(module).__mro__}
+    for name in {kind.__module__ for kind in kinds}:
+        forward = getattr(sys.modules.get(name), "eager_attention_forward", None)
+        if callable(forward):
+            _replace(stack, sys.modules[name], "eager_attention_forward", capture.dense(forward))
+    table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    if table is not None:
+        entries = getattr(table, "_global_mapping", table)
+        for key in [key for key in entries if "flash" in key and "|" not in key]:
+            stack.callback(entries.__setitem__, key, entries[key])
+            entries[key] = capture.flash(entries[key])
+
+
+def _patch_flex(stack: ExitStack) -> None:
+    """Uncompiled, on purpose: it warns of that, and some versions compile an eager wrapper of their own."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    if hasattr(flex, switch):
+        _replace(stack, flex, switch, True)
+    stack.enter_context(warnings.catch_warnings())
+    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Until the stack closes."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)

@@ -1,0 +1,111 @@
+"""A second forward of somebody else's model that leaves no trace in it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def wrapped_once(module: nn.Module) -> nn.Module | None:
+    """What torch.compile, DistributedDataParallel or DataParallel wraps; None for any other module."""
+    inner = vars(module)["_modules"].get("_orig_mod")
+    if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        inner = module.module
+    return inner
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module behind those wrappers. FSDP1's stays: it is what gathers the weights."""
+    while (inner := wrapped_once(module)) is not None:
+        module = inner
+    return module
+
+
+@contextmanager
+def untouched(root: nn.Module, device: torch.device, full_precision: bool = True) -> Iterator[None]:
+    """Everything below runs eagerly, in evaluation mode and without gradients; afterwards all is as it was.
+
+    Put back: each submodule's mode, the buffers' values, the random numbers of torch (CPU and ``device``) and of
+    Python. Nothing is compiled, and PyTorch's fused path for inference, which hides the attention call, is off.
+
+    Args:
+        full_precision: switch autocast off, wherever the model enters it.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_stance())
+        stack.enter_context(_no_autocast(device) if full_precision else nullcontext())
+        own = [] if device.type == "cpu" else [device]
+        stack.enter_context(torch.random.fork_rng(own, device_type=device.type if own else "cuda"))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(_buffers(root))
+        for module in root.modules():
+            # Not train(): a module may do more there, such as merge its adapters.
+            stack.callback(setattr, module, "training", module.training)
+            module.training = False
+        yield
+        for module in root.modules():
+            # FSDP2 keeps the root's weights gathered after a forward, for the backward that does not follow here.
+            if hasattr(module, "reshard") and hasattr(module, "unshard"):
+                module.reshard()
+
+
+def _stance() -> Any:
+    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+
+
+@contextmanager
+def _no_autocast(device: torch.device) -> Iterator[None]:
+    """Also where a model, or a trainer that has replaced its forward, enters autocast itself."""
+    enter = torch.autocast.__enter__
+
+    def enter_disabled(self: Any) -> Any:
+        enabled, self._enabled = self._enabled, False
+        try:
+            return enter(self)
+        finally:
+            self._enabled = enabled
+
+    torch.autocast.__enter__ = enter_disabled  # type: ignore[method-assign]
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextmanager
+def _buffers(root: nn.Module) -> Iterator[None]:
+    """Buffers that a forward writes (a cache of keys, running means) get their values back.
+
+    One that it replaced by another of the same shape is put back too; one that grew is a table that the model
+    extended, and stays.
+    """
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in root.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    versions = [None if buffer.is_inference() else buffer._version for _, _, buffer, _ in kept]
+    try:
+        yield
+    finally:
+        for (module, name, buffer, copy), version in zip(kept, versions, strict=True):
+            now = module._buffers.get(name)
+            if now is not buffer and now is not None and now.shape == buffer.shape:
+                module._buffers[name] = buffer
+            if version is None or buffer._version != version:
+                buffer.copy_(copy)
+
+
+def parameters_of_one_dtype(root: nn.Module) -> bool:
+    """Whether a forward outside autocast can work: weights of several dtypes need it."""
+    return len({p.dtype for p in root.parameters() if p.is_floating_point()}) <= 1

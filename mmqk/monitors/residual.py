@@ -1,0 +1,60 @@
+"""What the residual stream loses, or would lose, to bf16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer
+from mmqk.monitors.precision import Absorption, absorption
+from mmqk.monitors.record import Probe
+from mmqk.monitors.reduce import selection
+from mmqk.store.tags import tag
+
+STATISTICS = {"absorb_error": "error", "absorb_bias": "bias", "absorbed": "absorbed"}
+
+
+@torch.no_grad()
+def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
+    """`Absorption` by modality of the token and layer, the additions of attention and MLP taken together.
+
+    Where the stream is not bf16 it is what bf16 would lose, and the tags end in ``_if_bf16``. One forward, in the
+    precision that the caller sets up, in evaluation mode; the model is left as it was.
+
+    Args:
+        model: looked at in evaluation mode.
+        batch: all of its sequences are used.
+    """
+    names = model.config.modalities
+    selected_MBT = selection(batch.modality_BT, batch.valid_BT, len(names))
+    found = Probe(sequences=len(batch.ids_BT))
+    stream: dict[str, Tensor] = {}
+    first: dict[int, Absorption] = {}
+
+    def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        stream["x"] = inputs[0]
+
+    def sink(site: str, layer: int, tensor: Tensor) -> None:
+        if site not in ("attn_out", "mlp_out"):
+            return
+        x_BTD = stream["x"]
+        here = absorption(x_BTD, tensor, selected_MBT)
+        if site == "attn_out":
+            first[layer], stream["x"] = here, x_BTD + tensor
+            return
+        ending = "" if x_BTD.dtype == torch.bfloat16 else "_if_bf16"
+        for statistic, part in STATISTICS.items():
+            both = getattr(first[layer], part) + getattr(here, part)
+            found.add_moments([tag(statistic + ending, n, layer=layer) for n in names], None, both)
+
+    hooks = [block.register_forward_pre_hook(before) for block in model.blocks]
+    training = model.training
+    model.eval()
+    try:
+        model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return found

@@ -1,0 +1,38 @@
+"""What a run does when an alarm begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mmqk.store.alarms.alarm import NAMES
+
+
+@dataclass(frozen=True)
+class AlarmConfig:
+    """What a run does when an alarm begins, beside reporting it: spike, spike_median, stall, growth, collapse,
+    divergence or non_finite (`mmqk.store.alarms`). Divergence ends a run whatever stands here.
+
+    Args:
+        checkpoint: alarms whose first one writes a checkpoint that is kept, ``alarm_<name>_step….ckpt``.
+        probe: alarms after which every step is probed, for `probe_steps` steps.
+        stop: alarms that stop the run, as interrupted: the same command goes on from there.
+        probe_steps: how many steps that is.
+    """
+
+    checkpoint: list[str] = field(default_factory=list)
+    probe: list[str] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)
+    probe_steps: int = 20
+
+    def __post_init__(self) -> None:
+        for action in ("checkpoint", "probe", "stop"):
+            for name in getattr(self, action):
+                if name not in NAMES:
+                    raise ValueError(f"alarm.{action} has '{name}': the alarms are {', '.join(NAMES)}.")
+        if self.probe_steps < 1:
+            raise ValueError(f"alarm.probe_steps is {self.probe_steps}: at least 1 step is probed.")
+
+    @property
+    def acts(self) -> bool:
+        """Whether any alarm does more than report: only then is this part of a run's identity."""
+        return bool(self.checkpoint or self.probe or self.stop)

@@ -1,0 +1,135 @@
+"""Rules over series with a value a probe: norms and attention logits that grow, attention that collapses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from mmqk.store.alarms.alarm import Alarm
+
+# What grows. Not norms before a QK-Norm, which may grow without anything growing with them, and not outputs of
+# sublayers, whose sum is the residual stream.
+LOGITS = "attn_logit_absmax"
+NORMS = ("q_norm", "k_norm", "resid_norm", "final_norm")
+
+# All ours. In the first fifth of a run every norm grows, many times over, and in healthy runs most; the slope is
+# that of five probes over at least a twentieth of the run, and of four standard errors; a logit below 50, where
+# Gemma 2 caps (arXiv 2408.00118), is no matter yet.
+GROWTH_START_SHARE = 0.2
+GROWTH_PROBES = 5
+GROWTH_FIRST = 3
+GROWTH_SHARE = 0.05
+GROWTH_ERRORS = 4.0
+GROWTH_FACTOR = 2.0
+GROWTH_LOGIT = 50.0
+
+# Ours: attention that kept a tenth of its entropy looks at next to nothing.
+COLLAPSE_SHARE = 0.1
+
+
+class Growth:
+    """A norm or largest logit that has doubled since a fifth of the run and doubles again before its end.
+
+    A line is laid by least squares through the logarithm of the last probes, five or more, over at least a twentieth
+    of the run. Its slope has to be four standard errors above 0, and its end twice the median of the first three
+    probes after a fifth of the run. Without an end the run is taken to go on
+    for as long as it has gone, and starts to count at the end of the warm-up, as it does where that is later than a
+    fifth. Values that are not positive are left out.
+    """
+
+    def __init__(self, warmup_steps: int, max_steps: int, fewest: float = 0.0):
+        self.start = max(1, warmup_steps, round(GROWTH_START_SHARE * max_steps))
+        self.max_steps, self.fewest = max_steps, fewest
+        self.span = GROWTH_SHARE * max_steps
+        self.first: list[float] = []
+        self.points: list[tuple[int, float]] = []
+        self.on = False
+
+    def update(self, step: int, tag: str, value: float) -> Alarm | None:
+        """Take a value; an alarm where growth begins."""
+        if step < self.start or not math.isfinite(value) or value <= 0:
+            return None
+        if self.points and step - self.points[-1][0] < self.span / (4 * GROWTH_PROBES):
+            return None  # probes of every step would make the window too short, or too long to keep
+        if len(self.first) < GROWTH_FIRST:
+            self.first.append(value)
+        self.points.append((step, math.log(value)))
+        while len(self.points) > GROWTH_PROBES and step - self.points[1][0] >= self.span:
+            del self.points[0]
+        slope, error, end = _line(self.points)
+        left = self.max_steps - step if self.max_steps else step - self.start
+        first = statistics.median(self.first)
+        grown = math.exp(end) / first
+        grows = (
+            len(self.points) >= GROWTH_PROBES
+            and step - self.points[0][0] >= self.span
+            and slope > GROWTH_ERRORS * error
+            and slope * left > math.log(GROWTH_FACTOR)
+            and grown >= GROWTH_FACTOR
+            and value >= self.fewest
+        )
+        began, self.on = grows and not self.on, grows
+        if not began:
+            return None
+        doubling = math.log(2) / slope
+        said = (
+            f"{tag} {value:.4g} is {grown:.1f} times what it was at step {self.start} and doubles every"
+            f" {doubling:.0f} steps, with {left} to go"
+        )
+        return Alarm("growth", step, tag, value, GROWTH_FACTOR * first, said)
+
+    def state_dict(self) -> dict[str, Any]:
+        points = [list(point) for point in self.points]
+        return {"first": list(self.first), "points": points, "on": self.on}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.first, self.on = list(state["first"]), state["on"]
+        self.points = [(int(step), float(value)) for step, value in state["points"]]
+
+
+def _line(points: list[tuple[int, float]]) -> tuple[float, float, float]:
+    """Slope of least squares, its standard error (inf below three points), and the height of the line at its end."""
+    n = len(points)
+    if n < 3:
+        return 0.0, math.inf, points[-1][1]
+    mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
+    xx = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / xx
+    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
+    return slope, math.sqrt(rest / (n - 2) / xx), mean_y + slope * (points[-1][0] - mean_x)
+
+
+class Collapse:
+    """Attention entropy below a tenth of its value at the start: the queries look at next to nothing.
+
+    Low entropy alone can be benign, where each query looks at another key. The sentence says so with the rank of
+    the layer's attention where that is measured: it is collapse when the rank has fallen too.
+    """
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.first_rank: float | None = None
+        self.on = False
+
+    def update(self, step: int, tag: str, value: float, rank: float | None = None) -> Alarm | None:
+        """Take an entropy and the rank of its layer; an alarm where it falls below."""
+        if not math.isfinite(value):
+            return None
+        if self.first is None:
+            self.first, self.first_rank = value, rank
+        low = value < COLLAPSE_SHARE * self.first
+        began, self.on = low and not self.on, low
+        if not began:
+            return None
+        said = f"{tag} {value:.3g} nats is {value / self.first:.0%} of its {self.first:.3g} at the start"
+        if rank is not None and self.first_rank is not None:
+            said += f"; the rank of the layer's attention is {rank:.3g}, from {self.first_rank:.3g}"
+        return Alarm("collapse", step, tag, value, COLLAPSE_SHARE * self.first, said)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "first_rank": self.first_rank, "on": self.on}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.first, self.first_rank, self.on = state["first"], state["first_rank"], state["on"]

@@ -1,0 +1,160 @@
+"""Every alarm over every series of a run: a pure function of its numbers, with a state that a checkpoint carries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from mmqk.store.alarms.alarm import Alarm
+from mmqk.store.alarms.divergence import DivergenceRule
+from mmqk.store.alarms.probes import GROWTH_LOGIT, LOGITS, NORMS, Collapse, Growth
+from mmqk.store.alarms.steps import STALL_ABOVE_NATS, Spike, SpikeOfMedian, Stall
+from mmqk.store.tags import Tag, parse_tag, tag
+
+R = TypeVar("R", Spike, SpikeOfMedian, Stall, Growth, Collapse)
+
+
+@lru_cache(maxsize=65536)
+def _parsed(name: str) -> Tag:
+    try:
+        return parse_tag(name)
+    except ValueError:
+        return Tag(name)
+
+
+class AlarmRules:
+    """All rules. Give it the numbers of each step, by rising step, all of a step at once.
+
+    An alarm is given where it begins; the same one on the same series comes again only after it has ended.
+
+    Args:
+        warmup_steps: of the learning rate.
+        max_steps: length of the run in optimizer steps, 0 where it has no end.
+        trained: modalities whose loss is trained; None for all. The others' losses may do as they like.
+    """
+
+    def __init__(self, warmup_steps: int = 0, max_steps: int = 0, trained: Iterable[str] | None = None):
+        self.warmup_steps, self.max_steps = warmup_steps, max_steps
+        self.trained = None if trained is None else frozenset(trained)
+        self._divergence = DivergenceRule(warmup_steps)
+        self._diverged: set[str] = set()
+        self._unigram: dict[str, float] = {}
+        self._not_finite = False
+        self._rules: dict[str, dict[str, Any]] = {kind: {} for kind in self._makers()}
+
+    def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
+        """Take the numbers of ``step`` by tag; the alarms that begin with it."""
+        found: list[Alarm | None] = [self._finite(step, values)]
+        losses: dict[str, float] = {}
+        for name, value in values.items():
+            statistic, modality, layer, head = _parsed(name)
+            if statistic == "grad_norm" or (statistic == "loss" and self._is_trained(modality)):
+                found.append(self._rule("spike", name, Spike).update(step, name, value))
+            if statistic == "loss" and self._is_trained(modality):
+                found.append(self._rule("spike_median", name, SpikeOfMedian).update(step, name, value))
+                if modality is not None:
+                    losses[modality] = value
+                    found.append(self._stalled(step, modality, values))
+            elif statistic == "val_unigram" and modality is not None:
+                self._unigram[modality] = value
+            elif head is None and (statistic == LOGITS or statistic in NORMS):
+                kind = "logits" if statistic == LOGITS else "norms"
+                found.append(self._rule(kind, name, Growth).update(step, name, value))
+            elif head is None and statistic == "attn_entropy" and layer is not None:
+                rank = values.get(tag("attn_rank", layer=layer))
+                found.append(self._rule("collapse", name, Collapse).update(step, name, value, rank))
+        found += self._divergences(step, losses)
+        return [alarm for alarm in found if alarm is not None]
+
+    def _makers(self) -> dict[str, Callable[[], Any]]:
+        return {
+            "spike": Spike,
+            "spike_median": SpikeOfMedian,
+            "stall": lambda: Stall(self.warmup_steps, self.max_steps),
+            "logits": lambda: Growth(self.warmup_steps, self.max_steps, GROWTH_LOGIT),
+            "norms": lambda: Growth(self.warmup_steps, self.max_steps),
+            "collapse": Collapse,
+        }
+
+    def _rule(self, kind: str, name: str, of: type[R]) -> R:
+        rules = self._rules[kind]
+        if name not in rules:
+            rules[name] = self._makers()[kind]()
+        found = rules[name]
+        assert isinstance(found, of)
+        return found
+
+    def _is_trained(self, modality: str | None) -> bool:
+        return self.trained is None or modality is None or modality in self.trained
+
+    def _finite(self, step: int, values: Mapping[str, float]) -> Alarm | None:
+        """Names the first bad series in the order of the forward: the lowest layer, and what it measures first."""
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        began, self._not_finite = bool(bad) and not self._not_finite, bool(bad)
+        if not began:
+            return None
+        layers = {name: layer for name in bad if (layer := _parsed(name).layer) is not None}
+        first = min(layers, key=layers.__getitem__) if layers else bad[0]
+        more = f", and so did {len(bad) - 1} more series of this step" if len(bad) > 1 else ""
+        return Alarm(
+            "non_finite", step, first, values[first], math.inf, f"{first} became {values[first]}{more}"
+        )
+
+    def _stalled(self, step: int, modality: str, values: Mapping[str, float]) -> Alarm | None:
+        name, ceiling = tag("excess", modality), STALL_ABOVE_NATS
+        if name not in values:
+            name = tag("loss", modality)
+            if modality not in self._unigram:
+                return None
+            ceiling = self._unigram[modality] - STALL_ABOVE_NATS
+        return self._rule("stall", name, Stall).update(step, name, values[name], ceiling)
+
+    def _divergences(self, step: int, losses: Mapping[str, float]) -> list[Alarm]:
+        found = self._divergence.alarms(step, losses)
+        names = {alarm.tag for alarm in found}
+        began = [alarm for alarm in found if alarm.tag not in self._diverged]
+        # A step without the modality says nothing about it.
+        self._diverged = names | {name for name in self._diverged if _parsed(name).modality not in losses}
+        return began
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs, as plain data."""
+        return {
+            "divergence": self._divergence.state_dict(),
+            "diverged": sorted(self._diverged),
+            "unigram": dict(self._unigram),
+            "not_finite": self._not_finite,
+            "rules": {
+                kind: {name: rule.state_dict() for name, rule in rules.items()}
+                for kind, rules in self._rules.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._divergence.load_state_dict(state["divergence"])
+        self._diverged, self._unigram = set(state["diverged"]), dict(state["unigram"])
+        self._not_finite = state["not_finite"]
+        makers = self._makers()
+        for kind, rules in state["rules"].items():
+            self._rules[kind] = {}
+            for name, saved in rules.items():
+                rule = self._rules[kind][name] = makers[kind]()
+                rule.load_state_dict(saved)
+
+
+def alarms_of(
+    lines: Iterable[Mapping[str, Any]],
+    warmup_steps: int = 0,
+    max_steps: int = 0,
+    trained: Iterable[str] | None = None,
+) -> list[Alarm]:
+    """The alarms of a whole run from its `read_metrics`, the same ones that it gave while it trained."""
+    rules = AlarmRules(warmup_steps, max_steps, trained)
+    return [
+        alarm
+        for line in lines
+        for alarm in rules.update(line["step"], {k: v for k, v in line.items() if k != "step"})
+    ]

@@ -1,0 +1,105 @@
+"""The last values of a series, with their median, quartiles and moments at a cost that does not grow with them.
+
+Both carry their state as plain data and continue from it to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+# Of a normal distribution.
+QUARTILES_TO_STD = 1.349
+
+
+class Window:
+    """The last ``size`` values, sorted beside their order."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._order: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def full(self) -> bool:
+        return len(self._order) == self.size
+
+    def push(self, value: float) -> None:
+        if self.full:
+            del self._sorted[bisect_left(self._sorted, self._order.popleft())]
+        self._order.append(value)
+        insort(self._sorted, value)
+
+    def quantile(self, share: float) -> float:
+        """Interpolated between its neighbours."""
+        at = share * (len(self._sorted) - 1)
+        low = math.floor(at)
+        high = min(low + 1, len(self._sorted) - 1)
+        return self._sorted[low] + (at - low) * (self._sorted[high] - self._sorted[low])
+
+    @property
+    def median(self) -> float:
+        return self.quantile(0.5)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation by the quartiles, which a few outliers do not move."""
+        return (self.quantile(0.75) - self.quantile(0.25)) / QUARTILES_TO_STD
+
+    def state_dict(self) -> list[float]:
+        return list(self._order)
+
+    def load_state_dict(self, state: list[float]) -> None:
+        self._order, self._sorted = deque(state), sorted(state)
+
+
+class Moments:
+    """Mean and sample standard deviation of the last ``size`` values, from running sums about their first."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._values: deque[float] = deque()
+        self._about = self._sum = self._squares = 0.0
+        self._pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def push(self, value: float) -> None:
+        if len(self._values) == self.size:
+            gone = self._values.popleft() - self._about
+            self._sum -= gone
+            self._squares -= gone * gone
+        self._values.append(value)
+        self._sum += value - self._about
+        self._squares += (value - self._about) ** 2
+        self._pushed += 1
+        if self._pushed % self.size == 0 or self._pushed == 1:
+            # Rounding would add up over a long run, and a series moves away from where it began.
+            self._about = value
+            apart = [v - value for v in self._values]
+            self._sum, self._squares = math.fsum(apart), math.fsum(a * a for a in apart)
+
+    @property
+    def mean(self) -> float:
+        return self._about + self._sum / len(self._values)
+
+    @property
+    def std(self) -> float:
+        n = len(self._values)
+        return math.sqrt(max(0.0, self._squares - self._sum**2 / n) / (n - 1)) if n > 1 else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        sums = [self._about, self._sum, self._squares]
+        return {"values": list(self._values), "sums": sums, "pushed": self._pushed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._values = deque(state["values"])
+        self._about, self._sum, self._squares = state["sums"]
+        self._pushed = state["pushed"]

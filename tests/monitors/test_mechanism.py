@@ -1,0 +1,236 @@
+"""Windows of the radial budget without Lightning: known answers, saved and taken up again, and what has to be zero."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
+from mmqk.monitors import MonitorConfig
+from mmqk.monitors.mechanism import Mechanism
+from mmqk.monitors.window import BudgetWindow, watched_matrices
+
+BLOCKS = {"text": 9, "image": 7}
+PARTS = ("decay", "step", "unattributed", "rest")
+
+
+def make_model(seed=0, **changes) -> EarlyFusionTransformer:
+    config = ModelConfig(**{"d_model": 16, "n_layers": 2, "n_heads": 4, "blocks": BLOCKS, **changes})
+    return EarlyFusionTransformer(config, backend="math", seed=seed).double()
+
+
+def ids_of(step: int) -> torch.Tensor:
+    return torch.randint(0, 16, (4, 12), generator=torch.Generator().manual_seed(step))
+
+
+def parts_of(model, ids_BT) -> torch.Tensor:
+    """Cross-entropy by target modality over all targets, written out."""
+    logits_NV, targets_N = model(ids_BT)[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
+    ce_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
+    return torch.stack([ce_N[targets_N < 9].sum(), ce_N[targets_N >= 9].sum()]) / len(targets_N)
+
+
+def take(model, optimizer, window, steps, after=lambda: None) -> None:
+    for step in steps:
+        parts_M = parts_of(model, ids_of(step))
+        window.add_gradients(parts_M)
+        optimizer.zero_grad()
+        parts_M.sum().backward()
+        window.before_update(optimizer, None)
+        optimizer.step()
+        window.after_update(optimizer)
+        after()
+        window.settle()
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def squares(model) -> dict[str, float]:
+    return {
+        f"{name}/layer{layer:02d}": sum(float(w.detach().square().sum()) for w in own)
+        for (name, layer), own in watched_matrices(model).items()
+    }
+
+
+def parts_in(values, where) -> dict[str, float]:
+    name, layer = where.split("/")
+    found = {part: values[f"{name}_growth_{part}/{layer}"] for part in PARTS}
+    return found | {m: values[f"{name}_growth/{m}/{layer}"] for m in BLOCKS}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"untie": UntieConfig(qk=True)}, {"weight_reparam": "sigma"}, {"n_kv_heads": 2}],
+    ids=["plain", "untied", "sigma", "shared keys"],
+)
+def test_the_parts_sum_to_the_measured_change(changes):
+    model = make_model(**changes)
+    optimizer, start = adam(model), squares(model)
+    window = BudgetWindow(model, [0, 1])
+    take(model, optimizer, window, range(6))
+    values, end = window.values(), squares(model)
+    assert values["budget_window"] == 6 and values["budget_clip_factor"] == 1
+    for where in start:
+        parts = parts_in(values, where)
+        change = end[where] - start[where]
+        name, layer = where.split("/")
+        assert sum(parts.values()) == pytest.approx(change, rel=1e-9)
+        assert values[f"{name}_growth_total/{layer}"] == pytest.approx(change, rel=1e-9)
+        assert values[f"{name}_sq/{layer}"] == pytest.approx(end[where], rel=1e-12)
+        # Adam's own formula explains all of it; a modality left out would show.
+        assert abs(parts["rest"]) < 1e-9 * abs(change) and parts["unattributed"] == 0
+        assert min(abs(parts[m]) for m in BLOCKS) > 1e-6 * abs(change)
+
+
+def test_untied_copies_are_counted_together():
+    model = make_model(untie=UntieConfig(qk=True))
+    assert [len(own) for own in watched_matrices(model).values()] == [2, 2, 2, 2]
+    window = BudgetWindow(model, [0, 1])
+    take(model, adam(model), window, range(3))
+    of_copies = [float(b.total) for b in window.budgets[:2]]
+    assert min(map(abs, of_copies)) > 0
+    assert window.values()["w_q_growth_total/layer00"] == pytest.approx(sum(of_copies))
+
+
+def test_what_comes_after_the_update_is_the_rest_and_no_other_part():
+    """Two windows over the same steps, one of them with weights that something scales afterwards."""
+
+    def shrink(model):
+        with torch.no_grad():
+            model.blocks[1].attention.w_q.weight.mul_(0.99)
+
+    plain, clipped = make_model(), make_model()
+    windows = [BudgetWindow(m, [0, 1]) for m in (plain, clipped)]
+    take(plain, adam(plain), windows[0], [0])
+    start = squares(clipped)
+    take(clipped, adam(clipped), windows[1], [0], lambda: shrink(clipped))
+    one, two = (parts_in(w.values(), "w_q/layer01") for w in windows)
+    assert two["rest"] < -0.01 * start["w_q/layer01"] and abs(one["rest"]) < 1e-12
+    assert {k: v for k, v in one.items() if k != "rest"} == {k: v for k, v in two.items() if k != "rest"}
+    assert sum(two.values()) == pytest.approx(squares(clipped)["w_q/layer01"] - start["w_q/layer01"])
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+def test_a_window_taken_up_from_its_saved_state_is_the_straight_one(cut):
+    straight, broken = make_model(), make_model()
+    optimizers = [adam(m) for m in (straight, broken)]
+    for model, optimizer in zip((straight, broken), optimizers, strict=True):
+        take(model, optimizer, BudgetWindow(model, [0, 1]), range(2))  # a first moment from before the window
+    whole = BudgetWindow(straight, [0, 1])
+    take(straight, optimizers[0], whole, range(2, 8))
+    first = BudgetWindow(broken, [0, 1])
+    take(broken, optimizers[1], first, range(2, 2 + cut))
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = BudgetWindow(broken, [0, 1])
+    second.load_state_dict(torch.load(file, weights_only=True))
+    take(broken, optimizers[1], second, range(2 + cut, 8))
+    assert second.values() == whole.values()
+    assert whole.values()["w_q_growth_unattributed/layer00"] != 0
+    # The control: without its state the second half is another window.
+    assert second.values() != first.values()
+
+
+def radial(model) -> dict[str, torch.Tensor]:
+    """<W, gradient> of each head."""
+    attention = model.blocks[0].attention
+    return {
+        name: (w.weight * w.weight.grad).view(4, -1).sum(1)
+        for name, w in (("w_q", attention.w_q), ("w_k", attention.w_k))
+    }
+
+
+def test_without_qk_norm_the_radial_gradient_is_that_of_the_logits_and_alike_on_both_sides(monkeypatch):
+    """<W_q, dL> = <W_k, dL> = sum z dL/dz for each head, z the raw logits (methods of the radial budget)."""
+    kept = []
+
+    def attention(q_BHTK, k_BHSK, v_BHSK, *, scale, **_):
+        z_BHTS = scale * q_BHTK @ k_BHSK.transpose(-1, -2)
+        z_BHTS.retain_grad()
+        kept.append(z_BHTS)
+        hidden = torch.ones(z_BHTS.shape[-2:], dtype=torch.bool).triu(1)
+        return torch.softmax(z_BHTS.masked_fill(hidden, -torch.inf), -1) @ v_BHSK
+
+    monkeypatch.setattr("mmqk.model.attention.attention", attention)
+    model = make_model(n_layers=1)
+    parts_of(model, ids_of(0)).sum().backward()
+    found = radial(model)
+    z_dz_H = (kept[0] * kept[0].grad).sum((0, 2, 3)).detach()
+    assert z_dz_H.abs().min() > 1e-8
+    for side in ("w_q", "w_k"):
+        torch.testing.assert_close(found[side], z_dz_H, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("place", ["before_rope", "after_rope"])
+def test_under_qk_norm_the_radial_gradient_is_zero_and_the_weights_still_grow(place):
+    model = make_model(n_layers=1, qk_norm=QKNormConfig(kind="rms", eps=1e-20, place=place))
+    parts_of(model, ids_of(0)).sum().backward()
+    sizes = [float(p.grad.norm() * p.norm()) for p in (model.blocks[0].attention.w_q.weight,)]
+    for along in radial(model).values():
+        assert float(along.abs().max()) < 1e-12 * max(sizes)
+    window = BudgetWindow(model, [0, 1])
+    take(model, adam(model), window, range(5))
+    assert window.values()["w_q_growth_step/layer00"] > 0
+    # The control: without the norm it is not zero.
+    plain = make_model(n_layers=1)
+    parts_of(plain, ids_of(0)).sum().backward()
+    assert float(radial(plain)["w_q"].abs().max()) > 1e-6 * max(sizes)
+
+
+def test_windows_begin_and_end_where_the_configuration_says():
+    config = MonitorConfig(every_n_steps=0, budget_every_n_steps=5, budget_steps=3)
+    model = make_model()
+    mechanism, optimizer = Mechanism(model, config, 20, [0, 1]), adam(model)
+    closed, attributed = [], []
+    for step in range(1, 13):
+        mechanism.before_step(step)
+        mechanism.before_step(step)  # a second micro-batch
+        parts_M = parts_of(model, ids_of(step))
+        if mechanism.attributing:
+            attributed.append(step)
+            mechanism.before_backward(parts_M)
+        optimizer.zero_grad()
+        parts_M.sum().backward()
+        mechanism.before_update(optimizer, None, {})
+        optimizer.step()
+        mechanism.after_update(optimizer)
+        if found := mechanism.after_step():
+            closed.append((step, found["budget_window"]))
+    assert closed == [(3, 3), (8, 3)] and attributed == [1, 2, 3, 6, 7, 8, 11, 12]
+    assert mechanism.close()["budget_window"] == 2 and mechanism.close() == {}
+
+
+def test_looking_leaves_gradients_and_random_numbers_alone():
+    model, twin = make_model(), None
+    twin = copy.deepcopy(model)
+    state = torch.get_rng_state()
+    window = BudgetWindow(model, [0, 1])
+    parts_M = parts_of(model, ids_of(0))
+    window.add_gradients(parts_M)
+    assert all(p.grad is None for p in model.parameters()) and torch.equal(torch.get_rng_state(), state)
+    parts_M.sum().backward()
+    parts_of(twin, ids_of(0)).sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"budget_every_n_steps": 10}, "windows cannot overlap"),
+        ({"budget_every_n_steps": -1}, "cannot be negative"),
+        ({"budget_steps": 0}, "at least 1 step"),
+        ({"every_n_steps": 0, "precision": True}, "monitor.precision is part of a probe"),
+    ],
+)
+def test_an_impossible_configuration_is_named(given, says):
+    with pytest.raises(ValueError, match=says):
+        MonitorConfig(**given)
+    MonitorConfig(budget_every_n_steps=50)

@@ -1,0 +1,329 @@
+"""Each rule on planted series with known answers, on noise alone, and cut in the middle."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import statistics
+
+import pytest
+
+from mmqk.store import (
+    Alarm,
+    AlarmRules,
+    MetricsWriter,
+    alarms_of,
+    append_alarms,
+    read_alarms,
+    read_metrics,
+    truncate_alarms,
+)
+from mmqk.store.alarms import NAMES, spike_rate, spike_score
+from mmqk.store.alarms.probes import Collapse, Growth
+from mmqk.store.alarms.steps import Spike, SpikeOfMedian, Stall
+from mmqk.store.alarms.window import Moments, Window
+
+
+def noise(n, seed=0, mean=3.0, std=0.02):
+    rng = random.Random(seed)
+    return [rng.gauss(mean, std) for _ in range(n)]
+
+
+def fed(rule, values, *more, start=1, every=1):
+    """The alarms of a rule over values of the steps from `start` on."""
+    given = (rule.update(start + every * i, "loss", value, *more) for i, value in enumerate(values))
+    return [alarm for alarm in given if alarm is not None]
+
+
+# Windows ------------------------------------------------------------------------------------------------------
+
+
+def test_windows_are_those_of_the_standard_library():
+    values = [100 + v for v in noise(500, std=1.0)] + noise(500, seed=1)
+    window, moments = Window(51), Moments(51)
+    for i, value in enumerate(values):
+        window.push(value)
+        moments.push(value)
+        last = values[max(0, i - 50) : i + 1]
+        assert window.median == pytest.approx(statistics.median(last), rel=1e-12)
+        assert moments.mean == pytest.approx(statistics.fmean(last), rel=1e-9)
+        if len(last) > 1:
+            assert moments.std == pytest.approx(statistics.stdev(last), rel=1e-6)
+    assert len(window) == len(moments) == 51
+
+
+# Spikes -------------------------------------------------------------------------------------------------------
+
+
+def planted_spike(n=400, at=300, height=1.0, seed=0):
+    values = noise(n, seed)
+    values[at] += height
+    return values
+
+
+@pytest.mark.parametrize("rule", [Spike, SpikeOfMedian])
+def test_a_planted_spike_is_found_where_it_is_and_once(rule):
+    values = planted_spike()
+    values[301] = values[300]  # the same spike, not another
+    found = fed(rule(), values)
+    assert [alarm.step for alarm in found] == [301]
+    assert found[0].value == values[300] >= found[0].threshold and "loss" in found[0].sentence
+
+
+def test_the_thresholds_of_the_spike_rules_are_those_of_their_sources():
+    calm = [3.0 + 0.02 * (-1) ** i for i in range(300)]
+    mean, std = statistics.fmean(calm), statistics.stdev(calm)
+    for stds, rings in ((6.99, False), (7.01, True)):
+        assert bool(fed(Spike(), [*calm, mean + stds * std])) is rings
+    for above, rings in (
+        (0.099, False),
+        (0.101, True),
+    ):  # of a window whose quartiles say 0.015 x 6 = 0.09 at most
+        flat = [3.0 + 0.01 * (-1) ** i for i in range(300)]
+        median = statistics.median([*flat[-200:], 9.0])
+        assert bool(fed(SpikeOfMedian(), [*flat, median + above])) is rings
+
+
+def test_spikes_need_their_fewest_values_and_a_scale():
+    for n, rings in ((99, False), (100, True)):
+        assert bool(fed(Spike(), [*noise(n), 9.0])) is rings
+    for n, rings in ((199, False), (200, True)):
+        assert bool(fed(SpikeOfMedian(), [*noise(n), 9.0])) is rings
+    assert not fed(Spike(), [3.0] * 500 + [3.1])
+    assert not fed(Spike(), [*noise(300), math.nan, math.inf])
+
+
+@pytest.mark.parametrize("std", [0.001, 0.02, 0.3])
+def test_noise_alone_spikes_at_most_once_in_forty_thousand_steps(std):
+    for rule in (Spike, SpikeOfMedian):
+        assert sum(len(fed(rule(), noise(4000, seed, std=std))) for seed in range(10)) <= 1
+    # The source's threshold on its own would ring for batches as small as those of the last case.
+    rates = [spike_rate(noise(1000, seed, std=std)) for seed in range(2)]
+    assert all(rate > 1000 for rate in rates) if std == 0.3 else all(rate == 0 for rate in rates)
+
+
+def test_score_and_rate_count_what_was_planted():
+    values = noise(2000)
+    for at in (500, 900, 1300, 1700):
+        values[at] += 1.0
+    assert spike_score(values) == pytest.approx(100 * 4 / 1900)
+    assert spike_rate(values) == pytest.approx(1e4 * 4 / 1800)
+    assert spike_score(noise(2000)) == spike_rate(noise(2000)) == 0
+    assert math.isnan(spike_score([1.0] * 50)) and math.isnan(spike_rate([1.0] * 50))
+
+
+# Stall --------------------------------------------------------------------------------------------------------
+
+
+def stalls(values, ceiling, warmup=20, max_steps=1500):
+    return fed(Stall(warmup, max_steps), values, ceiling)
+
+
+def test_a_loss_that_rests_above_its_ceiling_stalls_once():
+    falling = [7.0 - 0.01 * i for i in range(200)]
+    found = stalls(falling + noise(600, mean=5.0), ceiling=4.0)
+    assert len(found) == 1 and found[0].name == "stall"
+    # The last drop of 0.05 of the 50-step median comes 25 steps after the fall; a fifth of 1500 steps later.
+    assert found[0].step == pytest.approx(200 + 25 + 300, abs=6)
+
+
+def test_a_loss_below_its_ceiling_or_improving_or_without_a_ceiling_does_not_stall():
+    assert not stalls(noise(1000, mean=5.0), ceiling=5.2)
+    assert not stalls(noise(1000, mean=5.0), ceiling=None)
+    assert not stalls([9.0 - 0.0003 * i for i in range(5000)], ceiling=4.0)
+    assert not stalls(noise(310, mean=5.0), ceiling=4.0)  # not for long enough
+    assert stalls(noise(400, mean=5.0), ceiling=4.0)
+
+
+def test_a_stall_that_ends_and_comes_again_is_two():
+    found = stalls(noise(600, mean=5.0) + noise(600, mean=4.5), ceiling=4.0)
+    assert len(found) == 2 and found[0].step < 600 < found[1].step
+
+
+# Growth -------------------------------------------------------------------------------------------------------
+
+
+def growing(rate, start=60.0, probes=50, std=0.02, seed=0):
+    """A value a probe that doubles every 1 / rate probes."""
+    return [start * 2 ** (rate * i) * math.exp(e) for i, e in enumerate(noise(probes, seed, 0.0, std))]
+
+
+def grows(values, fewest=0.0, max_steps=1000, warmup=100):
+    return fed(Growth(warmup, max_steps, fewest), values, start=0, every=20)
+
+
+def test_growth_is_found_when_it_has_doubled_since_a_fifth_of_the_run():
+    found = grows(growing(0.1))  # doubles every 200 steps: since step 200 at step 400
+    assert len(found) == 1 and found[0].step == pytest.approx(400, abs=20) and found[0].name == "growth"
+    assert "doubles every" in found[0].sentence and found[0].value >= found[0].threshold
+
+
+def test_slow_early_small_and_past_growth_are_not_alarms():
+    assert not grows(growing(0.018))  # doubles once in 1100 steps
+    early = growing(0.6, probes=11)
+    assert not grows(early + [early[-1]] * 40)  # before a fifth of the run
+    small = growing(0.1, start=4.0, probes=40)
+    assert not grows(small, fewest=100.0) and grows(small, fewest=20.0)
+    late = [60.0] * 40 + growing(0.3, probes=11)  # has doubled, but the run is over before it does so again
+    assert all(alarm.step < 1000 - 60 for alarm in grows(late))
+    assert not grows([-v for v in growing(0.1)])
+
+
+def test_noise_of_a_fifth_grows_once_in_a_hundred_runs_at_most_and_probes_of_every_step_do_not_shorten_the_window():
+    assert sum(len(grows(growing(0.0, std=0.2, seed=seed))) for seed in range(100)) <= 1
+    dense = fed(Growth(100, 1000), [v for v in growing(0.0, std=0.2, probes=1000)], start=0)
+    assert not dense
+    rule = Growth(100, 1000)
+    assert fed(rule, growing(0.005, probes=1000), start=0) and len(rule.points) < 30
+
+
+# Collapse -----------------------------------------------------------------------------------------------------
+
+
+def test_collapse_comes_below_a_tenth_of_the_start_with_the_rank():
+    rule = Collapse()
+    steps = [(0, 3.0, 20.0), (1, 0.31, 5.0), (2, 0.29, 4.0), (3, 0.1, 3.0), (4, 0.5, 3.0), (5, 0.2, 2.0)]
+    found = [rule.update(step, "attn_entropy/text/layer01", value, rank) for step, value, rank in steps]
+    assert [alarm is not None for alarm in found] == [False, False, True, False, False, True]
+    assert (
+        found[2].threshold == pytest.approx(0.3) and "rank" in found[2].sentence and "20" in found[2].sentence
+    )
+    without = Collapse()
+    without.update(0, "attn_entropy/text/layer01", 3.0)
+    assert "rank" not in without.update(1, "attn_entropy/text/layer01", 0.1).sentence
+
+
+# All of them --------------------------------------------------------------------------------------------------
+
+
+def eventful_run(steps=1200, seed=0):
+    """Lines of a run with one planted event of each kind, and what stays calm beside it."""
+    rng = random.Random(seed)
+    lines = []
+    for step in range(steps):
+        line = {"step": step}
+        if step == 0:
+            line |= {"val_unigram/image": 6.0, "val_unigram/text": 6.0}
+        else:
+            text = 2.0 + 0.3 * math.exp(-step / 60) + rng.gauss(0, 0.01) + 1.5 * (step == 500)
+            image = 6.5 + 0.3 * math.exp(-step / 60) + rng.gauss(0, 0.01) + 3.0 * (step > 1000)
+            line |= {"loss": text + image, "loss/text": text, "loss/image": image}
+            line["grad_norm"] = math.inf if step == 1150 else 1 + rng.gauss(0, 0.05) + 4 * (step == 700)
+        if step % 20 == 0:
+            calm = math.exp(rng.gauss(0, 0.02))
+            line |= {
+                "q_norm/text/layer00": 4 * calm,
+                "q_norm/image/layer01": 4 * calm,
+                "attn_logit_absmax/image-text/layer01": 20 * calm * 2 ** (step / 150),
+                "attn_entropy/image/layer01": 3.0 * calm * (0.05 if step >= 800 else 1),
+                "attn_rank/layer01": 9.0,
+                "attn_entropy/text/layer00": 3.0 * calm,
+            }
+            if step == 1160:
+                line["v_norm/text/layer01"] = line["k_norm/text/layer00"] = math.nan
+        lines.append(line)
+    return lines
+
+
+EXPECTED = {
+    ("spike", "loss"): 500,
+    ("spike", "loss/text"): 500,
+    ("spike_median", "loss"): 500,
+    ("spike_median", "loss/text"): 500,
+    ("spike", "grad_norm"): 700,
+    ("growth", "attn_logit_absmax/image-text/layer01"): 400,
+    ("collapse", "attn_entropy/image/layer01"): 800,
+    ("non_finite", "grad_norm"): 1150,
+    ("non_finite", "k_norm/text/layer00"): 1160,  # the lowest layer, though another came first
+}
+
+
+def test_every_planted_event_is_named_with_its_step_series_and_nothing_else_rings():
+    found = alarms_of(eventful_run(), warmup_steps=100, max_steps=1200)
+    by_event = {(alarm.name, alarm.tag): alarm.step for alarm in reversed(found)}  # the first of each
+    for event, step in EXPECTED.items():
+        assert by_event.pop(event) == pytest.approx(step, abs=20 if event[0] == "growth" else 0), event
+    stalled, diverged = by_event.pop(("stall", "loss/image")), by_event.pop(("divergence", "loss/image"))
+    assert 100 + 240 <= stalled <= 600 and 1000 < diverged <= 1051
+    # The rise of the image loss is a spike where it begins; nothing calm has rung.
+    rest = {(name, tag) for name, tag in by_event}
+    assert rest <= {(name, tag) for name in ("spike", "spike_median") for tag in ("loss", "loss/image")}
+    assert {alarm.name for alarm in found} == set(NAMES)
+    image = next(alarm for alarm in found if alarm.name == "growth")
+    assert image.where == "image to text, layer 1" and "layer01" in image.line()
+
+
+def test_a_modality_that_is_not_trained_may_do_as_it_likes():
+    found = alarms_of(eventful_run(), 100, 1200, trained=["text"])
+    assert not any(alarm.tag == "loss/image" for alarm in found)
+    assert any(alarm.tag == "loss/text" for alarm in found)
+
+
+def test_a_calm_run_rings_at_most_once_over_twenty_seeds():
+    calm = 0
+    for seed in range(20):
+        lines = [
+            {k: v for k, v in line.items() if "image" not in k and math.isfinite(v)}
+            for line in eventful_run(480, seed)
+        ]
+        calm += len(alarms_of(lines, 100, 1200))
+    assert calm <= 1
+
+
+@pytest.mark.parametrize("cut", [1, 99, 101, 299, 401, 505, 801, 1010, 1151])
+def test_a_resume_midway_gives_the_same_alarms(cut):
+    lines = eventful_run()
+    whole = alarms_of(lines, 100, 1200)
+    first, second = AlarmRules(100, 1200), AlarmRules(100, 1200)
+
+    def feed(rules, part):
+        given = (rules.update(line["step"], {k: v for k, v in line.items() if k != "step"}) for line in part)
+        return list(itertools.chain.from_iterable(given))
+
+    before = feed(first, lines[:cut])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    after = feed(second, lines[cut:])
+    assert repr(before + after) == repr(whole)
+    # The state is what carries it.
+    if 300 < cut < 1100:
+        assert repr(before + feed(AlarmRules(100, 1200), lines[cut:])) != repr(whole)
+
+
+def test_lines_read_back_give_the_same_alarms(tmp_path):
+    lines = eventful_run()
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for line in lines:
+        writer.write(line["step"], {k: v for k, v in line.items() if k != "step"})
+    writer.close()
+    assert repr(alarms_of(read_metrics(tmp_path / "metrics.jsonl"), 100, 1200)) == repr(
+        alarms_of(lines, 100, 1200)
+    )
+
+
+# The file -----------------------------------------------------------------------------------------------------
+
+
+def test_alarms_come_back_from_their_file_as_they_were(tmp_path):
+    assert read_alarms(tmp_path) == []
+    found = alarms_of(eventful_run(), 100, 1200)
+    append_alarms(tmp_path, found[:3])
+    append_alarms(tmp_path, [])
+    append_alarms(tmp_path, found[3:])
+    assert repr(read_alarms(tmp_path)) == repr(found)
+    for line in (tmp_path / "alarms.jsonl").read_text().splitlines():
+        assert json.loads(line, parse_constant=lambda _: pytest.fail("not JSON"))
+    assert all(alarm.step > 500 for alarm in read_alarms(tmp_path, after=500))
+    truncate_alarms(tmp_path, 500)
+    assert read_alarms(tmp_path) == [alarm for alarm in found if alarm.step <= 500]
+    truncate_alarms(tmp_path, -1)
+    assert not (tmp_path / "alarms.jsonl").exists()
+
+
+def test_a_line_that_was_cut_is_left_out(tmp_path):
+    alarm = Alarm("spike", 3, "loss", math.inf, 1.0, "a sentence")
+    append_alarms(tmp_path, [alarm])
+    with open(tmp_path / "alarms.jsonl", "ab") as file:
+        file.write(b'{"name":"sp')
+    assert read_alarms(tmp_path) == [alarm]
