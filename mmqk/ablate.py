@@ -115,9 +115,9 @@ def _tasks(grid: Grid, out: Path, jobs: int) -> tuple[list[Task], int]:
         args = job.args if run.threads else (*job.args, f"--threads={threads}")
         # Seeds of an arm share a folder, so its name leaves the seed out.
         variant = identity_hash({name: value for name, value in run.identity.items() if name != "seed"})
-        if arm_of.setdefault(variant, job.arm) != job.arm:
+        if arm_of.setdefault(run.id, job.arm) != job.arm:
             raise UserError(
-                f"{grid.path}: arms {arm_of[variant]} and {job.arm} are the same run, as what sets them apart has no effect"
+                f"{grid.path}: arms {arm_of[run.id]} and {job.arm} are the same run, as what sets them apart has no effect"
                 " where it is: remove one of them."
             )
         folder = out / f"{job.arm}-{variant}" / f"seed{job.seed}"

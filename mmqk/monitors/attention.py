@@ -90,10 +90,12 @@ def attention_statistics(
     q_HBTK, k_HBSK = scale * q_BHTK.float().transpose(0, 1), k_BHSK.float().transpose(0, 1)
     H, M = len(q_HBTK), pairs.n_modalities
     tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]
-    none = q_HBTK.new_tensor([-torch.inf])
+    none = q_HBTK.new_full((1,), -torch.inf)
     largest: list[list[Tensor]] = [[none.expand(n)] for n in tail]  # as many as on every other rank
     signed: list[list[Tensor]] = [[none[0]] for _ in tail]
-    square_MMH, rows, rank_HB = 0.0, None, None
+    rows: Moments | None = None
+    rank_HB: Tensor | None = None
+    square_MMH = q_HBTK.new_zeros(M, M, H)
     for chunk in pairs.chunks:
         logits_HBCS = q_HBTK[:, :, chunk.rows] @ k_HBSK.mT
         values_HN = logits_HBCS.flatten(1).index_select(1, chunk.index)
@@ -107,7 +109,7 @@ def attention_statistics(
         square_MMH = square_MMH + _by_query(square_HBMC, chunk.queries_MBC)
         found = _moments(values_FHBC, chunk.selected_FMBC)
         rows = found if rows is None else rows + found
-    assert rows is not None and isinstance(square_MMH, Tensor)
+    assert rows is not None
     tops = [torch.cat(parts).topk(n).values for parts, n in zip(largest, tail, strict=True)]
     one = [Moments(*of) for of in zip(rows.count, rows.sum, rows.sum_sq, rows.max, strict=True)]
     return AttentionStatistics(
@@ -183,14 +185,14 @@ def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Te
 
     A row that sees nothing has to be 0. `reach` is that of `Pairs`.
     """
-    trace_HB, square_HB = 0.0, 0.0
+    trace_HB = square_HB = weight_HBTS.new_zeros(weight_HBTS.shape[:2])
     for rows, keys in reach:
         block_HBTC = weight_HBTS[..., rows.start :, :keys] @ weight_HBTS[..., rows, :keys].mT
         C = block_HBTC.shape[-1]
         trace_HB = trace_HB + block_HBTC.diagonal(dim1=-2, dim2=-1).sum(-1)
         square_HBT = block_HBTC.square_().sum(-1)
         square_HB = square_HB + 2 * square_HBT.sum(-1) - square_HBT[..., :C].sum(-1)
-    return trace_HB**2 / square_HB
+    return trace_HB.square() / square_HB
 
 
 def _by_query(sums_HBMC: Tensor, queries_MBC: Tensor) -> Tensor:

@@ -66,12 +66,12 @@ class Call:
         for head in range(self.q_BHTK.shape[1]):
             z_BTS = self.logits(head)
             if self.mask is not None:
-                z_BTS = z_BTS.masked_fill(~_of_head(self.mask, head), -torch.inf)
+                z_BTS = z_BTS.masked_fill(~of_head(self.mask, head), -torch.inf)
             out.append(torch.nan_to_num(z_BTS.softmax(-1)) @ v_BHSK[:, head])
         return torch.stack(out, 1).to(self.v_BGSK.dtype)
 
 
-def _of_head(tensor: Tensor, head: int) -> Tensor:
+def of_head(tensor: Tensor, head: int) -> Tensor:
     """(B or 1, T, S) of one that broadcasts to (B, H, T, S)."""
     return tensor[:, head if tensor.shape[1] > 1 else 0]
 
@@ -123,7 +123,7 @@ def _mask(call: Call, mask: Tensor) -> None:
     call.mask = mask > MASKED
     bias = mask.float().masked_fill(~call.mask, 0.0)
     if bias.any():
-        call.shaped = lambda z_BTS, head: z_BTS + _of_head(bias, head)
+        call.shaped = lambda z_BTS, head: z_BTS + of_head(bias, head)
 
 
 def of_flex(
@@ -159,7 +159,11 @@ def of_flex(
     over_bts = torch.vmap(over_ts, (0, 0, None, None, None))
 
     def shaped(z_BTS: Tensor, head: int) -> Tensor:
-        h, t, s = torch.tensor(head, device=device), torch.arange(T, device=device), torch.arange(S, device=device)
+        h, t, s = (
+            torch.tensor(head, device=device),
+            torch.arange(T, device=device),
+            torch.arange(S, device=device),
+        )
         with indexing():
             return over_bts(z_BTS, torch.arange(len(z_BTS), device=device), h, t, s)
 
@@ -218,7 +222,9 @@ def of_flash_varlen(
     if not rows or len(q) % rows or len(k) != len(q):
         raise Unread(f"{len(q)} packed tokens in {rows} sequences")
     call = of_flash(rows, *(x.unflatten(0, (rows, -1)) for x in (q, k, v)), *rest, **named)
-    document_BT = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True).view(rows, -1)
+    document_BT = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True).view(
+        rows, -1
+    )
     own = document_BT[:, None, :, None] == document_BT[:, None, None, :]
     call.mask = own if call.mask is None else own & call.mask
     return call
@@ -269,7 +275,7 @@ def of_transformers(
         _mask(call, attention_mask[..., : key.shape[2]])
     if position_bias is not None:
         before, bias = call.shaped, position_bias.float()
-        call.shaped = lambda z_BTS, head: (before(z_BTS, head) if before else z_BTS) + _of_head(bias, head)
+        call.shaped = lambda z_BTS, head: (before(z_BTS, head) if before else z_BTS) + of_head(bias, head)
     return call
 
 

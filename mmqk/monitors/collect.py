@@ -55,12 +55,12 @@ class Collector:
         self.selected_MBT = selection(modality_BT, valid_BT, len(names))
         self._found = Probe(sequences=len(modality_BT))
         self._lengths: list[tuple[list[str], list[str], Tensor, Tensor, int]] = []
+        self._gains: list[tuple[list[str], Tensor, Tensor]] = []
 
     @property
     def found(self) -> Probe:
-        """What was found so far. Lengths of all layers and sites are added up together, here."""
-        if self._lengths:
-            self._add_lengths()
+        """What was found so far."""
+        self._close()
         return self._found
 
     def _tags(self, statistic: str, layer: int | None, head: int | None = None) -> list[str]:
@@ -83,27 +83,41 @@ class Collector:
         self._lengths.append((*tags, total_BT, max_BT, heads))
 
     def gains(self, statistic: str, layer: int, before: Tensor, after: Tensor) -> None:
-        """Mean over tokens of how many times longer a map makes its input; (B, [H,] T, ...) each."""
+        """Mean over tokens of how many times longer a map makes its input, (B, T, ...) each; tokens of 0 left out."""
         length, longer = (torch.linalg.vector_norm(x.float(), dim=-1) for x in (before, after))
-        there = self.selected_MBT if length.ndim == 3 else self.selected_MBT & (length > 0)
-        self._found.add_moments(self._tags(statistic, layer), None, moments(longer / length, there))
+        self._gains.append((self._tags(statistic, layer), longer / length, length > 0))
 
-    def _add_lengths(self) -> None:
-        means, maxima, totals, largest, heads = zip(*self._lengths, strict=True)
-        self._lengths.clear()
-        selected_MNBT, device = self.selected_MBT[:, None], self.selected_MBT.device
-        sum_MN = torch.where(selected_MNBT, torch.stack(totals), 0.0).sum((2, 3))
-        count_MN = self.selected_MBT.sum((1, 2))[:, None] * torch.tensor(heads, device=device, dtype=torch.float32)
-        max_MN = torch.where(selected_MNBT, torch.stack(largest), -torch.inf).amax((2, 3))
-        tags = [t for both in (means, maxima) for names in zip(*both, strict=True) for t in names]
-        self._found.add(
-            tags,
-            {"sum": sum_MN, "count": count_MN, "max": max_MN},
-            lambda raw: (
-                torch.cat([(raw["sum"] / raw["count"]).flatten(), raw["max"].flatten()]),
-                raw["count"].flatten().repeat(2),
-            ),
-        )
+    def _close(self) -> None:
+        """Turn what was only collected into parts: a few operations for all layers and sites together."""
+        selected_MNBT = self.selected_MBT[:, None]
+        if self._lengths:
+            means, maxima, totals, largest, heads = zip(*self._lengths, strict=True)
+            self._lengths.clear()
+            n_N = torch.tensor(heads, device=selected_MNBT.device, dtype=torch.float32)
+            self._found.add(
+                [t for both in (means, maxima) for names in zip(*both, strict=True) for t in names],
+                {
+                    "sum": torch.where(selected_MNBT, torch.stack(totals), 0.0).sum((2, 3)),
+                    "count": self.selected_MBT.sum((1, 2))[:, None] * n_N,
+                    "max": torch.where(selected_MNBT, torch.stack(largest), -torch.inf).amax((2, 3)),
+                },
+                lambda raw: (
+                    torch.cat([(raw["sum"] / raw["count"]).flatten(), raw["max"].flatten()]),
+                    raw["count"].flatten().repeat(2),
+                ),
+            )
+        if self._gains:
+            tags, ratios, there = zip(*self._gains, strict=True)
+            self._gains.clear()
+            counted_MNBT = selected_MNBT & torch.stack(there)
+            self._found.add(
+                [t for names in zip(*tags, strict=True) for t in names],
+                {
+                    "sum": torch.where(counted_MNBT, torch.stack(ratios), 0.0).sum((2, 3)),
+                    "count": counted_MNBT.sum((2, 3)).float(),
+                },
+                lambda raw: ((raw["sum"] / raw["count"]).flatten(), raw["count"].flatten()),
+            )
 
     def final(self, tensor: Tensor) -> None:
         """Output of the last layer before the final norm, (B, T, D): L2 and RMS (Chameleon, Fig. 5a)."""
@@ -205,7 +219,10 @@ class Collector:
         found = attention_statistics(q_BHTK, k_BHSK, scale, pairs, softcap)
         M, count_P = len(self.names), found.count.flatten().float()
         self._found.add(
-            [*self._pair_tags("attn_logit_max", layer, head), *self._pair_tags("attn_logit_absmax", layer, head)],
+            [
+                *self._pair_tags("attn_logit_max", layer, head),
+                *self._pair_tags("attn_logit_absmax", layer, head),
+            ],
             {"max": torch.stack([found.max, found.absmax]).flatten(), "count": count_P.repeat(2)},
             lambda raw: (raw["max"], raw["count"]),
         )

@@ -71,7 +71,6 @@ def logit_growth(
         pairs: who sees whom.
         seen_sq_MMH: sums of squared dot products over the visible pairs, where they are known already.
     """
-    M, (_, H, _, K) = len(of_MBT), q_BHTK.shape
     n_MB = of_MBT.sum(-1).float()
     # Not a product with the selection: a NaN must not reach the other modalities.
     both = torch.stack([q_BHTK.float(), k_BHSK.float()]).transpose(1, 2)

@@ -152,7 +152,9 @@ def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) 
         parts = [first_rows(x, B, rows, dtype) for x in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: first_rows(getattr(value, f.name), B, rows, dtype) for f in dataclasses.fields(value)}
+        changed = {
+            f.name: first_rows(getattr(value, f.name), B, rows, dtype) for f in dataclasses.fields(value)
+        }
         return dataclasses.replace(value, **changed)
     return value
 
@@ -200,7 +202,9 @@ class Modalities:
         if self.function is not None:
             modality_BT = self.function(inputs)
             if not isinstance(modality_BT, Tensor) or modality_BT.ndim != 2:
-                said = f"of shape {tuple(modality_BT.shape)}" if isinstance(modality_BT, Tensor) else "no tensor"
+                said = (
+                    f"of shape {tuple(modality_BT.shape)}" if isinstance(modality_BT, Tensor) else "no tensor"
+                )
                 raise UserError(f"the modality function gave something {said}: it has to give numbers (B, T)")
             return modality_BT.long()
         ids_BT = find_ids(inputs)
@@ -227,7 +231,9 @@ class Modalities:
 
 def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
     if len(ranges) < 2:
-        raise UserError('modality names none but text: give the ids of another, such as {"image": range(4, 8196)}')
+        raise UserError(
+            'modality names none but text: give the ids of another, such as {"image": range(4, 8196)}'
+        )
     spans = sorted((part.start, part.stop, name) for name, parts in ranges.items() for part in parts)
     for name, parts in ranges.items():
         if any(not isinstance(part, range) or part.step != 1 or part.start < 0 or not part for part in parts):
@@ -236,7 +242,9 @@ def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
             raise UserError(f"modality {name} has no ids: give a range of them")
     for (_, end, one), (start, _, other) in zip(spans, spans[1:], strict=False):
         if start < end:
-            raise UserError(f"modality: ids {start} to {end - 1} are both {one} and {other}: let them not overlap")
+            raise UserError(
+                f"modality: ids {start} to {end - 1} are both {one} and {other}: let them not overlap"
+            )
 
 
 def valid_of(inputs: Inputs, modality_BT: Tensor) -> Tensor:

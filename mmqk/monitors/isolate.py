@@ -58,7 +58,9 @@ def untouched(root: nn.Module, device: torch.device, full_precision: bool = True
 
 
 def _stance() -> Any:
-    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+    )
 
 
 @contextmanager

@@ -62,7 +62,9 @@ def find_layers(
     like = [
         path
         for path, module in ran.items()
-        if type(module) in kinds or isinstance(module, nn.MultiheadAttention) or _ATTENTION.search(type(module).__name__)
+        if type(module) in kinds
+        or isinstance(module, nn.MultiheadAttention)
+        or _ATTENTION.search(type(module).__name__)
     ]
     hidden = {place for path in like if (place := layer_of(path)) is not None and place not in seen}
     hidden |= {place for path in softmaxes if (place := layer_of(path) or (path, -1)) not in seen}

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, V vocabulary, M modalities.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ def output_statistics(
     block_BTM = torch.stack([_log_z(part) for part in logits_BTV.split(list(blocks.values()), -1)], -1)
     log_z_BT = block_BTM.logsumexp(-1)
     own_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]
-    log_v = torch.tensor(float(logits_BTV.shape[-1]), device=logits_BTV.device).log()
+    log_v = math.log(logits_BTV.shape[-1])
     return OutputStatistics(
         log_z=moments(log_z_BT, selected_MBT),
         logit_mean=moments(mean_BT, selected_MBT),

@@ -18,7 +18,9 @@ from mmqk.monitors.reduce import selection
 # Entropy is left out where a row can see fewer keys than this: it is bounded by their number.
 FEWEST_KEYS = 8
 CHUNK_ELEMENTS = 2**24  # logits of all heads at a time
-KEPT_ELEMENTS = 2**26  # pairs whose chunks are kept for the next layer; of more they are made again, to save memory
+KEPT_ELEMENTS = (
+    2**26
+)  # pairs whose chunks are kept for the next layer; of more they are made again, to save memory
 # Stands for minus infinity where nothing is visible: exp makes 0 of it, and it times 0 is 0.
 HIDDEN = -1e30
 ROW_BLOCKS, FEWEST_ROWS = 8, 32  # slices of `Pairs.reach`: at most so many, and not smaller
@@ -175,7 +177,9 @@ class Pairs:
             sees_BMC=sees_BMC,
             queries_MBC=queries_MBC,
             selected_FMBC=torch.stack(
-                [counted_MBC] * 4 + [counted_MBC & sees_BC for sees_BC in sees_any_MBC] + [counted_MBC] * (3 + M)
+                [counted_MBC] * 4
+                + [counted_MBC & sees_BC for sees_BC in sees_any_MBC]
+                + [counted_MBC] * (3 + M)
             ),
             index=torch.cat(index),
             sizes=[len(part) for part in index],

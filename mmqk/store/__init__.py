@@ -22,7 +22,7 @@ from mmqk.store.identity import (
     identity_hash,
 )
 from mmqk.store.lock import FolderLock, is_locked
-from mmqk.store.metrics import MetricLines, MetricsWriter, last_metrics, read_metrics
+from mmqk.store.metrics import MetricLines, MetricsWriter, from_json, last_metrics, read_metrics
 from mmqk.store.tags import Tag, parse_tag, tag
 from mmqk.store.words import clock
 
@@ -48,6 +48,7 @@ __all__ = [
     "code_hash",
     "differing_fields",
     "flatten",
+    "from_json",
     "front_door",
     "hash_fraction",
     "identity_hash",

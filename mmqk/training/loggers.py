@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from mmqk.store import MetricsWriter, parse_tag
+from mmqk.store import Alarm, MetricsWriter, read_alarms, read_metrics
+from mmqk.training.outcome import outcome
+from mmqk.training.pictures import HEAT_MAPS, History, draw_heat_map, draw_mass
+from mmqk.training.story import custom_scalars, over_layers
+
+# Pictures are drawn after this many probes and whenever that has doubled, and at the end.
+FIRST_PICTURES = 4
 
 
 class RunLogger(Logger):
@@ -51,53 +58,16 @@ class RunLogger(Logger):
             self._writer = None
 
 
-# Statistics drawn for every modality side by side, and how they are combined over layers.
-CHARTS = {
-    "Attention logits": ("attn_logit_absmax", ("max",)),
-    "Attention logits, signed": ("attn_logit_max", ("max",)),
-    "Attention entropy": ("attn_entropy", ("median",)),
-    "Query norm": ("q_norm", ("max", "median")),
-    "Key norm": ("k_norm", ("max", "median")),
-    "Value norm": ("v_norm", ("max",)),
-    "Residual norm": ("resid_norm", ("max",)),
-    "Attention output": ("attn_out_norm", ("max",)),
-    "MLP output": ("mlp_out_norm", ("max",)),
-}
-# Statistics of the whole layer, drawn as single lines.
-OF_LAYER = {"qk_clip_logit": ("max",), "qk_clip_gamma": ("min",)}
-SCALARS = {
-    "Loss": "loss",
-    "Validation loss": "val_loss",
-    "Last-layer output norm": "final_norm",
-    "log Z": "log_z",
-}
-REDUCERS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "median": statistics.median}
-
-
-def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Per-layer series as their extremes and medians over layers: ``q_norm/image/max``; the rest is kept."""
-    kept: dict[str, float] = {}
-    layers: dict[str, list[float]] = {}
-    wanted = {**OF_LAYER, **{statistic: reducers for statistic, reducers in CHARTS.values()}}
-    for name, value in metrics.items():
-        parsed = parse_tag(name)
-        if parsed.layer is None:
-            kept[name] = value
-        elif parsed.statistic in wanted and parsed.head is None:
-            layers.setdefault(name.rpartition("/")[0], []).append(value)
-    for series, values in layers.items():
-        for reducer in wanted[series.split("/")[0]]:
-            kept[f"{series}/{reducer}"] = REDUCERS[reducer](values)
-    return kept
-
-
 class StoryLogger(TensorBoardLogger):
-    """TensorBoard with text beside image: maximum and median over layers, one event a step.
+    """TensorBoard with text beside image: extremes and medians over layers, one event a step.
+
+    Beside the curves: heat maps by layer and step, attention from each modality to each by layer, alarms as text and
+    as a count, and, when the run has ended, a row of the HParams page with its outcome.
 
     Args:
         folder: the run folder; events are written straight into it.
         modalities: names of the vocabulary blocks, in order.
-        layers: also write every per-layer series.
+        layers: also write every series by layer and head, and those that no chart shows.
         resumed_at: step a resumed run goes on from; what an earlier process drew after it is discarded.
     """
 
@@ -106,32 +76,90 @@ class StoryLogger(TensorBoardLogger):
     ):
         purge = None if resumed_at is None else resumed_at + 1
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
-        self._modalities, self._layers, self._has_layout = modalities, layers, False
+        self._folder, self._resumed_at = Path(folder), resumed_at
+        self._modalities, self._layers, self._begun = modalities, layers, False
+        self._history = History()
+        self._drawn = self._step = self._alarms = 0
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        assert step is not None
+        self._begin(step)
+        self._step = max(step, self._step)
+        self._scalars(dict(metrics) if self._layers else over_layers(metrics), step)
+        if self._history.add(step, metrics) and self._history.seen >= max(FIRST_PICTURES, 2 * self._drawn):
+            self._draw()
 
-        if not self._has_layout:
-            self.experiment.add_custom_scalars(custom_scalars(self._modalities))
-            self._has_layout = True
-        shown = dict(metrics) if self._layers else over_layers(metrics)
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
-        # One protobuf a step: 27 times cheaper than add_scalar for each of 500 values.
-        self.experiment._get_file_writer().add_summary(Summary(value=values), step)
+    @rank_zero_only
+    def log_alarms(self, alarms: Sequence[Alarm]) -> None:
+        """Their sentences under ``alarm/<name>``, and how many there have been."""
+        for step, found in groupby(sorted(alarms, key=lambda alarm: alarm.step), lambda alarm: alarm.step):
+            by_name: dict[str, list[str]] = {}
+            for alarm in found:
+                self._alarms += 1
+                by_name.setdefault(alarm.name, []).append(alarm.sentence)
+            for name, sentences in by_name.items():
+                self.experiment.add_text(f"alarm/{name}", "\n".join(f"- {s}" for s in sentences), step)
+            self._scalars({"alarms": self._alarms}, step)
 
     def save(self) -> None:
         """Events only: the configuration stands in config.yaml, not in an hparams.yaml beside it."""
         self.experiment.flush()
 
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self._begun:
+            self._scalars({"alarms": self._alarms}, self._step)
+            if self._drawn < self._history.seen:
+                self._draw()
+            for summary in outcome(self._folder, self._modalities):
+                self._write(summary, None)
+        super().finalize(status)
 
-def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
-    """The layout of the custom-scalars page: one chart a statistic, every modality in it."""
-    names = "|".join([*modalities, *(f"{a}-{b}" for a in modalities for b in modalities)])
-    by_layer = {
-        f"{title} ({reducer} over layers)": ["Multiline", [rf"{statistic}/({names})/{reducer}$"]]
-        for title, (statistic, reducers) in CHARTS.items()
-        for reducer in reducers
-    }
-    scalars = {title: ["Multiline", [rf"^{name}/({names})$"]] for title, name in SCALARS.items()}
-    return {"Norm competition": by_layer, "Loss and output": scalars}
+    def _begin(self, step: int) -> None:
+        """The layout, and what a resumed run has been through already."""
+        if self._begun:
+            return
+        self._begun = True
+        self.experiment.add_custom_scalars(custom_scalars(self._modalities))
+        if self._resumed_at is not None:
+            for line in read_metrics(self._folder / "metrics.jsonl"):
+                if line["step"] <= self._resumed_at:
+                    self._history.add(line["step"], line)
+            self._alarms = sum(alarm.step <= self._resumed_at for alarm in read_alarms(self._folder))
+            self._drawn = self._history.seen
+        else:
+            self._scalars({"alarms": 0}, step)
+
+    def _scalars(self, values: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One protobuf a step: 27 times cheaper than add_scalar for each of 500 values.
+        self._write(
+            Summary(value=[Summary.Value(tag=n, simple_value=value) for n, value in values.items()]), step
+        )
+
+    def _draw(self) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._drawn, step = self._history.seen, self._history.steps[-1]
+        pictures: dict[str, bytes] = {}
+        for statistic, logarithmic in HEAT_MAPS.items():
+            for modality in self._modalities:
+                table = self._history.heat_map(statistic, modality)
+                if len(table):
+                    title = f"{statistic}, {modality}, to step {step}"
+                    png = draw_heat_map(table, self._history.steps, title, logarithmic)
+                    pictures[f"heatmap/{statistic}/{modality}"] = png
+        mass = self._history.mass(self._modalities)
+        if len(mass):
+            title = f"attention from queries (down) to keys (across), step {step}"
+            pictures["attn_mass"] = draw_mass(mass, self._modalities, title)
+        values = [
+            Summary.Value(tag=name, image=Summary.Image(colorspace=3, encoded_image_string=png))
+            for name, png in pictures.items()
+        ]
+        self._write(Summary(value=values), step)
+
+    def _write(self, summary: Any, step: int | None) -> None:
+        self.experiment._get_file_writer().add_summary(summary, step)

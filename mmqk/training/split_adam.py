@@ -82,7 +82,9 @@ class SplitAdamW(optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        broken = getattr(self, "found_inf", None)  # as torch's fused optimizers are told, here with a look by the host
+        broken = getattr(
+            self, "found_inf", None
+        )  # as torch's fused optimizers are told, here with a look by the host
         if broken is not None and bool(broken):
             return result
         for group in self.param_groups:

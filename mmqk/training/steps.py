@@ -43,7 +43,9 @@ class StepLog(L.Callback):
         self.divergence: tuple[int, str] | None = None
         self.latest: dict[str, float] = {}
         self._records: list[StepRecord] = []
-        self._batches: list[tuple[int, TokenBatch]] = []  # since the last flush, with the number of the micro-batch
+        self._batches: list[
+            tuple[int, TokenBatch]
+        ] = []  # since the last flush, with the number of the micro-batch
         self._tokens = 0
         self._since = time.monotonic()
 

@@ -82,7 +82,7 @@ def test_run_again_it_trains_nothing(world, tmp_path, capsys):
 
 def test_a_changed_field_is_another_run_and_the_old_one_stays(world, tmp_path):
     assert world() == 0
-    assert world(grid=GRID.replace("act: diverge", "act: finish")) == 0
+    assert world(grid=GRID.replace("[0], set: {act: diverge", "[7], set: {act: finish")) == 0
     assert len(list((tmp_path / "runs/toy").glob("wild-*"))) == 2
 
 

@@ -172,7 +172,7 @@ def test_without_qk_norm_the_radial_gradient_is_that_of_the_logits_and_alike_on_
 def test_under_qk_norm_the_radial_gradient_is_zero_and_the_weights_still_grow(place):
     model = make_model(n_layers=1, qk_norm=QKNormConfig(kind="rms", eps=1e-20, place=place))
     parts_of(model, ids_of(0)).sum().backward()
-    sizes = [float(p.grad.norm() * p.norm()) for p in (model.blocks[0].attention.w_q.weight,)]
+    sizes = [float((p.grad.norm() * p.norm()).detach()) for p in [model.blocks[0].attention.w_q.weight]]
     for along in radial(model).values():
         assert float(along.abs().max()) < 1e-12 * max(sizes)
     window = BudgetWindow(model, [0, 1])
