@@ -139,8 +139,9 @@ edited. `python -m mmqk.remedies` prints the same switches in a terminal. [add_a
   `configs/demo.yaml` (d_model {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,} ids, {sequences} times
   {tokens} tokens). What takes time without multiplying matrices is said in words; time itself depends on the machine.
 - **Equals**: the outside implementation, or the formula written out in the test, that it was compared with, and the
-  largest difference that the test allows at that precision, in values and in gradients, with gains and biases
-  randomised. Each comparison has controls: wrong variants that fail it.
+  largest difference that the test allows at that precision: of a forward in values and in gradients, with gains and
+  biases randomised; of an update in the weights after it; of initial weights in their measured standard deviations.
+  Each comparison has controls: wrong variants that fail it.
 
 Any two remedies either train together or are refused with a sentence that names both: QK-Clip with QK-Norm or
 σReparam, which divide its scaling out again, and a detail of QK-Norm with a kind that has no use for it. Fields

@@ -52,3 +52,8 @@ def logits_of(hf_model, ids_BT: torch.Tensor) -> torch.Tensor:
     if type(hf_model).__name__.startswith("Chameleon"):
         return hf_model.lm_head(hf_model.model(ids_BT).last_hidden_state)
     return hf_model(ids_BT).logits
+
+
+def some_ids() -> torch.Tensor:
+    """Two rows, longer than any window."""
+    return torch.randint(0, 96, (2, 33), generator=torch.Generator().manual_seed(1))

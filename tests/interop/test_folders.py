@@ -18,8 +18,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
 from mmqk.store import front_door
 from mmqk.training.checkpoint import load_model
-from tests.interop.models import logits_of, tiny
-from tests.interop.test_parity import some_ids
+from tests.interop.models import logits_of, some_ids, tiny
 
 LLAMA, CHAMELEON = "LlamaForCausalLM", "ChameleonForConditionalGeneration"
 

@@ -14,7 +14,7 @@ from mmqk.interop import from_transformers
 from mmqk.interop.names import their_name
 from mmqk.model import EarlyFusionTransformer, ModelConfig, RopeScalingConfig
 from mmqk.model.norms import LayerNorm, RMSNorm
-from tests.interop.models import logits_of, tiny
+from tests.interop.models import logits_of, some_ids, tiny
 from tests.peers import Peer
 
 TOLERANCE = 1e-5  # transformers takes the softmax and the rotary angles in fp32, whatever the model's dtype
@@ -163,11 +163,6 @@ PEER = pytest.mark.parametrize("peer", PEERS, ids=lambda p: p.id)
 CONTROLS = [
     pytest.param(p, control, id=f"{p.id}-{name}") for p in PEERS for name, control in p.controls.items()
 ]
-
-
-def some_ids() -> torch.Tensor:
-    """Two rows, longer than any window."""
-    return torch.randint(0, 96, (2, 33), generator=torch.Generator().manual_seed(1))
 
 
 def mean_loss(logits_BTV: torch.Tensor) -> torch.Tensor:

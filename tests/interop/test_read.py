@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mmqk.interop import from_transformers
 from mmqk.interop.blocks import parse_blocks
 from mmqk.interop.read import config_of
+from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError
-from tests.interop.models import VOCABULARY, VQ, tiny
+from tests.interop.models import VOCABULARY, VQ, logits_of, some_ids, tiny
 
 LLAMA, QWEN3, OLMO2 = "LlamaForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM"
 GEMMA2, GEMMA3 = "Gemma2ForCausalLM", "Gemma3ForCausalLM"
@@ -212,3 +215,34 @@ def test_weights_that_do_not_fit_are_refused():
     old = tiny(LLAMA)
     old.config = type("Config", (), {"hidden_act": "silu", "model_type": "llama"})()
     refuses(old, "has no rope_parameters: update to transformers 5")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windowed"), [("LlamaForCausalLM", 0), ("Olmo2ForCausalLM", 0), ("Qwen3ForCausalLM", 5)]
+)
+@torch.no_grad()
+def test_a_window_that_the_class_takes_no_notice_of_is_none_here(architecture, windowed):
+    more = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 5, "use_sliding_window": True}
+    hf_model = tiny(architecture, **more)
+    model = from_transformers(hf_model)
+    assert model.config.window == windowed
+    theirs = logits_of(hf_model, some_ids())
+    assert (model(some_ids()) - theirs).abs().max() < 1e-5
+    other = EarlyFusionTransformer(replace(model.config, window=5 - windowed)).double()
+    other.load_state_dict(model.state_dict())
+    assert (other(some_ids()) - theirs).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "blocks", [{"te xt": 96}, {"layer03": 96}, {"text": 95.5, "image": 0.5}, {"": 6, "text": 90}]
+)
+def test_blocks_that_no_series_could_carry_are_refused(blocks):
+    with pytest.raises(UserError, match="blocks"):
+        from_transformers(tiny("LlamaForCausalLM"), blocks)
+
+
+def test_image_ids_that_are_no_numbers_are_refused():
+    hf_model = tiny("ChameleonForConditionalGeneration")
+    hf_model.config.vocabulary_map = {"IMGIMGAZ": "x"}
+    with pytest.raises(UserError, match="vocabulary_map has image ids that are no whole numbers"):
+        from_transformers(hf_model)
