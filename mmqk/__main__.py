@@ -10,6 +10,7 @@ COMMANDS = {
     "python -m mmqk.train --config configs/demo.yaml": "train one run",
     "python -m mmqk.ablate --config configs/ablations/demo.yaml": "train a grid of runs with seeds",
     "python -m mmqk.report runs/demo --out reports/demo": "run folders to one page with verdicts",
+    "python -m mmqk.watch runs/demo": "runs in a terminal while they train",
     "python -m mmqk.remedies": "every remedy, its switch and its source",
     "python -m mmqk.interop --from path/to/checkpoint --to runs/imported": "weights from and to transformers",
     "python -m mmqk.data.tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine": "your own shards to tokens",

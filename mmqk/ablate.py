@@ -13,7 +13,16 @@ from pathlib import Path
 from mmqk.ablation.grid import Grid, claims_hash, load_grid
 from mmqk.ablation.pool import LOG_NAME, PRELOAD, TRAIN, Pool, Task, standing, start_server
 from mmqk.ablation.progress import Progress, table
-from mmqk.store import OneSentenceParser, UserError, code_hash, identity_hash, read_json, run_main, write_json
+from mmqk.store import (
+    OneSentenceParser,
+    UserError,
+    code_hash,
+    dashboards,
+    identity_hash,
+    read_json,
+    run_main,
+    write_json,
+)
 
 ABLATION_NAME = "ablation.json"
 STALE = "was made by other code than the present one (a fresh --out makes it again)"
@@ -62,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     outcomes = pool.run()
     progress.close()
     print(table(outcomes, stale), flush=True)
+    print(dashboards(out), flush=True)
     if pool.signal_received is not None:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 128 + pool.signal_received
@@ -117,8 +127,8 @@ def _tasks(grid: Grid, out: Path, jobs: int) -> tuple[list[Task], int]:
         variant = identity_hash({name: value for name, value in run.identity.items() if name != "seed"})
         if arm_of.setdefault(run.id, job.arm) != job.arm:
             raise UserError(
-                f"{grid.path}: arms {arm_of[run.id]} and {job.arm} are the same run, as what sets them apart has no effect"
-                " where it is: remove one of them."
+                f"{grid.path}: arms {arm_of[run.id]} and {job.arm} are the same run, as what sets them apart has no"
+                " effect there: remove one of them."
             )
         folder = out / f"{job.arm}-{variant}" / f"seed{job.seed}"
         tasks.append(Task(job.arm, job.seed, args, folder, run.id, run.identity["trainer"]["max_steps"]))

@@ -206,6 +206,10 @@ def _check_probe(monitor: MonitorConfig, data: DataConfig, accumulate: int) -> N
     if monitor.sequences > room:
         what = "held-out sequences" if monitor.batch == "heldout" else "sequences of a micro-batch"
         raise UserError(f"monitor.sequences {monitor.sequences} is more than the {room} {what}: lower it.")
+    if monitor.gradient_agreement and data.batch_size // accumulate < 2:
+        raise UserError(
+            "monitor.gradient_agreement needs two sequences in a micro-batch: raise data.batch_size or leave it off."
+        )
 
 
 def _build(section: type, values: Any, path: str) -> Any:

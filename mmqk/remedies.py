@@ -172,7 +172,7 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
     ),
     "attention function": (
         Remedy("sigmoid_attention", "sigmoid attention", {"model.attention": "sigmoid", "backend": "math"},
-            "weight = sigmoid(logit − log T), each by itself, T all tokens of the row, with padding and other documents",
+            "weight = sigmoid(logit − log T), each by itself, T all tokens of the row, padding too",
             "Ramapuram et al. 2024, arXiv 2409.04431 [S]",
             "takes the place of the attention softmax; the output softmax stays", _NO_KERNEL),
     ),

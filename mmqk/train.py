@@ -11,7 +11,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmqk.store import EXIT_CODES, AlarmRules, MetricsWriter, RunFolder, UserError, run_main, write_json
+from mmqk.store import (
+    EXIT_CODES,
+    AlarmRules,
+    MetricsWriter,
+    RunFolder,
+    UserError,
+    dashboards,
+    run_main,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
@@ -111,10 +120,7 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
         print(f"diverged at step {status.step}: {status.reason}", file=sys.stderr)
     if not run.quiet:
         print(f"{status.status} at step {status.step} in {folder.path}")
-        print(
-            f"dashboards: python -m tensorboard.main --logdir {folder.path}"
-            " --samples_per_plugin scalars=1000000, then #custom_scalars"
-        )
+        print(dashboards(folder.path))
     return EXIT_CODES[status.status]
 
 

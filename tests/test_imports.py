@@ -111,7 +111,7 @@ RULES = {
         ("mmqk.monitors",),
         mmqk=("mmqk.monitors", "mmqk.model", "mmqk.data.batch", "mmqk.store"),
         absent=LAB,
-        leave_out=("mmqk.monitors.callback",),
+        leave_out=("mmqk.monitors.callback", "mmqk.monitors.transformers"),
         then=PROBE,
     ),
     "interop": Rule(
@@ -121,6 +121,7 @@ RULES = {
         leave_out=("mmqk.interop.__main__",),
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.tokenizers", "tokenizers")),
+    "watch": Rule(("mmqk.watch", "mmqk.ablation.views", "mmqk.ablation.board"), never=("torch", "lightning")),
     "report": Rule(("mmqk.analysis", "mmqk.report"), never=("torch", "lightning"), then=REPORT),
 }
 

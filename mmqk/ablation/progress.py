@@ -1,22 +1,26 @@
-"""One line about a running ablation, and the table at its end."""
+"""A running ablation in a terminal, or a line about it now and then elsewhere, and the table at its end."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from mmqk.ablation.pool import Outcome, Pool, Task
+from mmqk.ablation.views import Follow
 from mmqk.store import clock, last_metrics
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 LIVE_EVERY_SECONDS = 0.5
 PLAIN_EVERY_SECONDS = 10.0
 
 
 class Progress:
-    """Shows a pool's progress: rewritten in place on a terminal, otherwise a line every ten seconds.
+    """Shows a pool's progress: on a terminal the table of what is running, rewritten in place, over a line;
+    elsewhere the line alone, every ten seconds.
 
     ``run 3 of 9 · mixed-qk seed 0 · step 210/500 · loss 3.21 · 2 running · about 1:45 left``
 
@@ -29,20 +33,26 @@ class Progress:
         self._began: float | None = None
         self._done_before = 0
         self._shown = 0.0
-        self._width = 0
+        self._display: Live | None = None
+        self._follows: dict[Task, Follow] = {}
 
     def __call__(self, pool: Pool) -> None:
         """Show the line if it is time to."""
         now = time.monotonic()
         if now - self._shown >= (LIVE_EVERY_SECONDS if self.live else PLAIN_EVERY_SECONDS):
             self._shown = now
-            self._write(self.line(pool, now))
+            line = self.line(pool, now)
+            if self.live:
+                self._draw(pool, line)
+            else:
+                self.stream.write(f"{line}\n")
+                self.stream.flush()
 
     def close(self) -> None:
-        """Clear the line of a terminal."""
-        if self.live and self._width:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
+        """Clear the display of a terminal."""
+        if self._display is not None:
+            self._display.stop()
+            self._display = None
 
     def line(self, pool: Pool, now: float) -> str:
         """The line as it stands at ``now`` (seconds of a monotonic clock)."""
@@ -81,14 +91,30 @@ class Progress:
         here = done - self._done_before
         return (now - self._began) / here * remaining if here > 0 else None
 
-    def _write(self, line: str) -> None:
-        if self.live:
-            line = line[: max(20, shutil.get_terminal_size().columns - 1)]
-            self._width = len(line)
-            self.stream.write(f"\r\x1b[K{line}")
-        else:
-            self.stream.write(f"{line}\n")
-        self.stream.flush()
+    def _draw(self, pool: Pool, line: str) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        from mmqk.ablation.board import board
+
+        if self._display is None:
+            console = Console(file=self.stream)
+            # Output of others is left alone, and the display is gone when the final table comes.
+            self._display = Live(
+                console=console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._display.start()
+        views = []
+        for task in pool.running:
+            view = self._follows.setdefault(task, Follow(task.name, task.folder)).look()
+            # What its folder says may be from before it was started.
+            view.status, view.max_steps = "running", task.max_steps
+            views.append(view)
+        self._display.update(board(views, self._display.console.width, line), refresh=True)
 
 
 def table(outcomes: Mapping[Task, Outcome], notes: Mapping[Task, str]) -> str:

@@ -5,13 +5,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from mmqk.monitors.attach import Watch, attach
 from mmqk.monitors.config import MonitorConfig
 from mmqk.monitors.probe import Probe, probe
 
 if TYPE_CHECKING:
     from mmqk.monitors.callback import NormMonitor
 
-__all__ = ["MonitorConfig", "NormMonitor", "Probe", "probe"]
+__all__ = ["MonitorConfig", "NormMonitor", "Probe", "Watch", "attach", "probe"]
 
 
 def __getattr__(name: str) -> Any:

@@ -60,7 +60,8 @@ class NormMonitor(L.Callback):
             return
         if self._mechanism is not None:
             _log(trainer, self._mechanism.after_step())
-            if trainer.global_step == trainer.max_steps:  # before the last checkpoint, after which nothing is lost
+            # Before the last checkpoint: a run killed after it only gets its last word.
+            if trainer.global_step == trainer.max_steps:
                 _log(trainer, self._mechanism.close())
         step, every = trainer.global_step, self.config.every_n_steps
         if every and (step % every == 0 or step == trainer.max_steps) and step != self._probed:

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
-from mmqk.monitors import calls
+from mmqk.monitors import calls, calls_flash
 from mmqk.monitors.calls import Call, Unread
 
 # Of wrappers, which are no part of a module's place in the model.
 _WRAPPED = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 _OPERATORS: dict[str, Callable[..., Call]] = {
     "aten::scaled_dot_product_attention": calls.of_sdpa,
-    "flash_attn::_flash_attn_forward": calls.of_flash,
-    "flash_attn::_flash_attn_varlen_forward": calls.of_flash_varlen,
-    "torch_attn::_varlen_attn": calls.of_torch_varlen,
+    "flash_attn::_flash_attn_forward": calls_flash.of_flash,
+    "flash_attn::_flash_attn_varlen_forward": calls_flash.of_flash_varlen,
+    "torch_attn::_varlen_attn": calls_flash.of_torch_varlen,
 }
 _SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax}
 
@@ -89,7 +89,11 @@ class Capture(TorchFunctionMode):
         reader = self._readers[func] if func in self._readers else self._remember(func)
         if reader is not None:
             call = self._tell(reader, *args, **kwargs)
-            if call is not None and reader in (calls.of_flash, calls.of_flash_varlen) and _refused(call):
+            if (
+                call is not None
+                and reader in (calls_flash.of_flash, calls_flash.of_flash_varlen)
+                and _refused(call)
+            ):
                 lse_BHT = call.q_BHTK.new_zeros(call.q_BHTK.shape[:3])
                 out_BTHK = call.output().transpose(1, 2)
                 return out_BTHK.reshape(args[0].shape[:-1] + out_BTHK.shape[-1:]), lse_BHT, None, None
@@ -180,7 +184,7 @@ class Capture(TorchFunctionMode):
             self.kinds.add(type(module))
             self._inside = True
             try:
-                call = calls.of_transformers_flash(self.rows, module, *args, **kwargs)
+                call = calls_flash.of_transformers_flash(self.rows, module, *args, **kwargs)
                 self.see_call(path, call)
                 return call.output().transpose(1, 2), None
             except Unread as unread:

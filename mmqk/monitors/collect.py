@@ -53,6 +53,7 @@ class Collector:
     def __init__(self, names: tuple[str, ...], modality_BT: Tensor, valid_BT: Tensor, heads: bool = False):
         self.names, self.heads = names, heads
         self.selected_MBT = selection(modality_BT, valid_BT, len(names))
+        self.present_M = self.selected_MBT.sum((1, 2)).float()
         self._found = Probe(sequences=len(modality_BT))
         self._lengths: list[tuple[list[str], list[str], Tensor, Tensor, int]] = []
         self._gains: list[tuple[list[str], Tensor, Tensor]] = []
@@ -151,8 +152,20 @@ class Collector:
         ):
             self._found.add_moments(self._tags(statistic, None), None, part)
         for block, part in zip(self.names, found.block_log_z, strict=True):
-            tags = [tag("out_block_log_z", name, block) for name in self.names]
-            self._found.add_moments(tags, None, part)
+            of_block = self.present_M[self.names.index(block)]
+            self._found.add(
+                [tag("out_block_log_z", name, block) for name in self.names],
+                {"sum": part.sum, "count": part.count, "present": of_block.view(1)},
+                lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["present"] > 0)),
+            )
+
+    def of_vocabulary(self, tags: list[str], values_M: Tensor) -> None:
+        """A number of each vocabulary block, the same on every rank; of a block without a token there is none."""
+        self._found.add(
+            tags,
+            {"max": values_M.float(), "present": self.present_M.clone()},
+            lambda raw: (raw["max"], raw["present"]),
+        )
 
     def attention(
         self,

@@ -23,7 +23,7 @@ class MonitorConfig:
         gradient_agreement: at each probe of a training step, how far the modalities' gradients agree, from the two
             halves of the micro-batch at hand; two more forwards and a backward pass for each half and modality.
         budget_every_n_steps: optimizer steps between the beginnings of two windows of the radial budget of W_q and
-            W_k; 0 switches it off. A step inside a window costs a backward pass for each modality more.
+            W_k; 0 switches it off. Inside a window a step costs a backward pass more for each modality but one.
         budget_steps: length of such a window.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,13 +60,13 @@ class Catcher:
 
         caught.catcher = self  # type: ignore[attr-defined]
         caught.before = compiled  # type: ignore[attr-defined]
-        model._compiled_call_impl = caught  # type: ignore[assignment]
+        model._compiled_call_impl = caught
 
     def unwrap(self, model: nn.Module) -> None:
         """Undo `wrap`."""
-        compiled = getattr(model, "_compiled_call_impl", None)
+        compiled: Any = getattr(model, "_compiled_call_impl", None)
         if getattr(compiled, "catcher", None) is self:
-            model._compiled_call_impl = compiled.before  # type: ignore[union-attr]
+            model._compiled_call_impl = compiled.before
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments of the last call, once; None without one."""
@@ -163,9 +164,9 @@ class Modalities:
     """Which modality each token is of.
 
     Args:
-        given: ``{"image": range(a, b)}``, each modality a range of ids or several, other ids being text; or a function
-            of the forward's inputs by name to modality numbers (B, T), one for each token that attention sees, a
-            number outside 0 to M - 1 meaning none.
+        given: ``{"image": range(a, b)}``, for each modality a range of ids or several, other ids being text; or a
+            function of the forward's inputs by name to modality numbers (B, T), one for each token that attention
+            sees, a number outside 0 to M - 1 meaning none.
         names: of the numbers, where a function gives them.
 
     Attributes:
@@ -240,7 +241,7 @@ def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
             raise UserError(f"modality {name} is {parts}: give ranges of ids, in steps of 1 and not empty")
         if not parts and name != "text":
             raise UserError(f"modality {name} has no ids: give a range of them")
-    for (_, end, one), (start, _, other) in zip(spans, spans[1:], strict=False):
+    for (_, end, one), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise UserError(
                 f"modality: ids {start} to {end - 1} are both {one} and {other}: let them not overlap"

@@ -53,8 +53,9 @@ def untouched(root: nn.Module, device: torch.device, full_precision: bool = True
         yield
         for module in root.modules():
             # FSDP2 keeps the root's weights gathered after a forward, for the backward that does not follow here.
-            if hasattr(module, "reshard") and hasattr(module, "unshard"):
-                module.reshard()
+            reshard = getattr(module, "reshard", None)
+            if reshard is not None and hasattr(module, "unshard"):
+                reshard()
 
 
 def _stance() -> Any:

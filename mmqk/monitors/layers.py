@@ -12,7 +12,7 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
 def layer_of(path: str) -> tuple[str, int] | None:
-    """(path up to it, first integer of the path): ("model.layers", 3) of model.layers.3.self_attn; None without one."""
+    """Path up to its first integer, and that: ("model.layers", 3) of model.layers.3.self_attn; None without one."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():

@@ -34,7 +34,7 @@ class Mechanism:
     ) -> None:
         self.model, self.config, self.max_steps, self.trained = model, config, max_steps, trained
         self.window: BudgetWindow | None = None
-        self.named = {p: name for name, p in model.named_parameters()}
+        self.named: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._open = False  # a step of the window is being taken
         self._sizes_due = False
         self._before: dict[Tensor, tuple[Tensor, float]] = {}

@@ -83,12 +83,12 @@ def probe(
             collector.output(capped, batch.target_modality_BT, batch.target_mask_BT, c.blocks)
 
     _forward(model, batch, sink)
-    _weights(model, collector.found)
+    _weights(model, collector)
     return collector.found
 
 
 @torch.no_grad()
-def _weights(model: EarlyFusionTransformer, found: Probe) -> None:
+def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
     """What the weights alone say: rows of embedding and head by vocabulary block, QK-Norm's gains and bound."""
     c = model.config
     for statistic, weight_VD in (
@@ -96,7 +96,7 @@ def _weights(model: EarlyFusionTransformer, found: Probe) -> None:
         ("head_row_norm", model.head.weight),
     ):
         lengths = [rows.float().norm(dim=-1).mean() for rows in weight_VD.split(list(c.blocks.values()))]
-        found.add_values([tag(statistic, name) for name in c.modalities], torch.stack(lengths))
+        collector.of_vocabulary([tag(statistic, name) for name in c.modalities], torch.stack(lengths))
     if c.qk_norm.kind == "none":
         return
     for layer in range(c.n_layers):
@@ -109,7 +109,7 @@ def _weights(model: EarlyFusionTransformer, found: Probe) -> None:
             if present:
                 tags += [tag(f"{name}_gain_mean", layer=layer), tag(f"{name}_gain_max", layer=layer)]
                 values += [torch.cat(present).mean(), torch.cat(present).max()]
-        found.add_values(tags, torch.stack(values))
+        collector.found.add_values(tags, torch.stack(values))
 
 
 @torch.no_grad()
@@ -133,7 +133,9 @@ def _forward(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.autocast(batch.ids_BT.device.type, enabled=False):
+        # Eagerly: a compiled model would be compiled once more for a forward that somebody watches.
+        eagerly = torch.compiler.set_stance("force_eager")
+        with eagerly, torch.no_grad(), torch.autocast(batch.ids_BT.device.type, enabled=False):
             model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink=sink)
     finally:
         model.train(was_training)

@@ -52,7 +52,8 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
     training = model.training
     model.eval()
     try:
-        model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
+        with torch.compiler.set_stance("force_eager"):
+            model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
     finally:
         model.train(training)
         for hook in hooks:

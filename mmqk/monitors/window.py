@@ -21,7 +21,11 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], list[nn.Parameter]]:
     """The weights behind W_q and W_k of each layer: one, or a copy for every modality; under σReparam the raw one."""
     return {
-        (name, layer): [m.weight for m in getattr(attention, name).modules() if isinstance(m, nn.Linear)]
+        (name, layer): [
+            cast(nn.Parameter, m.weight)
+            for m in getattr(attention, name).modules()
+            if isinstance(m, nn.Linear)
+        ]
         for name in MATRICES
         for layer, attention in enumerate(cast(Block, block).attention for block in model.blocks)
     }
@@ -38,7 +42,7 @@ class BudgetWindow:
 
     Args:
         model: the one that is trained.
-        trained: places of the modalities whose moments `SplitAdamW` keeps.
+        trained: places of the modalities whose loss is not switched off.
     """
 
     def __init__(self, model: EarlyFusionTransformer, trained: list[int]) -> None:
@@ -48,20 +52,24 @@ class BudgetWindow:
         self.budgets: list[RadialBudget] = []
         self.steps = 0
         self.clip_sum: Tensor | float = 0.0
-        self._gradients: list[list[Tensor | None]] = [[None] * len(self.names) for _ in self.parameters]
+        self.there_M: Tensor | None = None  # modalities that had a part in the loss
+        self._gradients: list[dict[int, Tensor]] = [{} for _ in self.parameters]
         self._factor: Tensor | float = 1.0
         self._before: list[Tensor] = []
         self._squares: list[Tensor] = []
         self._groups: dict[Tensor, dict[str, Any]] = {}
 
     def add_gradients(self, parts_M: Tensor) -> None:
-        """Follow each modality's part of the loss back to the matrices; the graph stays for the backward pass."""
-        for m, part in enumerate(parts_M.unbind()):
-            found = torch.autograd.grad(part, self.parameters, retain_graph=True, allow_unused=True)
+        """Follow the parts of the loss back to the matrices, all but one; the graph stays for the backward pass.
+
+        The last modality's gradient is what the whole gradient has beyond the others.
+        """
+        self._met(parts_M.detach() != 0)
+        for m in self.trained[:-1]:
+            found = torch.autograd.grad(parts_M[m], self.parameters, retain_graph=True, allow_unused=True)
             for own, gradient in zip(self._gradients, found, strict=True):
                 if gradient is not None:
-                    before = own[m]
-                    own[m] = gradient if before is None else before + gradient
+                    own[m] = gradient if m not in own else own[m] + gradient
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer, factor: Tensor | None) -> None:
@@ -89,15 +97,25 @@ class BudgetWindow:
             shared = state["exp_avg"].shape == p.shape
             update = AdamUpdate(before, p.detach(), state["exp_avg_sq"], step, **self._groups[p])
             if shared:
-                summed_up = [None if g is None else self._factor * summed(g).double() for g in gradients]
-                budget.add(summed_up, update)
+                budget.add(self._by_modality(p, gradients), update)
             else:
                 self._add_split(budget, update, state["exp_avg"])
         self.steps += 1
         self.clip_sum = self.clip_sum + self._factor
         self._squares = [p.detach().double().square().sum() for p in self.parameters]
-        self._gradients = [[None] * len(self.names) for _ in self.parameters]
+        self._gradients = [{} for _ in self.parameters]
         self._before = []
+
+    def _by_modality(self, p: Tensor, known: dict[int, Tensor]) -> list[Tensor | None]:
+        """Clipped, in fp64, of all ranks; they sum to the gradient that the optimizer took."""
+        gradients: list[Tensor | None] = [None] * len(self.names)
+        rest = None if p.grad is None else p.grad.double()
+        for m, gradient in known.items():
+            clipped = self._factor * summed(gradient).double()
+            gradients[m], rest = clipped, None if rest is None else rest - clipped
+        if self.trained:
+            gradients[self.trained[-1]] = rest
+        return gradients
 
     def _add_split(self, budget: RadialBudget, update: AdamUpdate, moments: Tensor) -> None:
         """SplitAdamW: each modality's step stands in its state, and nothing is left unattributed.
@@ -108,8 +126,11 @@ class BudgetWindow:
         root_v = (update.second_moment.double() / (1 - beta2**update.step)).sqrt()
         steps = moments.double() / (1 - beta1**update.step) / (root_v + update.eps)
         gradients: list[Tensor | None] = [None] * len(self.names)
+        there_M = torch.zeros(len(self.names), dtype=torch.bool, device=steps.device)
         for place, m in enumerate(self.trained):
             gradients[m] = steps[place]
+            there_M[m] = (steps[place] != 0).any()
+        self._met(there_M)
         known = AdamUpdate(
             before=update.before,
             after=update.after,
@@ -122,6 +143,9 @@ class BudgetWindow:
         )
         budget.add(gradients, known)
 
+    def _met(self, there_M: Tensor) -> None:
+        self.there_M = there_M if self.there_M is None else self.there_M | there_M
+
     @torch.no_grad()
     def settle(self) -> None:
         """After everything that follows the update: what that changed is part of `rest`."""
@@ -131,13 +155,17 @@ class BudgetWindow:
         self._squares = []
 
     def values(self) -> dict[str, float]:
-        """The window's sums by tag, in one transfer to the host: copies of a layer's matrix together."""
+        """The window's sums by tag, copies of a layer's matrix together; a modality without a part in the loss is an
+        absent key."""
+        assert self.there_M is not None
+        there = summed(self.there_M.long()).tolist()
         tags: list[str] = []
         values: list[Tensor] = []
         budgets = iter(self.budgets)
         for (name, layer), own in self.matrices.items():
             of_it = [next(budgets) for _ in own]
-            for m, modality in enumerate(self.names):
+            for m in (m for m, n in enumerate(there) if n):
+                modality = self.names[m]
                 tags.append(tag(f"{name}_growth", modality, layer=layer))
                 values.append(_sum([b.by_modality[m] for b in of_it], own[0]))
             for part in ("decay", "step", "unattributed", "rest", "total"):
@@ -151,11 +179,14 @@ class BudgetWindow:
 
     def state_dict(self) -> dict[str, Any]:
         """Between two steps: all that the rest of the window needs."""
-        return {"steps": self.steps, "clip_sum": self.clip_sum, "budgets": [dict(vars(b)) for b in self.budgets]}
+        own = {"steps": self.steps, "clip_sum": self.clip_sum, "there_M": self.there_M}
+        return own | {"budgets": [dict(vars(b)) for b in self.budgets]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self.steps, self.clip_sum = state["steps"], state["clip_sum"]
+        device = self.parameters[0].device
+        self.steps = state["steps"]
+        self.clip_sum, self.there_M = (_moved(state[name], device) for name in ("clip_sum", "there_M"))
         self.budgets = []
         for p, saved in zip(self.parameters, state["budgets"], strict=True):
             budget = RadialBudget(None, len(self.names))

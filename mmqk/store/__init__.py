@@ -24,7 +24,7 @@ from mmqk.store.identity import (
 from mmqk.store.lock import FolderLock, is_locked
 from mmqk.store.metrics import MetricLines, MetricsWriter, from_json, last_metrics, read_metrics
 from mmqk.store.tags import Tag, parse_tag, tag
-from mmqk.store.words import clock
+from mmqk.store.words import clock, dashboards
 
 __all__ = [
     "EXIT_CODES",
@@ -46,6 +46,7 @@ __all__ = [
     "canonical",
     "clock",
     "code_hash",
+    "dashboards",
     "differing_fields",
     "flatten",
     "from_json",

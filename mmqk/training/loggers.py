@@ -148,7 +148,8 @@ class StoryLogger(TensorBoardLogger):
             for modality in self._modalities:
                 table = self._history.heat_map(statistic, modality)
                 if len(table):
-                    title = f"{statistic}, {modality}, to step {step}"
+                    scale = ", logarithmic scale" if logarithmic else ""
+                    title = f"{statistic}, {modality}, to step {step}{scale}"
                     png = draw_heat_map(table, self._history.steps, title, logarithmic)
                     pictures[f"heatmap/{statistic}/{modality}"] = png
         mass = self._history.mass(self._modalities)

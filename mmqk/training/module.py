@@ -214,7 +214,7 @@ class TrainingModule(L.LightningModule):
         """Once an optimizer step, before the update: clips by global norm and closes the step's record."""
         reached = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
         # The way of torch.nn.utils.get_total_norm, which does not give the norms of the parameters away.
-        norms = torch._foreach_norm([p.grad for p in reached.values()])
+        norms = torch._foreach_norm([p.grad for p in reached.values() if p.grad is not None])
         grad_norm = torch.linalg.vector_norm(torch.stack(norms))
         factor: Tensor | None = None
         if gradient_clip_val:
@@ -236,7 +236,7 @@ class TrainingModule(L.LightningModule):
         self.step_record = StepRecord(self.trainer.global_step + 1, lr, values)
 
     def _hold(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-        """No update once a gradient was not finite: as a gradient scaler tells an optimizer, without asking the host."""
+        """No update once a gradient was not finite. As a gradient scaler tells an optimizer: nobody asks the host."""
         bad = ~torch.isfinite(grad_norm)
         self._broken = bad if self._broken is None else self._broken | bad
         optimizer.found_inf = self._broken.float()  # type: ignore[attr-defined]

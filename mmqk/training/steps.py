@@ -91,14 +91,20 @@ class StepLog(L.Callback):
 
     def _diverged(self, step: int, pl_module: TrainingModule) -> str | None:
         if not math.isfinite(self.latest["grad_norm"]):
-            accumulate = pl_module.trainer.accumulate_grad_batches
-            site = pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
-            where = "" if site is None else f": {site}"
-            return f"the gradient norm became {self.latest['grad_norm']}{where}"
+            return f"the gradient norm became {self.latest['grad_norm']}{self._where(step, pl_module)}"
         losses = {
             m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest
         }
         return self.rule.update(step, losses)
+
+    def _where(self, step: int, pl_module: TrainingModule) -> str:
+        """The first bad site of a step, where its forward can be taken again."""
+        accumulate = pl_module.trainer.accumulate_grad_batches
+        with contextlib.suppress(RuntimeError):  # no memory left: the reason still has to be written
+            site = pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
+            if site is not None:
+                return f": {site}"
+        return ""
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException

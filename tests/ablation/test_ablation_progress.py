@@ -1,7 +1,6 @@
 import io
+import re
 from pathlib import Path
-
-import pytest
 
 from mmqk.ablation.pool import Outcome, Pool, Task
 from mmqk.ablation.progress import Progress, clock, table
@@ -66,31 +65,44 @@ def test_a_run_without_metrics_is_starting_and_a_held_folder_is_named(tmp_path):
     assert progress.line(pool, 0.0) == f"waiting: another process trains a seed 0 in {tmp_path / 'a'}"
 
 
-@pytest.mark.parametrize(("stream", "times", "lines"), [(io.StringIO, 5, 1), (Terminal, 5, 5)])
-def test_a_terminal_is_rewritten_in_place_and_anything_else_gets_few_lines(
-    tmp_path, monkeypatch, stream, times, lines
-):
+def test_a_log_gets_a_line_every_ten_seconds(tmp_path, monkeypatch):
     pool = make(tmp_path, {"a" * 60: (Outcome("running"), 7)})
     now = [100.0]
     monkeypatch.setattr("mmqk.ablation.progress.time.monotonic", lambda: now[0])
-    monkeypatch.setenv("COLUMNS", "50")
-    out = stream()
+    out = io.StringIO()
     progress = Progress(out)
-    for _ in range(times):
+    for lines in (1, 1, 1, 2):
+        progress(pool)
+        progress(pool)
+        assert out.getvalue().count("run 1 of 1") == out.getvalue().count("\n") == lines
+        now[0] += 4.0
+    progress.close()
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_terminal_shows_the_table_of_what_runs_and_rewrites_it_in_place(tmp_path, monkeypatch):
+    pool = make(tmp_path, {"a" * 60: (Outcome("running"), 7), "b": (Outcome("running"), 3)})
+    now = [100.0]
+    monkeypatch.setattr("mmqk.ablation.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    progress = Progress(out)
+    for _ in range(5):
         progress(pool)
         progress(pool)
         now[0] += 1.0
+    pool.running = {}
+    progress(pool)  # nothing runs: a line alone
     progress.close()
     text = out.getvalue()
-    assert text.count("run 1 of 1") == lines
-    assert ("\n" in text) == (stream is io.StringIO)
-    if stream is Terminal:
-        assert all(len(line) < 50 for line in text.split("\r\x1b[K"))
-        assert text.endswith("\r\x1b[K")
-        return
-    now[0] += 6.0
-    progress(pool)
-    assert out.getvalue().count("run 1 of 1") == 2
+    frames = text.split("b seed 0")
+    assert len(frames) - 1 == 5  # a second apart, not at each call
+    assert all("\x1b[1A" in frame for frame in frames[1:]), "moves up to where it began"
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n")
+    assert "running" in plain and "step" in plain
+    assert all(len(line) <= 50 for line in plain.splitlines())
+    assert text.rstrip().endswith(("\x1b[2K", "\x1b[?25h")), "and is gone at the end"
 
 
 def test_the_table_has_a_row_a_run_and_a_sentence_where_there_is_a_reason(tmp_path):

@@ -140,3 +140,25 @@ def test_large_logits_on_a_large_mean_keep_their_spread():
     expected = row_by_row(q, k, 1.0, modality_BT, visible_BTS, None)
     for a in range(M):
         assert float(found.variance.mean[a]) == pytest.approx(expected["variance", a], rel=1e-2)
+
+
+def test_the_largest_of_many_logits_are_those_of_a_sort():
+    """Of so many pairs that one in a thousand is several, and that most groups of 32 are never sorted."""
+    random = torch.Generator().manual_seed(3)
+    q, k = (torch.randn(1, 3, 211, 4, generator=random) for _ in range(2))
+    modality_BT = torch.randint(0, 2, (1, 211), generator=random)
+    found = attention_statistics(
+        q, k, 0.5, Pairs(modality_BT, visible_pairs(torch.ones(1, 211, dtype=torch.bool)), 2, 3)
+    )
+    z = 0.5 * q.double() @ k.double().mT
+    for i, tail in enumerate(found.tail):
+        pair_TS = (
+            (modality_BT[0] == i // 2)[:, None]
+            & (modality_BT[0] == i % 2)
+            & torch.ones(211, 211).tril().bool()
+        )
+        whole = z[0, :, pair_TS].abs().flatten().sort(descending=True).values
+        assert len(tail) == round(len(whole) / 1000) > 10
+        torch.testing.assert_close(tail.double(), whole[: len(tail)], rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(tail.double(), whole[1 : len(tail) + 1], rtol=1e-5)
+        assert float(found.max.flatten()[i]) == pytest.approx(float(z[0, :, pair_TS].max()), rel=1e-5)

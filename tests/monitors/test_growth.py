@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mmqk.monitors import pairs as pairs_module
+from mmqk.monitors.attention import attention_statistics
 from mmqk.monitors.growth import attention_rank, common_mode, logit_growth
 from mmqk.monitors.pairs import Pairs, visible_pairs
 from mmqk.monitors.reduce import selection
@@ -157,3 +158,31 @@ def test_attention_rank_equals_the_singular_values(softcap):
     assert found == pytest.approx(np.mean(ranks), rel=1e-4)
     other = float(attention_rank(q, k, 0.5, visible_BTS, 2.0 if softcap is None else None))
     assert other != pytest.approx(np.mean(ranks), rel=1e-4)
+
+
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_rank_by_blocks_of_what_is_reached_is_that_of_the_whole(window, causal):
+    """Over more queries than a block has, with and without what lies ahead, in one chunk and a head at a time."""
+    n = 150
+    q, k = (torch.randn(2, 3, n, 8, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    valid_BT = torch.ones(2, n, dtype=torch.bool)
+    valid_BT[1, -20:] = False
+    visible_BTS = visible_pairs(valid_BT, window=window)
+    if not causal:
+        visible_BTS = visible_BTS | visible_BTS.mT
+    seen = Pairs(torch.zeros(2, n, dtype=torch.long), visible_BTS, 1, 3)
+    assert len(seen.reach) == 5
+    assert (seen.reach[0][1] == (32 if causal else n if not window else 61)) and seen.reach[-1][1] == n
+    z = torch.where(visible_BTS[:, None], 0.4 * q.double() @ k.double().mT, -math.inf)
+    s = torch.linalg.svdvals(torch.softmax(z, -1).nan_to_num(0.0))
+    expected = float(((s**2).sum(-1) ** 2 / (s**4).sum(-1)).mean())
+    assert float(attention_rank(q, k, 0.4, visible_BTS, reach=seen.reach)) == pytest.approx(
+        expected, rel=1e-4
+    )
+    assert float(attention_rank(q, k, 0.4, visible_BTS)) == pytest.approx(expected, rel=1e-4)
+    together = attention_statistics(q, k, 0.4, seen).rank
+    assert together is not None and float(together.mean()) == pytest.approx(expected, rel=1e-4)
+    if not causal:  # the control: a reach that is too short
+        short = [(rows, keys // 2) for rows, keys in seen.reach]
+        assert float(attention_rank(q, k, 0.4, visible_BTS, reach=short)) != pytest.approx(expected, rel=1e-2)

@@ -1,4 +1,4 @@
-"""Windows of the radial budget without Lightning: known answers, saved and taken up again, and what has to be zero."""
+"""Windows of the radial budget without Lightning: known answers, saved and taken up again, what has to be zero."""
 
 from __future__ import annotations
 
@@ -138,11 +138,26 @@ def test_a_window_taken_up_from_its_saved_state_is_the_straight_one(cut):
     assert second.values() != first.values()
 
 
+def test_a_modality_without_a_target_is_an_absent_key():
+    model = make_model()
+    window, optimizer = BudgetWindow(model, [0, 1]), adam(model)
+    parts_M = parts_of(model, ids_of(0) % 9)
+    window.add_gradients(parts_M)
+    parts_M.sum().backward()
+    window.before_update(optimizer, None)
+    optimizer.step()
+    window.after_update(optimizer)
+    window.settle()
+    assert {
+        tag for tag in window.values() if "/image" in tag
+    } == set() and "w_q_growth/text/layer00" in window.values()
+
+
 def radial(model) -> dict[str, torch.Tensor]:
     """<W, gradient> of each head."""
     attention = model.blocks[0].attention
     return {
-        name: (w.weight * w.weight.grad).view(4, -1).sum(1)
+        name: (w.weight * w.weight.grad).detach().view(4, -1).sum(1)
         for name, w in (("w_q", attention.w_q), ("w_k", attention.w_k))
     }
 

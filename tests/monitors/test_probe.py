@@ -148,8 +148,7 @@ def test_padding_is_not_counted():
 
 def test_absent_modality_is_an_absent_key():
     values = probe(make_model(), make_batch(only=0, pad=0)).flat()
-    of_vocabulary = ("embed_row_norm/image", "head_row_norm/image", "out_block_log_z/text-image")
-    assert {tag for tag in values if "image" in tag} == set(of_vocabulary)
+    assert values and not any("image" in tag for tag in values)
     assert not any(math.isnan(v) for v in values.values())
 
 
@@ -160,12 +159,12 @@ def test_one_token_sequence_has_logits_and_no_entropy():
 
 
 def test_parts_add_up_to_the_whole():
-    values_BHT = torch.randn(3, 2, 40)
+    values_BHT = torch.randn(3, 2, 40, generator=torch.Generator().manual_seed(0))
     batch = make_batch()
     split = moments(values_BHT, selection(batch.modality_BT, batch.valid_BT, 2))
     whole = moments(values_BHT, selection(torch.zeros_like(batch.modality_BT), batch.valid_BT, 1))
     for name in ("count", "sum", "sum_sq"):
-        assert float(getattr(split, name).sum()) == pytest.approx(float(getattr(whole, name)), rel=1e-5)
+        assert float(getattr(split, name).sum()) == pytest.approx(float(getattr(whole, name)), rel=1e-5, abs=1e-4)
     assert float(split.max.max()) == float(whole.max)
     halves = [
         moments(values_BHT[i], selection(batch.modality_BT[i], batch.valid_BT[i], 2))

@@ -255,6 +255,12 @@ def test_every_planted_event_is_named_with_its_step_series_and_nothing_else_ring
     assert image.where == "image to text, layer 1" and "layer01" in image.line()
 
 
+def test_the_logarithm_of_nothing_is_no_accident():
+    for name, value, rings in (("logit_q_power/text-text/layer00", -math.inf, False), ("loss", -math.inf, True),
+                               ("logit_q_power/text-text/layer00", math.nan, True)):  # fmt: skip
+        assert bool(AlarmRules().update(1, {name: value})) is rings
+
+
 def test_a_modality_that_is_not_trained_may_do_as_it_likes():
     found = alarms_of(eventful_run(), 100, 1200, trained=["text"])
     assert not any(alarm.tag == "loss/image" for alarm in found)

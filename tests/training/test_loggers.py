@@ -9,7 +9,8 @@ import pytest
 
 from mmqk.store import read_metrics
 from mmqk.train import main
-from mmqk.training.loggers import custom_scalars, over_layers
+from mmqk.training.pictures import COLUMNS, HEAT_MAPS, History, draw_heat_map, draw_mass
+from mmqk.training.story import OF_LAYER, custom_scalars, over_layers
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +24,13 @@ def run(tiny_args, tmp_path_factory) -> Path:
 def events(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    found = EventAccumulator(str(run), size_guidance={"scalars": 0, "images": 0})
     found.Reload()
     return found
+
+
+def charts(modalities=("text", "image")) -> dict[str, list]:
+    return {title: chart for page in custom_scalars(modalities).values() for title, chart in page.items()}
 
 
 def test_at_most_sixty_tags_and_text_beside_image(events):
@@ -40,13 +45,51 @@ def test_at_most_sixty_tags_and_text_beside_image(events):
 
 def test_every_chart_of_the_layout_matches_a_tag_of_each_modality(events):
     tags = events.Tags()["scalars"]
-    charts = [chart for category in custom_scalars(("text", "image")).values() for chart in category.items()]
-    assert len(charts) >= 10
-    for title, (kind, patterns) in charts:
+    assert len(charts()) >= 20
+    for title, (kind, patterns) in charts().items():
         matched = [tag for tag in tags if any(re.match(pattern, tag) for pattern in patterns)]
-        assert kind == "Multiline" and len(matched) >= 2, title
-        assert any("text" in tag for tag in matched) and any("image" in tag for tag in matched), title
+        assert kind == "Multiline" and matched, title
+        if title not in custom_scalars(())["Run"]:
+            assert any("text" in tag for tag in matched) and any("image" in tag for tag in matched), title
     assert "custom_scalars__config__" in events.Tags()["tensors"]
+
+
+def test_every_tag_stands_in_a_chart(events):
+    patterns = [pattern for _, chart in charts().values() for pattern in chart]
+    alone = {tag for tag in events.Tags()["scalars"] if not any(re.match(p, tag) for p in patterns)}
+    assert alone == {"loss", "lr"}
+
+
+def test_all_that_could_be_shown_is_sixty_tags_at_most():
+    """With every option that adds to it: a known floor, QK-Clip, and whatever the probe gives."""
+    layer = {
+        f"{statistic}/{kind}/layer{i:02d}": 1.0
+        for statistic in [*HEAT_MAPS, "attn_mass", "logit_alignment", "some_statistic"]
+        for kind in ("text", "image", "text-image", "image-text", "text-text", "image-image")
+        for i in range(12)
+    }
+    both = [
+        f"{name}/{modality}"
+        for name in ("loss", "excess", "val_loss", "val_excess", "val_log_z", "log_z", "val_unigram", "any")
+        for modality in ("text", "image")
+    ]
+    for pattern in (p for _, chart in charts().values() for p in chart):
+        statistics, names, reducer = re.fullmatch(
+            r"\^\(?([\w|]+)\)?(?:/\(([^)]+)\))?(/\w+)?\$", pattern
+        ).groups()
+        for name in (names or "").split("|"):
+            pair = statistics in ("attn_logit_absmax", "logit_alignment")
+            if name and ("-" in name) == pair:
+                where = "/layer00" if reducer else ""
+                both += [f"{statistic}/{name}{where}" for statistic in statistics.split("|")]
+    single = ["loss", "lr", "grad_norm", "tokens_per_s", "captions_cut", *(f"{s}/layer00" for s in OF_LAYER)]
+    pairs = {
+        k: v
+        for k, v in layer.items()
+        if ("-" in k) == k.startswith(("attn_logit_absmax", "attn_mass", "logit_a"))
+    }
+    shown = over_layers({**pairs, **dict.fromkeys([*both, *single], 1.0)})
+    assert 50 < len(shown) + 1 <= 60  # and the count of alarms
 
 
 def test_values_are_those_of_metrics_jsonl(run, events):
@@ -72,5 +115,144 @@ def test_layers_are_written_on_request(tiny_args, tmp_path):
 def test_reduction_over_layers():
     values = {f"q_norm/text/layer{i:02d}": float(v) for i, v in enumerate((3, 1, 8))} | {"loss": 2.0}
     assert over_layers(values) == {"q_norm/text/max": 8.0, "q_norm/text/median": 3.0, "loss": 2.0}
+    assert over_layers({"q_norm/text/layer00/head01": 1.0, "val_log_z/text": 1.0, "odd/a/b/c": 1.0}) == {}
     clip = {f"qk_clip_gamma/layer{i:02d}": v for i, v in enumerate((0.9, 0.4, 1.0))} | {"other/layer00": 1.0}
     assert over_layers(clip) == {"qk_clip_gamma/min": 0.4}
+
+
+# Pictures -----------------------------------------------------------------------------------------------------
+
+
+def decoded(png: bytes):
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+
+
+def test_heat_maps_and_attention_by_pair_are_written_at_the_end(events):
+    images = events.Tags()["images"]
+    assert set(images) == {
+        "attn_mass", *(f"heatmap/{s}/{m}" for s in HEAT_MAPS for m in ("text", "image"))
+    }  # fmt: skip
+    for name in images:
+        assert [image.step for image in events.Images(name)] == [12]
+        assert decoded(events.Images(name)[0].encoded_image_string).shape[1] > 200
+
+
+def test_a_history_is_thinned_and_keeps_the_newest():
+    history, drawn = History(), []
+    assert not history.add(0, {"loss": 1.0, "q_norm/text/layer00/head00": 1.0})
+    for step in range(1000):
+        assert history.add(step, {"q_norm/text/layer00": float(step), "q_norm/text/layer01": 2.0})
+        assert len(history.probes) <= COLUMNS + 1 and history.steps[-1] == step and history.steps[0] == 0
+        drawn.append(len(history.probes))
+    gaps = {b - a for a, b in zip(history.steps[:-1], history.steps[1:-1], strict=False)}
+    assert gaps == {8} and max(drawn) <= COLUMNS + 1
+    table = history.heat_map("q_norm", "text")
+    assert (
+        table.shape == (2, len(history.steps))
+        and table[0].tolist() == history.steps
+        and (table[1] == 2).all()
+    )
+
+
+def test_a_heat_map_reduces_pairs_over_keys_and_leaves_gaps():
+    history = History()
+    history.add(0, {"attn_logit_absmax/text-text/layer00": 3.0, "attn_logit_absmax/text-image/layer00": 5.0})
+    history.add(1, {"attn_logit_absmax/image-text/layer01": 7.0})
+    import numpy as np
+
+    np.testing.assert_array_equal(history.heat_map("attn_logit_absmax", "text"), [[5.0, np.nan]])
+    np.testing.assert_array_equal(
+        history.heat_map("attn_logit_absmax", "image"), [[np.nan] * 2, [np.nan, 7.0]]
+    )
+    assert history.heat_map("k_norm", "text").shape == (0, 2)
+
+
+def test_a_heat_map_is_drawn_from_the_lowest_layer_up_from_dark_to_light():
+    import numpy as np
+
+    table = np.array([[1.0, 1000.0], [np.nan, 1.0]])
+    pixels = decoded(draw_heat_map(table, [0, 9], "a", logarithmic=True))
+    top, bottom, left, right = 26 + 9, 26 + 18 + 9, 64 + 100, 64 + 540
+    assert tuple(pixels[bottom, right]) == (253, 231, 37) and tuple(pixels[bottom, left]) == (68, 1, 84)
+    assert tuple(pixels[top, left]) == (200, 200, 200) and tuple(pixels[top, right]) == (68, 1, 84)
+    for odd in (np.full((1, 1), np.inf), np.zeros((3, 1)), np.full((80, 300), 2.0), np.full((2, 2), np.nan)):
+        draw_heat_map(odd, range(odd.shape[1]), "odd", logarithmic=True)
+
+
+def test_the_matrix_has_queries_down_and_keys_across():
+    import numpy as np
+
+    history = History()
+    history.add(3, {"attn_mass/text-image/layer01": 1.0, "attn_mass/text-text/layer01": 0.0})
+    table = history.mass(("text", "image"))
+    assert table.shape == (2, 2, 2) and table[1, 0].tolist() == [0.0, 1.0] and np.isnan(table[0]).all()
+    pixels = decoded(draw_mass(table, ("text", "image"), "b"))
+    x0, y0 = 18 + 162 + 52, 26 + 12 + 34  # of the second layer's matrix
+    assert tuple(pixels[y0 + 4, x0 + 46 + 4]) == (253, 231, 37)
+    assert tuple(pixels[y0 + 4, x0 + 4]) == (68, 1, 84)
+    assert tuple(pixels[y0 + 46 + 4, x0 + 4]) == (200, 200, 200)
+    draw_mass(np.full((13, 3, 3), 0.3), ("text", "image", "sound"), "three")
+
+
+# The outcome --------------------------------------------------------------------------------------------------
+
+
+def rows(folder: Path) -> tuple[dict, list[str], str]:
+    """(hyperparameters, metric tags, status) of the HParams page, and none of them for a run that has no row."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import api_pb2, metadata
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    content = events.summary_metadata
+
+    def data(tag, parse):
+        return parse(content[tag].plugin_data.content) if tag in content else None
+
+    start = data(metadata.SESSION_START_INFO_TAG, metadata.parse_session_start_info_plugin_data)
+    end = data(metadata.SESSION_END_INFO_TAG, metadata.parse_session_end_info_plugin_data)
+    experiment = data(metadata.EXPERIMENT_TAG, metadata.parse_experiment_plugin_data)
+    if start is None:
+        return {}, [], ""
+    row = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.hparams.items()}
+    assert {info.name for info in experiment.hparam_infos} == row.keys()
+    return row, [info.name.tag for info in experiment.metric_infos], api_pb2.Status.Name(end.status)
+
+
+def test_hparams_have_the_settings_and_the_outcome(run, events):
+    row, metrics, status = rows(run)
+    assert status == "STATUS_SUCCESS" and row["as ended"] == "completed" and row["at step"] == 12
+    assert row["optim.lr"] == 0.01 and row["model.qk_norm.kind"] == "none" and row["seed"] == 0
+    assert {"loss/text", "val_loss/image", "attn_logit_absmax/text-text/max", "alarms"} <= set(metrics)
+    assert set(metrics) <= set(events.Tags()["scalars"])
+
+
+def test_an_interrupted_run_has_no_row_until_it_ends_and_its_pictures_go_on(tiny_args, tmp_path, run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    args = [*tiny_args, f"--out={out}", "--alarm.stop=[collapse]"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmqk.store.alarms.probes.COLLAPSE_SHARE", 1e9)
+        assert main(args) == 130  # at the first step after a probe
+    assert rows(out) == ({}, [], "")
+    assert main(args) == 0
+    assert rows(out)[0]["as ended"] == "completed"
+    found = EventAccumulator(str(out), size_guidance={"images": 0})
+    found.Reload()
+    whole = EventAccumulator(str(run), size_guidance={"images": 0})
+    whole.Reload()
+    last = [events.Images("heatmap/q_norm/text")[-1].encoded_image_string for events in (found, whole)]
+    assert last[0] == last[1], "probes of before the interruption are in the last picture"
+
+
+def test_a_diverged_run_is_a_failure_in_hparams(tiny_args, tmp_path):
+    hot = ["--optim.lr=1e30", "--trainer.gradient_clip_val=0", "--trainer.max_steps=200"]
+    assert main([*tiny_args, *hot, f"--out={tmp_path / 'hot'}"]) == 3
+    row, _, status = rows(tmp_path / "hot")
+    assert row["as ended"] == "diverged" and status == "STATUS_FAILURE"

@@ -91,7 +91,12 @@ class AlarmRules:
 
     def _finite(self, step: int, values: Mapping[str, float]) -> Alarm | None:
         """Names the first bad series in the order of the forward: the lowest layer, and what it measures first."""
-        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        # The logarithm of nothing, as of logits that are all 0, is no accident.
+        bad = [
+            name
+            for name, value in values.items()
+            if not math.isfinite(value) and not (value == -math.inf and name.startswith("logit_"))
+        ]
         began, self._not_finite = bool(bad) and not self._not_finite, bool(bad)
         if not began:
             return None

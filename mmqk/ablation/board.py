@@ -1,0 +1,185 @@
+"""Runs as a table for a terminal, as wide as it is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mmqk.ablation.views import View
+from mmqk.store import Alarm, clock, parse_tag
+
+ALARMS_SHOWN = 8
+STYLES = {
+    "running": "cyan",
+    "completed": "green",
+    "diverged": "bold red",
+    "failed": "bold red",
+    "interrupted": "yellow",
+    "stopped": "yellow",
+    "waiting": "dim",
+}
+# Column, statistic, whether the smallest counts; the first to go in a narrow terminal stand last.
+WORST = (
+    ("logit", "attn_logit_absmax", False),
+    ("|q|", "q_norm", False),
+    ("|h|", "final_norm", False),
+    ("entropy", "attn_entropy", True),
+    ("|k|", "k_norm", False),
+)
+# Of one run, in rows: what it is, statistic, whether the smallest counts.
+ROWS = (
+    ("loss", "loss", False),
+    ("validation loss", "val_loss", False),
+    ("excess over the floor", "excess", False),
+    ("log Z", "log_z", False),
+    ("largest attention logit", "attn_logit_absmax", False),
+    ("smallest attention entropy", "attn_entropy", True),
+    ("largest query norm", "q_norm", False),
+    ("largest key norm", "k_norm", False),
+    ("largest value norm", "v_norm", False),
+    ("largest residual norm", "resid_norm", False),
+    ("last-layer output norm", "final_norm", False),
+)
+
+
+def board(views: Sequence[View], width: int, footer: str = "") -> RenderableType:
+    """Every run in a row; of a single one its statistics by modality too; the newest alarms; a line of text.
+
+    Args:
+        views: in the order of the rows.
+        width: characters that a row may take.
+        footer: below everything.
+    """
+    parts: list[RenderableType] = [_table(views, width)] if views else []
+    if len(views) == 1 and views[0].modalities:
+        parts += [Text(), _details(views[0])]
+    said = _alarms(views) + [
+        _line(f"{view.name} {view.status}: {view.reason}", STYLES.get(view.status, ""))
+        for view in views
+        if view.reason
+    ]
+    if said:
+        parts += [Text(), *said]
+    if footer:
+        parts.append(_line(footer))
+    return Group(*parts)
+
+
+def _table(views: Sequence[View], width: int) -> Table:
+    modalities = list(dict.fromkeys(m for view in views for m in view.modalities))
+    first = {
+        "run": [_short(view.name, max(16, width // 3)) for view in views],
+        "status": [view.status for view in views],
+        "step": [f"{view.step}/{view.max_steps}" if view.max_steps else str(view.step) for view in views],
+        **{f"loss {m}": [_loss(view.values.get(f"loss/{m}")) for view in views] for m in modalities},
+    }
+    last = {
+        "alarms": [_count(view) for view in views],
+        "left": ["" if view.left is None else clock(view.left) for view in views],
+    }
+    last = {title: cells for title, cells in last.items() if any(cells)}
+    columns = dict(first)
+    for title, statistic, smallest in WORST:
+        found = {(m, view.name): view.extreme(statistic, m, smallest) for m in modalities for view in views}
+        more = {f"{title} {m}": [_worst(found[m, view.name]) for view in views] for m in modalities}
+        one = {title: [_worst(_worse([found[m, view.name] for m in modalities], smallest)) for view in views]}
+        for group in (more, one):  # by modality, or else one column for all
+            if any(any(cells) for cells in group.values()) and _width(columns | group | last) <= width:
+                columns |= group
+                break
+    speed = {"tok/s": [_whole(view.values.get("tokens_per_s")) for view in views]}
+    if any(speed["tok/s"]) and _width(columns | speed | last) <= width:
+        columns |= speed
+    columns |= last
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    for title in columns:
+        left = title in ("run", "status", "alarms")
+        table.add_column(title, justify="left" if left else "right", no_wrap=True, overflow="ellipsis")
+    for i, view in enumerate(views):
+        cells = [Text(cells[i]) for cells in columns.values()]
+        cells[1].stylize(STYLES.get(view.status, ""))
+        table.add_row(*cells)
+    return table
+
+
+def _details(view: View) -> Table:
+    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold")
+    table.add_column("")
+    for modality in view.modalities:
+        table.add_column(modality, justify="right")
+    for title, statistic, smallest in ROWS:
+        found = [view.extreme(statistic, modality, smallest) for modality in view.modalities]
+        if any(found):
+            table.add_row(title, *(_worst(cell) for cell in found))
+    return table
+
+
+def _alarms(views: Sequence[View]) -> list[Text]:
+    """The newest, one for each run, alarm and statistic of a modality: the first layer stands for the others."""
+    first: dict[tuple[str, ...], tuple[View, Alarm]] = {}
+    count: Counter[tuple[str, ...]] = Counter()
+    for view in views:
+        for alarm in view.alarms:
+            parsed = parse_tag(alarm.tag)
+            kind: tuple[str, ...] = (view.name, alarm.name, parsed.statistic, parsed.modality or "")
+            first.setdefault(kind, (view, alarm))
+            count[kind] += 1
+    newest = sorted(first, key=lambda kind: first[kind][1].step)[-ALARMS_SHOWN:]
+    lines = []
+    for kind in newest:
+        view, alarm = first[kind]
+        who = f"{view.name} " if len(views) > 1 else ""
+        more = f" (and {count[kind] - 1} more)" if count[kind] > 1 else ""
+        lines.append(_line(f"{who}{alarm.line()}{more}", "yellow"))
+    return lines
+
+
+def _line(text: str, style: str = "") -> Text:
+    """Cut at the edge of a live display, whose lines have to be counted; whole where it is printed once."""
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _count(view: View) -> str:
+    names = Counter(alarm.name for alarm in view.alarms)
+    return " ".join(f"{name} {n}" if n > 1 else name for name, n in names.items())
+
+
+def _short(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"
+
+
+def _worst(found: tuple[float, int | None] | None) -> str:
+    if found is None:
+        return ""
+    value, layer = found
+    return _number(value) + ("" if layer is None else f" L{layer}")
+
+
+def _worse(
+    found: Sequence[tuple[float, int | None] | None], smallest: bool
+) -> tuple[float, int | None] | None:
+    there = [one for one in found if one is not None]
+    return (min if smallest else max)(there, key=lambda one: one[0]) if there else None
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if 1000 <= abs(value) < math.inf and abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _whole(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:.0f}"
+
+
+def _width(columns: dict[str, list[str]]) -> int:
+    return sum(max(len(title), *map(len, cells)) + 2 for title, cells in columns.items())

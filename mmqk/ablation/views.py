@@ -1,0 +1,201 @@
+"""Runs as they stand at this moment, read from their folders while they train. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmqk.store import (
+    Alarm,
+    Status,
+    Tag,
+    UserError,
+    from_json,
+    is_locked,
+    parse_tag,
+    read_alarms,
+    read_json,
+    read_status,
+)
+
+# Of a file that is longer the rest is skipped at first: what counts is at its end.
+TAIL_BYTES = 8 * 2**20
+# A run that wrote this lately is running, even where its lock cannot be asked.
+FRESH_SECONDS = 60.0
+
+
+@dataclass
+class View:
+    """One run.
+
+    Attributes:
+        status: as status.json says, "waiting" before it has begun, "stopped" when its process is gone.
+        step: the newest one that was written.
+        max_steps: 0 where it is not known.
+        left: seconds to the end at the pace so far, None where that cannot be said.
+        values: the newest value of each series.
+        alarms: all of them, in the order in which they came.
+    """
+
+    name: str
+    status: str = "waiting"
+    step: int = 0
+    max_steps: int = 0
+    left: float | None = None
+    reason: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    alarms: list[Alarm] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return self.status not in ("waiting", "running")
+
+    @property
+    def modalities(self) -> list[str]:
+        return [name.partition("/")[2] for name in self.values if name.startswith("loss/")]
+
+    def extreme(
+        self, statistic: str, modality: str, smallest: bool = False
+    ) -> tuple[float, int | None] | None:
+        """The largest (or smallest) newest value over layers, and its layer; of a pair over key modalities."""
+        found = [
+            (value, parsed.layer)
+            for name, value in self.values.items()
+            if name.startswith(f"{statistic}/")
+            and (parsed := _parsed(name)).head is None
+            and modality == (parsed.pair[0] if parsed.pair else parsed.modality)
+        ]
+        if not found:
+            return None
+        # A NaN ranks worst.
+        worst = [pair for pair in found if pair[0] != pair[0]]
+        return worst[0] if worst else (min if smallest else max)(found, key=lambda pair: pair[0])
+
+
+class Follow:
+    """One run folder, of which each look reads only what is new."""
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.folder = name, folder
+        self._values: dict[str, float] = {}
+        self._step = 0
+        self._file: tuple[int, int] | None = None
+        self._offset = 0
+
+    def look(self) -> View:
+        """The run as it stands."""
+        self._read()
+        status = read_status(self.folder)
+        record = read_json(self.folder / "run.json") or {}
+        trainer = (record.get("identity") or {}).get("trainer") or {}
+        max_steps = trainer.get("max_steps") or 0
+        view = View(self.name, max_steps=max_steps, values=dict(self._values), step=self._step)
+        view.alarms = read_alarms(self.folder)
+        if status is None:
+            view.status = "running" if is_locked(self.folder) else "waiting"
+            return view
+        view.status, view.reason = status.status, status.reason
+        view.step = max(self._step, status.step)
+        if status.status == "running":
+            written = _mtime(self.folder / "metrics.jsonl")
+            if not is_locked(self.folder) and time.time() - max(written, self._started()) > FRESH_SECONDS:
+                view.status = "stopped"
+            else:
+                view.left = self._left(status, written, max_steps)
+        return view
+
+    def _started(self) -> float:
+        return _mtime(self.folder / "status.json")
+
+    def _left(self, status: Status, written: float, max_steps: int) -> float | None:
+        done, took = self._step - status.step, written - self._started()
+        return took / done * (max_steps - self._step) if done > 0 and took > 0 and max_steps else None
+
+    def _read(self) -> None:
+        try:
+            with open(self.folder / "metrics.jsonl", "rb") as file:
+                stat = os.fstat(file.fileno())
+                known = self._file == (stat.st_dev, stat.st_ino) and stat.st_size >= self._offset
+                if not known:  # another file: a run that was taken up again drops lines
+                    self._file, self._values, self._step = (stat.st_dev, stat.st_ino), {}, 0
+                    self._offset = max(0, stat.st_size - TAIL_BYTES)
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            return
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            step = record.pop("step")
+            values = {name: from_json(value) for name, value in record.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return
+        self._values.update(values)
+        self._step = max(self._step, int(step))
+
+
+def follow(folders: Iterable[Path]) -> list[Follow]:
+    """The runs of these folders, each one run, an arm with seeds, or an ablation with its waiting runs.
+
+    Raises:
+        UserError: a folder does not exist or holds no run.
+    """
+    found: list[Follow] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate writes to")
+        runs = _of_ablation(folder) or _by_files(folder)
+        if not runs:
+            raise UserError(
+                f"{folder} holds no run (no run.json or metrics.jsonl): give a folder that has runs"
+            )
+        found += runs
+    return found
+
+
+def _of_ablation(folder: Path) -> list[Follow]:
+    record = read_json(folder / "ablation.json")
+    entries: list[Any] = (record or {}).get("runs") or []
+    return [
+        Follow(f"{entry['arm']} seed {entry['seed']}", folder / entry["folder"])
+        for entry in entries
+        if isinstance(entry, dict) and {"arm", "seed", "folder"} <= entry.keys()
+    ]
+
+
+def _by_files(folder: Path) -> list[Follow]:
+    paths = [folder, *(path for pattern in ("*", "*/*", "*/*/*") for path in sorted(folder.glob(pattern)))]
+    runs = [
+        path
+        for path in paths
+        if path.is_dir() and any((path / name).exists() for name in ("run.json", "metrics.jsonl"))
+    ]
+    return [Follow(_name(path, folder), path) for path in runs]
+
+
+def _name(path: Path, root: Path) -> str:
+    return path.resolve().name if path == root else path.relative_to(root).as_posix()
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _parsed(name: str) -> Tag:
+    try:
+        return parse_tag(name)
+    except ValueError:
+        return Tag(name)

@@ -1,0 +1,27 @@
+"""Decoder families of transformers, by the class of their layers and the names of their modules."""
+
+from mmqk.monitors.adapters import Adapter, Site
+
+_LAYER = r"(.*\.)?layers\.\d+"
+_COMMON = (
+    Site("attn_in", _LAYER + r"\.self_attn\.q_proj", of="input"),
+    Site("q_raw", _LAYER + r"\.self_attn\.q_proj"),
+    Site("k_raw", _LAYER + r"\.self_attn\.k_proj"),
+    Site("resid", _LAYER),
+    Site("final", r"([a-z_]+\.)*norm", of="input"),
+)
+
+
+def _family(layer: str, attn_out: str, mlp_out: str) -> Adapter:
+    sublayers = (Site("attn_out", rf"{_LAYER}\.{attn_out}"), Site("mlp_out", rf"{_LAYER}\.{mlp_out}"))
+    return Adapter(rf"transformers\..*\.({layer})DecoderLayer", _COMMON + sublayers)
+
+
+ADAPTERS = (
+    # Normalised before the sublayer.
+    _family("Llama|Mistral|Qwen2|Qwen3|Chameleon", "self_attn", "mlp"),
+    # After it, as a last step before the addition.
+    _family("Gemma2|Gemma3|Olmo2|Olmo3", "post_attention_layernorm", "post_feedforward_layernorm"),
+    # The same with other names: Chameleon-34B.
+    _family("ChameleonSwin", "input_layernorm", "post_attention_layernorm"),
+)

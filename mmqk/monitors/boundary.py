@@ -1,0 +1,269 @@
+"""From the attention calls of somebody else's model to statistics.
+
+Shapes: B batch, H heads, T query tokens, S key tokens, K head width, M modalities, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mmqk.monitors.adapters import Adapter
+from mmqk.monitors.attention import attention_statistics
+from mmqk.monitors.calls import Call, Unread
+from mmqk.monitors.collect import WEIGHT_ROWS, Collector
+from mmqk.monitors.growth import attention_rank
+from mmqk.monitors.inputs import Modalities
+from mmqk.monitors.layers import layer_of, number
+from mmqk.monitors.pairs import Pairs
+from mmqk.monitors.probe import NORMS
+from mmqk.monitors.record import Probe
+from mmqk.monitors.reduce import Moments
+from mmqk.store.tags import tag
+
+_LAYER_TAG = re.compile(r"/layer(\d+)(?=/|$)")
+# Of the weights that a call gives against those of the logits as they were caught.
+_SAME_WEIGHTS = 0.02
+
+
+@dataclass
+class Section:
+    """What one attention call, or one module of an adapter, has told. Its place among these stands for the number of
+    its layer until all are known.
+
+    Attributes:
+        path: of the module.
+        call: whether it is an attention call.
+        left_out: why there are no statistics; None where there are.
+        no_weights: why there are none of the weights; None where there are.
+    """
+
+    path: str
+    call: bool = True
+    left_out: str | None = None
+    no_weights: str | None = None
+
+
+class Boundary:
+    """Adds to a `Collector` what attention calls and an adapter's modules tell.
+
+    Args:
+        modalities: names of the modalities.
+        modality_BT: of each token.
+        valid_BT: False at padding.
+        adapter: what to take at modules, or None.
+        collective: whether every rank does the same at the same time.
+    """
+
+    def __init__(
+        self,
+        modalities: Modalities,
+        modality_BT: Tensor,
+        valid_BT: Tensor,
+        adapter: Adapter | None = None,
+        collective: bool = False,
+    ):
+        self.names, self.collective = modalities.names, collective
+        self.modalities, self.modality_BT, self.valid_BT = modalities, modality_BT, valid_BT
+        self.adapter = adapter
+        self.collector = Collector(self.names, modality_BT, valid_BT)
+        self.sections: list[Section] = []
+        self._pairs: list[Pairs] = []
+        self._before: dict[Any, dict[str, Tensor]] = {}  # what came before a layer's attention call
+
+    # Attention calls
+
+    def see_call(self, path: str, call: Call | Unread) -> None:
+        """Everything at the attention boundary, or why not. Ranks do the same: what one leaves out all leave out."""
+        section, pairs = Section(path), None
+        self.sections.append(section)
+        try:
+            if isinstance(call, Unread):
+                raise call
+            pairs = self._pairs_of(call)
+            section.no_weights = call.unsaid or self._differs(call, pairs)
+        except Unread as unread:
+            section.left_out = str(unread)
+        shaped = isinstance(call, Call) and call.shaped is not None
+        counts_M2, shaped = self._agree(section, pairs, shaped)
+        if pairs is not None and section.left_out is None:
+            assert isinstance(call, Call)
+            # A rank whose pairs are those of the layer before would not ask the others for it.
+            vars(pairs)["counts_everywhere"] = counts_M2
+            self._measure(path, call, pairs, section.no_weights is None, shaped)
+
+    def _agree(self, section: Section, pairs: Pairs | None, shaped: bool) -> tuple[list[int], bool]:
+        """Pairs of all ranks by modality, and whether any shapes its logits; fills in what other ranks left out."""
+        n = len(self.names) ** 2
+        if not self.collective:
+            return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), shaped
+        own = torch.zeros(n + 3, dtype=torch.long, device=self.modality_BT.device)
+        if pairs is not None:
+            own[:n] = pairs.count_MM.flatten()
+        said = [section.left_out is not None, section.no_weights is not None, shaped]
+        own[n:] = torch.tensor(said, device=own.device)
+        dist.all_reduce(own)
+        *counts_M2, left_out, no_weights, any_shaped = own.tolist()
+        section.left_out = section.left_out or ("so on another rank" if left_out else None)
+        section.no_weights = section.no_weights or ("so on another rank" if no_weights else None)
+        return counts_M2, bool(any_shaped)
+
+    def _pairs_of(self, call: Call) -> Pairs:
+        (B, T), q, k = self.modality_BT.shape, call.q_BHTK, call.k_BGSK
+        if q.ndim != 4 or k.ndim != 4 or q.shape[1] % k.shape[1]:
+            raise Unread(f"queries {tuple(q.shape)} and keys {tuple(k.shape)}")
+        if q.shape[0] != B or q.shape[2] != T or k.shape[2] != T:
+            raise Unread(
+                f"{q.shape[0]} sequences of {q.shape[2]} queries and {k.shape[2]} keys, where modality has {B} of {T}"
+            )
+        visible_BTS = self.valid_BT[:, :, None].expand(B, T, T)
+        if call.mask is not None:
+            if call.mask.shape[1] > 1 and not (call.mask == call.mask[:, :1]).all():
+                raise Unread("a mask that differs between heads")
+            visible_BTS = visible_BTS & call.mask[:, 0]
+        for pairs in self._pairs:
+            if pairs.n_heads == q.shape[1] and torch.equal(pairs.visible_BTS, visible_BTS):
+                return pairs
+        self._pairs.append(Pairs(self.modality_BT, visible_BTS, len(self.names), q.shape[1]))
+        return self._pairs[-1]
+
+    def _measure(self, path: str, call: Call, pairs: Pairs, weights: bool, shaped: bool) -> None:
+        layer, q, k = len(self.sections) - 1, call.q_BHTK, call.expanded(call.k_BGSK)
+        before = self._before.pop(layer_of(path), {})
+        for side, width in (("q", q.shape[-1]), ("k", k.shape[-1])):
+            raw_BTD = before.get(f"{side}_raw")
+            if raw_BTD is not None:
+                by_head = raw_BTD.unflatten(-1, (-1, width)).transpose(1, 2)
+                self.collector.norms(NORMS[f"{side}_raw"], layer, by_head)
+                if "attn_in" in before:
+                    self.collector.gains(f"{side}_weight_gain", layer, before["attn_in"], raw_BTD)
+        for site, tensor in (("q", q), ("k", k), ("v", call.v_BGSK)):
+            self.collector.norms(NORMS[site], layer, tensor)
+        self.collector.attention(layer, q, k, call.scale, pairs, call.softcap, softmax=weights and not shaped)
+        if weights and shaped:
+            self._weights(layer, call, pairs)
+
+    def _differs(self, call: Call, pairs: Pairs) -> str | None:
+        """Whether the weights that the call gave are another function of q and k than the one that was read."""
+        if call.weights_BHTS is None:
+            return None
+        sees_TS = pairs.visible_BTS[0]
+        for head in range(call.q_BHTK.shape[1]):
+            z_TS = call.logits(head, slice(0, 1))[0].masked_fill(~sees_TS, -torch.inf)
+            error_TS = (z_TS.softmax(-1) - call.weights_BHTS[0, head].float()).abs()
+            if (error_TS[sees_TS.any(-1)] > _SAME_WEIGHTS).any():
+                return "weights that are not the softmax of its logits"
+        return None
+
+    def _weights(self, layer: int, call: Call, pairs: Pairs) -> None:
+        """Statistics of weights whose softmax takes more than capped logits: a bias, a score_mod.
+
+        What the softmax takes is handed on as a dot product, of the rows of the identity with its own columns.
+        """
+        T, one = self.modality_BT.shape[1], pairs.one_head
+        eye_BHTT = torch.eye(T, device=self.modality_BT.device).expand(len(self.modality_BT), 1, T, T)
+        found: dict[str, Moments] = {}
+        ranks = []
+        for head in range(call.q_BHTK.shape[1]):
+            z_BTS = call.logits(head).masked_fill(~pairs.visible_BTS, 0.0)
+            z_BHST = z_BTS.transpose(1, 2)[:, None]
+            of_head = attention_statistics(eye_BHTT, z_BHST, 1.0, one)
+            parts = {name: getattr(of_head, name) for name in WEIGHT_ROWS.values()}
+            parts |= {f"mass{b}": mass for b, mass in enumerate(of_head.mass)}
+            found = {name: found[name] + x if found else x for name, x in parts.items()}
+            ranks.append(attention_rank(eye_BHTT, z_BHST, 1.0, pairs.visible_BTS, reach=pairs.reach).mean())
+        add = self.collector.found
+        for statistic, name in WEIGHT_ROWS.items():
+            add.add_moments([tag(statistic, query, layer=layer) for query in self.names], None, found[name])
+        for b, key in enumerate(self.names):
+            mass = found[f"mass{b}"]
+            add.add(
+                [tag("attn_mass", query, key, layer=layer) for query in self.names],
+                {"sum": mass.sum, "count": mass.count, "pairs": pairs.count_MM[:, b].float()},
+                lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["pairs"] > 0)),
+            )
+        add.add(
+            [tag("attn_rank", layer=layer)],
+            {"sum": torch.stack(ranks).mean().view(1), "count": eye_BHTT.new_ones(1)},
+            lambda raw: (raw["sum"] / raw["count"], raw["count"]),
+        )
+
+    # What an adapter adds
+
+    def see_module(self, path: str, given: Tensor | None, output: Tensor | None) -> None:
+        """Sites of the adapter that lie at this module."""
+        if self.adapter is None:
+            return
+        for site in self.adapter.at(path):
+            tensor = site.tensor(given, output)
+            if tensor is None or tensor.ndim < 3 or tensor.shape[:2] != self.modality_BT.shape:
+                continue
+            if site.name in ("attn_in", "q_raw", "k_raw"):
+                self._before.setdefault(layer_of(path), {})[site.name] = tensor
+            if site.name == "final":
+                self.collector.final(tensor)
+            elif site.name not in ("q_raw", "k_raw"):
+                self.sections.append(Section(path, call=False))
+                self.collector.norms(NORMS[site.name], len(self.sections) - 1, tensor)
+
+    # In the end
+
+    def output(self, logits_BTV: Tensor, target_mask_BT: Tensor) -> None:
+        """The output softmax by the modality of the next token, with the vocabulary in blocks one after the other."""
+        V = logits_BTV.shape[-1]
+        of_id_V = self.modalities.of_ids(torch.arange(V, device=logits_BTV.device))
+        sizes = torch.bincount(of_id_V, minlength=len(self.names)).tolist()
+        if 0 in sizes:
+            return
+        order_V = of_id_V.argsort(stable=True)
+        if not torch.equal(order_V, torch.arange(V, device=order_V.device)):
+            logits_BTV = logits_BTV.index_select(-1, order_V)
+        target_BT = self.modality_BT.roll(-1, 1)
+        self.collector.output(
+            logits_BTV.float(), target_BT, target_mask_BT, dict(zip(self.names, sizes, strict=True))
+        )
+
+    def finished(self) -> Probe:
+        """The probe, with its layers numbered."""
+        measured = [section for section in self.sections if section.call and section.left_out is None]
+        numbers = number([section.path for section in measured])
+        of_call = {id(section): n for section, n in zip(measured, numbers, strict=True)}
+        of_layer = {layer_of(section.path): n for section, n in zip(measured, numbers, strict=True)}
+        final = []
+        for section in self.sections:
+            place = layer_of(section.path)
+            own = 0 if place is None else place[1]
+            final.append(of_call.get(id(section), of_layer.get(place, own)))
+        found = self.collector.found
+        for part in found.parts:
+            part.tags[:] = [_LAYER_TAG.sub(lambda m: f"/layer{final[int(m[1])]:02d}", t) for t in part.tags]
+        return found
+
+
+def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:
+    """The logits (B, T, V) that a forward gave; None where none is told.
+
+    They go by the name of ``logits``, or are a tensor whose last axis has as many entries as an embedding has rows.
+
+    Args:
+        output: of the forward.
+        shape: (B, T).
+        least: how many ids there are at least.
+        root: the model.
+    """
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    rows = {m.num_embeddings for m in root.modules() if isinstance(m, nn.Embedding)}
+    candidates = (
+        [named] if isinstance(named, Tensor) else list(output) if isinstance(output, tuple) else [output]
+    )
+    for x in candidates:
+        fits = isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point()
+        if fits and x.shape[-1] >= least and (x is named or x.shape[-1] in rows):
+            return x
+    return None

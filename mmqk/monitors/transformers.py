@@ -1,0 +1,89 @@
+"""`attach` as a callback of transformers' Trainer."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.integrations import get_reporting_integration_callbacks
+
+from mmqk.monitors.adapters import Adapter
+from mmqk.monitors.attach import Watch, attach
+from mmqk.monitors.inputs import Modality
+
+
+class NormCallback(TrainerCallback):
+    """Watches the Trainer's model and logs to whatever its ``report_to`` names, W&B included.
+
+    ```python
+    Trainer(model, args, train_dataset=ds, callbacks=[NormCallback(modality={"image": range(4, 8196)})])
+    ```
+
+    Args:
+        modality: as in `mmqk.monitors.attach`.
+        every_n_steps: as there.
+        sequences: as there.
+        out: as there.
+        names: as there.
+        adapter: as there; None finds that of the model.
+    """
+
+    def __init__(
+        self,
+        modality: Modality,
+        every_n_steps: int = 100,
+        sequences: int = 4,
+        out: str | Path | None = None,
+        names: tuple[str, ...] = ("text", "image"),
+        adapter: Adapter | None = None,
+    ):
+        self.options: dict[str, Any] = {
+            "modality": modality, "every_n_steps": every_n_steps, "sequences": sequences, "out": out, "names": names,
+            "adapter": adapter,
+        }  # fmt: skip
+        self.watch: Watch | None = None
+        self._reporters: list[TrainerCallback] = []
+        self._found: dict[str, float] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """The hook is in place before the model is first called, and so before it is compiled."""
+        trainer = _calling_trainer()
+        if trainer is not None:
+            model = trainer.model_wrapped  # FSDP's wrapper gathers the weights
+            kinds = tuple(get_reporting_integration_callbacks(args.report_to))
+            self._reporters = [c for c in trainer.callback_handler.callbacks if type(c) in kinds]
+        self.watch = attach(model, log=self._keep, **self.options)
+        self.watch.steps = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """A probe where one is due, and what it found to the reporters."""
+        assert self.watch is not None
+        self.watch.step(state.global_step)
+        if self._found is not None:
+            for reporter in self._reporters:
+                reporter.on_log(args, state, control, logs=dict(self._found), model=model)
+            self._found = None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The hook goes with the end of the run."""
+        if self.watch is not None:
+            self.watch.close()
+
+    def _keep(self, values: dict[str, float], step: int) -> None:
+        self._found = values
+
+
+def _calling_trainer() -> Any:
+    """The Trainer that called the callback, which it does not hand over; None where it cannot be told.
+
+    Its own log would do, but that goes to the console as well, and a probe has hundreds of numbers.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "callback_handler") and hasattr(caller, "model_wrapped"):
+            return caller
+        frame = frame.f_back
+    return None

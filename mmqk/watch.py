@@ -1,0 +1,78 @@
+"""Runs in a terminal while they train: ``python -m mmqk.watch runs/demo``. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+from mmqk.store import OneSentenceParser, UserError, run_main
+
+DESCRIPTION = """\
+Show one or several runs while they train: losses by modality, the largest attention logits and norms with
+their layers, alarms, speed and time left. Ends when every run has ended; Ctrl-C ends it before."""
+
+EPILOG = """\
+examples:
+  python -m mmqk.watch runs/demo                     every run of an ablation
+  python -m mmqk.watch runs/demo/mixed-0123456789    one arm of it
+  python -m mmqk.watch --once runs/cpu/0123456789    one run as it stands, then end"""
+
+SHORTEST_SECONDS = 0.2
+NARROWEST = 60
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Show runs until they have ended, or once.
+
+    Raises:
+        UserError: a folder does not exist or holds no run.
+    """
+    parser = OneSentenceParser(
+        prog="python -m mmqk.watch",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", type=Path, nargs="*", help="folders of ablations, of arms or of runs")
+    parser.add_argument(
+        "--once", action="store_true", help="print one frame and end (always so without a terminal)"
+    )
+    parser.add_argument(
+        "--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
+    )
+    options = parser.parse_args(argv)
+    if not options.runs:
+        raise UserError(
+            "there is nothing to watch: give a folder of runs, as in python -m mmqk.watch runs/demo"
+        )
+    if not options.every >= SHORTEST_SECONDS:
+        raise UserError(f"--every is {options.every}: give at least {SHORTEST_SECONDS} seconds")
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from mmqk.ablation.board import board
+    from mmqk.ablation.views import follow
+
+    runs = follow(options.runs)
+    console = Console()
+    width = max(NARROWEST, console.width)
+    if options.once or not sys.stdout.isatty():
+        console.print(board([run.look() for run in runs], width), soft_wrap=True)
+        return 0
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            views = [run.look() for run in runs]
+            live.update(board(views, max(NARROWEST, console.width)), refresh=True)
+            if all(view.ended for view in views):
+                break
+            time.sleep(options.every)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

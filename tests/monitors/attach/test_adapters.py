@@ -1,0 +1,94 @@
+"""An adapter for a model of one's own, as the documentation writes it; and those that are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mmqk.monitors import attach
+from mmqk.monitors.adapters import adapter_for
+from tests.monitors import brute_force
+from tests.monitors.attach.nets import D, H, Net, batches
+from tests.monitors.attach.test_exact import IMAGE, NAMES, hugging_face, modality_of, same
+
+PAGE = Path(__file__).parents[3] / "docs" / "monitors.md"
+
+
+def adapter_of_the_page():
+    """The Python block that defines ADAPTER."""
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "ADAPTER" in c]
+    assert len(code.splitlines()) <= 24
+    space: dict = {}
+    exec(code, space)
+    return space["ADAPTER"]
+
+
+class OwnNet(Net):
+    def __init__(self, calls):
+        super().__init__(calls)
+        self.final_norm = nn.LayerNorm(D)
+
+    def forward(self, ids, mask=None):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(self.final_norm(x))
+
+
+def test_the_adapter_of_the_documentation_adds_what_lies_beyond_the_attention_call():
+    net, (ids,) = OwnNet(["sdpa"] * 8), batches(1, B=3)
+    plain = attach(net, modality=IMAGE).probe(ids=ids).flat()
+    measured = attach(net, modality=IMAGE, adapter=adapter_of_the_page()).probe(ids=ids).flat()
+    assert plain.items() < measured.items()
+
+    sites = {}
+    for n, layer in enumerate(net.layers):
+        for name, module in (("q_raw", layer.attention.q), ("k_raw", layer.attention.k)):
+            module.register_forward_hook(
+                lambda m, x, out, at=(name, n): sites.update(
+                    {at: out.unflatten(-1, (H, -1)).transpose(1, 2), ("attn_in", at[1]): x[0]}
+                )
+            )
+        for name, module in (("attn_out", layer.attention), ("mlp_out", layer.mlp), ("resid", layer)):
+            module.register_forward_hook(lambda m, x, out, at=(name, n): sites.update({at: out}))
+    net.final_norm.register_forward_hook(lambda m, x, out: sites.update({("final", -1): x[0]}))
+    net(ids)
+    arrays = {at: x.detach().double().numpy() for at, x in sites.items()}
+    expected = brute_force.streams(arrays, modality_of(ids), np.ones(ids.shape, bool), NAMES)
+    assert expected.keys() == measured.keys() - plain.keys() and len(expected) == 8 * 28 + 4
+    assert same(measured, expected)
+    # The control: the sites of the layers in another order.
+    turned = {(site, 7 - layer if layer >= 0 else layer): x for (site, layer), x in arrays.items()}
+    assert not same(measured, brute_force.streams(turned, modality_of(ids), np.ones(ids.shape, bool), NAMES))
+
+
+@pytest.mark.parametrize("swin", [False, True])
+def test_sublayer_outputs_of_chameleon_add_up_to_its_residual_stream(swin):
+    """In both placements of its norms: what is called attn_out and mlp_out is what is added."""
+    model = hugging_face(
+        "chameleon", "ChameleonForConditionalGeneration", "ChameleonConfig", {"swin_norm": swin}
+    )
+    adapter, (ids,), kept = adapter_for(model), batches(1, B=2), {}
+    assert adapter is not None
+    for path, module in model.named_modules():
+        for site in adapter.at(path):
+            module.register_forward_hook(
+                lambda m, x, out, site=site, path=path: kept.update(
+                    {(site.name, path.split(".")[2] if site.name != "final" else ""):
+                     site.tensor(x[0] if x else None, out[0] if isinstance(out, tuple) else out)}
+                )
+            )  # fmt: skip
+    model(input_ids=ids)
+    added = kept["attn_out", "1"] + kept["mlp_out", "1"]
+    torch.testing.assert_close(kept["resid", "0"] + added, kept["resid", "1"])
+    torch.testing.assert_close(kept["final", ""], kept["resid", "1"])
+    assert not torch.allclose(kept["resid", "0"] + kept["mlp_out", "1"], kept["resid", "1"])
+
+
+def test_no_adapter_is_found_for_what_is_not_known():
+    assert adapter_for(Net()) is None

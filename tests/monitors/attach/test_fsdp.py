@@ -1,0 +1,69 @@
+"""Two processes on a CPU: the probe is collective, of both ranks together, and leaves the weights alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.monitors import attach
+from mmqk.store import read_metrics
+from tests.monitors.attach.nets import L, Net, batches
+
+ROOT = Path(__file__).parents[3]
+
+
+def two_processes(way: str, out: Path) -> str:
+    """What they print."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+         str(Path(__file__).with_name("train_foreign.py")), way, str(out)],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+             "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+def test_two_ranks_are_probed_as_one(tmp_path):
+    said = two_processes("plain", tmp_path)
+    assert said.count("mmqk: ") == 1 and f"attention of {L} of {L} layers seen" in said
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [10, 20, 40]
+    weights = json.loads((tmp_path / "weights.json").read_text())
+    assert weights["on"] == weights["off"] != weights["at 10"]
+
+    # At step 10 by one process: the sequences of both, of which those of the first are all text.
+    net = Net()
+    shapes = {name: x.shape for name, x in net.state_dict().items()}
+    net.load_state_dict({n: torch.tensor(x).view(shapes[n]) for n, x in weights["at 10"].items()})
+    first, second = (batches(50, B=2, seed=rank)[9] for rank in (0, 1))
+    ids = torch.cat([first % 10, second])
+    alone = attach(net, modality={"image": range(10, 40)}).probe(ids=ids).flat()
+    together = {
+        k: v for k, v in lines[0].items() if k not in ("step", "attn_layers_seen", "attn_layers_hidden")
+    }
+    assert together == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in alone.items()}
+    assert together["probe_sequences"] == 4
+    # The control: of one rank alone it is something else.
+    one = attach(net, modality={"image": range(10, 40)}).probe(ids=second).flat()
+    assert together["attn_logit_mean/text/layer03"] != pytest.approx(
+        one["attn_logit_mean/text/layer03"], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("way", ["lightning", "transformers"])
+def test_the_callbacks_under_fsdp(way, tmp_path):
+    pytest.importorskip("accelerate" if way == "transformers" else "lightning")
+    said = two_processes(way, tmp_path)
+    assert said.count("mmqk: attention of 8 of 8 layers seen") == 1
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [10, 20, 40]
+    assert all(line["probe_sequences"] == 4 and line["attn_layers_seen"] == 8 for line in lines)
+    assert lines[0]["q_norm/text/layer00"] != lines[2]["q_norm/text/layer00"]

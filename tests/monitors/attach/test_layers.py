@@ -1,0 +1,127 @@
+"""Which layers were seen, by what numbers, and what is said of the others."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmqk.monitors import attach
+from mmqk.monitors.introduce import introduction
+from mmqk.monitors.layers import layer_of, number
+from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, batches
+
+IMAGE = {"image": range(10, 40)}
+
+
+def probed(model, **inputs):
+    watch = attach(model, modality=IMAGE)
+    found = watch.probe(**(inputs or {"ids": batches(1)[0]})).flat()
+    assert watch.layers is not None and watch._last is not None
+    return found, watch.layers, introduction(watch.layers, {}, watch._last.sections, 0.1, [1.0], 100)
+
+
+def test_layers_whose_attention_is_not_seen_are_named():
+    hidden = {2: "by hand", 5: "by hand"}
+    found, layers, line = probed(Net([hidden.get(n, "sdpa") for n in range(8)]))
+    assert (
+        layers.numbers == [0, 1, 3, 4, 6, 7] and layers.hidden == ["layers.2", "layers.5"] and layers.of == 8
+    )
+    assert "attention of 6 of 8 layers seen, not that of layers.2, layers.5: no maximum here" in line
+    assert "attn_entropy/image/layer03" in found and not any("layer02" in name for name in found)
+    everything, layers, line = probed(Net())
+    assert layers.hidden == [] and "not that of" not in line and "attn_entropy/image/layer02" in everything
+
+
+def test_a_layer_that_no_name_gives_away_is_found_by_its_softmax():
+    class Mixer(SelfAttention):  # its class does not say that it attends
+        pass
+
+    net = Net(["sdpa"] * 3)
+    mixer = Mixer("by hand")
+    mixer.__class__ = type("Mixer", (nn.Module,), {"forward": SelfAttention.forward})
+    net.layers[1].attention = mixer
+    assert probed(net)[1].hidden == ["layers.1"]
+    mixer.call = "sdpa"
+    assert probed(net)[1].hidden == []
+
+
+def test_nothing_seen_says_what_would_be():
+    _, layers, line = probed(Net(["by hand"] * 2))
+    assert layers.numbers == [] and layers.hidden == ["layers.0", "layers.1"] and "0 of 2 layers" in line
+
+
+def test_a_mask_that_differs_between_heads_is_left_out_and_said():
+    found, layers, line = probed(Net(["sdpa", "by head", "by head"]))
+    assert layers.numbers == [0] and not any("layer01" in name for name in found)
+    assert "left out (a mask that differs between heads): layers.1.attention and 1 more" in line
+
+
+def test_calls_of_other_lengths_are_left_out_and_said():
+    class Prefixed(Net):
+        def forward(self, ids):
+            x = torch.cat([torch.zeros(len(ids), 2, D), self.embed(ids)], 1)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x[:, 2:])
+
+    found, layers, line = probed(Prefixed(["sdpa"] * 2))
+    assert layers.numbers == [] and "18 queries and 18 keys, where modality has 4 of 16" in line
+    assert found.keys() >= {"out_log_z/text"} and not any(name.startswith("attn_e") for name in found)
+
+
+def test_numbers_are_those_of_the_path_or_of_the_calls():
+    assert layer_of("model.layers.12.self_attn") == ("model.layers", 12) and layer_of("attn") is None
+    assert number(["a.layers.1.x", "a.layers.3.x"]) == [1, 3]
+    assert number(["a.0.blocks.0", "a.0.blocks.1", "a.1.blocks.0"]) == [0, 1, 2]
+
+    class Shared(Net):  # one layer, again and again
+        def forward(self, ids):
+            x = self.embed(ids)
+            for _ in range(8):
+                x = self.layers[0](x)
+            return self.head(x)
+
+    found, layers, _ = probed(Shared(["sdpa"]))
+    assert layers.numbers == list(range(8)) and found["q_norm/text/layer00"] != found["q_norm/text/layer07"]
+
+
+def test_cross_attention_is_left_out_and_the_rest_stays():
+    class Crossed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.other = SelfAttention(), nn.Linear(D, D)
+
+        def forward(self, x, mask=None):
+            context = self.other(x)[:, None, :5]
+            return self.own(x) + F.scaled_dot_product_attention(x[:, None], context, context)[:, 0]
+
+    net = Net(["sdpa"] * 2)
+    net.layers[1] = Layer(Crossed())
+    found, layers, line = probed(net)
+    assert layers.numbers == [0, 1] and "16 queries and 5 keys" in line and "attn_rank/layer01" in found
+
+
+def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
+    """A dense attention of transformers with something more in its softmax than it is called with."""
+    from transformers.models.llama import modeling_llama
+
+    from tests.monitors.attach.test_exact import hugging_face
+
+    dense = modeling_llama.eager_attention_forward
+
+    def louder(module, query, key, value, attention_mask, **options):
+        return dense(module, query, 3 * key, value, attention_mask, **options)
+
+    model, (ids,) = hugging_face("llama", "LlamaForCausalLM", "LlamaConfig", {}), batches(1)
+    whole = probed(model, input_ids=ids)[0]
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", louder)
+    found, layers, line = probed(model, input_ids=ids)
+    assert "without entropy, mass and rank (weights that are not the softmax of its logits)" in line
+    assert {
+        name for name in whole if name.startswith(("attn_entropy", "attn_mass", "attn_rank"))
+    } == whole.keys() - found.keys()
+    assert (
+        layers.numbers == [0, 1]
+        and found["attn_logit_max/text-text/layer00"] == whole["attn_logit_max/text-text/layer00"]
+    )

@@ -1,0 +1,62 @@
+"""Lightning's and transformers' Trainer with a watched model, plain and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmqk.store import UserError, read_metrics
+from tests.monitors.attach.trainers import lightning_run, transformers_run
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_lightning_logs_to_the_trainers_loggers_and_trains_the_same_weights(compiled, tmp_path):
+    pytest.importorskip("lightning")
+    from lightning.pytorch.loggers import CSVLogger
+
+    torch._dynamo.reset()
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    logged: dict[int, dict] = {}
+    logger.log_metrics = lambda values, step: logged.setdefault(step, values)  # type: ignore[method-assign]
+    watched = lightning_run(tmp_path / "run", compiled=compiled, logger=logger)
+    plain = lightning_run(tmp_path / "other", compiled=compiled, watched=False)
+    assert watched.keys() == plain.keys() and all(torch.equal(x, plain[name]) for name, x in watched.items())
+    assert list(logged) == [10, 20, 40]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [{"step": step, **values} for step, values in logged.items()] == lines
+    assert "attn_logit_absmax/text-image/layer07" in logged[40] and logged[40]["attn_layers_seen"] == 8
+
+
+def test_lightning_names_a_module_that_is_not_there(tmp_path):
+    pytest.importorskip("lightning")
+    from mmqk.monitors.lightning import ForeignMonitor
+
+    with pytest.raises(UserError, match=r"NormMonitor\(model='network'\): Linear has no such module"):
+        ForeignMonitor("network", {"image": range(3)}).on_fit_start(None, torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights(
+    compiled, tmp_path, monkeypatch
+):
+    pytest.importorskip("accelerate")
+    from transformers.integrations import TensorBoardCallback
+
+    torch._dynamo.reset()
+    reported: dict[int, dict] = {}
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "attn_layers_seen" in logs:
+            reported[state.global_step] = logs
+
+    monkeypatch.setattr(TensorBoardCallback, "__init__", lambda self: None)
+    monkeypatch.setattr(TensorBoardCallback, "on_log", on_log)
+    monkeypatch.setattr(TensorBoardCallback, "on_train_begin", lambda *args, **kwargs: None)
+    monkeypatch.setattr(TensorBoardCallback, "on_train_end", lambda *args, **kwargs: None)
+    watched = transformers_run(tmp_path / "run", compiled=compiled, report_to="tensorboard")
+    plain = transformers_run(tmp_path / "other", compiled=compiled, watched=False)
+    assert watched.keys() == plain.keys() and all(torch.equal(x, plain[name]) for name, x in watched.items())
+    assert list(reported) == [10, 20, 40]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [{"step": step, **values} for step, values in reported.items()] == lines
+    assert lines[0]["attn_layers_seen"] == 8 and "q_raw_norm/image/layer07" in lines[0]

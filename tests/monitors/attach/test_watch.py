@@ -1,0 +1,261 @@
+"""`attach` while a model trains: plain and compiled, what it writes and says, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from mmqk.analysis import load_runs
+from mmqk.monitors import attach
+from mmqk.store import UserError, read_metrics
+from tests.monitors.attach.nets import L, Net, batches, loss_of
+
+IMAGE = {"image": range(10, 40)}
+
+
+def train(called, model, steps=50, watch=None) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    torch.manual_seed(3)
+    for ids in batches(steps):
+        loss_of(called(ids), ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if watch is not None:
+            watch.step()
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("way", ["plain", "compiled", "compiled in place", "its module attached"])
+def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsys):
+    """Dropout included; with fullgraph, so that a hook that broke the graph would be an error."""
+    torch._dynamo.reset()
+    runs, logged = [], []
+    for watched in (False, True):
+        model = called = Net("sdpa", dropout=0.2)
+        if way in ("compiled", "its module attached"):
+            called = torch.compile(
+                model, backend="aot_eager" if way == "compiled" else "eager", fullgraph=True
+            )
+        elif way == "compiled in place":
+            model.compile(backend="eager", fullgraph=True)
+        watch = None
+        if watched:
+            given = model if way == "its module attached" else called
+            watch = attach(given, modality=IMAGE, every_n_steps=20, out=tmp_path / "mine",
+                           log=lambda values, step: logged.append((step, values)))  # fmt: skip
+        runs.append(train(called, model, watch=watch))
+        if watch is not None:
+            watch.close()
+    assert all(torch.equal(x, runs[1][name]) for name, x in runs[0].items())
+    assert not any(
+        torch.equal(x, Net("sdpa").state_dict()[name]) for name, x in runs[1].items() if "mlp" in name
+    )
+    lines = read_metrics(tmp_path / "mine" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [step for step, _ in logged] == [10, 20, 40]
+    assert {k: v for k, v in lines[-1].items() if k != "step"} == logged[-1][1]
+    assert {f"attn_entropy/image/layer{n:02d}" for n in range(L)} <= lines[0].keys()
+    assert lines[0]["attn_layers_seen"] == L and lines[0]["attn_layers_hidden"] == 0
+    assert lines[0]["probe_sequences"] == 4
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mmqk")]
+    assert "attention of 8 of 8 layers seen" in said and "tokens " in said
+    assert "% of a step" in said and "ms" in said
+    (run,) = load_runs(tmp_path)
+    assert run.status.status == "completed" and run.status.step == 50
+
+
+def test_an_accumulated_step_is_one_and_the_last_batch_is_probed():
+    model, seen = Net(), []
+    watch = attach(model, modality=lambda inputs: seen.append(inputs["ids"]) or (inputs["ids"] > 9).long(),
+                   every_n_steps=2, sequences=3)  # fmt: skip
+    given = batches(4)
+    for i, ids in enumerate(given):
+        loss_of(model(ids), ids).backward()
+        if i % 2:
+            with torch.no_grad():
+                watch.step()
+    assert len(seen) == 1 and torch.equal(seen[0], given[3][:3])
+
+
+class Stateful(nn.Module):
+    """Everything that a forward may write or draw."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm = Net(), nn.BatchNorm1d(16)
+        self.register_buffer("cache", torch.zeros(6, 16, dtype=torch.long), persistent=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.frozen = nn.BatchNorm1d(16).eval()
+
+    def forward(self, ids):
+        self.cache[: len(ids)] = ids
+        self.calls = self.calls + 1
+        noise = torch.nn.functional.dropout(torch.ones(3), 0.5, training=True).sum() + random.random()
+        y = self.frozen(self.norm(self.net(ids).transpose(1, 2)[:, :16])).mean() + 0 * noise
+        return self.net(ids) + y
+
+
+def test_a_probe_leaves_no_trace():
+    model, (ids, other) = Stateful(), batches(2)
+    loss_of(model(ids), ids).backward()
+    watch = attach(model, modality=IMAGE)
+    state = {name: x.clone() for name, x in (*model.named_buffers(), *model.named_parameters())}
+    objects = {name: id(x) for name, x in model.named_buffers()}
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    drawn, python = torch.get_rng_state(), random.getstate()
+    model.train()
+    model.frozen.eval()
+    hooks = len(model._forward_pre_hooks)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = watch.probe(ids=other).flat()
+        assert torch.is_autocast_enabled("cpu")
+    assert found == watch.probe(ids=other).flat()  # and in fp32, both
+    assert all(torch.equal(x, state[name]) for name, x in (*model.named_buffers(), *model.named_parameters()))
+    assert {name: id(x) for name, x in model.named_buffers()} == objects
+    assert all(p.grad is None if grads[n] is None else torch.equal(p.grad, grads[n])
+               for n, p in model.named_parameters())  # fmt: skip
+    assert torch.equal(torch.get_rng_state(), drawn) and random.getstate() == python
+    assert model.training and model.norm.training and not model.frozen.training
+    assert len(model._forward_pre_hooks) == hooks and torch.is_grad_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+    # The control: its own forward changes all of these.
+    model(other)
+    assert not torch.equal(torch.get_rng_state(), drawn) and random.getstate() != python
+    assert not torch.equal(model.cache, state["cache"]) and not torch.equal(
+        model.norm.running_mean, state["norm.running_mean"]
+    )
+
+
+def test_autocast_that_a_model_enters_itself_is_off():
+    """Accelerate wraps a forward so."""
+    net, (ids,) = Net(), batches(1)
+
+    class Wrapped(Net):
+        def forward(self, ids):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(ids)
+
+    wrapped = Wrapped()
+    wrapped.load_state_dict(net.state_dict())
+    assert wrapped(ids).dtype == torch.bfloat16
+    assert (
+        attach(wrapped, modality=IMAGE).probe(ids=ids).flat()
+        == attach(net, modality=IMAGE).probe(ids=ids).flat()
+    )
+
+
+def test_a_failing_forward_is_told_and_everything_put_back():
+    class Whole(Net):
+        def forward(self, ids):
+            if len(ids) != 6:
+                raise ValueError("all six or none")
+            return super().forward(ids)
+
+    model, (ids,) = Whole(), batches(1)
+    with pytest.raises(RuntimeError, match="sequences=6"):
+        attach(model, modality=IMAGE).probe(ids=ids)
+    assert (
+        model.training and torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()
+    )
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert "attn_rank/layer00" in attach(model, modality=IMAGE, sequences=6).probe(ids=ids).flat()
+
+
+def test_copies_and_files_of_a_watched_model_do_not_watch():
+    model = Net()
+    watch = attach(model, modality=IMAGE)
+    model(batches(1)[0])
+    (hook,) = copy.deepcopy(model)._forward_pre_hooks.values()
+    assert hook.args is None and watch._catcher.args is not None
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    assert torch.load(file, weights_only=False)(batches(1)[0]).shape == (6, 16, 40)
+    watch.close()
+    watch.close()
+    assert not model._forward_pre_hooks
+
+
+def test_an_object_that_nobody_calls_is_named():
+    model, trained = Net(), Net()
+    watch = attach(model, modality=IMAGE, every_n_steps=2)
+    trained(batches(1)[0])
+    watch.step()  # nothing is due
+    trained(batches(1)[0])
+    with pytest.raises(UserError, match="attach the object that the training loop calls"):
+        watch.step()
+
+
+def test_a_modality_without_tokens_warns(capsys):
+    model, (ids,) = Net(), batches(1)
+    for ranges, absent in (({"image": range(40, 50)}, "image"), ({"image": range(0, 40)}, "text")):
+        watch = attach(model, modality=ranges, every_n_steps=1)
+        model(ids)
+        with pytest.warns(UserWarning, match=f"no token of the first probe is {absent}"):
+            watch.step()
+        model(ids)
+        watch.step()  # once
+        watch.close()
+    assert capsys.readouterr().out.count("tokens 0 text, 64 image") == 1
+
+
+def test_a_folder_is_one_run(tmp_path):
+    model, (ids,) = Net(), batches(1)
+
+    def run(start=0):
+        watch = attach(model, modality=IMAGE, every_n_steps=1, out=tmp_path)
+        watch.steps = start
+        for _ in range(3):
+            model(ids)
+            watch.step()
+        watch.close()
+
+    run()
+    with pytest.raises(UserError, match=r"holds a run up to step 3: give another folder"):
+        run()
+    run(start=2)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("modality", "says"),
+    [
+        ({"image": range(4, 4)}, "not empty"),
+        ({"image": range(4, 9), "audio": range(8, 12)}, "both image and audio"),
+        ({"image": range(4, 9, 2)}, "steps of 1"),
+        ({"an-image": range(4, 9)}, "a modality's name"),
+        ({}, "names none but text"),
+        (7, "give ranges of ids"),
+        (lambda inputs: torch.zeros(3), r"of shape \(3,\)"),
+    ],
+)
+def test_mistakes_in_modality_are_one_sentence(modality, says):
+    with pytest.raises(UserError, match=says):
+        attach(Net(), modality=modality).probe(ids=batches(1)[0])
+
+
+def test_three_modalities_and_several_ranges():
+    model, (ids,) = Net(), batches(1)
+    ranges = {"image": [range(10, 15), range(30, 35)], "audio": range(20, 25)}
+    found = attach(model, modality=ranges).probe(ids=ids).flat()
+    assert "attn_mass/audio-image/layer07" in found and "out_block_log_z/text-audio" in found
+    swapped = {"image": range(20, 25), "audio": [range(10, 15), range(30, 35)]}
+    other = attach(model, modality=swapped).probe(ids=ids).flat()
+    assert other["q_norm/audio/layer00"] == found["q_norm/image/layer00"] != found["q_norm/audio/layer00"]
+
+
+def test_ids_that_cannot_be_found_are_asked_for():
+    class Embedded(Net):
+        def forward(self, vectors):
+            for layer in self.layers:
+                vectors = layer(vectors)
+            return vectors
+
+    x = torch.randn(2, 16, 32)
+    with pytest.raises(UserError, match="no token ids among the inputs vectors"):
+        attach(Embedded(), modality=IMAGE).probe(vectors=x)
+    found = attach(Embedded(), modality=lambda inputs: inputs["vectors"][..., 0] > 0).probe(vectors=x).flat()
+    assert "attn_rank/layer07" in found and not any(name.startswith("out_") for name in found)

@@ -1,0 +1,87 @@
+"""One of two processes that train a model under FSDP with the watch on or off. Run by torch.distributed.run.
+
+Usage: train_foreign.py WAY OUT, WAY one of plain, lightning, transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from mmqk.monitors import attach
+from tests.monitors.attach.nets import Net, batches, loss_of
+
+IMAGE, STEPS = {"image": range(10, 40)}, 50
+
+
+def sharded(net):
+    for layer in net.layers:
+        fully_shard(layer)
+    return fully_shard(net)
+
+
+def of_rank(n: int) -> list[torch.Tensor]:
+    """Other batches on each rank; the first has one that is all text, and a mask of its own."""
+    given = batches(n, B=2, seed=dist.get_rank())
+    if dist.get_rank() == 0:
+        given[9] = given[9] % 10
+    return given
+
+
+def whole(net) -> dict[str, list]:
+    full = {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in net.state_dict().items()}
+    return {name: x.flatten().tolist() for name, x in full.items()}
+
+
+def plain(out: Path) -> None:
+    weights = {}
+    for watched in (True, False):
+        net = sharded(Net(dropout=0.1))
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+        watch = (
+            attach(net, modality=IMAGE, every_n_steps=20, sequences=2, out=out / "run") if watched else None
+        )
+        torch.manual_seed(dist.get_rank())
+        for step, ids in enumerate(of_rank(STEPS)):
+            loss_of(net(ids), ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if watch is not None:
+                watch.step()
+                if step == 9:
+                    weights["at 10"] = whole(net)
+        weights["on" if watched else "off"] = whole(net)
+        if watch is not None:
+            # The probe before a step must not leave old weights gathered for the forward after it.
+            watch.probe(ids=ids)
+            watch.close()
+    if dist.get_rank() == 0:
+        (out / "weights.json").write_text(json.dumps(weights))
+
+
+def main(way: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    if way == "plain":
+        dist.init_process_group("gloo")
+        plain(out)
+        dist.destroy_process_group()
+    elif way == "lightning":
+        from tests.monitors.attach.trainers import lightning_run
+
+        lightning_run(out / "run", fsdp=True)
+    else:
+        from tests.monitors.attach.trainers import transformers_run
+
+        transformers_run(out / "run", fsdp=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.getcwd())
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,134 @@
+"""The table of statistics against what is logged, both ways, and the page that is written from it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
+from mmqk.monitors import attach, probe
+from mmqk.monitors.residual import residual_absorption
+from mmqk.monitors.statistics import COSTS, STATISTICS, UNKNOWN, Statistic, statistic_of
+from mmqk.train import main
+from tests.one_step import token_batch
+from tests.remedies_page import measure
+from tests.statistics_page import ALL_MARKS, PAGE, page, parts, render
+
+ROOT = Path(__file__).parents[1]
+EVERYTHING = [
+    "--data.batch_size=4", "--data.val_sequences=8", "--model.d_model=16", "--model.n_layers=2", "--model.n_heads=2",
+    "--optim.warmup_steps=2", "--optim.qk_clip=0.5", "--trainer.max_steps=4", "--monitor.every_n_steps=2",
+    "--monitor.sequences=4", "--monitor.batch=current", "--monitor.heads=true", "--monitor.parameters=true",
+    "--monitor.precision=true", "--monitor.gradient_agreement=true", "--monitor.budget_every_n_steps=2",
+    "--monitor.budget_steps=2", "--quiet",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory) -> set[str]:
+    """The tags of a run with everything on, and of what one run cannot have."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    assert main([f"--config={ROOT / 'configs/dial.yaml'}", f"--out={out}", *EVERYTHING]) == 0
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return {tag for line in lines for tag in json.loads(line)} - {"step"} | of_other_models()
+
+
+def of_other_models() -> set[str]:
+    """QK-Norm, which QK-Clip excludes; a bf16 residual stream; a model that is only watched."""
+    config = ModelConfig(
+        blocks={"text": 20, "image": 12}, d_model=16, n_layers=2, n_heads=2, qk_norm=QKNormConfig("rms")
+    )
+    model = EarlyFusionTransformer(config, backend="sdpa")
+    batch = token_batch(torch.arange(24).view(2, 12) % 32, config.blocks)
+    found = set(probe(model, batch).flat())
+    watch = attach(
+        model,
+        modality={"image": range(20, 32)},
+        every_n_steps=1,
+        log=lambda values, step: found.update(values),
+    )
+    model(batch.ids_BT)
+    watch.step()
+    watch.close()
+    return found | set(residual_absorption(model.bfloat16(), batch).flat())
+
+
+def missing(tags: Iterable[str], table: Iterable[Statistic] = STATISTICS) -> list[str]:
+    """Tags of no row."""
+    return [tag for tag in tags if not any(row.matches(tag) for row in table)]
+
+
+def unused(tags: Iterable[str], table: Iterable[Statistic] = STATISTICS) -> set[str]:
+    """Forms of tags that nothing has."""
+    seen = {row.matches(tag) for tag in tags for row in table}
+    return {form for row in table for form in row.forms} - seen
+
+
+def test_every_tag_has_a_row_and_every_row_a_tag(logged):
+    assert missing(logged) == []
+    assert unused(logged) == set()
+    # The controls: a row less, a tag less, a tag that is new, and a known statistic in a new place.
+    assert set(missing(logged, STATISTICS[1:])) == {"loss"}
+    assert unused(logged - {"attn_rank/layer00", "attn_rank/layer01"}) == {"attn_rank/layerNN"}
+    assert unused({tag for tag in logged if "head" not in tag.split("/")[-1]}) >= {
+        "attn_entropy/QUERY/layerNN/headNN"
+    }
+    new = [
+        "attn_vibes/text/layer00",
+        "attn_rank/text/layer00",
+        "q_norm/layer00",
+        "loss/text-image",
+        "lr/text",
+    ]
+    assert missing([*logged, *new]) == new
+
+
+def test_a_tag_has_one_row(logged):
+    for tag in logged:
+        assert sum(row.matches(tag) is not None for row in STATISTICS) == 1, tag
+    assert statistic_of("grad_norm").patterns != statistic_of("grad_norm/embed.weight").patterns
+
+
+def test_every_row_is_filled_and_its_sources_marked():
+    assert len({pattern for row in STATISTICS for pattern in row.patterns}) == sum(
+        len(row.patterns) for row in STATISTICS
+    )
+    for row in STATISTICS:
+        assert all((row.formula, row.unit, row.modality, row.bad, row.group)), row.patterns
+        assert row.cost in COSTS
+        assert not set("{}") & set("".join(map(str, vars(row).values()))), row.patterns
+        marks = set(re.findall(r"\[(\w)\]", row.healthy))
+        assert marks <= set(ALL_MARKS) and (
+            marks or UNKNOWN in row.healthy or row.healthy.startswith("as ")
+        ), row.patterns
+    assert {row.cost for row in STATISTICS} | {"forward", "heads"} == set(COSTS)
+
+
+def test_the_page_is_what_the_code_says():
+    assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.statistics_page"
+
+
+def test_a_page_of_other_costs_is_another_and_costs_are_those_of_the_textbook():
+    measured, step = parts(), measure({}).flops
+    assert render(measured | {"growth": 1}, step) != render(measured, step)
+    assert 6 * measured["forward"] == step  # 4 of 8 sequences, and a backward pass is two forwards
+    assert measured["precision"] == measured["forward"]
+    assert (
+        6 * measured["agreement"] == 10 * step
+    )  # both halves: a forward, and a backward pass for each of two modalities
+
+
+@pytest.mark.parametrize(("first", "code"), [("", 0), ("sys.modules['torch'] = sys; ", 1)])
+def test_the_table_needs_no_torch(first, code):
+    command = f"""import sys; {first}import importlib.util as u
+spec = u.spec_from_file_location("table", "mmqk/monitors/statistics.py"); table = u.module_from_spec(spec)
+sys.modules["table"] = table; spec.loader.exec_module(table)
+sys.exit("torch" in sys.modules)"""
+    assert subprocess.run([sys.executable, "-c", command], cwd=ROOT).returncode == code

@@ -1,0 +1,196 @@
+"""The live view: what it reads, what it shows, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mmqk.ablation.views import Follow, follow
+from mmqk.store import Alarm, FolderLock, MetricsWriter, append_alarms, front_door, write_json
+from mmqk.watch import main
+
+ROOT = Path(__file__).parents[1]
+
+
+def write_run(folder: Path, status="running", steps=range(0, 41, 10), max_steps=200, alarms=(), reason=""):
+    folder.mkdir(parents=True)
+    write_json(folder / "run.json", {"id": "x", "identity": {"trainer": {"max_steps": max_steps}}})
+    writer = MetricsWriter(folder / "metrics.jsonl")
+    for step in steps:
+        writer.write(
+            step,
+            {
+                "loss": 9.0,
+                "loss/text": 5.0 - step / 100,
+                "loss/image": 6.0,
+                "tokens_per_s": 1234.5,
+                "attn_logit_absmax/text-text/layer00": 3.0,
+                "attn_logit_absmax/text-image/layer01": 10.0 + step,
+                "attn_logit_absmax/image-text/layer01": 7.0,
+                "q_norm/text/layer00": 4.5,
+                "attn_entropy/image/layer00": 0.25,
+                "attn_entropy/image/layer01": 3.25,
+            },
+        )
+    writer.close()
+    if status is not None:
+        write_json(folder / "status.json", {"status": status, "step": 0, "reason": reason, "seconds": 1.0})
+    append_alarms(folder, alarms)
+
+
+GROWTH = Alarm("growth", 30, "attn_logit_absmax/text-image/layer01", 40.0, 20.0, "[logits] have doubled")
+
+
+def shown(capsys, *argv) -> str:
+    assert main([str(word) for word in argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_one_run_shows_its_worst_by_modality_with_the_layer(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    with_lock = tmp_path / "run"
+    write_run(with_lock, alarms=[GROWTH])
+    with open(with_lock / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step":50,"loss/te')  # being written
+    os.utime(with_lock / "status.json", (time.time() - 100, time.time() - 100))
+    os.utime(with_lock / "metrics.jsonl", (time.time() - 20, time.time() - 20))
+    said = shown(capsys, "--once", with_lock)
+    row = next(line for line in said.splitlines() if line.startswith("run ") and "running" in line)
+    # 40 of 200 steps in 80 s: 320 s for the 160 that are left.
+    for part in ("40/200", "4.60", "6.00", "50 L1", "7 L1", "1234", "growth", "5:20"):
+        assert part in row, part
+    assert re.search(r"smallest attention entropy +0\.25 L0", said)
+    assert "step 30: growth: [logits] have doubled" in said
+
+
+def test_an_ablation_shows_every_run_the_waiting_ones_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    folder = tmp_path / "study"
+    write_run(folder / "mixed-0123456789/seed1", "completed", alarms=[GROWTH])
+    write_run(folder / "mixed-0123456789/seed2", "diverged", reason="text loss became nan")
+    runs = [
+        {"arm": "mixed", "seed": seed, "folder": f"mixed-0123456789/seed{seed}", "id": "x"}
+        for seed in (1, 2, 3)
+    ]
+    write_json(folder / "ablation.json", {"name": "study", "grid": {}, "runs": runs})
+    said = shown(capsys, "--once", folder)
+    statuses = re.findall(r"^mixed seed (\d) +(completed|diverged|waiting) +\d", said, re.MULTILINE)
+    assert statuses == [("1", "completed"), ("2", "diverged"), ("3", "waiting")]
+    assert "mixed seed 2 diverged: text loss became nan" in said
+    assert "mixed seed 1 step 30: growth" in said
+    # Without ablation.json, as an arm, by folders.
+    said = shown(capsys, "--once", folder / "mixed-0123456789")
+    assert "seed1" in said and "seed2" in said and "seed3" not in said
+    # Several at once, and without a terminal no --once is needed.
+    assert shown(capsys, folder / "mixed-0123456789/seed1", folder).count("completed") == 2
+
+
+@pytest.mark.parametrize("width", [60, 80, 110, 140, 200])
+def test_a_table_is_no_wider_than_the_terminal_where_it_can_be(tmp_path, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    write_run(tmp_path / "r", "completed")
+    table = shown(capsys, "--once", tmp_path / "r").split("\n\n")[0]
+    assert max(map(len, table.splitlines())) <= max(width, 60)
+    assert ("|q| text" in table) == (width >= 110) and "loss image" in table
+
+
+def test_what_is_no_run_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for folder, says in (("missing", "is not a folder"), ("empty", "holds no run")):
+        assert front_door(main)(["--once", str(tmp_path / folder)]) == 2
+        error = capsys.readouterr().err
+        assert says in error and folder in error and error.count("\n") == 1
+    assert front_door(main)(["--every", "0", str(tmp_path)]) == 2
+    assert front_door(main)([]) == 2 and "nothing to watch" in capsys.readouterr().err
+
+
+def test_damage_is_shown_as_far_as_it_can_be_read(tmp_path, capsys):
+    write_run(tmp_path / "r", "completed")
+    for name in ("run.json", "status.json"):
+        (tmp_path / "r" / name).write_text("{")
+    (tmp_path / "r" / "metrics.jsonl").write_bytes(
+        b'\xff\n[1]\n{"step":3,"loss/text":"nan","x":{}}\n{"step":4,"loss/text":"nan"}\n'
+    )
+    (tmp_path / "r" / "alarms.jsonl").write_text("nonsense\n")
+    said = shown(capsys, "--once", tmp_path / "r")
+    assert "nan" in said and "4" in said
+
+
+def test_a_follower_reads_what_is_new_and_starts_again_after_a_resume(tmp_path):
+    write_run(tmp_path / "r", "running", steps=range(3))
+    run = follow([tmp_path / "r"])[0]
+    assert run.look().step == 2
+    writer = MetricsWriter(tmp_path / "r/metrics.jsonl")
+    writer.write(3, {"loss/text": 1.0})
+    writer.flush()
+    view = run.look()
+    assert (view.step, view.values["loss/text"], view.values["loss/image"]) == (3, 1.0, 6.0)
+    writer.truncate_after(1)
+    writer.close()
+    assert run.look().step == 1
+    assert run.look().values == Follow("again", tmp_path / "r").look().values
+
+
+def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path):
+    write_run(tmp_path / "r")
+    long_ago = time.time() - 1000
+    for name in ("status.json", "metrics.jsonl"):
+        os.utime(tmp_path / "r" / name, (long_ago, long_ago))
+    assert follow([tmp_path / "r"])[0].look().status == "stopped"
+    lock = FolderLock(tmp_path / "r")
+    assert follow([tmp_path / "r"])[0].look().status == "running"
+    lock.release()
+
+
+def test_in_a_terminal_it_redraws_until_the_run_has_ended(tmp_path):
+    write_run(tmp_path / "r")
+    here, there = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(tmp_path / "r")]
+    process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
+    os.close(there)
+    said = b""
+    try:
+        while b"4.60" not in said:
+            said += os.read(here, 65536)
+        assert process.poll() is None
+        writer = MetricsWriter(tmp_path / "r/metrics.jsonl")
+        writer.write(200, {"loss/text": 2.22})
+        writer.close()
+        write_json(
+            tmp_path / "r/status.json", {"status": "completed", "step": 200, "reason": "", "seconds": 2.0}
+        )
+        while process.poll() is None or b"2.22" not in said:
+            said += os.read(here, 65536)
+    except OSError:  # the other side has closed
+        pass
+    finally:
+        process.kill()
+        os.close(here)
+    assert process.wait() == 0, said.decode()
+    assert b"2.22" in said and b"completed" in said and b"\x1b[1A" in said
+
+
+def test_watching_imports_no_torch(tmp_path):
+    write_run(tmp_path / "r", "completed")
+    code = (
+        "import sys; from mmqk.watch import main; main(['--once', sys.argv[1]]);"
+        "import json; print(json.dumps([m for m in sys.modules if m.split('.')[0] in"
+        " ('torch', 'lightning', 'numpy', 'matplotlib')]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "r")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -1,0 +1,169 @@
+"""Alarms of a run: the same live as afterwards, the same after a resume, and only acting where they are told to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.config import resolve
+from mmqk.store import AlarmConfig, alarms_of, front_door, read_alarms, read_metrics, read_status
+from mmqk.store.alarms import probes, steps
+from mmqk.train import main
+
+# A hot run of 60 steps: rules that need many values are told to be content with few.
+HOT = [
+    "--optim.lr=0.3",
+    "--optim.schedule=constant",
+    "--trainer.max_steps=60",
+    "--model.residual_dropout=0.1",
+]
+
+
+@pytest.fixture(autouse=True)
+def eager_rules(monkeypatch):
+    monkeypatch.setattr(steps, "SPIKE_FEWEST", 5)
+    monkeypatch.setattr(steps, "SPIKE_STDS", 2.5)
+    monkeypatch.setattr(probes, "COLLAPSE_SHARE", 0.9)
+
+
+@pytest.fixture(scope="module")
+def reporting(tiny_args, tmp_path_factory):
+    """A run whose alarms only report, and what it said."""
+    import contextlib
+    import io
+
+    out, said = tmp_path_factory.mktemp("alarms") / "run", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(steps, "SPIKE_FEWEST", 5)
+        patch.setattr(steps, "SPIKE_STDS", 2.5)
+        patch.setattr(probes, "COLLAPSE_SHARE", 0.9)
+        assert main([*tiny_args, *HOT, f"--out={out}"]) == 0
+    return out, said.getvalue()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = sorted((folder / "checkpoints").glob("step*.ckpt"))[-1]
+    return torch.load(newest, weights_only=True)["state_dict"]
+
+
+def afterwards(folder: Path, max_steps=60) -> str:
+    lines = read_metrics(folder / "metrics.jsonl")
+    return repr(sorted(map(repr, alarms_of(lines, 4, max_steps, ("text", "image")))))
+
+
+def live(folder: Path) -> str:
+    return repr(sorted(map(repr, read_alarms(folder))))
+
+
+def test_alarms_are_those_that_the_numbers_give_afterwards(reporting):
+    folder, _ = reporting
+    found = read_alarms(folder)
+    assert {"spike", "collapse"} <= {alarm.name for alarm in found}, "the run is too calm for this test"
+    assert live(folder) == afterwards(folder)
+    # metrics.jsonl has nothing of them.
+    assert not any("alarm" in key for line in read_metrics(folder / "metrics.jsonl") for key in line)
+
+
+def test_each_is_said_once_with_layer_modality_and_value(reporting):
+    folder, said = reporting
+    lines = [line for line in said.splitlines() if line.startswith("alarm at step ")]
+    collapses = [line for line in lines if ": collapse: " in line]
+    first = next(alarm for alarm in read_alarms(folder) if alarm.name == "collapse")
+    assert f"alarm at {first.line()}" in lines and f"{first.value:.3g} nats" in first.sentence
+    assert first.tag in first.sentence and "layer" in first.tag
+    assert len(collapses) == len(
+        {alarm.tag.split("/")[1] for alarm in read_alarms(folder) if alarm.name == "collapse"}
+    )
+    assert len(lines) == len(set(lines)) <= len(read_alarms(folder))
+
+
+def test_tensorboard_has_them_as_text_and_as_a_count(reporting):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _ = reporting
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    found = read_alarms(folder)
+    counts = events.Scalars("alarms")
+    assert counts[0].value == 0 and counts[-1].value == len(found) and counts[-1].step == 60
+    for alarm in found:
+        texts = events.Tensors(f"alarm/{alarm.name}/text_summary")
+        said = b"".join(t.tensor_proto.string_val[0] for t in texts if t.step == alarm.step)
+        assert alarm.sentence.encode() in said
+
+
+def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tmp_path, monkeypatch):
+    acting = ["--alarm.checkpoint=[spike]", "--alarm.probe=[spike]", "--alarm.probe_steps=3"]
+    assert main([*tiny_args, *HOT, *acting, f"--out={tmp_path / 'acting'}"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("mmqk.training.alarms.AlarmRules.update", lambda *_: [])
+        assert main([*tiny_args, *HOT, f"--out={tmp_path / 'none'}"]) == 0
+    assert not read_alarms(tmp_path / "none")
+    one = weights(reporting[0])
+    for name in ("acting", "none"):
+        other = weights(tmp_path / name)
+        assert all(torch.equal(one[k], other[k]) for k in one), name
+    # The actions were taken: every step after the first spike is probed, and one checkpoint is kept.
+    spike = next(alarm for alarm in read_alarms(tmp_path / "acting") if alarm.name == "spike")
+    probed = [
+        line["step"] for line in read_metrics(tmp_path / "acting/metrics.jsonl") if "final_norm/text" in line
+    ]
+    seen_at = next(step for step in probed if step >= spike.step)  # the flush that found it
+    assert {seen_at + 1, seen_at + 2, seen_at + 3} <= set(probed)
+    kept = list((tmp_path / "acting/checkpoints").glob("alarm_*"))
+    assert [path.name for path in kept] == [f"alarm_spike_step{seen_at:08d}.ckpt"]
+    assert torch.load(kept[0], weights_only=True)["global_step"] == seen_at
+    assert live(tmp_path / "acting") == afterwards(tmp_path / "acting")
+
+
+def test_an_alarm_that_stops_interrupts_and_the_same_command_goes_on(reporting, tiny_args, tmp_path, capsys):
+    out = tmp_path / "stopped"
+    args = [*tiny_args, *HOT, "--alarm.stop=[collapse]", f"--out={out}"]
+    assert main(args) == 130
+    status = read_status(out)
+    assert status is not None and status.status == "interrupted" and "collapse" in status.reason
+    first = next(alarm for alarm in read_alarms(out) if alarm.name == "collapse")
+    assert status.step == first.step < 60
+    for _ in range(10):  # a later layer or modality may stop it again
+        if (code := main(args)) == 0:
+            break
+        assert code == 130
+    capsys.readouterr()
+    assert read_status(out).status == "completed"
+    one, two = weights(reporting[0]), weights(out)
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    assert live(out) == live(reporting[0]), "a resume neither loses nor repeats an alarm"
+
+
+def test_a_resume_drops_alarms_that_come_again(reporting, tiny_args, tmp_path):
+    """As after a kill: alarms of steps after the last checkpoint are on disk, and the steps are not."""
+    import shutil
+
+    out = tmp_path / "killed"
+    shutil.copytree(reporting[0], out)
+    for path in sorted((out / "checkpoints").glob("step*.ckpt"))[1:]:
+        path.unlink()
+    write = json.loads((out / "status.json").read_text()) | {"status": "running"}
+    (out / "status.json").write_text(json.dumps(write))
+    assert main([*tiny_args, *HOT, f"--out={out}"]) == 0
+    assert live(out) == live(reporting[0])
+
+
+def test_only_alarms_that_act_are_part_of_the_identity(tiny_args):
+    plain = resolve(tiny_args)
+    assert "alarm" not in plain.identity
+    assert resolve([*tiny_args, "--alarm.probe_steps=7"]).id == plain.id
+    for action in ("stop", "probe", "checkpoint"):
+        acting = resolve([*tiny_args, f"--alarm.{action}=[growth]"])
+        assert acting.id != plain.id and acting.identity["alarm"][action] == ["growth"]
+
+
+def test_unknown_names_and_lengths_are_one_sentence(tiny_args, capsys):
+    assert front_door(main)([*tiny_args, "--alarm.stop=[spikes]"]) == 2
+    said = capsys.readouterr().err
+    assert "alarm.stop has 'spikes'" in said and "spike_median" in said and said.count("\n") == 1
+    with pytest.raises(ValueError, match=r"alarm\.probe_steps is 0"):
+        AlarmConfig(probe_steps=0)

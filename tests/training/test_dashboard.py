@@ -1,0 +1,118 @@
+"""TensorBoard as a person sees it: the command that is printed, opened in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mmqk.store import dashboards
+from mmqk.train import main
+from mmqk.training.loggers import StoryLogger
+from mmqk.training.story import PAGES, RUN_PAGE
+from tests.training.browser import browser, installed
+
+ROOT = Path(__file__).parents[2]
+SPIKE = 1777
+CARD = "tf-custom-scalar-multi-line-chart-card"
+# Every element of the page, those in the shadows too; a card with its title and the lines it has drawn.
+PAGE = f"""
+const all = root => [...root.querySelectorAll('*')].flatMap(e => e.shadowRoot ? [e, ...all(e.shadowRoot)] : [e]);
+const cards = () => all(document).filter(e => e.tagName.toLowerCase() === '{CARD}').map(e => {{
+  const inside = all(e.shadowRoot || e);
+  return {{
+    title: inside.find(i => i.matches('.heading-label')).textContent.trim(),
+    lines: inside.filter(i => i.matches('path.line') && (i.getAttribute('d') || '').length > 9).length,
+  }};
+}});
+"""
+
+
+@contextlib.contextmanager
+def tensorboard(logdir: Path) -> Iterator[str]:
+    """The address of what the printed command serves, on a free port."""
+    command = re.search(r"python (-m .*), then open \S+(#\w+)$", dashboards(logdir))
+    assert command is not None
+    words = [sys.executable, *shlex.split(command[1]), "--port", "0"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        found = next(match[0] for line in process.stderr if (match := re.search(r"http://[\w.]+:\d+/", line)))
+        yield found + command[2]
+    finally:
+        process.terminate()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def logdir(tiny_args, tmp_path_factory) -> Path:
+    """Two runs of an ablation, and a long one whose loss has a spike of one step."""
+    folder = tmp_path_factory.mktemp("dash") / "runs of mine"
+    for seed in (1, 2):
+        assert main([*tiny_args, f"--seed={seed}", f"--out={folder}/mixed-0123456789/seed{seed}"]) == 0
+    logger = StoryLogger(folder / "long", ("text", "image"))
+    for step in range(1, 3001):
+        high = 9.0 if step == SPIKE else 3.0
+        logger.log_metrics({"loss/text": high, "loss/image": 4.0}, step)
+    logger.finalize("success")
+    return folder
+
+
+def test_the_command_is_that_of_make(tmp_path):
+    recipe = (ROOT / "Makefile").read_text()
+    command = dashboards("runs").removeprefix("dashboards: python ").partition(",")[0]
+    assert command in recipe and "/#custom_scalars" in recipe
+    assert shlex.split(dashboards("a b"))[5] == "a b"
+
+
+@pytest.mark.skipif(installed() is None, reason="no Chromium is installed")
+def test_the_page_opens_on_the_story_and_draws_every_chart_without_an_error(logdir):
+    titles = {chart.title for charts in PAGES.values() for chart in charts} | set(RUN_PAGE)
+    with tensorboard(logdir) as address, browser(installed() or "") as page:
+        page.open(address)
+        page.wait("document.readyState === 'complete'")
+        page.value(PAGE + "globalThis.cards = cards; globalThis.all = all; 0")
+        drawn = page.wait(
+            f"cards().length >= {len(titles)} && cards().every(c => c.lines > 0) && cards()", 25
+        )
+        assert drawn, page.value("cards()")
+        assert {card["title"] for card in drawn} == titles
+        lines = {card["title"]: card["lines"] for card in drawn}
+        # Four pairs of modalities, two runs; TensorBoard draws each line and, faintly, what it smooths.
+        assert lines["Largest attention logit (max over layers)"] >= 8
+        assert lines["Query norm (max over layers)"] >= 4
+        assert page.value("all(document).some(e => e.textContent.trim() === 'mixed-0123456789/seed2')")
+        # A spike of one step among 3,000 is there.
+        series = page.value(
+            "fetch('data/plugin/custom_scalars/scalars?run=long&tag='"
+            " + encodeURIComponent('^(loss|excess)/(text|image)$')).then(r => r.json())"
+        )
+        values = {int(step): value for _, step, value in series["tag_to_events"]["loss/text"]}
+        assert len(values) == 3000 and values[SPIKE] == 9.0
+        outcome = page.value(
+            "fetch('data/plugin/hparams/session_groups', {method: 'POST', body: JSON.stringify("
+            "{experimentName: '', allowedStatuses: ['STATUS_SUCCESS'], colParams: [], startIndex: 0, sliceSize: 9})})"
+            ".then(r => r.json())"
+        )
+        rows = [group["hparams"] for group in outcome["sessionGroups"]]
+        assert sorted(row["seed"] for row in rows) == [1, 2]
+        assert all(row["as ended"] == "completed" and row["arm"] == "mixed" for row in rows)
+        assert not page.errors
+
+
+@pytest.mark.skipif(installed() is None, reason="no Chromium is installed")
+def test_the_browser_sees_a_broken_page(tmp_path):
+    """The control: an error on the page and an empty one are noticed."""
+    (tmp_path / "page.html").write_text("<script>console.error('oh'); missing()</script>")
+    with browser(installed() or "") as page:
+        page.open((tmp_path / "page.html").as_uri())
+        page.wait("document.readyState === 'complete'")
+        assert len(page.errors) == 2 and "missing" in " ".join(page.errors)
+        assert page.value(PAGE + "cards().length") == 0

@@ -1,0 +1,217 @@
+"""The radial budget and the sizes by parameter of real training runs, against the same run written out in a loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import lightning as L
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mmqk.model import UntieConfig
+from mmqk.monitors import MonitorConfig, NormMonitor
+from mmqk.training.loss import LossConfig
+from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
+
+EVERYTHING = MonitorConfig(
+    every_n_steps=2, sequences=2, heads=True, parameters=True, precision=True, gradient_agreement=True,
+    budget_every_n_steps=4, budget_steps=3,
+)  # fmt: skip
+PARTS = ("decay", "step", "unattributed", "rest")
+
+
+class Squares(L.Callback):
+    """|W|^2 of every W_q and W_k before the first step and after each."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def look(self, module) -> None:
+        self.seen.append(
+            {
+                f"{name}/layer{i:02d}": sum(
+                    float(p.detach().square().sum())
+                    for n, p in getattr(block.attention, name).named_parameters()
+                    if "weight" in n
+                )
+                for i, block in enumerate(module.model.blocks)
+                for name in ("w_q", "w_k")
+            }
+        )
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        self.look(pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.look(pl_module)
+
+
+@pytest.fixture
+def logged(monkeypatch) -> dict[int, dict[str, float]]:
+    """What NormMonitor logs, by step."""
+    lines: dict[int, dict[str, float]] = {}
+
+    def keep(trainer, values) -> None:
+        if values:
+            lines.setdefault(trainer.global_step, {}).update(values)
+
+    monkeypatch.setattr("mmqk.monitors.callback._log", keep)
+    return lines
+
+
+def batches_of(steps: int, accumulate: int = 1):
+    return [micro for step in range(steps) for micro in cut(toy_batch(step), accumulate)]
+
+
+CASES = {
+    "plain": ({}, {}, {}, {}),
+    "micro-batches and clipping": ({}, {"weight_decay": 0.0}, {"accumulate": 2, "clip": 0.05}, {}),
+    "z-loss and weights": ({}, {}, {"clip": 0.5}, {"z_loss": 1e-2, "weights": {"image": 0.5}}),
+    "dropout": ({"residual_dropout": 0.2, "attn_dropout": 0.1}, {}, {"clip": 0.5}, {}),
+    "untied": ({"untie": UntieConfig(qk=True)}, {}, {}, {}),
+    "sigma": ({"weight_reparam": "sigma"}, {}, {}, {}),
+    "clipped logits": ({}, {"qk_clip": 1e-3}, {"accumulate": 2}, {}),
+    "split moments": ({}, {"split_second_moment": True}, {"accumulate": 2, "clip": 0.05}, {}),
+    "split, one off": ({}, {"split_second_moment": True}, {}, {"weights": {"text": 0.0}}),
+    "one off": ({}, {}, {"clip": 0.5}, {"weights": {"text": 0.0}}),
+}
+
+
+@pytest.mark.parametrize(("model", "optim", "run", "loss"), CASES.values(), ids=CASES)
+def test_the_parts_of_a_run_sum_to_the_measured_change(logged, model, optim, run, loss):
+    module = module_of(replace(MODEL, **model), LossConfig(**loss), **optim)
+    squares = Squares()
+    batches = batches_of(9, run.get("accumulate", 1))
+    fit(module, batches, **run, callbacks=[NormMonitor(EVERYTHING), squares])
+    ends = {3: 0, 7: 4, 9: 8}  # the last window is cut short by the end of the run
+    assert [s for s, line in logged.items() if "budget_window" in line] == list(ends)
+    for end, start in ends.items():
+        line = logged[end]
+        assert line["budget_window"] == end - start
+        assert (line["budget_clip_factor"] < 1) == ("clip" in run)
+        for where, square in squares.seen[end].items():
+            name, layer = where.split("/")
+            change = square - squares.seen[start][where]
+            parts = {part: line[f"{name}_growth_{part}/{layer}"] for part in PARTS}
+            off = [m for m, weight in loss.get("weights", {}).items() if not weight]
+            parts |= {m: line[f"{name}_growth/{m}/{layer}"] for m in ("text", "image") if m not in off}
+            assert line[f"{name}_sq/{layer}"] == pytest.approx(square)
+            assert line[f"{name}_growth_total/{layer}"] == pytest.approx(change)
+            assert sum(parts.values()) == pytest.approx(change)
+            size = sum(abs(v) for v in parts.values())
+            if "qk_clip" in optim:
+                assert parts["rest"] < -0.1 * square  # clipping is here and nowhere else
+            else:
+                assert abs(parts["rest"]) < 1e-9 * size
+            assert (parts["unattributed"] != 0) == (start > 0 and "split_second_moment" not in optim)
+            assert parts["image"] != 0 and not any(f"{name}_growth/{m}/{layer}" in line for m in off)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_the_parts_are_those_of_a_loop_written_out(logged, clip):
+    """Own loss, own clipping, own first moments; torch's AdamW for the weights. Micro-batches against one batch."""
+    module = module_of(weight_decay=0.1)
+    fit(module, batches_of(3, 2), accumulate=2, clip=clip, callbacks=[NormMonitor(EVERYTHING)])
+
+    model = module_of(weight_decay=0.1).model
+    groups = [{"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0}]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    target = {f"w_{s}/layer{i:02d}": getattr(b.attention, f"w_{s}").weight
+              for i, b in enumerate(model.blocks) for s in "qk"}  # fmt: skip
+    moments = {(name, m): torch.zeros_like(w) for name, w in target.items() for m in range(2)}
+    sums = dict.fromkeys(moments, 0.0)
+    for step in range(1, 4):
+        batch = toy_batch(step - 1)
+        own = {}
+        for m in range(2):
+            optimizer.zero_grad()
+            ce_BT = F.cross_entropy(
+                model(batch.ids_BT).transpose(1, 2), batch.ids_BT.roll(-1, 1), reduction="none"
+            )
+            of_m = batch.target_mask_BT & ((batch.ids_BT.roll(-1, 1) >= 9) == m)
+            (ce_BT[of_m].sum() / batch.target_mask_BT.sum()).backward()
+            own[m] = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
+        for p in model.parameters():
+            p.grad = sum(own[m][p] for m in range(2) if p in own[m])
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+        factor = 1.0 if clip is None else min(1.0, clip / (float(norm) + 1e-6))
+        for p in model.parameters():
+            p.grad *= factor
+        before = {name: w.detach().clone() for name, w in target.items()}
+        optimizer.step()
+        for (name, m), moment in moments.items():
+            w = target[name]
+            moment.mul_(0.9).add_(0.1 * factor * own[m][w])
+            v_hat = optimizer.state[w]["exp_avg_sq"] / (1 - 0.95**step)
+            update = -0.01 * moment / (1 - 0.9**step) / (v_hat.sqrt() + 1e-8)
+            sums[name, m] += 2 * float((before[name] * update).sum())
+    for (name, m), expected in sums.items():
+        matrix, layer = name.split("/")
+        modality = ("text", "image")[m]
+        assert logged[3][f"{matrix}_growth/{modality}/{layer}"] == pytest.approx(expected, rel=1e-8)
+    # The control: the modalities differ, so that an exchange would show.
+    assert sums["w_q/layer00", 0] != pytest.approx(sums["w_q/layer00", 1], rel=1e-2)
+
+
+def test_sizes_by_parameter(logged):
+    """Of the step before the probe: update over learning rate and over the parameter, gradient norm, Adam's floor."""
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Weights(L.Callback):
+        def on_train_start(self, trainer, pl_module) -> None:
+            seen[0] = weights(pl_module)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            seen[trainer.global_step] = weights(pl_module)
+
+    module = module_of(weight_decay=0.1, eps=1e-4)
+    batches = batches_of(4)
+    lines = fit(module, batches, clip=0.05, callbacks=[NormMonitor(EVERYTHING), Weights()])
+    for step in (2, 4):
+        norms = []
+        for name, _ in module.model.named_parameters():
+            change, before = (seen[step][name] - seen[step - 1][name]), seen[step - 1][name]
+            rms = float(change.square().mean().sqrt())
+            assert logged[step][f"update_rms/{name}"] == pytest.approx(rms / 0.01, rel=1e-4)
+            ratio = rms / float(before.square().mean().sqrt())
+            assert logged[step][f"update_ratio/{name}"] == pytest.approx(ratio, rel=1e-4)
+            assert 0 <= logged[step][f"adam_below_eps/{name}"] <= 1
+            norms.append(logged[step][f"grad_norm/{name}"])
+        assert sum(n * n for n in norms) ** 0.5 == pytest.approx(lines[step - 1]["grad_norm"], rel=1e-6)
+        floors = [v for tag, v in logged[step].items() if tag.startswith("adam_below_eps")]
+        assert max(floors) > min(floors)  # eps is where some elements lie below it and some above
+    assert not any(tag.startswith("update_rms") for tag in logged.get(3, {}))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("extra", [{}, {"qk_clip": 1e-3}, {"split_second_moment": True}])
+def test_a_watched_run_has_the_weights_of_one_that_nobody_watches(logged, accumulate, extra):
+    model = replace(MODEL, residual_dropout=0.2, attn_dropout=0.1)
+    modules = [module_of(model, **extra) for _ in range(2)]
+    batches = batches_of(6, accumulate)
+    records = [
+        fit(module, batches, accumulate, clip=0.5, callbacks=callbacks)
+        for module, callbacks in zip(modules, ([], [NormMonitor(EVERYTHING)]), strict=True)
+    ]
+    assert apart(*map(weights, modules)) == 0 and records[0] == records[1] and len(logged[6]) > 100
+    # The control: a run of other weights is told apart.
+    other = module_of(model, **extra, eps=1e-7)
+    fit(other, batches, accumulate, clip=0.5)
+    assert apart(weights(other), weights(modules[0])) > 0
+
+
+def test_the_norm_of_the_whole_gradient_is_torchs_bit_for_bit(monkeypatch):
+    module, seen = module_of(), []
+
+    def look(hook, *args, **kwargs):
+        gradients = [p.grad for p in module.model.parameters() if p.grad is not None]
+        seen.append(float(torch.nn.utils.get_total_norm(gradients)))
+        return clipping(hook, *args, **kwargs)
+
+    clipping = module.configure_gradient_clipping
+    monkeypatch.setattr(module, "configure_gradient_clipping", look)
+    norms = [line["grad_norm"] for line in fit(module, batches_of(3), clip=0.1)]
+    assert norms == [float(torch.tensor(norm, dtype=torch.float32)) for norm in seen]

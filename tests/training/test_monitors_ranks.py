@@ -1,0 +1,93 @@
+"""Two processes, each with half of the sequences, measure what one measures on all of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn import functional as F
+
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.monitors.callback import flat, flat_of_all_ranks, sequences_of_a_rank
+from mmqk.monitors.halves import gradient_agreement
+from mmqk.monitors.probe import probe
+from mmqk.monitors.residual import residual_absorption
+from mmqk.monitors.window import BudgetWindow
+
+SEQUENCES = 4
+
+
+def make_model() -> EarlyFusionTransformer:
+    config = ModelConfig(blocks={"text": 9, "image": 7}, d_model=16, n_layers=2, n_heads=2)
+    return EarlyFusionTransformer(config, backend="math")
+
+
+def rows(which: list[int]) -> TokenBatch:
+    ids_BT = torch.randint(0, 16, (SEQUENCES, 30), generator=torch.Generator().manual_seed(0))[which]
+    seen_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+    mask_BT = seen_BT.clone()
+    mask_BT[:, -1] = False
+    return TokenBatch(ids_BT, (ids_BT >= 9).long(), mask_BT, seen_BT, torch.tensor(29.0 * SEQUENCES))
+
+
+def parts(model, batch) -> torch.Tensor:
+    ce_BT = F.cross_entropy(model(batch.ids_BT).transpose(1, 2), batch.targets_BT, reduction="none")
+    ce_BT = ce_BT * batch.target_mask_BT
+    return (
+        torch.stack([(ce_BT * (batch.target_modality_BT == m)).sum() for m in range(2)]) / batch.step_targets
+    )
+
+
+def measure(which: list[int], collective: bool) -> dict[str, float]:
+    model, batch = make_model(), rows(which)
+    found = [probe(model, batch, heads=True, collective=collective), residual_absorption(model, batch)]
+    values = flat_of_all_ranks(found) if collective else flat(found)
+    values |= gradient_agreement(model, batch, lambda half: parts(model, half))
+    window, optimizer = BudgetWindow(model, [0, 1]), torch.optim.AdamW(model.parameters(), lr=0.01)
+    parts_M = parts(model, batch)
+    window.add_gradients(parts_M)
+    parts_M.sum().backward()
+    for p in model.parameters():  # as data parallelism would
+        assert p.grad is not None
+        if collective:
+            dist.all_reduce(p.grad)
+    window.before_update(optimizer, None)
+    optimizer.step()
+    window.after_update(optimizer)
+    window.settle()
+    return values | window.values() | {"sequences": float(found[0].sequences)}
+
+
+def of_rank(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    assert [sequences_of_a_rank(n) for n in (1, 4, 5)] == [1, 2, 3]
+    # Halves of a rank's batch are its even and odd sequences: together those of the whole batch below.
+    values = measure([0, 1] if rank == 0 else [2, 3], collective=True)
+    torch.save(values, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_measure_what_one_does(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(of_rank, (port, str(tmp_path)), nprocs=2)
+    both = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    expected = measure([0, 1, 2, 3], collective=False)
+    assert both[0] == both[1] and both[0].keys() == expected.keys()
+    for tag, value in expected.items():
+        tolerance = 1e-6 if "growth_rest" in tag else 1e-9  # nothing but rounding is left there
+        assert both[0][tag] == pytest.approx(value, rel=1e-3, abs=tolerance), tag
+    assert both[0]["sequences"] == SEQUENCES
+    # The control: a rank by itself measures something else.
+    alone = measure([0, 1], collective=False)
+    for tag in ("attn_logit_absmax/text-image/layer00/head01", "grad_noise/text", "w_q_growth/image/layer01"):
+        assert alone[tag] != pytest.approx(expected[tag], rel=1e-2), tag

@@ -1,0 +1,168 @@
+"""Runs of the command line with every monitor on: weights, a resume in the middle of a window, and how one breaks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.monitors import MonitorConfig, NormMonitor
+from mmqk.store import front_door, parse_tag, read_metrics
+from mmqk.train import main
+from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
+
+# Checkpoints come every 4 steps, so that those of 4 and 8 fall into windows; the last window is cut short.
+EVERYTHING = [
+    "--monitor.heads=true", "--monitor.parameters=true", "--monitor.precision=true",
+    "--monitor.gradient_agreement=true", "--monitor.budget_every_n_steps=5", "--monitor.budget_steps=5",
+]  # fmt: skip
+RUN = ["--model.residual_dropout=0.1", "--model.attn_dropout=0.1", "--trainer.accumulate_grad_batches=2",
+       "--monitor.sequences=2", "--checkpoint.keep=9"]  # fmt: skip
+
+
+def series(folder: Path) -> dict[int, dict]:
+    return {
+        line["step"]: {k: v for k, v in line.items() if k != "tokens_per_s"}
+        for line in read_metrics(folder / "metrics.jsonl")
+    }
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoints/step00000012.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def off(tiny_args, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("off") / "run"
+    assert main([*tiny_args, *RUN, f"--out={out}"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def on(tiny_args, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("on") / "run"
+    assert main([*tiny_args, *RUN, *EVERYTHING, f"--out={out}"]) == 0
+    return out
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_every_monitor_leaves_every_bit_of_the_weights(off, on):
+    assert same(state(off), state(on))
+    common = {s: {k: v for k, v in line.items() if k in series(off)[s]} for s, line in series(on).items()}
+    assert common == series(off)
+    saved = torch.load(on / "checkpoints/step00000004.ckpt", weights_only=True)["state_dict"]
+    assert not same(saved, state(on))  # the control: other weights are told apart
+
+
+def test_what_a_run_without_them_does_not_write(off, on):
+    more = {parse_tag(tag).statistic for line in series(on).values() for tag in line} - {
+        parse_tag(tag).statistic for line in series(off).values() for tag in line
+    }
+    growth = ("decay", "step", "unattributed", "rest", "total")
+    parts = ("sq", "growth", *(f"growth_{part}" for part in growth))
+    assert more == {
+        *(f"w_{s}_{part}" for s in "qk" for part in parts), "budget_window", "budget_clip_factor",
+        "grad_agreement", "grad_signal", "grad_noise", "update_rms", "update_ratio", "adam_below_eps",
+        "absorb_error_if_bf16", "absorb_bias_if_bf16", "absorbed_if_bf16",
+    }  # fmt: skip
+    lines = series(on)
+    assert [(s, line["budget_window"]) for s, line in lines.items() if "budget_window" in line] == [
+        (5, 5), (10, 5), (12, 2),
+    ]  # fmt: skip
+    assert [s for s, line in lines.items() if "grad_signal/text" in line] == [4, 8, 12]
+    assert [s for s, line in lines.items() if "absorbed_if_bf16/image/layer01" in line] == [0, 4, 8, 12]
+    assert "attn_logit_max/text-text/layer00/head01" in lines[4]
+    assert "grad_norm/blocks.0.attention.w_q.weight" in lines[4]
+    assert not any(t.startswith("grad_norm/") for t in lines[5]) and "grad_norm" in lines[5]
+
+
+@pytest.mark.parametrize("step", [0, 4, 8, 12])
+def test_a_resume_in_the_middle_of_a_window_is_the_straight_run(on, tmp_path, step):
+    out = tmp_path / "again"
+    shutil.copytree(on, out)
+    for path in (out / "checkpoints").glob("*.ckpt"):
+        if int(path.stem.removeprefix("step")) > step:
+            path.unlink()
+    (out / "status.json").write_text(json.dumps({"status": "running", "step": 0, "reason": ""}))
+    args = json.loads((on / "run.json").read_text())["details"]["command"][3:-1]
+    assert main([*args, f"--out={out}"]) == 0
+    assert series(out) == series(on) and same(state(out), state(on))
+
+
+def test_the_window_is_in_the_checkpoint_and_only_while_it_is_open(on, off):
+    for folder, step, there in ((on, 4, True), (on, 12, False), (off, 4, False)):
+        saved = torch.load(folder / f"checkpoints/step{step:08d}.ckpt", weights_only=True)
+        assert any("NormMonitor" in name for name in saved["callbacks"]) is there
+
+
+def test_a_run_that_breaks_says_where(tiny_args, tmp_path, capsys):
+    """A step of 3e18 makes finite weights whose logits overflow."""
+    too_far = ["--optim.lr=3e18", "--optim.warmup_steps=0", "--trainer.gradient_clip_val=0"]
+    args = [*tiny_args, *EVERYTHING, *too_far]
+    assert front_door(main)([*args, f"--out={tmp_path / 'run'}"]) == 3
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["status"] == "diverged" and status["step"] == 2
+    site = "attn_logits of layer 0, at text and image tokens, is"
+    assert status["reason"].startswith(f"the gradient norm became nan: {site}")
+    assert status["reason"] in capsys.readouterr().err
+    steps = list(series(tmp_path / "run"))
+    assert steps[:3] == [0, 1, 2] and 3 not in steps  # from there on the weights stand still
+
+
+def broken_at(step: int, **optim):
+    """A module whose gradient is NaN in one step, and only in its backward pass."""
+    module = module_of(**optim)
+
+    def plant(gradient):
+        return gradient * float("nan") if module.trainer.global_step == step else gradient
+
+    module.model.blocks[1].mlp.w_up.weight.register_hook(plant)
+    return module
+
+
+@pytest.mark.parametrize("optim", [{}, {"split_second_moment": True}, {"qk_clip": 1e-3}], ids=str)
+def test_after_a_step_that_is_not_finite_the_weights_stay(optim):
+    batches = [toy_batch(i) for i in range(5)]
+    broken, before = broken_at(2, **optim), module_of(**optim)
+    lines = fit(broken, batches, clip=1.0)
+    fit(before, batches[:2], clip=1.0)
+    # The power of comparison: the same run without the NaN goes on, and two steps are not five.
+    whole = module_of(**optim)
+    fit(whole, batches, clip=1.0)
+    assert [line["grad_norm"] == line["grad_norm"] for line in lines] == [True, True, False, True, True]
+    assert apart(weights(broken), weights(before)) == 0 < apart(weights(broken), weights(whole))
+    with torch.random.fork_rng():
+        said = broken.bad_site([(2, batches[2])])
+    assert said is None  # the plant has gone with the step: the trainer stands at another
+
+
+def test_the_site_of_a_broken_backward_pass_is_named_with_dropout_drawn_again():
+    module = module_of(MODEL.__class__(**{**vars(MODEL), "residual_dropout": 0.3}))
+    module.model.blocks[0].mlp.w_down.weight.register_hook(lambda gradient: gradient * float("inf"))
+    seen = []
+    evaluate = module._losses
+    fit(module, [toy_batch(0)], clip=1.0)
+
+    def keep(batch, sink=None):
+        sums = evaluate(batch, sink)
+        seen.append(sums.ce.detach().clone())
+        return sums
+
+    module._losses = keep  # type: ignore[method-assign]
+    said = [module.bad_site([(index, toy_batch(0))]) for index in (0, 0, 1)]
+    assert set(said) == {"the gradient of blocks.0.mlp.w_down.weight is NaN"} or set(said) == {
+        "the gradient of blocks.0.mlp.w_down.weight is infinite"
+    }
+    assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
+
+
+def test_agreement_asks_for_two_sequences():
+    config = MonitorConfig(every_n_steps=1, sequences=1, gradient_agreement=True)
+    with pytest.raises(ValueError, match="two sequences"):
+        fit(module_of(), [toy_batch(0, B=1)], callbacks=[NormMonitor(config)])
