@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 
 from mmqk.config import RunConfig, resolve
 from mmqk.data.batch import TokenBatch
-from mmqk.monitors import MonitorConfig, NormMonitor
+from mmqk.monitors import MonitorConfig
+from mmqk.monitors.callback import RunMonitor
 from mmqk.train import FLUSH_EVERY
 from mmqk.training.loggers import RunLogger
 from mmqk.training.module import TrainingModule
@@ -113,7 +114,7 @@ def one_round(
         **run.trainer | {"max_steps": WARM + steps + 1},
         max_epochs=-1,
         logger=RunLogger(folder / "metrics.jsonl"),
-        callbacks=[log, NormMonitor(monitor), clock],
+        callbacks=[log, RunMonitor(monitor), clock],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

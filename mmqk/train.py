@@ -61,7 +61,7 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
     import torch
 
     from mmqk.data.module import TokenDataModule
-    from mmqk.monitors import NormMonitor
+    from mmqk.monitors.callback import RunMonitor
     from mmqk.training.alarms import Alarms
     from mmqk.training.lifecycle import Interrupted, Lifecycle, ProgressLine
     from mmqk.training.loggers import RunLogger, StoryLogger
@@ -86,7 +86,7 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
     step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, _at_start(run, data))
     write_json(folder.path / "data.json", data.statistics())
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, step_log)
-    monitor = NormMonitor(run.monitor, heldout)
+    monitor = RunMonitor(run.monitor, heldout)
     rules = AlarmRules(run.optim.warmup_steps, run.trainer["max_steps"], module.trained_modalities)
     alarms = Alarms(folder.path, run.alarm, rules, step_log, monitor, checkpoints)
     callbacks = [  # in this order: the numbers of a step are written before the checkpoint that ends it

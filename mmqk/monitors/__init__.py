@@ -10,14 +10,14 @@ from mmqk.monitors.config import MonitorConfig
 from mmqk.monitors.probe import Probe, probe
 
 if TYPE_CHECKING:
-    from mmqk.monitors.callback import NormMonitor
+    from mmqk.monitors.lightning import NormMonitor
 
 __all__ = ["MonitorConfig", "NormMonitor", "Probe", "Watch", "attach", "probe"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "NormMonitor":
-        from mmqk.monitors.callback import NormMonitor
+        from mmqk.monitors.lightning import NormMonitor
 
         return NormMonitor
     raise AttributeError(f"module 'mmqk.monitors' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""NormMonitor: what is measured while a model trains, as a Lightning callback."""
+"""RunMonitor: what is measured in a run of mmqk, as a Lightning callback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmqk.monitors.record import Probe
 from mmqk.monitors.residual import residual_absorption
 
 
-class NormMonitor(L.Callback):
+class RunMonitor(L.Callback):
     """Probes the model every N optimizer steps, at the start and at the end, and logs to every logger.
 
     On several ranks a probe of the current batch is of the parts that all of them hold, merged; the held-out batch,

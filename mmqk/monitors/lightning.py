@@ -1,12 +1,14 @@
-"""`attach` in somebody else's LightningModule: what NormMonitor does when it is given a model and modalities.
-
-Imports no Lightning: it only answers its hooks.
-"""
+"""NormMonitor: `attach` in somebody else's LightningModule, as a callback."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:  # the same under its other name
+    from pytorch_lightning import Callback  # type: ignore[assignment]
 
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.attach import Watch, attach
@@ -14,7 +16,7 @@ from mmqk.monitors.inputs import Modality
 from mmqk.store.errors import UserError
 
 
-class ForeignMonitor:
+class NormMonitor(Callback):
     """Watches a submodule of a LightningModule and logs to every logger of the Trainer.
 
     Args:

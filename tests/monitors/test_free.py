@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
-from mmqk.monitors import MonitorConfig, NormMonitor, probe
+from mmqk.monitors import MonitorConfig, probe
+from mmqk.monitors.callback import RunMonitor
 from mmqk.monitors.mechanism import Mechanism
 from mmqk.training.steps import StepLog
 from tests.one_step import build, step, token_batch
@@ -149,7 +150,7 @@ def transfers_of_run(callbacks: list[L.Callback], steps: int = 9) -> dict[int, i
 @pytest.mark.filterwarnings("ignore")
 def test_between_two_probes_a_run_fetches_nothing_more():
     plain = transfers_of_run([])
-    monitor = NormMonitor(MonitorConfig(every_n_steps=4, sequences=2, parameters=True))
+    monitor = RunMonitor(MonitorConfig(every_n_steps=4, sequences=2, parameters=True))
     watched = transfers_of_run([StepLog([4], 0, {}), monitor])
     assert plain.keys() == watched.keys() == set(range(1, 9))
     more = {step: watched[step] - plain[step] for step in plain}
@@ -200,7 +201,7 @@ def test_a_compiled_model_stays_one_graph(dynamo, kind):
     config = replace(CONFIG, qk_norm=QKNormConfig(kind))
     module = module_of(config)
     module.model.compile(fullgraph=True, backend="eager")
-    monitor = NormMonitor(MonitorConfig(every_n_steps=2, sequences=2, parameters=True, precision=True))
+    monitor = RunMonitor(MonitorConfig(every_n_steps=2, sequences=2, parameters=True, precision=True))
     frames: list[tuple[int, int, int]] = []
 
     class AfterProbes(L.Callback):

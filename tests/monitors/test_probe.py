@@ -164,7 +164,9 @@ def test_parts_add_up_to_the_whole():
     split = moments(values_BHT, selection(batch.modality_BT, batch.valid_BT, 2))
     whole = moments(values_BHT, selection(torch.zeros_like(batch.modality_BT), batch.valid_BT, 1))
     for name in ("count", "sum", "sum_sq"):
-        assert float(getattr(split, name).sum()) == pytest.approx(float(getattr(whole, name)), rel=1e-5, abs=1e-4)
+        assert float(getattr(split, name).sum()) == pytest.approx(
+            float(getattr(whole, name)), rel=1e-5, abs=1e-4
+        )
     assert float(split.max.max()) == float(whole.max)
     halves = [
         moments(values_BHT[i], selection(batch.modality_BT[i], batch.valid_BT[i], 2))

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from mmqk.model import UntieConfig
-from mmqk.monitors import MonitorConfig, NormMonitor
+from mmqk.monitors import MonitorConfig
+from mmqk.monitors.callback import RunMonitor
 from mmqk.training.loss import LossConfig
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
@@ -50,7 +51,7 @@ class Squares(L.Callback):
 
 @pytest.fixture
 def logged(monkeypatch) -> dict[int, dict[str, float]]:
-    """What NormMonitor logs, by step."""
+    """What RunMonitor logs, by step."""
     lines: dict[int, dict[str, float]] = {}
 
     def keep(trainer, values) -> None:
@@ -84,7 +85,7 @@ def test_the_parts_of_a_run_sum_to_the_measured_change(logged, model, optim, run
     module = module_of(replace(MODEL, **model), LossConfig(**loss), **optim)
     squares = Squares()
     batches = batches_of(9, run.get("accumulate", 1))
-    fit(module, batches, **run, callbacks=[NormMonitor(EVERYTHING), squares])
+    fit(module, batches, **run, callbacks=[RunMonitor(EVERYTHING), squares])
     ends = {3: 0, 7: 4, 9: 8}  # the last window is cut short by the end of the run
     assert [s for s, line in logged.items() if "budget_window" in line] == list(ends)
     for end, start in ends.items():
@@ -113,7 +114,7 @@ def test_the_parts_of_a_run_sum_to_the_measured_change(logged, model, optim, run
 def test_the_parts_are_those_of_a_loop_written_out(logged, clip):
     """Own loss, own clipping, own first moments; torch's AdamW for the weights. Micro-batches against one batch."""
     module = module_of(weight_decay=0.1)
-    fit(module, batches_of(3, 2), accumulate=2, clip=clip, callbacks=[NormMonitor(EVERYTHING)])
+    fit(module, batches_of(3, 2), accumulate=2, clip=clip, callbacks=[RunMonitor(EVERYTHING)])
 
     model = module_of(weight_decay=0.1).model
     groups = [{"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
@@ -169,7 +170,7 @@ def test_sizes_by_parameter(logged):
 
     module = module_of(weight_decay=0.1, eps=1e-4)
     batches = batches_of(4)
-    lines = fit(module, batches, clip=0.05, callbacks=[NormMonitor(EVERYTHING), Weights()])
+    lines = fit(module, batches, clip=0.05, callbacks=[RunMonitor(EVERYTHING), Weights()])
     for step in (2, 4):
         norms = []
         for name, _ in module.model.named_parameters():
@@ -194,7 +195,7 @@ def test_a_watched_run_has_the_weights_of_one_that_nobody_watches(logged, accumu
     batches = batches_of(6, accumulate)
     records = [
         fit(module, batches, accumulate, clip=0.5, callbacks=callbacks)
-        for module, callbacks in zip(modules, ([], [NormMonitor(EVERYTHING)]), strict=True)
+        for module, callbacks in zip(modules, ([], [RunMonitor(EVERYTHING)]), strict=True)
     ]
     assert apart(*map(weights, modules)) == 0 and records[0] == records[1] and len(logged[6]) > 100
     # The control: a run of other weights is told apart.

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.monitors import MonitorConfig, NormMonitor
+from mmqk.monitors import MonitorConfig
+from mmqk.monitors.callback import RunMonitor
 from mmqk.store import front_door, parse_tag, read_metrics
 from mmqk.train import main
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
@@ -98,7 +99,7 @@ def test_a_resume_in_the_middle_of_a_window_is_the_straight_run(on, tmp_path, st
 def test_the_window_is_in_the_checkpoint_and_only_while_it_is_open(on, off):
     for folder, step, there in ((on, 4, True), (on, 12, False), (off, 4, False)):
         saved = torch.load(folder / f"checkpoints/step{step:08d}.ckpt", weights_only=True)
-        assert any("NormMonitor" in name for name in saved["callbacks"]) is there
+        assert any("RunMonitor" in name for name in saved["callbacks"]) is there
 
 
 def test_a_run_that_breaks_says_where(tiny_args, tmp_path, capsys):
@@ -165,4 +166,4 @@ def test_the_site_of_a_broken_backward_pass_is_named_with_dropout_drawn_again():
 def test_agreement_asks_for_two_sequences():
     config = MonitorConfig(every_n_steps=1, sequences=1, gradient_agreement=True)
     with pytest.raises(ValueError, match="two sequences"):
-        fit(module_of(), [toy_batch(0, B=1)], callbacks=[NormMonitor(config)])
+        fit(module_of(), [toy_batch(0, B=1)], callbacks=[RunMonitor(config)])

@@ -29,10 +29,10 @@ def test_lightning_logs_to_the_trainers_loggers_and_trains_the_same_weights(comp
 
 def test_lightning_names_a_module_that_is_not_there(tmp_path):
     pytest.importorskip("lightning")
-    from mmqk.monitors.lightning import ForeignMonitor
+    from mmqk.monitors import NormMonitor
 
     with pytest.raises(UserError, match=r"NormMonitor\(model='network'\): Linear has no such module"):
-        ForeignMonitor("network", {"image": range(3)}).on_fit_start(None, torch.nn.Linear(1, 1))
+        NormMonitor("network", {"image": range(3)}).on_fit_start(None, torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

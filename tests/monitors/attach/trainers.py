@@ -21,7 +21,7 @@ def lightning_run(
     """A LightningModule of somebody else's whose ``net`` is watched; gives its weights."""
     import lightning as L
 
-    from mmqk.monitors.lightning import ForeignMonitor
+    from mmqk.monitors import NormMonitor
 
     class Module(L.LightningModule):
         def __init__(self):
@@ -42,13 +42,12 @@ def lightning_run(
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
-    class Monitor(ForeignMonitor, L.Callback):
-        pass
-
     if fsdp:  # Lightning's own strategies for it want a GPU
         dist.init_process_group("gloo")
     torch.manual_seed(0)
-    callbacks = [Monitor("net", IMAGE, every_n_steps=20, sequences=2, out=out)] if watched else []
+    callbacks = (
+        [NormMonitor(model="net", modality=IMAGE, every_n_steps=20, sequences=2, out=out)] if watched else []
+    )
     trainer = L.Trainer(
         max_steps=50, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
