@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from mmqk.analysis.runs import Run
 from mmqk.analysis.study import Study
 from mmqk.analysis.verdicts import Verdict, middle
 from mmqk.analysis.words import capital, duration, listed, nats, number
+from mmqk.store import read_alarms
 
 DASH = "–"
 
@@ -140,12 +142,23 @@ def _share(value: Any) -> str:
     return f"{100 * value:.0f} %" if isinstance(value, int | float) else DASH
 
 
+def _alarms(run: Run) -> str:
+    """How often each alarm of the run rang, and when the first did."""
+    found = read_alarms(run.path)
+    if not found:
+        return ""
+    counts = Counter(alarm.name.replace("_", " ") for alarm in found)
+    rang = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
+    return f"alarms: {rang}; the first at step {min(alarm.step for alarm in found):,}"
+
+
 def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
     """One row a run, and one for each that has not started."""
     rows = []
     for arm in dict.fromkeys([*study.arms, *(run.arm for run in study.runs)]):
         for run in study.of_arm(arm):
-            remarks = [capital(text).rstrip(".") + "." for text in (run.status.reason, *run.notes) if text]
+            said = (run.status.reason, *run.notes, _alarms(run))
+            remarks = [capital(text).rstrip(".") + "." for text in said if text]
             rows.append(
                 {
                     "anchor": anchor(run),

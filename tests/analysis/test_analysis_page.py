@@ -449,3 +449,19 @@ def test_layers_take_the_median_of_the_seeds_that_have_one(tmp_path):
 def _forget(line: dict) -> None:
     for name in [name for name in line if name.startswith("attn_logit_absmax/text-")]:
         del line[name]
+
+
+def test_alarms_of_a_run_stand_beside_it(tmp_path):
+    loud, quiet = (write_run(tmp_path / "runs" / name / "seed0", DEMO["mixed"]) for name in ("loud", "quiet"))
+    alarms = [("growth", 120), ("spike_median", 90), ("growth", 140)]
+    lines = [
+        json.dumps(
+            {"name": name, "step": step, "tag": "loss", "value": 1.0, "threshold": 0.5, "sentence": "so"}
+        )
+        for name, step in alarms
+    ]
+    (loud / "alarms.jsonl").write_text("\n".join(lines) + "\n")
+    write_report(tmp_path / "runs", tmp_path / "report")
+    page = (tmp_path / "report/report.md").read_text()
+    assert page.count("Alarms: growth 2, spike median 1; the first at step 90.") == 1
+    assert quiet.exists() and page.count("Alarms:") == 1

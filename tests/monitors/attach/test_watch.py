@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mmqk.analysis import load_runs
 from mmqk.monitors import attach
@@ -259,3 +260,30 @@ def test_ids_that_cannot_be_found_are_asked_for():
         attach(Embedded(), modality=IMAGE).probe(vectors=x)
     found = attach(Embedded(), modality=lambda inputs: inputs["vectors"][..., 0] > 0).probe(vectors=x).flat()
     assert "attn_rank/layer07" in found and not any(name.startswith("out_") for name in found)
+
+
+def test_activation_checkpointing_counts_nothing_twice():
+    """A layer that runs again in the backward is not seen again: the probe is a forward of its own."""
+
+    class Recomputed(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, mask=None):
+            return checkpoint(self.layer, x, mask, use_reentrant=False)
+
+    found, ends = [], []
+    for again in (False, True):
+        model = Net("sdpa")
+        if again:
+            model.layers = nn.ModuleList(Recomputed(layer) for layer in model.layers)
+        watch = attach(
+            model, modality=IMAGE, every_n_steps=5, log=lambda values, step: found[-1].append(values)
+        )
+        found.append([])
+        ends.append(list(train(model, model, steps=10, watch=watch).values()))
+        watch.close()
+    assert len(found[0]) == 2 and found[0] == found[1] and found[0][0] != found[0][1]
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert found[1][0]["attn_layers_seen"] == L
