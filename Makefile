@@ -4,12 +4,13 @@ BASE_PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 PYTHON ?= $(VENV_PYTHON)
 
-.PHONY: help setup demo test lint tensorboard clean
+.PHONY: help setup demo test test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk into it"
 	@echo "make demo         train the demonstration and write reports/demo/index.html"
 	@echo "make test         lint, types and tests"
+	@echo "make test-oldest-torch  tests of the monitors on torch 2.6, in an environment of its own"
 	@echo "make tensorboard  open the dashboards of runs/"
 	@echo "Add PYTHON=python to use the environment that is active instead of .venv."
 
@@ -23,6 +24,13 @@ test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest
+
+# The monitors install into environments with an older torch than the rest of mmqk needs.
+test-oldest-torch:
+	test -d .venv-torch-2.6 || $(BASE_PYTHON) -m venv .venv-torch-2.6
+	.venv-torch-2.6/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.6.*' \
+		pytest numpy pillow scipy pyyaml matplotlib jinja2
+	.venv-torch-2.6/bin/python -m pytest tests/monitors --ignore tests/monitors/test_free.py
 
 tensorboard: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	@echo "open http://localhost:6006/#custom_scalars"

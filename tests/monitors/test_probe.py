@@ -128,7 +128,7 @@ def test_probe_equals_brute_force(changes, chunk, monkeypatch):
 def test_what_a_window_hides_and_sigmoid_has_no_entropy_of_is_seen():
     batch, everything = make_batch(), probe(make_model(), make_batch()).flat()
     window = probe(make_model(window=9, global_every=2), batch).flat()
-    name = "attn_logit_p999/text-text/layer00"
+    name = "attn_rank/layer00"
     assert window.keys() == everything.keys() and window[name] != everything[name]
     assert not any(tag.startswith("attn_entropy") for tag in probe(make_model(window=5), batch).flat())
     assert not any(

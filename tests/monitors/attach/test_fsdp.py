@@ -16,6 +16,10 @@ from mmqk.store import read_metrics
 from tests.monitors.attach.nets import L, Net, batches
 
 ROOT = Path(__file__).parents[3]
+# On a CPU its fully_shard asks for the events of a stream that there is none of.
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU"
+)
 
 
 def two_processes(way: str, out: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -104,7 +105,7 @@ def test_cross_attention_is_left_out_and_the_rest_stays():
 
 def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
     """A dense attention of transformers with something more in its softmax than it is called with."""
-    from transformers.models.llama import modeling_llama
+    modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
     from tests.monitors.attach.test_exact import hugging_face
 
