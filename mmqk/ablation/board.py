@@ -82,6 +82,8 @@ def _table(views: Sequence[View], width: int) -> Table:
         "alarms": [_count(view) for view in views],
         "left": ["" if view.left is None else clock(view.left) for view in views],
     }
+    if _width(first | last) > width:  # what they are is said below
+        last["alarms"] = [str(len(view.alarms) or "") for view in views]
     last = {title: cells for title, cells in last.items() if any(cells)}
     columns = dict(first)
     for title, statistic, smallest in WORST:
