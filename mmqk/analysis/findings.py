@@ -132,11 +132,10 @@ def _plain_headline(study: Study) -> str:
         losses = [
             f"{m} {nats(middle(final_loss(run, m).value for run in study.of_arm(arm)))}"
             for m in study.modalities
+            if any(math.isfinite(final_loss(run, m).value) for run in study.of_arm(arm))
         ]
-        return (
-            f"{study.label(arm)}: the largest attention logit ended at {number(value)} and the losses at "
-            f"{listed(losses)} nats ({runs})"
-        )
+        ended = f" and the losses at {listed(losses)} nats" if losses else ""
+        return f"{study.label(arm)}: the largest attention logit ended at {number(value)}{ended} ({runs})"
     low, high = min(measured, key=measured.__getitem__), max(measured, key=measured.__getitem__)
     return (
         f"Over {runs} the largest attention logit ended between {number(measured[low])} ({study.label(low)}) "

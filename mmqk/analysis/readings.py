@@ -100,10 +100,13 @@ def seeds_caption(study: Study, arms: Sequence[str]) -> str:
 
 
 def untrained(study: Study, arms: Sequence[str]) -> list[str]:
-    """A sentence for each arm and modality that is not trained."""
+    """A sentence for each arm and modality that has a loss and is not trained on it."""
     return [
         f"In {study.label(arm)} the {modality} loss is measured and not trained."
         for arm in arms
         for modality in study.modalities
-        if any(not is_trained(run, modality) for run in study.of_arm(arm))
+        if any(
+            not is_trained(run, modality) and math.isfinite(final_loss(run, modality).value)
+            for run in study.of_arm(arm)
+        )
     ]

@@ -114,13 +114,10 @@ class Study:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Names of the modalities that have a loss, text first."""
-        names = {
-            tag.modality
-            for run in self.runs
-            for tag in run.tags.values()
-            if tag.statistic == "loss" and tag.modality is not None
-        }
+        """Names of the modalities that have a loss, or, of a watched model without one, a query norm; text first."""
+        tags = [tag for run in self.runs for tag in run.tags.values() if tag.modality is not None]
+        names = {tag.modality for tag in tags if tag.statistic == "loss" and tag.modality}
+        names = names or {tag.modality for tag in tags if tag.statistic == "q_norm" and tag.modality}
         return tuple(sorted(names, key=lambda name: (name != "text", name)))
 
     @property

@@ -465,3 +465,20 @@ def test_alarms_of_a_run_stand_beside_it(tmp_path):
     page = (tmp_path / "report/report.md").read_text()
     assert page.count("Alarms: growth 2, spike median 1; the first at step 90.") == 1
     assert quiet.exists() and page.count("Alarms:") == 1
+
+
+def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
+    """What `mmqk.monitors.attach(out=...)` leaves: probes and a status, no losses and no configuration."""
+    run = tmp_path / "mine"
+    run.mkdir()
+    lines = [
+        {"step": step, "attn_logit_absmax/text-text/layer00": 2.0 + step, "q_norm/text/layer00": 1.0 + step,
+         "q_norm/image/layer00": 3.0}
+        for step in (10, 20, 40)
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "status.json").write_text('{"status": "completed", "step": 40, "reason": ""}')
+    write_report(run, tmp_path / "report")
+    page = (tmp_path / "report/report.md").read_text()
+    assert "largest attention logit ended at" in page and "figures/hero.png" in page
+    assert "nats (1 run)" not in page and "not trained" not in page
