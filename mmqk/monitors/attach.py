@@ -31,6 +31,7 @@ from mmqk.monitors.inputs import (
 from mmqk.monitors.introduce import introduction, is_first_rank, warn_of_absent
 from mmqk.monitors.isolate import parameters_of_one_dtype, untouched, unwrapped
 from mmqk.monitors.layers import Layers, find_layers
+from mmqk.monitors.ranks import world_size
 from mmqk.monitors.record import Probe
 from mmqk.store.errors import UserError
 from mmqk.store.files import write_json
@@ -176,8 +177,7 @@ class Watch:
     # What a probe does
 
     def _probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Probe:
-        root, collective = unwrapped(self.model), dist.is_available() and dist.is_initialized()
-        collective = collective and dist.get_world_size() > 1
+        root, collective = unwrapped(self.model), world_size() > 1
         B = sequences_of(named_inputs(self.model, args, kwargs))
         rows = min(B, self.sequences)
         weight = next((p for p in root.parameters() if p.is_floating_point()), None)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from mmqk.model.attention import visible_keys
+from mmqk.monitors.ranks import summed
 from mmqk.monitors.reduce import selection
 
 # Entropy is left out where a row can see fewer keys than this: it is bounded by their number.
@@ -28,14 +29,8 @@ ROW_BLOCKS, FEWEST_ROWS = 8, 32  # slices of `Pairs.reach`: at most so many, and
 
 def visible_pairs(valid_BT: Tensor, document_BT: Tensor | None = None, window: int = 0) -> Tensor:
     """(B, T, S) bool: pairs that causal attention uses, padding left out on both sides; window 0 is none."""
-    T = valid_BT.shape[1]
-    causal_TS = torch.ones(T, T, dtype=torch.bool, device=valid_BT.device).tril()
-    if window:
-        causal_TS = causal_TS.triu(1 - window)
-    visible_BTS = causal_TS & valid_BT[:, :, None] & valid_BT[:, None, :]
-    if document_BT is not None:
-        visible_BTS = visible_BTS & (document_BT[:, :, None] == document_BT[:, None, :])
-    return visible_BTS
+    causal = visible_keys(valid_BT.shape[1], valid_BT.device, window, document_BT)
+    return (causal & valid_BT[:, None, :, None] & valid_BT[:, None, None, :])[:, 0]
 
 
 @dataclass(frozen=True)
@@ -126,8 +121,8 @@ class Pairs:
     def counts_everywhere(self) -> list[int]:
         """The same over all ranks, if the pairs are collective, one after the other and on the host."""
         count_MM = self.count_MM.clone()
-        if self.collective and dist.is_available() and dist.is_initialized():
-            dist.all_reduce(count_MM)
+        if self.collective:
+            count_MM = summed(count_MM)
         return count_MM.flatten().tolist()
 
     @cached_property

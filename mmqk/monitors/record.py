@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmqk.monitors.ranks import world_size
 from mmqk.monitors.reduce import Moments
 
 # (values, counts behind them) of the tags of a part, from its merged tensors.
@@ -64,9 +65,8 @@ class Probe:
 
     def merged(self) -> Probe:
         """Of all ranks together; a collective call. Every rank has to have probed the same tags."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        if (world := world_size()) == 1:
             return self
-        world = dist.get_world_size()
         for part in self.parts:
             for name, tensor in part.raw.items():
                 if name.startswith("tail"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.model.attention import visible_keys
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Block
 from mmqk.training.optim import OptimConfig
@@ -60,22 +61,16 @@ def largest_logits(
         largest_H, at least fp32; -inf where there is no pair, NaN where a visible logit is NaN.
     """
     B, H, T, _ = q_BHTK.shape
-    position_T = torch.arange(T, device=q_BHTK.device)
+    causal = visible_keys(T, q_BHTK.device, window, document_BT)
+    visible_B1TS = causal & valid_BT[:, None, :, None] & valid_BT[:, None, None, :]
     chunk = max(1, CHUNK_ELEMENTS // (B * H * T))
     with torch.autocast(q_BHTK.device.type, enabled=False):
         q, k = scale * at_least_fp32(q_BHTK), at_least_fp32(k_BHSK)
         largest_H = q.new_full((H,), -torch.inf)
         for start in range(0, T, chunk):
             rows, keys = slice(start, start + chunk), slice(min(T, start + chunk))
-            behind_CS = position_T[rows, None] - position_T[keys]
-            visible_CS = behind_CS >= 0
-            if window:
-                visible_CS = visible_CS & (behind_CS < window)
-            visible_BCS = visible_CS & valid_BT[:, rows, None] & valid_BT[:, None, keys]
-            if document_BT is not None:
-                visible_BCS = visible_BCS & (document_BT[:, rows, None] == document_BT[:, None, keys])
             logits_BHCS = q[:, :, rows] @ k[:, :, keys].transpose(-1, -2)
-            seen_BHCS = logits_BHCS.masked_fill(~visible_BCS[:, None], -torch.inf)
+            seen_BHCS = logits_BHCS.masked_fill(~visible_B1TS[:, :, rows, keys], -torch.inf)
             largest_H = torch.maximum(largest_H, seen_BHCS.amax((0, 2, 3)))
     return largest_H
 

@@ -300,7 +300,7 @@ def test_sigma_stays_fp32_under_autocast():
         inside = layer.sigma()
     assert inside.dtype == torch.float32 and torch.equal(inside, outside)
     rounded = layer.u.bfloat16() @ (layer.weight.bfloat16() @ layer.v.bfloat16())
-    assert float(rounded) != float(outside)  # the control: bf16 would be seen
+    assert rounded.item() != outside.item()  # the control: bf16 would be seen
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-25])

@@ -27,7 +27,7 @@ def trained(steps, weight_decay=0.1, lr=0.02, start=0, clip=None, noise=0.3, tam
             state = optimizer.state.get(w, {})
             budget, first = (
                 RadialBudget(state["exp_avg"].clone() if state else None, 2),
-                float(w.double().square().sum()),
+                float(w.detach().double().square().sum()),
             )
         before = w.detach().clone()
         optimizer.step()
