@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from mmqk.config import RunConfig, resolve
 from mmqk.data.batch import TokenBatch
 from mmqk.monitors import MonitorConfig
-from mmqk.monitors.callback import RunMonitor
+from mmqk.monitors.lab.callback import RunMonitor
 from mmqk.train import FLUSH_EVERY
 from mmqk.training.loggers import RunLogger
 from mmqk.training.module import TrainingModule

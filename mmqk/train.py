@@ -61,7 +61,7 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
     import torch
 
     from mmqk.data.module import TokenDataModule
-    from mmqk.monitors.callback import RunMonitor
+    from mmqk.monitors.lab.callback import RunMonitor
     from mmqk.training.alarms import Alarms
     from mmqk.training.lifecycle import Interrupted, Lifecycle, ProgressLine
     from mmqk.training.loggers import RunLogger, StoryLogger

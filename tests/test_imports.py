@@ -111,7 +111,7 @@ RULES = {
         ("mmqk.monitors",),
         mmqk=("mmqk.monitors", "mmqk.model", "mmqk.data.batch", "mmqk.store"),
         absent=LAB,
-        leave_out=("mmqk.monitors.callback", "mmqk.monitors.lightning", "mmqk.monitors.transformers"),
+        leave_out=("mmqk.monitors.lab.callback", "mmqk.monitors.lightning", "mmqk.monitors.transformers"),
         then=PROBE,
     ),
     "interop": Rule(

@@ -14,7 +14,7 @@ import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import attach, probe
-from mmqk.monitors.residual import residual_absorption
+from mmqk.monitors.lab.residual import residual_absorption
 from mmqk.monitors.statistics import COSTS, STATISTICS, UNKNOWN, Statistic, statistic_of
 from mmqk.train import main
 from tests.one_step import token_batch

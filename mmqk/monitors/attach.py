@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from mmqk.monitors.adapters import Adapter, adapter_for
-from mmqk.monitors.boundary import Boundary, find_logits
-from mmqk.monitors.capture import Capture, watching
-from mmqk.monitors.inputs import (
+from mmqk.monitors.attached.boundary import Boundary, find_logits
+from mmqk.monitors.attached.capture import Capture, watching
+from mmqk.monitors.attached.inputs import (
     Catcher,
     Inputs,
     Modalities,
@@ -28,9 +28,9 @@ from mmqk.monitors.inputs import (
     tensors,
     valid_of,
 )
-from mmqk.monitors.introduce import introduction, is_first_rank, warn_of_absent
-from mmqk.monitors.isolate import parameters_of_one_dtype, untouched, unwrapped
-from mmqk.monitors.layers import Layers, find_layers
+from mmqk.monitors.attached.introduce import introduction, is_first_rank, warn_of_absent
+from mmqk.monitors.attached.isolate import parameters_of_one_dtype, untouched, unwrapped
+from mmqk.monitors.attached.layers import Layers, find_layers
 from mmqk.monitors.ranks import world_size
 from mmqk.monitors.record import Probe
 from mmqk.store.errors import UserError

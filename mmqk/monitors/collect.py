@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mmqk.monitors.attention import (
+from mmqk.monitors.measures.attention import (
     AttentionStatistics,
     attention_statistics,
     exceeded_by_one_in_a_thousand,
 )
-from mmqk.monitors.growth import attention_rank, common_mode, logit_growth
-from mmqk.monitors.output import output_statistics
-from mmqk.monitors.pairs import Pairs
+from mmqk.monitors.measures.growth import attention_rank, common_mode, logit_growth
+from mmqk.monitors.measures.output import output_statistics
+from mmqk.monitors.measures.pairs import Pairs
+from mmqk.monitors.measures.reduce import moments, selection
 from mmqk.monitors.record import Probe
-from mmqk.monitors.reduce import moments, selection
 from mmqk.store import tags as tags_module
 
 # Of a row of attention logits, by query modality: statistic -> field of AttentionStatistics.

@@ -12,7 +12,7 @@ except ImportError:  # the same under its other name
 
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.attach import Watch, attach
-from mmqk.monitors.inputs import Modality
+from mmqk.monitors.attached.inputs import Modality
 from mmqk.store.errors import UserError
 
 

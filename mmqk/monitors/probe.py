@@ -16,7 +16,7 @@ from mmqk.model import EarlyFusionTransformer
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block
 from mmqk.monitors.collect import Collector
-from mmqk.monitors.pairs import Pairs, visible_pairs
+from mmqk.monitors.measures.pairs import Pairs, visible_pairs
 from mmqk.monitors.record import Probe
 from mmqk.store.tags import tag
 

@@ -11,7 +11,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.attach import Watch, attach
-from mmqk.monitors.inputs import Modality
+from mmqk.monitors.attached.inputs import Modality
 
 
 class NormCallback(TrainerCallback):

@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loggers.logger import Logger
 
-from mmqk.monitors.callback import RunMonitor
+from mmqk.monitors.lab.callback import RunMonitor
 from mmqk.store import Alarm, AlarmConfig, AlarmRules, append_alarms, parse_tag, truncate_alarms
 from mmqk.training.lifecycle import Interrupted
 from mmqk.training.loggers import StoryLogger

@@ -189,7 +189,7 @@ class TrainingModule(L.LightningModule):
 
         The weights are those that it had, and dropout draws what it drew.
         """
-        from mmqk.monitors.bad_site import first_bad_site
+        from mmqk.monitors.lab.bad_site import first_bad_site
 
         for index, batch in batches:
             self._seed_dropout(index)

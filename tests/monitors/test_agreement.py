@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mmqk.monitors.agreement import agreement
+from mmqk.monitors.measures.agreement import agreement
 
 D = 400
 

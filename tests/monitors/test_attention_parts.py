@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.monitors import pairs as pairs_module
-from mmqk.monitors.attention import attention_statistics
-from mmqk.monitors.pairs import Pairs, visible_pairs
+from mmqk.monitors.measures import pairs as pairs_module
+from mmqk.monitors.measures.attention import attention_statistics
+from mmqk.monitors.measures.pairs import Pairs, visible_pairs
 
 B, H, T, K, M = 2, 3, 30, 4, 3
 PARTS = (

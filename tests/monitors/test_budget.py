@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmqk.monitors.budget import AdamUpdate, RadialBudget
+from mmqk.monitors.measures.budget import AdamUpdate, RadialBudget
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 

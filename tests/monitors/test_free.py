@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import MonitorConfig, probe
-from mmqk.monitors.callback import RunMonitor
-from mmqk.monitors.mechanism import Mechanism
+from mmqk.monitors.lab.callback import RunMonitor
+from mmqk.monitors.lab.mechanism import Mechanism
 from mmqk.training.steps import StepLog
 from tests.one_step import build, step, token_batch
 from tests.training.toy import fit, module_of, toy_batch

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.monitors.halves import gradient_agreement
-from mmqk.monitors.precision import absorption
-from mmqk.monitors.reduce import selection
-from mmqk.monitors.residual import residual_absorption
+from mmqk.monitors.lab.halves import gradient_agreement
+from mmqk.monitors.lab.residual import residual_absorption
+from mmqk.monitors.measures.precision import absorption
+from mmqk.monitors.measures.reduce import selection
 
 NAMES = ("text", "image")
 

@@ -10,11 +10,11 @@ import torch
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
-from mmqk.monitors import pairs as pairs_module
 from mmqk.monitors import probe
-from mmqk.monitors.attention import attention_statistics
-from mmqk.monitors.pairs import FEWEST_KEYS, Pairs, visible_pairs
-from mmqk.monitors.reduce import moments, selection
+from mmqk.monitors.measures import pairs as pairs_module
+from mmqk.monitors.measures.attention import attention_statistics
+from mmqk.monitors.measures.pairs import FEWEST_KEYS, Pairs, visible_pairs
+from mmqk.monitors.measures.reduce import moments, selection
 from tests.monitors import brute_force
 
 NAMES = ("text", "image")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mmqk.model import UntieConfig
 from mmqk.monitors import MonitorConfig
-from mmqk.monitors.callback import RunMonitor
+from mmqk.monitors.lab.callback import RunMonitor
 from mmqk.training.loss import LossConfig
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
@@ -58,7 +58,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
         if values:
             lines.setdefault(trainer.global_step, {}).update(values)
 
-    monkeypatch.setattr("mmqk.monitors.callback._log", keep)
+    monkeypatch.setattr("mmqk.monitors.lab.callback._log", keep)
     return lines
 
 

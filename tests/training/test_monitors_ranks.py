@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.monitors.callback import flat, flat_of_all_ranks, sequences_of_a_rank
-from mmqk.monitors.halves import gradient_agreement
+from mmqk.monitors.lab.callback import flat, flat_of_all_ranks, sequences_of_a_rank
+from mmqk.monitors.lab.halves import gradient_agreement
+from mmqk.monitors.lab.residual import residual_absorption
+from mmqk.monitors.lab.window import BudgetWindow
 from mmqk.monitors.probe import probe
-from mmqk.monitors.residual import residual_absorption
-from mmqk.monitors.window import BudgetWindow
 
 SEQUENCES = 4
 

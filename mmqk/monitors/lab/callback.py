@@ -9,12 +9,12 @@ import lightning as L
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
 from mmqk.monitors.config import MonitorConfig
-from mmqk.monitors.halves import gradient_agreement
-from mmqk.monitors.mechanism import Mechanism
+from mmqk.monitors.lab.halves import gradient_agreement
+from mmqk.monitors.lab.mechanism import Mechanism
+from mmqk.monitors.lab.residual import residual_absorption
 from mmqk.monitors.probe import probe
 from mmqk.monitors.ranks import world_size
 from mmqk.monitors.record import Probe
-from mmqk.monitors.residual import residual_absorption
 
 
 class RunMonitor(L.Callback):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmqk.monitors.pairs import Chunk, Pairs
-from mmqk.monitors.reduce import Moments
+from mmqk.monitors.measures.pairs import Chunk, Pairs
+from mmqk.monitors.measures.reduce import Moments
 
 TAIL = 1e-3
 GROUP = 32

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
-from mmqk.monitors.agreement import Agreement, Gradients, HalfProducts, half_products
+from mmqk.monitors.measures.agreement import Agreement, Gradients, HalfProducts, half_products
 from mmqk.monitors.ranks import summed
 from mmqk.store.tags import tag
 

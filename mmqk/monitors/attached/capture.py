@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
-from mmqk.monitors import calls, calls_flash
-from mmqk.monitors.calls import Call, Unread
+from mmqk.monitors.attached import calls, calls_flash
+from mmqk.monitors.attached.calls import Call, Unread
 
 # Of wrappers, which are no part of a module's place in the model.
 _WRAPPED = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")

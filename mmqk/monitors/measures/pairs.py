@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mmqk.model.attention import visible_keys
+from mmqk.monitors.measures.reduce import selection
 from mmqk.monitors.ranks import summed
-from mmqk.monitors.reduce import selection
 
 # Entropy is left out where a row can see fewer keys than this: it is bounded by their number.
 FEWEST_KEYS = 8

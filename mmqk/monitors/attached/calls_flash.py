@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmqk.monitors.calls import Call, Unread
+from mmqk.monitors.attached.calls import Call, Unread
 
 
 def of_flash(

@@ -10,8 +10,8 @@ from torch import Tensor
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.transformer import Sink
-from mmqk.monitors.pairs import visible_pairs
-from mmqk.monitors.reduce import selection
+from mmqk.monitors.measures.pairs import visible_pairs
+from mmqk.monitors.measures.reduce import selection
 
 
 def first_bad_site(

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.isolate import unwrapped
-from mmqk.monitors.reduce import selection
+from mmqk.monitors.attached.isolate import unwrapped
+from mmqk.monitors.measures.reduce import selection
 from mmqk.store.errors import UserError
 from mmqk.store.tags import tag
 

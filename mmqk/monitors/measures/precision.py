@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmqk.monitors.reduce import Moments, moments
+from mmqk.monitors.measures.reduce import Moments, moments
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from mmqk.model import EarlyFusionTransformer
 from mmqk.monitors.config import MonitorConfig
-from mmqk.monitors.precision import below_epsilon, update_size
-from mmqk.monitors.window import BudgetWindow
+from mmqk.monitors.lab.window import BudgetWindow
+from mmqk.monitors.measures.precision import below_epsilon, update_size
 from mmqk.store.tags import tag
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmqk.monitors import pairs as pairs_module
-from mmqk.monitors.attention import attention_statistics, participation
-from mmqk.monitors.pairs import Mask, Pairs
-from mmqk.monitors.reduce import Moments
+from mmqk.monitors.measures import pairs as pairs_module
+from mmqk.monitors.measures.attention import attention_statistics, participation
+from mmqk.monitors.measures.pairs import Mask, Pairs
+from mmqk.monitors.measures.reduce import Moments
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def logit_growth(
     Args:
         q_BHTK: queries.
         k_BHSK: keys.
-        of_MBT: which tokens belong to each modality, from `mmqk.monitors.reduce.selection`.
+        of_MBT: which tokens belong to each modality, from `mmqk.monitors.measures.reduce.selection`.
         pairs: who sees whom.
         seen_sq_MMH: sums of squared dot products over the visible pairs, where they are known already.
     """

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmqk.monitors.adapters import Adapter
-from mmqk.monitors.attention import attention_statistics
-from mmqk.monitors.calls import Call, Unread
+from mmqk.monitors.attached.calls import Call, Unread
+from mmqk.monitors.attached.inputs import Modalities
+from mmqk.monitors.attached.layers import layer_of, number
 from mmqk.monitors.collect import WEIGHT_ROWS, Collector
-from mmqk.monitors.growth import attention_rank
-from mmqk.monitors.inputs import Modalities
-from mmqk.monitors.layers import layer_of, number
-from mmqk.monitors.pairs import Pairs
+from mmqk.monitors.measures.attention import attention_statistics
+from mmqk.monitors.measures.growth import attention_rank
+from mmqk.monitors.measures.pairs import Pairs
+from mmqk.monitors.measures.reduce import Moments
 from mmqk.monitors.probe import NORMS
 from mmqk.monitors.record import Probe
-from mmqk.monitors.reduce import Moments
 from mmqk.store.tags import tag
 
 _LAYER_TAG = re.compile(r"/layer(\d+)(?=/|$)")

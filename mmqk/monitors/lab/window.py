@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from mmqk.model import EarlyFusionTransformer
 from mmqk.model.transformer import Block
-from mmqk.monitors.budget import AdamUpdate, RadialBudget
+from mmqk.monitors.measures.budget import AdamUpdate, RadialBudget
 from mmqk.monitors.ranks import summed
 from mmqk.store.tags import tag
 

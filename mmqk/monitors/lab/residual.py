@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
-from mmqk.monitors.precision import Absorption, absorption
+from mmqk.monitors.measures.precision import Absorption, absorption
+from mmqk.monitors.measures.reduce import selection
 from mmqk.monitors.record import Probe
-from mmqk.monitors.reduce import selection
 from mmqk.store.tags import tag
 
 STATISTICS = {"absorb_error": "error", "absorb_bias": "bias", "absorbed": "absorbed"}

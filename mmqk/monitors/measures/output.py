@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmqk.monitors.reduce import Moments, moments
+from mmqk.monitors.measures.reduce import Moments, moments
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def output_statistics(
     Args:
         logits_BTV: in fp32.
         target_modality_BT: of what each position predicts.
-        selected_MBT: which targets belong to each modality, from `mmqk.monitors.reduce.selection`.
+        selected_MBT: which targets belong to each modality, from `mmqk.monitors.measures.reduce.selection`.
         blocks: number of ids of each modality, in id order.
     """
     mean_BT = logits_BTV.mean(-1)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from mmqk.monitors.boundary import Section
-from mmqk.monitors.layers import Layers
+from mmqk.monitors.attached.boundary import Section
+from mmqk.monitors.attached.layers import Layers
 
 
 def is_first_rank() -> bool:

@@ -1,0 +1,1 @@
+"""Tensors in, numbers out: the definitions of the statistics, apart from any model."""
