@@ -39,7 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("runs", type=Path, nargs="*", help="folders of ablations, of arms or of runs")
     parser.add_argument(
-        "--once", action="store_true", help="print one frame and end (always so without a terminal)"
+        "--once",
+        action="store_true",
+        help="print one frame and end (always so without a terminal, or on a dumb one)",
     )
     parser.add_argument(
         "--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = follow(options.runs)
     console = Console()
     width = max(NARROWEST, console.width)
-    if options.once or not sys.stdout.isatty():
+    if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # which cannot be drawn over
         console.print(board([run.look() for run in runs], width), soft_wrap=True)
         return 0
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:

@@ -103,8 +103,8 @@ Every number that mmqk logs. This page is written by `python -m tests.statistics
 `attn_logit_max/text-image/layer03` (query text, key image), `final_norm/image`, `grad_norm`,
 `grad_norm/embed.weight`. Below, words in capitals are names, [...] may be missing (heads come with
 `--monitor.heads=true`), and a statistic ending in `_max` is the maximum of the one before it. The first layer is
-`layer00`. In `metrics.jsonl` a line is a step; a modality that was not there is an absent key, and NaN and infinities
-are the strings "nan", "inf", "-inf".
+`layer00`. In `metrics.jsonl` a line is a step, and one more where an alarm is found at an earlier one; a modality
+that was not there is an absent key, and NaN and infinities are the strings "nan", "inf", "-inf".
 
 **Whose modality.** *input token*: of the token at this position, for activations. *query*, *query, key*: of
 attention, the first the one that looks. *target*: of the next token, for losses, the output softmax and

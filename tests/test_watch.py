@@ -6,8 +6,10 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -124,6 +126,53 @@ def test_damage_is_shown_as_far_as_it_can_be_read(tmp_path, capsys):
     assert "nan" in said and "4" in said
 
 
+DAMAGE = {
+    "run.json": (
+        "[1]", '{"identity":[1]}', '{"identity":{"trainer":[1]}}', '{"identity":{"trainer":{"max_steps":"x"}}}',
+    ),
+    "status.json": ("3", '{"status":"running","step":null,"reason":3}'),
+    "metrics.jsonl": (
+        '{"step":"x","loss":1}', '{"step":1e400,"loss/text":1}', '{"step":[1],"x":1}',
+        '{"step":3,"a//b":1,"loss/text":' + "9" * 400 + "}", "[" * 100_000,
+    ),
+    "alarms.jsonl": (
+        '{"name":"spike","step":1,"tag":"a//b/c/d","value":1,"threshold":1,"sentence":"odd"}',
+        '{"name":"spike","step":1e400,"tag":"loss","value":1,"threshold":1,"sentence":"odd"}', "[" * 100_000,
+    ),
+    "ablation.json": ('{"runs":3}', '{"runs":[3]}', '{"runs":[{"arm":1,"seed":2,"folder":3}]}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, all_ in DAMAGE.items() for text in all_],
+                         ids=lambda x: x[:40])  # fmt: skip
+def test_files_of_another_kind_are_passed_over(tmp_path, capsys, name, text):
+    write_run(tmp_path / "r", "completed", alarms=[GROWTH])
+    path = tmp_path / "r" / name
+    # Lines are added to what is there; of a whole file this is all.
+    path.write_text((path.read_text() if name.endswith("l") else "") + text + "\n")
+    said = shown(capsys, "--once", tmp_path / "r")
+    if name == "ablation.json" and "folder" in text:
+        assert "1 seed 2" in said and "waiting" in said
+    else:
+        assert "4.60" in said and "step 30: growth" in said and ("odd" in said) == ("a//b/c/d" in text)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_number_that_is_none_ranks_worst(tmp_path, capsys, monkeypatch, bad):
+    """In the one column for all modalities that a narrow terminal has, and in that of its own modality."""
+    write_run(tmp_path / "r", "completed")
+    names = ("q_norm/text/layer00", "q_norm/image/layer00")
+    writer = MetricsWriter(tmp_path / "r/metrics.jsonl")
+    writer.write(50, {name: float("nan") if i == bad else 5.0 for i, name in enumerate(names)})
+    writer.close()
+    for width, nans, fives in ((160, 1, 1), (80, 1, 0)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        row = next(
+            line for line in shown(capsys, "--once", tmp_path / "r").splitlines() if "completed" in line
+        )
+        assert (row.count("nan L0"), row.count(" 5 L0")) == (nans, fives), row
+
+
 def test_a_follower_reads_what_is_new_and_starts_again_after_a_resume(tmp_path):
     write_run(tmp_path / "r", "running", steps=range(3))
     run = follow([tmp_path / "r"])[0]
@@ -177,6 +226,34 @@ def test_in_a_terminal_it_redraws_until_the_run_has_ended(tmp_path):
         os.close(here)
     assert process.wait() == 0, said.decode()
     assert b"2.22" in said and b"completed" in said and b"\x1b[1A" in said
+
+
+@pytest.mark.parametrize(("terminal", "redrawn"), [("xterm", True), ("dumb", False)])
+def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, terminal, redrawn):
+    write_run(tmp_path / "r")
+    here, there = pty.openpty()
+    environment = {**os.environ, "TERM": terminal, "COLUMNS": "100", "LINES": "40"}
+    command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(tmp_path / "r")]
+    process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
+    os.close(there)
+    said, guard = b"", threading.Timer(60, process.kill)  # or one that shows nothing would be read for ever
+    guard.start()
+    try:
+        while said.count(b"4.60") < (3 if redrawn else 1):
+            said += os.read(here, 65536)
+        if redrawn:
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+        while True:
+            said += os.read(here, 65536)
+    except OSError:  # the other side has closed
+        pass
+    finally:
+        guard.cancel()
+        process.kill()
+        os.close(here)
+    assert process.wait() == 0 and b"Traceback" not in said
+    assert (b"\x1b[?25h" in said) is redrawn  # the cursor is there again
 
 
 def test_watching_imports_no_torch(tmp_path):

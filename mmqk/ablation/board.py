@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mmqk.ablation.views import View
-from mmqk.store import Alarm, clock, parse_tag
+from mmqk.store import Alarm, clock, parsed_tag
 
 ALARMS_SHOWN = 8
 STYLES = {
@@ -127,7 +127,7 @@ def _alarms(views: Sequence[View]) -> list[Text]:
     count: Counter[tuple[str, ...]] = Counter()
     for view in views:
         for alarm in view.alarms:
-            parsed = parse_tag(alarm.tag)
+            parsed = parsed_tag(alarm.tag)
             kind: tuple[str, ...] = (view.name, alarm.name, parsed.statistic, parsed.modality or "")
             first.setdefault(kind, (view, alarm))
             count[kind] += 1
@@ -166,7 +166,9 @@ def _worse(
     found: Sequence[tuple[float, int | None] | None], smallest: bool
 ) -> tuple[float, int | None] | None:
     there = [one for one in found if one is not None]
-    return (min if smallest else max)(there, key=lambda one: one[0]) if there else None
+    # A NaN ranks worst.
+    worst = [one for one in there if math.isnan(one[0])]
+    return (worst or [(min if smallest else max)(there, key=lambda one: one[0])])[0] if there else None
 
 
 def _loss(value: float | None) -> str:

@@ -13,11 +13,10 @@ from typing import Any
 from mmqk.store import (
     Alarm,
     Status,
-    Tag,
     UserError,
     from_json,
     is_locked,
-    parse_tag,
+    parsed_tag,
     read_alarms,
     read_json,
     read_status,
@@ -67,7 +66,7 @@ class View:
             (value, parsed.layer)
             for name, value in self.values.items()
             if name.startswith(f"{statistic}/")
-            and (parsed := _parsed(name)).head is None
+            and (parsed := parsed_tag(name)).head is None
             and modality == (parsed.pair[0] if parsed.pair else parsed.modality)
         ]
         if not found:
@@ -91,9 +90,9 @@ class Follow:
         """The run as it stands."""
         self._read()
         status = read_status(self.folder)
-        record = read_json(self.folder / "run.json") or {}
-        trainer = (record.get("identity") or {}).get("trainer") or {}
-        max_steps = trainer.get("max_steps") or 0
+        trainer = _inside(_inside(read_json(self.folder / "run.json"), "identity"), "trainer")
+        length = trainer.get("max_steps")
+        max_steps = length if isinstance(length, int) else 0
         view = View(self.name, max_steps=max_steps, values=dict(self._values), step=self._step)
         view.alarms = read_alarms(self.folder)
         if status is None:
@@ -136,12 +135,12 @@ class Follow:
     def _take(self, line: bytes) -> None:
         try:
             record = json.loads(line)
-            step = record.pop("step")
+            step = int(record.pop("step"))
             values = {name: from_json(value) for name, value in record.items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return
         self._values.update(values)
-        self._step = max(self._step, int(step))
+        self._step = max(self._step, step)
 
 
 def follow(folders: Iterable[Path]) -> list[Follow]:
@@ -164,11 +163,10 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
 
 
 def _of_ablation(folder: Path) -> list[Follow]:
-    record = read_json(folder / "ablation.json")
-    entries: list[Any] = (record or {}).get("runs") or []
+    entries = (read_json(folder / "ablation.json") or {}).get("runs")
     return [
-        Follow(f"{entry['arm']} seed {entry['seed']}", folder / entry["folder"])
-        for entry in entries
+        Follow(f"{entry['arm']} seed {entry['seed']}", folder / str(entry["folder"]))
+        for entry in (entries if isinstance(entries, list) else [])
         if isinstance(entry, dict) and {"arm", "seed", "folder"} <= entry.keys()
     ]
 
@@ -194,8 +192,7 @@ def _mtime(path: Path) -> float:
         return 0.0
 
 
-def _parsed(name: str) -> Tag:
-    try:
-        return parse_tag(name)
-    except ValueError:
-        return Tag(name)
+def _inside(record: Any, name: str) -> dict[str, Any]:
+    """An object within a record, empty where there is none."""
+    found = record.get(name) if isinstance(record, dict) else None
+    return found if isinstance(found, dict) else {}

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from mmqk.monitors.adapters import Adapter, adapter_for
-from mmqk.monitors.attached.boundary import Boundary, find_logits
+from mmqk.monitors.attached.boundary import Boundary, Section
 from mmqk.monitors.attached.capture import Capture, watching
+from mmqk.monitors.attached.folder import Folder
 from mmqk.monitors.attached.inputs import (
     Catcher,
     Inputs,
@@ -25,18 +25,15 @@ from mmqk.monitors.attached.inputs import (
     first_rows,
     named_inputs,
     sequences_of,
-    tensors,
     valid_of,
 )
 from mmqk.monitors.attached.introduce import introduction, is_first_rank, warn_of_absent
 from mmqk.monitors.attached.isolate import parameters_of_one_dtype, untouched, unwrapped
 from mmqk.monitors.attached.layers import Layers, find_layers
-from mmqk.monitors.ranks import world_size
+from mmqk.monitors.attached.output import find_logits, targets_of
+from mmqk.monitors.ranks import summed, world_size
 from mmqk.monitors.record import Probe
 from mmqk.store.errors import UserError
-from mmqk.store.files import write_json
-from mmqk.store.folder import STATUS_NAME
-from mmqk.store.metrics import MetricsWriter, last_metrics
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)
 
@@ -75,8 +72,10 @@ def attach(
     Raises:
         UserError: ranges or names that cannot be, a count below its least.
     """
-    if every_n_steps < 0:
-        raise UserError(f"every_n_steps is {every_n_steps}: give 0 for no probes, or more")
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is {model!r}: attach the nn.Module that the training loop calls")
+    if every_n_steps < 0 or every_n_steps != int(every_n_steps):
+        raise UserError(f"every_n_steps is {every_n_steps}: give 0 for no probes, or more, in whole steps")
     if sequences < 1:
         raise UserError(f"sequences is {sequences}: a probe needs at least 1")
     return Watch(
@@ -109,10 +108,12 @@ class Watch:
     steps: int = 0
     layers: Layers | None = None
     _catcher: Catcher = field(default_factory=Catcher)
-    _writer: MetricsWriter | None = None
+    _folder: Folder | None = None
     _marks: list[float] | None = field(default_factory=list)
     _closed: bool = False
-    _last: Boundary | None = None
+    _late: bool = False  # the batch of the step that was due was empty
+    _sections: list[Section] = field(default_factory=list)  # of the last probe
+    _tokens_M: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._started = self.steps
@@ -133,27 +134,30 @@ class Watch:
             return
         self._catcher.wrap(self.model)  # compiled since
         if self._marks is not None and not self._marks:
-            self._started = self.steps if number is None else number - 1
-            self._open()
-        self.steps = self.steps + 1 if number is None else number
+            self.steps = self._started = self.steps if number is None else number - 1
+            if self.out is not None and self.every_n_steps and is_first_rank():
+                self._folder = Folder(self.out, self._started)
+        before, self.steps = self.steps, self.steps + 1 if number is None else number
         if self._marks is not None:
             self._marks.append(time.perf_counter())
         called = self._catcher.take()
-        if not self._due():
+        if not self._due(before):
             return
         if called is None:
             raise UserError(
-                f"the watched {type(self.model).__name__} was not called before step {self.steps}: attach the object "
-                "that the training loop calls (what torch.compile or DistributedDataParallel returned), and do so "
-                "before its first call"
+                f"the watched {type(self.model).__name__} was not called with gradients before step {self.steps}: "
+                "attach the object that the training loop calls (what torch.compile or DistributedDataParallel "
+                "returned), and do so before its first call"
             )
         self._probe_and_write(*called)
 
-    def _due(self) -> bool:
+    def _due(self, before: int) -> bool:
+        """Whether a multiple of N was passed: several optimizers, or a trainer that skips, count by more than 1."""
         every, done = self.every_n_steps, self.steps - self._started
-        return bool(every) and (
-            self.steps % every == 0 or (self._marks is not None and done == min(FIRST, every))
-        )
+        if not every:
+            return False
+        early = self._marks is not None and done >= min(FIRST, every)
+        return early or self._late or self.steps // every > before // every
 
     def probe(self, **inputs: Any) -> Probe:
         """Statistics of a forward with these inputs now, of all ranks; nothing is written or logged.
@@ -162,23 +166,32 @@ class Watch:
         """
         return self._probe((), inputs)
 
-    def close(self) -> None:
-        """Stop watching: the hook goes, and the file is closed. Doing so twice does no harm."""
+    def close(self, status: str = "completed") -> None:
+        """Stop watching: the hook goes, and the file is closed. Doing so twice does no harm.
+
+        Args:
+            status: what ``status.json`` says of the run: completed, failed or interrupted.
+        """
         if self._closed:
             return
         self._closed = True
         self._hook.remove()
         self._catcher.unwrap(self.model)
         self._catcher.take()
-        if self._writer is not None:
-            self._writer.close()
-            self._status("completed")
+        if self._folder is not None:
+            self._folder.close(self.steps, status)
 
     # What a probe does
 
     def _probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Probe:
         root, collective = unwrapped(self.model), world_size() > 1
-        B = sequences_of(named_inputs(self.model, args, kwargs))
+        inputs = named_inputs(self.model, args, kwargs)
+        if inputs.get("past_key_values") is not None:
+            raise UserError(
+                f"{type(root).__name__} is called with past_key_values, a cache that a second forward would add to: "
+                "train without it, or watch with every_n_steps=0"
+            )
+        B = sequences_of(inputs)
         rows = min(B, self.sequences)
         weight = next((p for p in root.parameters() if p.is_floating_point()), None)
         device = torch.device("cpu") if weight is None else weight.device
@@ -190,16 +203,19 @@ class Watch:
             modality_BT = self.modalities.of(inputs).to(device)
             valid_BT = valid_of(inputs, modality_BT).to(device)
         seen = Boundary(self.modalities, modality_BT, valid_BT, self.adapter, collective)
-        capture = Capture(root, rows, seen.see_call, seen.see_module)
+        capture = Capture(root, rows, modality_BT.shape[1], seen.see_call, seen.see_module)
         try:
-            with untouched(root, device, full_precision=alone), watching(capture):
+            with untouched(root, device, alone, self._catcher.autocast), watching(capture):
                 output = root(*args, **kwargs)
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            advice = (
+                f"; if the model takes no part of a batch, attach it with sequences={B}" if rows < B else ""
+            )
             raise RuntimeError(
-                f"a probe runs {type(root).__name__} on the first {rows} of {B} sequences, and that failed; "
-                f"if the model takes no part of a batch, attach it with sequences={max(B, rows)}"
+                f"a probe runs {type(root).__name__} in evaluation mode on {rows} of {B} sequences, and that failed "
+                f"({type(error).__name__}: {error}){advice}"
             ) from error
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             self._output(seen, output, inputs, root)
@@ -210,10 +226,15 @@ class Watch:
                 lambda raw: (raw["sum"], torch.ones_like(raw["sum"])),
             )
             found = found.merged()
-        told = [s.path for s in seen.sections if s.call]
-        measured = [s.path for s in seen.sections if s.call and s.left_out is None]
-        self.layers = find_layers(measured, told, capture.ran, capture.kinds, capture.softmaxes)
-        self._last = seen
+        calls = [section for section in seen.sections if section.call]
+        self.layers = find_layers(
+            [section.path for section in calls if section.left_out is None],
+            {section.path for section in calls if section.left_out is not None and not section.elsewhere},
+            {section.path for section in calls},
+            capture.ran, capture.kinds, capture.softmaxes, capture.products,
+        )  # fmt: skip
+        # No more of it than this: it holds masks of the size of the attention.
+        self._sections, self._tokens_M = seen.sections, self.modalities.tokens(modality_BT, valid_BT)
         return found
 
     def _output(self, seen: Boundary, output: Any, inputs: Inputs, root: nn.Module) -> None:
@@ -224,18 +245,13 @@ class Watch:
         logits_BTV = find_logits(output, seen.modality_BT.shape, least, root)
         if logits_BTV is None:
             return
-        target_mask_BT = seen.valid_BT & seen.valid_BT.roll(-1, 1)
-        if type(output).__module__.partition(".")[0] == "transformers":
-            labels = next(
-                (x for name, x in tensors(inputs) if name == "labels" and x.shape == target_mask_BT.shape),
-                None,
-            )
-            if labels is not None:
-                target_mask_BT = target_mask_BT & (labels.roll(-1, 1) != -100)
-        target_mask_BT[:, -1] = False
-        seen.output(logits_BTV, target_mask_BT)
+        seen.output(logits_BTV, targets_of(output, inputs, seen.valid_BT))
 
     def _probe_and_write(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = find_ids(named_inputs(self.model, args, kwargs))
+        self._late = self._anywhere(ids is not None and not ids.numel())
+        if self._late:
+            return
         first = self._marks is not None
         start = self._clock() if first else 0.0
         found = self._probe(args, kwargs)
@@ -250,12 +266,17 @@ class Watch:
             self._marks = None
         if not is_first_rank():
             return
-        if self._writer is not None:
-            self._writer.write(self.steps, values)
-            self._writer.flush()
-            self._status("running")
+        if self._folder is not None:
+            self._folder.write(self.steps, values)
         if self.log is not None:
             self.log(values, step=self.steps)
+
+    def _anywhere(self, own: bool) -> bool:
+        """Whether it is so on any rank."""
+        if world_size() == 1:
+            return own
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        return bool(summed(torch.tensor(float(own), device=device)))
 
     def _clock(self) -> float:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -263,41 +284,14 @@ class Watch:
             torch.get_device_module(device).synchronize(device)
         return time.perf_counter()
 
-    # What it says and writes
-
     def _introduce(self, seconds: float) -> None:
-        assert self._last is not None and self.layers is not None and self._marks is not None
-        tokens_M = self.modalities.tokens(self._last.modality_BT, self._last.valid_BT)
-        if self._last.collective:
-            dist.all_reduce(tokens_M)
+        assert self._tokens_M is not None and self.layers is not None and self._marks is not None
+        tokens_M = summed(self._tokens_M)
         if is_first_rank():
             tokens = dict(zip(self.modalities.names, tokens_M.tolist(), strict=True))
             gaps = [after - before for before, after in itertools.pairwise(self._marks)]
             print(
-                introduction(self.layers, tokens, self._last.sections, seconds, gaps, self.every_n_steps),
+                introduction(self.layers, tokens, self._sections, seconds, gaps, self.every_n_steps),
                 flush=True,
             )
             warn_of_absent(tokens)
-
-    def _open(self) -> None:
-        """The file, at the first step; a run that resumes leaves out what came later."""
-        if self.out is None or not self.every_n_steps or not is_first_rank():
-            return
-        path = self.out / "metrics.jsonl"
-        last = last_metrics(path).get("step")
-        if last is not None and not self._started:
-            raise UserError(
-                f"{path} holds a run up to step {last}: give another folder, or set watch.steps to the step that "
-                "this one resumes from"
-            )
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            self._writer = MetricsWriter(path)
-        except OSError as error:
-            raise UserError(f"{self.out} cannot be written ({error}): give another folder") from error
-        self._writer.truncate_after(self._started)
-        self._status("running")
-
-    def _status(self, status: str) -> None:
-        assert self.out is not None
-        write_json(self.out / STATUS_NAME, {"status": status, "step": self.steps})

@@ -203,19 +203,19 @@ class Collector:
             dict(vars(growth)),
             lambda raw: (
                 torch.stack([*kind(**raw).parts().values()]).flatten(),
-                raw["seen"].flatten().repeat(len(parts)),
+                # Queries or keys of a head that are all 0 have no logarithm.
+                (raw["seen"] * (raw["dot_sq"] != 0).all(-1)).flatten().repeat(len(parts)),
             ),
         )
         self._found.add_moments(self._tags("k_common", layer), None, common_mode(k_BHSK, self.selected_MBT))
         if softmax:
-            rank = found.rank
-            if rank is None:
-                rank = attention_rank(q_BHTK, k_BHSK, scale, pairs.visible_BTS, softcap, pairs.reach)
-            rank = rank.mean()
+            rank_HB = found.rank
+            if rank_HB is None:
+                rank_HB = attention_rank(q_BHTK, k_BHSK, scale, pairs.visible_BTS, softcap, pairs.reach)
             self._found.add(
                 [tag("attn_rank", layer=layer)],
-                {"sum": rank.view(1), "count": torch.ones_like(rank).view(1)},
-                lambda raw: (raw["sum"] / raw["count"], raw["count"]),
+                matrix_sums(rank_HB, pairs.seen_B),
+                mean_of_matrices,
             )
 
     def _logits(
@@ -261,3 +261,14 @@ class Collector:
             lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["pairs"] > 0)),
         )
         return found
+
+
+def matrix_sums(value_HB: Tensor, seen_B: Tensor) -> dict[str, Tensor]:
+    """Of one number for each attention matrix, parts of a `Probe` that add up; padding alone counts for nothing."""
+    kept = torch.where(seen_B, value_HB, 0.0)
+    return {"sum": kept.sum().view(1), "count": seen_B.expand_as(value_HB).sum().float().view(1)}
+
+
+def mean_of_matrices(raw: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The mean of what `matrix_sums` gave, and how many."""
+    return raw["sum"] / raw["count"], raw["count"]

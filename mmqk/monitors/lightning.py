@@ -84,5 +84,6 @@ class NormMonitor(Callback):
             self.watch.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Likewise."""
-        self.on_fit_end(trainer, pl_module)
+        """Likewise, and the folder says so."""
+        if self.watch is not None:
+            self.watch.close("interrupted" if isinstance(exception, KeyboardInterrupt) else "failed")

@@ -5,14 +5,14 @@ It never touches training: no gradient, no random number, no buffer, and the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
-from mmqk.model import EarlyFusionTransformer
+from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block
 from mmqk.monitors.collect import Collector
@@ -34,8 +34,26 @@ NORMS = {
 }
 
 
+def pairs_of(config: ModelConfig, batch: TokenBatch, collective: bool = False) -> dict[int, Pairs]:
+    """Who sees whom in each window size of the model's layers."""
+    return {
+        window: Pairs(
+            batch.modality_BT,
+            visible_pairs(batch.valid_BT, batch.document_BT, window),
+            len(config.modalities),
+            config.n_heads,
+            collective,
+        )
+        for window in {config.window_of(layer) for layer in range(config.n_layers)}
+    }
+
+
 def probe(
-    model: EarlyFusionTransformer, batch: TokenBatch, heads: bool = False, collective: bool = False
+    model: EarlyFusionTransformer,
+    batch: TokenBatch,
+    heads: bool = False,
+    collective: bool = False,
+    pairs: Mapping[int, Pairs] | None = None,
 ) -> Probe:
     """Every statistic of docs/statistics.md that one forward over ``batch`` gives, by layer and modality.
 
@@ -47,19 +65,11 @@ def probe(
         batch: all of its sequences are used.
         heads: also give attention logits and weights for each head.
         collective: whether every rank probes a batch of its own now, for `Probe.merged`.
+        pairs: `pairs_of` this batch, where they are kept from one probe to the next.
     """
     c = model.config
     collector = Collector(c.modalities, batch.modality_BT, batch.valid_BT, heads)
-    pairs = {
-        window: Pairs(
-            batch.modality_BT,
-            visible_pairs(batch.valid_BT, batch.document_BT, window),
-            len(c.modalities),
-            c.n_heads,
-            collective,
-        )
-        for window in {c.window_of(layer) for layer in range(c.n_layers)}
-    }
+    pairs = pairs_of(c, batch, collective) if pairs is None else pairs
     seen: dict[str, Tensor] = {}
 
     def sink(site: str, layer: int, tensor: Tensor) -> None:
@@ -130,12 +140,14 @@ def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
 def _forward(
     model: EarlyFusionTransformer, batch: TokenBatch, sink: Callable[[str, int, Tensor], None]
 ) -> None:
-    was_training = model.training
-    model.eval()
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         # Eagerly: a compiled model would be compiled once more for a forward that somebody watches.
         eagerly = torch.compiler.set_stance("force_eager")
         with eagerly, torch.no_grad(), torch.autocast(batch.ids_BT.device.type, enabled=False):
             model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink=sink)
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True

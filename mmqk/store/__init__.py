@@ -23,7 +23,7 @@ from mmqk.store.identity import (
 )
 from mmqk.store.lock import FolderLock, is_locked
 from mmqk.store.metrics import MetricLines, MetricsWriter, from_json, last_metrics, read_metrics
-from mmqk.store.tags import Tag, parse_tag, tag
+from mmqk.store.tags import Tag, parse_tag, parsed_tag, tag
 from mmqk.store.words import clock, dashboards
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "last_metrics",
     "mark_ended",
     "parse_tag",
+    "parsed_tag",
     "read_alarms",
     "read_json",
     "read_metrics",

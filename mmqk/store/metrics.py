@@ -1,5 +1,7 @@
 """``metrics.jsonl``: one line per optimizer step, ``{"step": s, tag: number, ...}``.
 
+A step that an alarm is told of later has a second line; `read_metrics` joins them.
+
 An absent modality is an absent key. Values that are not finite are the strings "nan", "inf" and "-inf",
 which JSON has no numbers for.
 """

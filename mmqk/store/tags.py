@@ -11,6 +11,7 @@ attn_logit_bound/layer03                 by layer
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 _LAYER = re.compile(r"layer(\d{2,})")
@@ -74,3 +75,12 @@ def parse_tag(text: str) -> Tag:
     if not statistic or len(rest) > 1 or "" in rest:
         raise ValueError(f"{text!r} is not a tag of the form statistic/modality/layerNN/headNN")
     return Tag(statistic, rest[0] if rest else None, layer, head)
+
+
+@lru_cache(maxsize=65536)
+def parsed_tag(name: str) -> Tag:
+    """The parts of a tag; a name of another form is a statistic of its own."""
+    try:
+        return parse_tag(name)
+    except ValueError:
+        return Tag(name)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning.pytorch.loggers.logger import Logger
 from mmqk.monitors.lab.callback import RunMonitor
 from mmqk.store import Alarm, AlarmConfig, AlarmRules, append_alarms, parse_tag, truncate_alarms
 from mmqk.training.lifecycle import Interrupted
-from mmqk.training.loggers import StoryLogger
+from mmqk.training.loggers import RunLogger, StoryLogger
 from mmqk.training.module import TrainingModule
 from mmqk.training.steps import Checkpoints, StepLog, ends_step, step_of
 
@@ -89,6 +90,7 @@ class Alarms(L.Callback):
         self.step_log, self.monitor, self.checkpoints = step_log, monitor, checkpoints
         self.tap = _Tap()
         self._probe_until = -1
+        self._waiting: list[Alarm] = []  # found where nothing can be done about them
         self._said: Counter[tuple[str, ...]] = Counter()
         self._loggers: list[Logger] = []
         self._first_rank = True
@@ -106,7 +108,7 @@ class Alarms(L.Callback):
         if trainer.global_step <= self._probe_until:
             self.step_log.flush(trainer, pl_module)
             self.monitor.probe_now(trainer, pl_module, batch)
-        found = self._look()
+        found, self._waiting = [*self._waiting, *self._look()], []
         if self.config.acts:
             # Only the first rank has seen the probes, and all have to act.
             self._act(trainer, pl_module, trainer.strategy.broadcast(found))
@@ -130,7 +132,7 @@ class Alarms(L.Callback):
             append_alarms(self.folder, found)
             self._say(found)
             for logger in self._loggers:
-                if isinstance(logger, StoryLogger):
+                if isinstance(logger, RunLogger | StoryLogger):
                     logger.log_alarms(found)
         return found
 
@@ -179,9 +181,12 @@ class Alarms(L.Callback):
             shutil.copyfile(newest, path)
 
     def state_dict(self) -> dict[str, Any]:
-        self._look()  # what a last flush logged belongs to the checkpoint
-        return {"rules": self.rules.state_dict(), "probe_until": self._probe_until}
+        # What a last flush logged belongs to the checkpoint; an interruption leaves what it calls for to the resume.
+        self._waiting += self._look()
+        waiting = [asdict(alarm) for alarm in self._waiting]
+        return {"rules": self.rules.state_dict(), "probe_until": self._probe_until, "waiting": waiting}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rules.load_state_dict(state_dict["rules"])
         self._probe_until = state_dict["probe_until"]
+        self._waiting = [Alarm(**alarm) for alarm in state_dict.get("waiting", [])]

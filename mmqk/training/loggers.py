@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from mmqk.store import Alarm, MetricsWriter, read_alarms, read_metrics
+from mmqk.store import Alarm, MetricsWriter, read_alarms, read_metrics, tag
 from mmqk.training.outcome import outcome
 from mmqk.training.pictures import HEAT_MAPS, History, draw_heat_map, draw_mass
 from mmqk.training.story import custom_scalars, over_layers
@@ -21,12 +22,13 @@ FIRST_PICTURES = 4
 
 
 class RunLogger(Logger):
-    """Writes every number to the run's metrics.jsonl, one line a step."""
+    """Writes every number to the run's metrics.jsonl, one line a step; an alarm of an earlier step adds another."""
 
     def __init__(self, path):
         super().__init__()
         self._path = path
         self._writer: MetricsWriter | None = None
+        self._alarms: Counter[tuple[int, str]] = Counter()
 
     @property
     def name(self) -> str:
@@ -42,6 +44,15 @@ class RunLogger(Logger):
         if self._writer is None:
             self._writer = MetricsWriter(self._path)
         self._writer.write(step, metrics)
+
+    @rank_zero_only
+    def log_alarms(self, alarms: Sequence[Alarm]) -> None:
+        """``alarm/<name>``: on how many series that alarm begins at its step. On disk at once, like alarms.jsonl."""
+        began = [(alarm.step, alarm.name) for alarm in alarms]
+        self._alarms.update(began)
+        for step, name in sorted(set(began), reverse=True):  # the step that is being collected comes first
+            self.log_metrics({tag("alarm", name): self._alarms[step, name]}, step)
+        self.save()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """The configuration is in run.json and config.yaml already."""

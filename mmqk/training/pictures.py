@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from mmqk.training.story import parsed_tag
+from mmqk.store import parsed_tag
+from mmqk.training.story import REDUCERS
 
 # Drawn by layer and step, whether on a logarithmic scale; of a pair the largest over key modalities.
 HEAT_MAPS = {"attn_logit_absmax": True, "attn_entropy": False, "q_norm": True, "k_norm": True}
 MASS = "attn_mass"
+largest = REDUCERS["max"]
 # More probes than this are thinned out, older and newer alike.
 COLUMNS = 200
 
@@ -62,7 +64,7 @@ class History:
                 of = tag.pair[0] if tag.pair else tag.modality
                 if tag.statistic == statistic and of == modality and tag.layer is not None:
                     at = (tag.layer, column)
-                    cells[at] = max(cells.get(at, -math.inf), value)
+                    cells[at] = REDUCERS["max"]([cells.get(at, -math.inf), value])
         layers = 1 + max((layer for layer, _ in cells), default=-1)
         table = np.full((layers, len(self.probes)), np.nan)
         for (layer, column), value in cells.items():

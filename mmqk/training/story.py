@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from mmqk.store import Tag, parse_tag
+from mmqk.store import parsed_tag
 
-REDUCERS: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "median": statistics.median}
+
+def nan_first(reduce: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
+    """A NaN ranks worst: Python's own max and min keep it or drop it by the order of the layers."""
+    return lambda values: math.nan if any(map(math.isnan, values)) else reduce(values)
+
+
+REDUCERS: dict[str, Callable[[list[float]], float]] = {
+    name: nan_first(reduce) for name, reduce in (("max", max), ("min", min), ("median", statistics.median))
+}
 
 
 class Chart(NamedTuple):
@@ -94,14 +103,6 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
         for reducer in _BY_LAYER[series.split("/")[0]]:
             kept[f"{series}/{reducer}"] = REDUCERS[reducer](values)
     return kept
-
-
-def parsed_tag(name: str) -> Tag:
-    """The parts of a tag; a name of another form is a statistic of its own."""
-    try:
-        return parse_tag(name)
-    except ValueError:
-        return Tag(name)
 
 
 def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:

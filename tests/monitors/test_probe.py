@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -146,6 +147,52 @@ def test_padding_is_not_counted():
     assert probe(model, batch).flat() == pytest.approx(probe(model, changed).flat(), rel=1e-5)
 
 
+@pytest.mark.parametrize("present", [(0, 1, 2), (0, 2), (1,)], ids=str)
+@pytest.mark.parametrize("documents", [False, True])
+def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_brute_force(present, documents):
+    names, sizes, starts = (*NAMES, "sound"), torch.tensor([9, 7, 5]), torch.tensor([0, 9, 16])
+    random, B, T = torch.Generator().manual_seed(3), 3, 40
+    modality_BT = torch.tensor(present)[torch.randint(len(present), (B, T), generator=random)]
+    ids_BT = starts[modality_BT] + (torch.rand(B, T, generator=random) * sizes[modality_BT]).long()
+    valid_BT = torch.ones(B, T, dtype=torch.bool)
+    valid_BT[1, 1:], valid_BT[2, 30:] = False, False
+    document_BT = (torch.arange(T) // 13).expand(B, T).clone()
+    trained_BT = valid_BT & valid_BT.roll(-1, 1)
+    trained_BT[:, -1] = False
+    batch = TokenBatch(
+        ids_BT, modality_BT, trained_BT, valid_BT, torch.tensor(1.0), document_BT if documents else None
+    )
+    blocks = dict(zip(names, sizes.tolist(), strict=True))
+    model = EarlyFusionTransformer(ModelConfig(blocks=blocks, d_model=16, n_layers=2, n_heads=2), "math")
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.w_q.weight.mul_(5)
+    measured = {k: v for k, v in probe(model, batch).flat().items() if "row_norm" not in k}
+    sites: dict = {}
+    model.double()(ids_BT, modality_BT, batch.document_BT,
+                   lambda site, layer, t: sites.__setitem__((site, layer), t.detach().numpy()))  # fmt: skip
+    modality, valid = modality_BT.numpy(), valid_BT.numpy()
+
+    def sees(b, t, s):
+        return valid[b, s] and s <= t and not (documents and s // 13 != t // 13)
+
+    expected = brute_force.streams(sites, modality, valid, names)
+    for layer in range(2):
+        q, k = sites["q", layer], sites["k", layer]
+        expected |= brute_force.attention(q, k, 8**-0.5, modality, sees, names, layer, valid=valid)
+    output = brute_force.output(sites["logits", -1], np.roll(modality, -1, 1), trained_BT.numpy(), blocks)
+    absent = {name for m, name in enumerate(names) if m not in present}
+    expected |= {k: v for k, v in output.items() if k.split("-")[-1] not in absent}  # of a block nobody uses
+    assert measured.keys() == expected.keys()
+    assert measured == {k: pytest.approx(v, rel=2e-4, abs=1e-5) for k, v in expected.items()}
+    # The control: documents that see each other, or do not, are told apart.
+    whole = TokenBatch(
+        ids_BT, modality_BT, trained_BT, valid_BT, torch.tensor(1.0), None if documents else document_BT
+    )
+    first = f"attn_entropy/{names[present[0]]}/layer00"
+    assert probe(model.float(), whole).flat()[first] != pytest.approx(expected[first], rel=1e-2)
+
+
 def test_absent_modality_is_an_absent_key():
     values = probe(make_model(), make_batch(only=0, pad=0)).flat()
     assert values and not any("image" in tag for tag in values)
@@ -246,3 +293,39 @@ def test_nan_of_one_modality_does_not_spread_to_the_other():
     values = probe(model, batch).flat()
     assert math.isnan(values["v_norm/image/layer00"])
     assert math.isfinite(values["v_norm/text/layer00"])
+
+
+@pytest.mark.parametrize("chunk", [2**24, 500], ids=["one chunk", "many chunks"])
+def test_a_sequence_of_padding_alone_adds_nothing(chunk, monkeypatch):
+    monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
+    model, batch = make_model(), make_batch(pad=0)
+    valid_BT = batch.valid_BT.clone()
+    valid_BT[-1] = False
+    emptied = replace(batch, valid_BT=valid_BT, target_mask_BT=batch.target_mask_BT & valid_BT)
+    assert probe(model, emptied).flat() == pytest.approx(
+        probe(model, batch.first(2)).flat(), rel=1e-5, abs=1e-6
+    )
+    assert probe(model, emptied).flat() != pytest.approx(probe(model, batch).flat(), rel=1e-5)
+
+
+def test_keys_that_are_all_zero_have_no_growth_and_no_direction():
+    """Infinity there would ring the alarm of what is not finite."""
+    model = make_model()
+    with torch.no_grad():
+        model.blocks[0].attention.w_k.weight.zero_()
+    found = probe(model, make_batch()).flat()
+    gone = set(probe(make_model(), make_batch()).flat()) - set(found)
+    pairs = ("text-text", "text-image", "image-text", "image-image")
+    parts = ("logit_q_power", "logit_k_power", "logit_alignment", "logit_masked")
+    assert gone == {f"{part}/{pair}/layer00" for part in parts for pair in pairs} | {
+        f"k_common/{name}/layer00" for name in ("text", "image")
+    }
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_a_probe_leaves_parts_in_evaluation_mode_as_they_were():
+    model = make_model().train()
+    model.blocks[0].eval()
+    before = [module.training for module in model.modules()]
+    probe(model, make_batch())
+    assert [module.training for module in model.modules()] == before and len(set(before)) == 2

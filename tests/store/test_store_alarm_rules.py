@@ -23,7 +23,6 @@ from mmqk.store import (
 from mmqk.store.alarms import NAMES, spike_rate, spike_score
 from mmqk.store.alarms.probes import Collapse, Growth
 from mmqk.store.alarms.steps import Spike, SpikeOfMedian, Stall
-from mmqk.store.alarms.window import Moments, Window
 
 
 def noise(n, seed=0, mean=3.0, std=0.02):
@@ -35,23 +34,6 @@ def fed(rule, values, *more, start=1, every=1):
     """The alarms of a rule over values of the steps from `start` on."""
     given = (rule.update(start + every * i, "loss", value, *more) for i, value in enumerate(values))
     return [alarm for alarm in given if alarm is not None]
-
-
-# Windows ------------------------------------------------------------------------------------------------------
-
-
-def test_windows_are_those_of_the_standard_library():
-    values = [100 + v for v in noise(500, std=1.0)] + noise(500, seed=1)
-    window, moments = Window(51), Moments(51)
-    for i, value in enumerate(values):
-        window.push(value)
-        moments.push(value)
-        last = values[max(0, i - 50) : i + 1]
-        assert window.median == pytest.approx(statistics.median(last), rel=1e-12)
-        assert moments.mean == pytest.approx(statistics.fmean(last), rel=1e-9)
-        if len(last) > 1:
-            assert moments.std == pytest.approx(statistics.stdev(last), rel=1e-6)
-    assert len(window) == len(moments) == 51
 
 
 # Spikes -------------------------------------------------------------------------------------------------------
@@ -327,9 +309,19 @@ def test_alarms_come_back_from_their_file_as_they_were(tmp_path):
     assert not (tmp_path / "alarms.jsonl").exists()
 
 
-def test_a_line_that_was_cut_is_left_out(tmp_path):
+WHOLE = '{"name":"spike","step":3,"tag":"loss","value":"inf","threshold":1.0,"sentence":"a sentence"}\n'
+DAMAGED = [
+    '{"name":"sp', "[" * 100_000, "7", WHOLE.replace('"inf"', "9" * 400), WHOLE.replace('"inf"', "null"),
+    WHOLE.replace('"inf"', '"x"'), WHOLE.replace(":3", ":1e400"), WHOLE.replace('"tag"', '"tags"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=lambda line: line[-40:])
+def test_a_line_that_is_damaged_is_left_out(tmp_path, damaged):
     alarm = Alarm("spike", 3, "loss", math.inf, 1.0, "a sentence")
     append_alarms(tmp_path, [alarm])
-    with open(tmp_path / "alarms.jsonl", "ab") as file:
-        file.write(b'{"name":"sp')
-    assert read_alarms(tmp_path) == [alarm]
+    path = tmp_path / "alarms.jsonl"
+    assert path.read_text() == WHOLE
+    for text in (f"{damaged.strip()}\n{WHOLE}", WHOLE + damaged.strip()):
+        path.write_text(text)
+        assert read_alarms(tmp_path) == [alarm]

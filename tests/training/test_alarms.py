@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mmqk.ablation.views import follow
+from mmqk.analysis import load_runs
 from mmqk.config import resolve
-from mmqk.store import AlarmConfig, alarms_of, front_door, read_alarms, read_metrics, read_status
+from mmqk.store import (
+    Alarm,
+    AlarmConfig,
+    alarms_of,
+    front_door,
+    read_alarms,
+    read_metrics,
+    read_status,
+)
 from mmqk.store.alarms import probes, steps
 from mmqk.train import main
+from mmqk.training.lifecycle import Lifecycle
 
 # A hot run of 60 steps: rules that need many values are told to be content with few.
 HOT = [
@@ -63,8 +76,36 @@ def test_alarms_are_those_that_the_numbers_give_afterwards(reporting):
     found = read_alarms(folder)
     assert {"spike", "collapse"} <= {alarm.name for alarm in found}, "the run is too calm for this test"
     assert live(folder) == afterwards(folder)
-    # metrics.jsonl has nothing of them.
-    assert not any("alarm" in key for line in read_metrics(folder / "metrics.jsonl") for key in line)
+
+
+def marks(folder: Path) -> Counter[tuple[int, str]]:
+    """``alarm/<name>`` of metrics.jsonl by step."""
+    return Counter(
+        {
+            (line["step"], key.removeprefix("alarm/")): value
+            for line in read_metrics(folder / "metrics.jsonl")
+            for key, value in line.items()
+            if key.startswith("alarm/")
+        }
+    )
+
+
+def test_they_are_marked_in_metrics_jsonl_at_their_step_and_readers_take_no_harm(reporting):
+    folder, _ = reporting
+    found = Counter((alarm.step, alarm.name) for alarm in read_alarms(folder))
+    assert marks(folder) == found and max(found.values()) > 1
+    # Analysis has them as series, and neither modalities nor other series are touched by them.
+    run = load_runs(folder)[0]
+    steps_N, values_N = run.series("alarm/spike")
+    assert dict(zip(steps_N.tolist(), values_N.tolist(), strict=True)) == {
+        step: count for (step, name), count in found.items() if name == "spike"
+    }
+    assert len(run.series("loss")[0]) == 60 == run.last_step
+    view = follow([folder])[0].look()
+    assert view.modalities == ["text", "image"] and view.step == 60
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert not any(tag.startswith("alarm/") for tag in events.Tags()["scalars"])
 
 
 def test_each_is_said_once_with_layer_modality_and_value(reporting):
@@ -81,8 +122,6 @@ def test_each_is_said_once_with_layer_modality_and_value(reporting):
 
 
 def test_tensorboard_has_them_as_text_and_as_a_count(reporting):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     folder, _ = reporting
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
@@ -101,7 +140,7 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     with monkeypatch.context() as patch:
         patch.setattr("mmqk.training.alarms.AlarmRules.update", lambda *_: [])
         assert main([*tiny_args, *HOT, f"--out={tmp_path / 'none'}"]) == 0
-    assert not read_alarms(tmp_path / "none")
+    assert not read_alarms(tmp_path / "none") and not marks(tmp_path / "none")
     one = weights(reporting[0])
     for name in ("acting", "none"):
         other = weights(tmp_path / name)
@@ -117,6 +156,12 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     assert [path.name for path in kept] == [f"alarm_spike_step{seen_at:08d}.ckpt"]
     assert torch.load(kept[0], weights_only=True)["global_step"] == seen_at
     assert live(tmp_path / "acting") == afterwards(tmp_path / "acting")
+    # Where no probe ever is due, one that an alarm asks for is taken all the same.
+    acting[0] = "--monitor.every_n_steps=0"
+    assert main([*tiny_args, *HOT, *acting, f"--out={tmp_path / 'rare'}"]) == 0
+    lines = read_metrics(tmp_path / "rare/metrics.jsonl")
+    rare = [line["step"] for line in lines if "final_norm/text" in line]
+    assert rare[:3] == list(range(rare[0], rare[0] + 3)) and len(rare) < len(lines)
 
 
 def test_an_alarm_that_stops_interrupts_and_the_same_command_goes_on(reporting, tiny_args, tmp_path, capsys):
@@ -136,6 +181,41 @@ def test_an_alarm_that_stops_interrupts_and_the_same_command_goes_on(reporting, 
     one, two = weights(reporting[0]), weights(out)
     assert all(torch.equal(one[k], two[k]) for k in one)
     assert live(out) == live(reporting[0]), "a resume neither loses nor repeats an alarm"
+    assert marks(out) == marks(reporting[0])
+
+
+def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_path, capsys, monkeypatch):
+    """The flush of the interruption is the first to see a spike of step 13; that of step 20 would have been."""
+    out, after = tmp_path / "run", 14
+    spike = Alarm("spike", 13, "loss", 9.0, 8.0, "planted")
+
+    def update(rules, step, values):
+        return [spike] if step == 13 and "loss" in values else []
+
+    class Interrupts(Lifecycle):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == after:
+                self._signal = 2
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    monkeypatch.setattr("mmqk.training.alarms.AlarmRules.update", update)
+    args = [
+        *tiny_args,
+        *HOT,
+        "--alarm.checkpoint=[spike]",
+        "--alarm.stop=[spike]",
+        "--trainer.max_steps=18",
+        f"--out={out}",
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr("mmqk.training.lifecycle.Lifecycle", Interrupts)
+        assert main(args) == 130
+    kept = out / f"checkpoints/alarm_spike_step{after + 1:08d}.ckpt"
+    assert read_alarms(out) == [spike] and read_status(out).step == after and not kept.exists()
+    assert main(args) == 130 and read_status(out).step == after + 1 and kept.exists()
+    assert "planted" in read_status(out).reason
+    assert main(args) == 0 and read_alarms(out) == [spike] and marks(out) == {(13, "spike"): 1}
+    capsys.readouterr()
 
 
 def test_a_resume_drops_alarms_that_come_again(reporting, tiny_args, tmp_path):
@@ -149,7 +229,7 @@ def test_a_resume_drops_alarms_that_come_again(reporting, tiny_args, tmp_path):
     write = json.loads((out / "status.json").read_text()) | {"status": "running"}
     (out / "status.json").write_text(json.dumps(write))
     assert main([*tiny_args, *HOT, f"--out={out}"]) == 0
-    assert live(out) == live(reporting[0])
+    assert live(out) == live(reporting[0]) and marks(out) == marks(reporting[0])
 
 
 def test_only_alarms_that_act_are_part_of_the_identity(tiny_args):
@@ -165,5 +245,7 @@ def test_unknown_names_and_lengths_are_one_sentence(tiny_args, capsys):
     assert front_door(main)([*tiny_args, "--alarm.stop=[spikes]"]) == 2
     said = capsys.readouterr().err
     assert "alarm.stop has 'spikes'" in said and "spike_median" in said and said.count("\n") == 1
+    with pytest.raises(ValueError, match=r"alarm\.stop has 'divergence', which always ends a run"):
+        AlarmConfig(stop=["divergence"])
     with pytest.raises(ValueError, match=r"alarm\.probe_steps is 0"):
         AlarmConfig(probe_steps=0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 
-from mmqk.store import read_metrics
+from mmqk.store import Alarm, read_metrics
 from mmqk.train import main
+from mmqk.training.loggers import RunLogger
 from mmqk.training.pictures import COLUMNS, HEAT_MAPS, History, draw_heat_map, draw_mass
 from mmqk.training.story import OF_LAYER, custom_scalars, over_layers
 
@@ -116,8 +119,36 @@ def test_reduction_over_layers():
     values = {f"q_norm/text/layer{i:02d}": float(v) for i, v in enumerate((3, 1, 8))} | {"loss": 2.0}
     assert over_layers(values) == {"q_norm/text/max": 8.0, "q_norm/text/median": 3.0, "loss": 2.0}
     assert over_layers({"q_norm/text/layer00/head01": 1.0, "val_log_z/text": 1.0, "odd/a/b/c": 1.0}) == {}
+    for place in range(3):  # a NaN ranks worst, whichever layer has it
+        bad = {name: math.nan if i == place else v for i, (name, v) in enumerate(values.items())}
+        shown = over_layers(bad)
+        assert math.isnan(shown["q_norm/text/max"]) and math.isnan(shown["q_norm/text/median"])
     clip = {f"qk_clip_gamma/layer{i:02d}": v for i, v in enumerate((0.9, 0.4, 1.0))} | {"other/layer00": 1.0}
     assert over_layers(clip) == {"qk_clip_gamma/min": 0.4}
+
+
+def test_alarms_join_the_line_that_is_collected_or_have_their_own_and_are_counted(tmp_path):
+    logger = RunLogger(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        logger.log_metrics({"loss": float(step)}, step)
+    alarms = [
+        Alarm(name, step, "loss", 1.0, 1.0, "said")
+        for name, step in (("spike", 2), ("stall", 3), ("stall", 3))
+    ]
+    logger.log_alarms(alarms)
+    text = (tmp_path / "metrics.jsonl").read_text().splitlines()  # on disk before anything is closed
+    assert [json.loads(line) for line in text[2:]] == [
+        {"step": 3, "loss": 3.0, "alarm/stall": 2.0},
+        {"step": 2, "alarm/spike": 1.0},
+    ]
+    logger.log_metrics({"val_loss/text": 5.0}, 3)
+    logger.log_alarms(alarms[2:])  # more of the same step
+    logger.finalize("success")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0, "alarm/spike": 1.0},
+        {"step": 3, "loss": 3.0, "val_loss/text": 5.0, "alarm/stall": 3.0},
+    ]
 
 
 # Pictures -----------------------------------------------------------------------------------------------------
@@ -170,6 +201,10 @@ def test_a_heat_map_reduces_pairs_over_keys_and_leaves_gaps():
         history.heat_map("attn_logit_absmax", "image"), [[np.nan] * 2, [np.nan, 7.0]]
     )
     assert history.heat_map("k_norm", "text").shape == (0, 2)
+    history.add(
+        2, {"attn_logit_absmax/text-text/layer00": 3.0, "attn_logit_absmax/text-image/layer00": math.nan}
+    )
+    np.testing.assert_array_equal(history.heat_map("attn_logit_absmax", "text"), [[5.0, np.nan, np.nan]])
 
 
 def test_a_heat_map_is_drawn_from_the_lowest_layer_up_from_dark_to_light():

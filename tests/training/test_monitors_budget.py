@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import lightning as L
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mmqk.model import UntieConfig
+from mmqk.model import QKNormConfig, UntieConfig
 from mmqk.monitors import MonitorConfig
 from mmqk.monitors.lab.callback import RunMonitor
+from mmqk.store import AlarmRules
 from mmqk.training.loss import LossConfig
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
@@ -185,6 +187,22 @@ def test_sizes_by_parameter(logged):
         floors = [v for tag, v in logged[step].items() if tag.startswith("adam_below_eps")]
         assert max(floors) > min(floors)  # eps is where some elements lie below it and some above
     assert not any(tag.startswith("update_rms") for tag in logged.get(3, {}))
+
+
+def test_a_parameter_of_zeros_has_no_ratio_and_rings_no_alarm(logged):
+    """Gains about 0 are zeros before the first step."""
+    module = module_of(replace(MODEL, qk_norm=QKNormConfig("rms", gain="zero_centred")))
+    batches = batches_of(2)
+    fit(module, batches, callbacks=[RunMonitor(replace(EVERYTHING, every_n_steps=1))])
+    gains = [name for name, _ in module.model.named_parameters() if "attention.q_norm" in name]
+    ratios = [[f"update_ratio/{name}" in logged[step] for name in gains] for step in (1, 2)]
+    assert len(gains) == 2 and not any(ratios[0]) and all(ratios[1])
+    assert all(math.isfinite(logged[step][f"update_rms/{name}"]) for step in (1, 2) for name in gains)
+    for step in (1, 2):
+        assert not AlarmRules().update(step, logged[step])
+        assert "update_ratio/blocks.0.attention.w_q.weight" in logged[step]
+    # The control: a weight that has become NaN is no such case.
+    assert AlarmRules().update(3, {**logged[2], "update_rms/embed.weight": math.nan})
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

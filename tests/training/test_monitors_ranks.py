@@ -29,7 +29,9 @@ def make_model() -> EarlyFusionTransformer:
 
 
 def rows(which: list[int]) -> TokenBatch:
-    ids_BT = torch.randint(0, 16, (SEQUENCES, 30), generator=torch.Generator().manual_seed(0))[which]
+    ids_BT = torch.randint(0, 16, (SEQUENCES, 30), generator=torch.Generator().manual_seed(0))
+    ids_BT[:2] %= 9  # the first rank has no image token
+    ids_BT = ids_BT[which]
     seen_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     mask_BT = seen_BT.clone()
     mask_BT[:, -1] = False
@@ -88,6 +90,6 @@ def test_two_ranks_measure_what_one_does(tmp_path):
         assert both[0][tag] == pytest.approx(value, rel=1e-3, abs=tolerance), tag
     assert both[0]["sequences"] == SEQUENCES
     # The control: a rank by itself measures something else.
-    alone = measure([0, 1], collective=False)
-    for tag in ("attn_logit_absmax/text-image/layer00/head01", "grad_noise/text", "w_q_growth/image/layer01"):
+    alone = measure([2, 3], collective=False)
+    for tag in ("attn_mass/text-image/layer00/head01", "grad_noise/text", "w_q_growth/image/layer01"):
         assert alone[tag] != pytest.approx(expected[tag], rel=1e-2), tag

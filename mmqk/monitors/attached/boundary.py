@@ -6,19 +6,18 @@ Shapes: B batch, H heads, T query tokens, S key tokens, K head width, M modaliti
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmqk.monitors.adapters import Adapter
-from mmqk.monitors.attached.calls import Call, Unread
+from mmqk.monitors.attached.calls import Call, Elsewhere, Unread
 from mmqk.monitors.attached.inputs import Modalities
 from mmqk.monitors.attached.layers import layer_of, number
-from mmqk.monitors.collect import WEIGHT_ROWS, Collector
+from mmqk.monitors.collect import WEIGHT_ROWS, Collector, matrix_sums, mean_of_matrices
 from mmqk.monitors.measures.attention import attention_statistics
 from mmqk.monitors.measures.growth import attention_rank
 from mmqk.monitors.measures.pairs import Pairs
@@ -41,12 +40,14 @@ class Section:
         path: of the module.
         call: whether it is an attention call.
         left_out: why there are no statistics; None where there are.
+        elsewhere: whether that is since it is among other tokens.
         no_weights: why there are none of the weights; None where there are.
     """
 
     path: str
     call: bool = True
     left_out: str | None = None
+    elsewhere: bool = False
     no_weights: str | None = None
 
 
@@ -80,7 +81,14 @@ class Boundary:
     # Attention calls
 
     def see_call(self, path: str, call: Call | Unread) -> None:
-        """Everything at the attention boundary, or why not. Ranks do the same: what one leaves out all leave out."""
+        """Everything at the attention boundary, or why not. Ranks do the same: what one leaves out all leave out.
+
+        In fp32 also within a forward that needs autocast, since its weights are of several dtypes.
+        """
+        with torch.autocast(self.modality_BT.device.type, enabled=False):
+            self._see_call(path, call)
+
+    def _see_call(self, path: str, call: Call | Unread) -> None:
         section, pairs = Section(path), None
         self.sections.append(section)
         try:
@@ -89,7 +97,7 @@ class Boundary:
             pairs = self._pairs_of(call)
             section.no_weights = call.unsaid or self._differs(call, pairs)
         except Unread as unread:
-            section.left_out = str(unread)
+            section.left_out, section.elsewhere = str(unread), isinstance(unread, Elsewhere)
         shaped = isinstance(call, Call) and call.shaped is not None
         counts_M2, shaped = self._agree(section, pairs, shaped)
         if pairs is not None and section.left_out is None:
@@ -119,7 +127,7 @@ class Boundary:
         if q.ndim != 4 or k.ndim != 4 or q.shape[1] % k.shape[1]:
             raise Unread(f"queries {tuple(q.shape)} and keys {tuple(k.shape)}")
         if q.shape[0] != B or q.shape[2] != T or k.shape[2] != T:
-            raise Unread(
+            raise Elsewhere(
                 f"{q.shape[0]} sequences of {q.shape[2]} queries and {k.shape[2]} keys, where modality has {B} of {T}"
             )
         visible_BTS = self.valid_BT[:, :, None].expand(B, T, T)
@@ -169,7 +177,7 @@ class Boundary:
         T, one = self.modality_BT.shape[1], pairs.one_head
         eye_BHTT = torch.eye(T, device=self.modality_BT.device).expand(len(self.modality_BT), 1, T, T)
         found: dict[str, Moments] = {}
-        ranks = []
+        ranks_1B = []
         for head in range(call.q_BHTK.shape[1]):
             z_BTS = call.logits(head).masked_fill(~pairs.visible_BTS, 0.0)
             z_BHST = z_BTS.transpose(1, 2)[:, None]
@@ -177,7 +185,7 @@ class Boundary:
             parts = {name: getattr(of_head, name) for name in WEIGHT_ROWS.values()}
             parts |= {f"mass{b}": mass for b, mass in enumerate(of_head.mass)}
             found = {name: found[name] + x if found else x for name, x in parts.items()}
-            ranks.append(attention_rank(eye_BHTT, z_BHST, 1.0, pairs.visible_BTS, reach=pairs.reach).mean())
+            ranks_1B.append(attention_rank(eye_BHTT, z_BHST, 1.0, pairs.visible_BTS, reach=pairs.reach))
         add = self.collector.found
         for statistic, name in WEIGHT_ROWS.items():
             add.add_moments([tag(statistic, query, layer=layer) for query in self.names], None, found[name])
@@ -190,8 +198,8 @@ class Boundary:
             )
         add.add(
             [tag("attn_rank", layer=layer)],
-            {"sum": torch.stack(ranks).mean().view(1), "count": eye_BHTT.new_ones(1)},
-            lambda raw: (raw["sum"] / raw["count"], raw["count"]),
+            matrix_sums(torch.cat(ranks_1B), pairs.seen_B),
+            mean_of_matrices,
         )
 
     # What an adapter adds
@@ -244,26 +252,3 @@ class Boundary:
         for part in found.parts:
             part.tags[:] = [_LAYER_TAG.sub(lambda m: f"/layer{final[int(m[1])]:02d}", t) for t in part.tags]
         return found
-
-
-def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:
-    """The logits (B, T, V) that a forward gave; None where none is told.
-
-    They go by the name of ``logits``, or are a tensor whose last axis has as many entries as an embedding has rows.
-
-    Args:
-        output: of the forward.
-        shape: (B, T).
-        least: how many ids there are at least.
-        root: the model.
-    """
-    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    rows = {m.num_embeddings for m in root.modules() if isinstance(m, nn.Embedding)}
-    candidates = (
-        [named] if isinstance(named, Tensor) else list(output) if isinstance(output, tuple) else [output]
-    )
-    for x in candidates:
-        fits = isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point()
-        if fits and x.shape[-1] >= least and (x is named or x.shape[-1] in rows):
-            return x
-    return None

@@ -21,6 +21,10 @@ class Unread(Exception):
     """A call whose queries and keys cannot be told; the message says why, to follow a layer's name."""
 
 
+class Elsewhere(Unread):
+    """A call among other tokens than those of the modalities: cross-attention, the encoder of an image."""
+
+
 @dataclass
 class Call:
     """What one attention call works on.

@@ -27,7 +27,14 @@ _OPERATORS: dict[str, Callable[..., Call]] = {
     "flash_attn::_flash_attn_varlen_forward": calls_flash.of_flash_varlen,
     "torch_attn::_varlen_attn": calls_flash.of_torch_varlen,
 }
-_SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax}
+_SOFTMAX = {
+    torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax, torch._softmax,
+    torch.log_softmax, F.log_softmax, Tensor.log_softmax, torch.special.log_softmax,
+}  # fmt: skip
+_PRODUCT = {
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm,
+    torch.einsum,
+}  # fmt: skip
 
 # What is told: the path of the innermost module and the call, or why it could not be read.
 SeeCall = Callable[[str, "Call | Unread"], None]
@@ -55,22 +62,27 @@ class Capture(TorchFunctionMode):
     Args:
         root: the model.
         rows: sequences of the batch, to read calls without an axis for them.
+        tokens: of each.
         see_call: told of attention calls, before they run.
         see_module: told of modules when they are done.
 
     Attributes:
         ran: paths of the modules that ran.
         softmaxes: paths of modules that took a softmax of square matrices outside an attention call.
+        products: paths of modules that multiplied activations to one number for each two tokens.
         kinds: types of the modules that made attention calls.
     """
 
-    def __init__(self, root: nn.Module, rows: int, see_call: SeeCall, see_module: SeeModule | None = None):
+    def __init__(
+        self, root: nn.Module, rows: int, tokens: int, see_call: SeeCall, see_module: SeeModule | None = None
+    ):
         super().__init__()
         innermost = {clean(name): module for name, module in root.named_modules()}
         self.paths = {module: path for path, module in innermost.items()}
-        self.rows, self.see_call, self.see_module = rows, see_call, see_module
+        self.rows, self.tokens, self.see_call, self.see_module = rows, tokens, see_call, see_module
         self.ran: dict[str, nn.Module] = {}
         self.softmaxes: set[str] = set()
+        self.products: set[str] = set()
         self.kinds: set[type[nn.Module]] = set()
         self._stack: list[tuple[str, nn.Module, Tensor | None]] = [("", root, None)]
         self._inside = False  # of a call that was told already
@@ -97,7 +109,20 @@ class Capture(TorchFunctionMode):
                 lse_BHT = call.q_BHTK.new_zeros(call.q_BHTK.shape[:3])
                 out_BTHK = call.output().transpose(1, 2)
                 return out_BTHK.reshape(args[0].shape[:-1] + out_BTHK.shape[-1:]), lse_BHT, None, None
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in _PRODUCT and self._of_two_tokens(args, out):
+            self.products.add(self._stack[-1][0])
+        return out
+
+    def _of_two_tokens(self, args: Any, out: Any) -> bool:
+        """Whether a product may be logits: of two activations, no outer product, with two axes of all tokens."""
+        given = [x for arg in args for x in (arg if isinstance(arg, tuple | list) else (arg,))]
+        if self.tokens < 2 or not isinstance(out, Tensor):
+            return False
+        factors = [
+            x for x in given if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and x.ndim >= 3
+        ]
+        return len(factors) >= 2 and factors[-2].shape[-1] > 1 and list(out.shape).count(self.tokens) >= 2
 
     def _remember(self, func: Any) -> Callable[..., Call] | None:
         name = getattr(func, "_qualified_op_name", "") or ""

@@ -31,7 +31,7 @@ _WRAPPER = "_fsdp_wrapped_module"
 
 
 class Catcher:
-    """A forward pre-hook that keeps the arguments of the last call.
+    """A forward pre-hook that keeps the arguments of the last call with gradients, and so not of one that evaluates.
 
     It does nothing else, so that torch.compile can trace it. A copy of the model (for a moving average) gets one of
     its own, which nobody reads.
@@ -40,39 +40,54 @@ class Catcher:
     def __init__(self) -> None:
         self.args: tuple[Any, ...] | None = None
         self.kwargs: dict[str, Any] | None = None
+        self.autocast = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
+        if torch.is_grad_enabled():
+            self.args = args
+            self.kwargs = kwargs
+            self.autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"args": None, "kwargs": None}
+        return {"args": None, "kwargs": None, "autocast": False}
 
     def wrap(self, model: nn.Module) -> None:
         """Stand before a forward that was compiled in place: hooks added to it afterwards are not run."""
         compiled = getattr(model, "_compiled_call_impl", None)
-        if compiled is None or getattr(compiled, "catcher", None) is self:
+        if compiled is None or any(layer.catcher is self for layer in _catching(compiled)):
             return
 
         def caught(*args: Any, **kwargs: Any) -> Any:
             self(model, args, kwargs)
-            return compiled(*args, **kwargs)
+            return caught.before(*args, **kwargs)  # type: ignore[attr-defined]
 
         caught.catcher = self  # type: ignore[attr-defined]
         caught.before = compiled  # type: ignore[attr-defined]
         model._compiled_call_impl = caught
 
     def unwrap(self, model: nn.Module) -> None:
-        """Undo `wrap`."""
-        compiled: Any = getattr(model, "_compiled_call_impl", None)
-        if getattr(compiled, "catcher", None) is self:
-            model._compiled_call_impl = compiled.before
+        """Undo `wrap`, whoever has wrapped it since."""
+        outer: Any = None
+        for layer in _catching(getattr(model, "_compiled_call_impl", None)):
+            if layer.catcher is not self:
+                outer = layer
+            elif outer is None:
+                model._compiled_call_impl = layer.before
+            else:
+                outer.before = layer.before
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments of the last call, once; None without one."""
         found = None if self.args is None or self.kwargs is None else (self.args, self.kwargs)
         self.args = self.kwargs = None
         return found
+
+
+def _catching(called: Any) -> Iterator[Any]:
+    """What `Catcher.wrap` has put before a compiled forward, from the outside."""
+    while hasattr(called, "catcher"):
+        yield called
+        called = called.before
 
 
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +164,12 @@ def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) 
         for key, part in value.items():
             cut[key] = first_rows(part, B, rows, dtype)  # type: ignore[index]
         return cut
+    if (
+        isinstance(value, list)
+        and len(value) == B
+        and all(isinstance(x, Tensor) and len(x) != B for x in value)
+    ):
+        value = value[:rows]  # images of their own size, one for each sequence
     if isinstance(value, tuple | list) and any(isinstance(x, Tensor | Mapping | tuple | list) for x in value):
         parts = [first_rows(x, B, rows, dtype) for x in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -179,15 +200,18 @@ class Modalities:
 
     def __init__(self, given: Modality, names: Sequence[str] = ("text", "image")):
         self.function = given if callable(given) else None
+        if isinstance(names, str) or len(set(names)) < max(2, len(names)):
+            raise UserError(f"names is {names!r}: give two or more, each once, such as ('text', 'image')")
         self.ranges: dict[str, list[range]] | None = None
         if callable(given):
             self.names = tuple(names)
         elif isinstance(given, Mapping):
-            self.ranges = {"text": []} | {
-                name: [ids] if isinstance(ids, range) else list(ids) for name, ids in given.items()
-            }
-            self.names = tuple(self.ranges)
-            _check_ranges(self.ranges)
+            ranges: dict[str, list[range]] = {"text": []}
+            for name, ids in given.items():
+                ranges[str(name)] = list(ids) if isinstance(ids, list | tuple) else [ids]  # type: ignore[list-item]
+            self.ranges = ranges
+            self.names = tuple(ranges)
+            _check_ranges(ranges)
         else:
             raise UserError(
                 f'modality is {given!r}: give ranges of ids, such as {{"image": range(4, 8196)}}, or a function'
@@ -235,12 +259,12 @@ def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
         raise UserError(
             'modality names none but text: give the ids of another, such as {"image": range(4, 8196)}'
         )
-    spans = sorted((part.start, part.stop, name) for name, parts in ranges.items() for part in parts)
     for name, parts in ranges.items():
         if any(not isinstance(part, range) or part.step != 1 or part.start < 0 or not part for part in parts):
             raise UserError(f"modality {name} is {parts}: give ranges of ids, in steps of 1 and not empty")
         if not parts and name != "text":
             raise UserError(f"modality {name} has no ids: give a range of them")
+    spans = sorted((part.start, part.stop, name) for name, parts in ranges.items() for part in parts)
     for (_, end, one), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise UserError(

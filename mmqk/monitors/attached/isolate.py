@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -27,25 +28,38 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def untouched(root: nn.Module, device: torch.device, full_precision: bool = True) -> Iterator[None]:
+def untouched(
+    root: nn.Module, device: torch.device, full_precision: bool = True, autocast: bool = False
+) -> Iterator[None]:
     """Everything below runs eagerly, in evaluation mode and without gradients; afterwards all is as it was.
 
-    Put back: each submodule's mode, the buffers' values, the random numbers of torch (CPU and ``device``) and of
-    Python. Nothing is compiled, and PyTorch's fused path for inference, which hides the attention call, is off.
+    Put back: each submodule's mode, the buffers' values, the random numbers of torch (CPU and ``device``), of Python
+    and of NumPy. Nothing is compiled, and PyTorch's fused path for inference, which hides the attention call, is off.
 
     Args:
         full_precision: switch autocast off, wherever the model enters it.
+        autocast: else switch it on, as it was around the call.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_stance())
-        stack.enter_context(_no_autocast(device) if full_precision else nullcontext())
+        if full_precision:
+            stack.enter_context(_no_autocast(device))
+        elif autocast and not torch.is_autocast_enabled(device.type):
+            low = {p.dtype for p in root.parameters()} & {torch.bfloat16, torch.float16}
+            stack.enter_context(torch.autocast(device.type, dtype=min(low, key=str, default=torch.bfloat16)))
         own = [] if device.type == "cpu" else [device]
         stack.enter_context(torch.random.fork_rng(own, device_type=device.type if own else "cuda"))
         stack.callback(random.setstate, random.getstate())
+        if (numpy := sys.modules.get("numpy")) is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(_buffers(root))
+        if any(
+            getattr(module, "gradient_checkpointing", False) and module.training for module in root.modules()
+        ):
+            _as_checkpointed(root, stack)
         for module in root.modules():
             # Not train(): a module may do more there, such as merge its adapters.
             stack.callback(setattr, module, "training", module.training)
@@ -56,6 +70,15 @@ def untouched(root: nn.Module, device: torch.device, full_precision: bool = True
             reshard = getattr(module, "reshard", None)
             if reshard is not None and hasattr(module, "unshard"):
                 reshard()
+
+
+def _as_checkpointed(root: nn.Module, stack: ExitStack) -> None:
+    """Without a cache of keys. transformers has one in evaluation mode, and then does not tell documents apart."""
+    for module in root.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            stack.callback(setattr, config, "use_cache", config.use_cache)
+            config.use_cache = False
 
 
 def _stance() -> Any:

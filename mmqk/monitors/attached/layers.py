@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,14 +20,22 @@ def layer_of(path: str) -> tuple[str, int] | None:
     return None
 
 
+def block_of(path: str) -> str:
+    """Path up to its last integer: stages.0.blocks.1 of stages.0.blocks.1.attn; all of it where there is none."""
+    parts = path.split(".")
+    last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts) - 1)
+    return ".".join(parts[: last + 1])
+
+
 @dataclass(frozen=True)
 class Layers:
     """What was found.
 
     Attributes:
         numbers: of the calls that could be measured, in their order.
-        hidden: names of layers whose attention ran unseen, such as "layers.3".
-        of: how many layers have attention, seen or not.
+        hidden: names of layers whose attention is not among these, such as "layers.3"; of the module where another of
+            the same layer is.
+        of: how many there are, measured or not.
     """
 
     numbers: list[int]
@@ -44,29 +52,42 @@ def number(paths: Sequence[str]) -> list[int]:
 
 def find_layers(
     measured: Sequence[str],
-    told: Iterable[str],
+    unread: Collection[str],
+    told: Collection[str],
     ran: Mapping[str, nn.Module],
     kinds: set[type[nn.Module]],
-    softmaxes: Iterable[str],
+    softmaxes: Collection[str],
+    products: Collection[str],
 ) -> Layers:
-    """Which layers have attention, and which of these was not seen.
+    """Which layers have attention, and which of these was not measured.
 
     Args:
         measured: paths of the modules whose calls could be measured, one for each call.
+        unread: those of calls among the tokens that could not be.
         told: those of all calls.
         ran: modules that ran, by path.
         kinds: types of the modules that made calls.
-        softmaxes: paths of modules that took a softmax of square matrices outside of a call.
+        softmaxes: paths of modules that took a softmax of square matrices outside a call.
+        products: paths of modules that multiplied what every token gives with what every token gives.
     """
-    seen = {layer_of(path) or (path, -1) for path in told}
-    like = [
-        path
-        for path, module in ran.items()
-        if type(module) in kinds
-        or isinstance(module, nn.MultiheadAttention)
-        or _ATTENTION.search(type(module).__name__)
-    ]
-    hidden = {place for path in like if (place := layer_of(path)) is not None and place not in seen}
-    hidden |= {place for path in softmaxes if (place := layer_of(path) or (path, -1)) not in seen}
-    names = [container if n < 0 else f"{container}.{n}".lstrip(".") for container, n in sorted(hidden)]
-    return Layers(number(measured), names, len(measured) + len(hidden))
+    blocks = {block_of(path) for path in told}
+    hidden = {*unread, *softmaxes}
+    for path, module in ran.items():
+        like = type(module) in kinds or isinstance(module, nn.MultiheadAttention) or path in products
+        called = _ATTENTION.search(type(module).__name__) and block_of(path) not in blocks
+        if (like or called) and not any(_within(path, t) or _within(t, path) for t in told):
+            hidden.add(path)
+    outermost = {path for path in hidden if not any(_within(path, p) for p in hidden - {path, ""})}
+    partly = {block_of(path) for path in measured}
+    places = {path if block_of(path) in partly else block_of(path) for path in outermost}
+    names = [place or "the model" for place in sorted(places, key=_as_numbers)]
+    return Layers(number(measured), names, len(measured) + len(names))
+
+
+def _within(path: str, outer: str) -> bool:
+    return path == outer or path.startswith(outer + ".") or not outer
+
+
+def _as_numbers(path: str) -> list[tuple[int, str]]:
+    """To sort layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]

@@ -12,9 +12,13 @@ from mmqk.monitors.config import MonitorConfig
 from mmqk.monitors.lab.halves import gradient_agreement
 from mmqk.monitors.lab.mechanism import Mechanism
 from mmqk.monitors.lab.residual import residual_absorption
-from mmqk.monitors.probe import probe
+from mmqk.monitors.measures.pairs import Pairs
+from mmqk.monitors.probe import pairs_of, probe
 from mmqk.monitors.ranks import world_size
 from mmqk.monitors.record import Probe
+
+# Pairs of tokens that are listed once for all probes of the held-out batch; they take about 12 bytes each.
+KEPT_PAIRS = 2**20
 
 
 class RunMonitor(L.Callback):
@@ -35,6 +39,7 @@ class RunMonitor(L.Callback):
         if config.batch == "heldout" and heldout is None:
             raise ValueError("monitor.batch heldout needs the batch to probe.")
         self.config, self.heldout = config, heldout
+        self._pairs: dict[int, Pairs] | None = None  # of the held-out batch
         self._probed = -1
         self._mechanism: Mechanism | None = None
         self._saved: dict[str, Any] = {}
@@ -75,21 +80,29 @@ class RunMonitor(L.Callback):
             self._probe(trainer, pl_module, None)
 
     def probe_now(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: TokenBatch) -> None:
-        """Probe after this step of ``batch``, due or not; once a step."""
+        """Probe after this step of ``batch``, due or not and even where none ever is; once a step."""
         if trainer.global_step != self._probed:
-            self._probe(trainer, pl_module, batch)
+            self._probe(trainer, pl_module, batch, asked=True)
 
-    def _probe(self, trainer: L.Trainer, pl_module: L.LightningModule, current: TokenBatch | None) -> None:
+    def _probe(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        current: TokenBatch | None,
+        asked: bool = False,
+    ) -> None:
         """``current`` is None before the first step and after the last."""
         c, module = self.config, pl_module
         self._probed = trainer.global_step
-        if not c.every_n_steps:
+        if not (c.every_n_steps or asked):
             return
         model = module.model
         assert isinstance(model, EarlyFusionTransformer)
         if c.batch == "heldout":
             assert self.heldout is not None
             looked_at, collective = self.heldout.to(module.device).first(c.sequences), False
+            if self._pairs is None and looked_at.ids_BT.numel() * looked_at.ids_BT.shape[1] <= KEPT_PAIRS:
+                self._pairs = pairs_of(model.config, looked_at)
         else:
             assert current is not None
             looked_at, collective = current.first(sequences_of_a_rank(c.sequences)), world_size() > 1
@@ -105,7 +118,7 @@ class RunMonitor(L.Callback):
     def _values(
         self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch, collective: bool
     ) -> dict[str, float]:
-        found = [probe(model, batch, self.config.heads, collective)]
+        found = [probe(model, batch, self.config.heads, collective, self._pairs)]
         if self.config.precision:
             with trainer.precision_plugin.val_step_context():
                 found.append(residual_absorption(model, batch))

@@ -5,6 +5,7 @@ The training module calls a `Mechanism` while a step runs (`mmqk.training.module
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,13 +117,21 @@ class Mechanism:
         return window.values() if window is not None and window.steps else {}
 
     def sizes(self) -> dict[str, float]:
-        """Gradient and update sizes of the latest step that was looked at, by parameter; once."""
+        """Gradient and update sizes of the latest step that was looked at, by parameter; once.
+
+        A parameter that was all zeros before the step, as gains about 0 are at first, has no `update_ratio`.
+        """
         found, self._sizes = self._sizes, {}
         if not found:
             return {}
         device = next(iter(found.values())).device
         numbers = torch.stack([value.float().to(device) for value in found.values()]).tolist()
-        return dict(zip(found, numbers, strict=True))
+        sizes = dict(zip(found, numbers, strict=True))
+        for name in self.named.values():
+            ratio, size = tag("update_ratio", name), tag("update_rms", name)
+            if ratio in sizes and math.isfinite(sizes[size]) and not math.isfinite(sizes[ratio]):
+                del sizes[ratio]
+        return sizes
 
     def state_dict(self) -> dict[str, Any]:
         """The window that is open between two steps; empty without one."""

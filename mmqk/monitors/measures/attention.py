@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmqk.monitors.measures.pairs import Chunk, Pairs
-from mmqk.monitors.measures.reduce import Moments
+from mmqk.monitors.measures.reduce import Moments, sum_of_squares
 
 TAIL = 1e-3
 GROUP = 32
@@ -90,31 +90,31 @@ def attention_statistics(
     q_HBTK, k_HBSK = scale * q_BHTK.float().transpose(0, 1), k_BHSK.float().transpose(0, 1)
     H, M = len(q_HBTK), pairs.n_modalities
     tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]
-    none = q_HBTK.new_full((1,), -torch.inf)
-    largest: list[list[Tensor]] = [[none.expand(n)] for n in tail]  # as many as on every other rank
-    signed: list[list[Tensor]] = [[none[0]] for _ in tail]
+    largest: list[list[Tensor]] = [[] for _ in tail]
+    signed: list[list[Tensor]] = [[] for _ in tail]
     rows: Moments | None = None
     rank_HB: Tensor | None = None
     square_MMH = q_HBTK.new_zeros(M, M, H)
     for chunk in pairs.chunks:
-        logits_HBCS = q_HBTK[:, :, chunk.rows] @ k_HBSK.mT
-        values_HN = logits_HBCS.flatten(1).index_select(1, chunk.index)
-        for i, part_HN in enumerate(values_HN.split(chunk.sizes, 1)):
-            if part_HN.numel():
-                signed[i].append(part_HN.max())
-                largest[i].append(_largest(part_HN.abs(), tail[i]))
-        values_FHBC, square_HBMC, weight_HBCS = _rows(logits_HBCS, chunk, pairs.of_key_BMS, softcap)
+        logits_HBCS = q_HBTK[:, :, chunk.rows] @ k_HBSK[:, :, : chunk.of_key_BMS.shape[2]].mT
+        for i, places in enumerate(chunk.places):
+            if len(places):
+                values_HN = logits_HBCS.flatten(1).index_select(1, places)
+                signed[i].append(values_HN.max()[None])
+                largest[i].append(_largest(values_HN.abs_().flatten(), tail[i]))
+        values_FHBC, square_HBMC, weight_HBCS = _rows(logits_HBCS, chunk, softcap)
         if weight_HBCS.shape[2] == q_HBTK.shape[2]:
             rank_HB = participation(chunk.mask.zero_(weight_HBCS), pairs.reach)
         square_MMH = square_MMH + _by_query(square_HBMC, chunk.queries_MBC)
-        found = _moments(values_FHBC, chunk.selected_FMBC)
+        found = _moments(values_FHBC, chunk)
         rows = found if rows is None else rows + found
     assert rows is not None
-    tops = [torch.cat(parts).topk(n).values for parts, n in zip(largest, tail, strict=True)]
     one = [Moments(*of) for of in zip(rows.count, rows.sum, rows.sum_sq, rows.max, strict=True)]
+    none = q_HBTK.new_full((), -torch.inf)
+    tops = [_merged(parts, n, none) for parts, n in zip(largest, tail, strict=True)]
     return AttentionStatistics(
         count=pairs.count_MM * H,
-        max=torch.stack([torch.stack(parts).max() for parts in signed]).view(M, M),
+        max=torch.cat([_merged(parts, 1, none) for parts in signed]).view(M, M),
         absmax=torch.stack([top[0] for top in tops]).view(M, M),
         tail=tops,
         rank=rank_HB,
@@ -127,30 +127,32 @@ def attention_statistics(
     )
 
 
-def _largest(values_HN: Tensor, n: int) -> Tensor:
+def _largest(values_N: Tensor, n: int) -> Tensor:
     """The n largest (or all) of some numbers in descending order, exactly.
 
     They lie in those n of the groups whose own largest are the largest, so that few numbers have to be sorted.
     """
-    flat_N = values_HN.flatten()
-    grouped = len(flat_N) - len(flat_N) % GROUP
-    groups_GX = flat_N[:grouped].view(-1, GROUP)
+    grouped = len(values_N) - len(values_N) % GROUP
+    groups_GX = values_N[:grouped].view(-1, GROUP)
     best = groups_GX.amax(1).topk(min(n, len(groups_GX))).indices
-    few = torch.cat([groups_GX.index_select(0, best).flatten(), flat_N[grouped:]])
+    few = torch.cat([groups_GX.index_select(0, best).flatten(), values_N[grouped:]])
     return few.topk(min(n, len(few))).values
 
 
-def _rows(
-    logits_HBCS: Tensor, chunk: Chunk, of_key_BMS: Tensor, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _merged(parts: list[Tensor], n: int, none: Tensor) -> Tensor:
+    """The n largest of some parts in descending order, with -inf where they are fewer than on other ranks."""
+    if len(parts) == 1 and len(parts[0]) == n:
+        return parts[0]
+    return torch.cat([*parts, none.expand(n)]).topk(n).values
+
+
+def _rows(logits_HBCS: Tensor, chunk: Chunk, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """The F statistics of every row, in the order of `AttentionStatistics.rows`, sums of squares by block, weights.
 
     Passes over the T x T numbers are few and in place: they are what a probe takes its time for. The logits are lost.
     """
-    sees_BMC, (H, B, C, S) = chunk.sees_BMC, logits_HBCS.shape
-    n_BMC, n_BC = sees_BMC.clamp_min(1), sees_BMC.sum(1).clamp_min(1)
-    share_BMC = sees_BMC / n_BC[:, None]
-
+    of_key_BMS, n_BMC, share_BMC = chunk.of_key_BMS, chunk.n_BMC, chunk.share_BMC
+    H, B, C, S = logits_HBCS.shape
     raw = chunk.mask.zero_(logits_HBCS)
     rough_HBMC = of_key_BMS @ raw.mT / n_BMC
     # Once more about the first estimate, and in fp64: a spread of 1 beside a mean of 10,000 would be lost.
@@ -177,7 +179,7 @@ def _rows(
     logits = [mean_HBC.float(), offset_variance_HBC + spread_HBC, offset_variance_HBC, spread_HBC]
     weights = [entropy_HBC, block_entropy_HBC, entropy_HBC - block_entropy_HBC]
     values_FHBC = torch.stack([*logits, *offset_HBMC.unbind(2), *weights, *mass_HBMC.unbind(2)])
-    return values_FHBC, sees_BMC * (spread_HBMC + block_HBMC.float().square()), weight
+    return values_FHBC, chunk.sees_BMC * (spread_HBMC + block_HBMC.float().square()), weight
 
 
 def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Tensor:
@@ -185,14 +187,12 @@ def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Te
 
     A row that sees nothing has to be 0. `reach` is that of `Pairs`.
     """
-    trace_HB = square_HB = weight_HBTS.new_zeros(weight_HBTS.shape[:2])
+    square_HB = weight_HBTS.new_zeros(weight_HBTS.shape[:2])
     for rows, keys in reach:
         block_HBTC = weight_HBTS[..., rows.start :, :keys] @ weight_HBTS[..., rows, :keys].mT
-        C = block_HBTC.shape[-1]
-        trace_HB = trace_HB + block_HBTC.diagonal(dim1=-2, dim2=-1).sum(-1)
         square_HBT = block_HBTC.square_().sum(-1)
-        square_HB = square_HB + 2 * square_HBT.sum(-1) - square_HBT[..., :C].sum(-1)
-    return trace_HB.square() / square_HB
+        square_HB = square_HB + 2 * square_HBT.sum(-1) - square_HBT[..., : block_HBTC.shape[-1]].sum(-1)
+    return sum_of_squares(weight_HBTS).square() / square_HB
 
 
 def _by_query(sums_HBMC: Tensor, queries_MBC: Tensor) -> Tensor:
@@ -201,12 +201,12 @@ def _by_query(sums_HBMC: Tensor, queries_MBC: Tensor) -> Tensor:
     return mine_MHBMC.sum((2, 4)).transpose(1, 2)
 
 
-def _moments(values_FHBC: Tensor, selected_FMBC: Tensor) -> Moments:
+def _moments(values_FHBC: Tensor, chunk: Chunk) -> Moments:
     """Of F statistics, each with rows of its own, (F, M)."""
-    selected, values = selected_FMBC[:, :, None], values_FHBC[:, None]
+    selected, values = chunk.selected_FMBC[:, :, None], values_FHBC[:, None]
     kept = torch.where(selected, values, 0.0)  # not a product: a NaN must not reach the other modalities
     return Moments(
-        count=selected_FMBC.sum((2, 3)).float() * values_FHBC.shape[1],
+        count=chunk.count_FM * values_FHBC.shape[1],
         sum=kept.sum((2, 3, 4)),
         sum_sq=kept.square_().sum((2, 3, 4)),
         max=torch.where(selected, values, -torch.inf).amax((2, 3, 4)),

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmqk.monitors.measures import pairs as pairs_module
 from mmqk.monitors.measures.attention import attention_statistics, participation
 from mmqk.monitors.measures.pairs import Mask, Pairs
-from mmqk.monitors.measures.reduce import Moments
+from mmqk.monitors.measures.reduce import Moments, sum_of_squares
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,9 @@ def logit_growth(
         seen_sq_MMH: sums of squared dot products over the visible pairs, where they are known already.
     """
     n_MB = of_MBT.sum(-1).float()
-    # Not a product with the selection: a NaN must not reach the other modalities.
-    both = torch.stack([q_BHTK.float(), k_BHSK.float()]).transpose(1, 2)
-    own_2HMBTK = torch.where(of_MBT[..., None], both[:, :, None], 0.0)
-    moments_2HMBKK = own_2HMBTK.mT @ own_2HMBTK
-    trace_2HMB = own_2HMBTK.square().sum((-1, -2))
+    moments_2MBHKK = torch.stack([_second_moments(x, of_MBT) for x in (q_BHTK, k_BHSK)])
+    moments_2HMBKK = moments_2MBHKK.permute(0, 3, 1, 2, 4, 5)
+    trace_2HMB = moments_2HMBKK.diagonal(dim1=-2, dim2=-1).sum(-1)
     cq_HMX, ck_HMX = moments_2HMBKK.flatten(3).unbind(0)
     # Weighted by pairs: a sequence says as much as it has pairs of the two modalities.
     q_sq_HMM, k_sq_HMM = trace_2HMB[0] @ n_MB.T, (trace_2HMB[1] @ n_MB.T).mT
@@ -92,16 +90,29 @@ def logit_growth(
     )
 
 
+def _own(x_BHTK: Tensor, of_MBT: Tensor) -> Tensor:
+    """(M, B, H, T, K), 0 at the tokens of other modalities; no product, or a NaN of theirs would stay."""
+    return torch.where(of_MBT[:, :, None, :, None], x_BHTK.float(), 0.0)
+
+
+def _second_moments(x_BHTK: Tensor, of_MBT: Tensor) -> Tensor:
+    """(M, B, H, K, K), uncentred sums."""
+    own_MBHTK = _own(x_BHTK, of_MBT)
+    return own_MBHTK.mT @ own_MBHTK
+
+
 def common_mode(k_BHSK: Tensor, of_MBT: Tensor) -> Moments:
     """Share of the keys' squared length that all keys of a modality in a sequence have in common, by modality.
 
     ``|mean k|^2 / mean |k|^2`` for each sequence and head: 1 when all keys are alike, 1/n for n at random. Logits
     along the common direction shift a whole block of a row and do not tell its keys apart.
     """
-    own_MBHSK = torch.where(of_MBT[:, :, None, :, None], k_BHSK.float(), 0.0)
+    own_MBHSK = _own(k_BHSK, of_MBT)
     n_MB1 = of_MBT.sum(-1, keepdim=True)
-    share_MBH = own_MBHSK.sum(-2).square().sum(-1) / (n_MB1 * own_MBHSK.square().sum((-1, -2)))
-    there_MBH = (n_MB1 > 0).expand_as(share_MBH)
+    own_sq_MBH = sum_of_squares(own_MBHSK)
+    share_MBH = own_MBHSK.sum(-2).square().sum(-1) / (n_MB1 * own_sq_MBH)
+    # Keys that are all 0 have no length to share.
+    there_MBH = (n_MB1 > 0) & (own_sq_MBH != 0)
     kept = torch.where(there_MBH, share_MBH, 0.0)
     return Moments(
         count=there_MBH.sum((1, 2)).float(),
@@ -119,11 +130,12 @@ def attention_rank(
     softcap: float | None = None,
     reach: Sequence[tuple[slice, int]] | None = None,
 ) -> Tensor:
-    """Participation ratio of the singular values of each attention matrix, mean over sequences and heads.
+    """Participation ratio of the singular values of each attention matrix, (H, B).
 
     ``(sum s^2)^2 / sum s^4``: between 1 (every query attends to the same keys in the same way) and T. Low entropy
     with a high rank is benign (each token attends to one other, and they differ); with a low rank it is collapse
-    (Qi et al. 2025, arXiv 2505.21910). Softmax attention; at most 2^24 logits at a time, or one matrix.
+    (Qi et al. 2025, arXiv 2505.21910). Softmax attention; at most 2^24 logits at a time, or one matrix. NaN for a
+    sequence of padding alone.
 
     Args:
         q_BHTK: queries as they enter the dot product.
@@ -136,14 +148,16 @@ def attention_rank(
     q, k = scale * q_BHTK.float(), k_BHSK.float()
     B, H, T, _ = q.shape
     matrices = max(1, pairs_module.CHUNK_ELEMENTS // visible_BTS[0].numel())
-    ranks = []
+    ranks: list[Tensor] = []
     for at in range(0, B, max(1, matrices // H)):
         some = slice(at, at + max(1, matrices // H))
         mask = Mask.of(visible_BTS[some, None])
+        of_heads = []
         for q_BhTK, k_BhSK in zip(q[some].split(matrices, 1), k[some].split(matrices, 1), strict=True):
             logits_BhTS = q_BhTK @ k_BhSK.mT
             if softcap is not None:
                 logits_BhTS = softcap * torch.tanh(logits_BhTS / softcap)
             weight_BhTS = mask.zero_(torch.softmax(mask.hide_(logits_BhTS), -1))  # padding sees nothing
-            ranks.append(participation(weight_BhTS, reach or [(slice(0, T), k.shape[2])]).flatten())
-    return torch.cat(ranks).mean()
+            of_heads.append(participation(weight_BhTS, reach or [(slice(0, T), k.shape[2])]))
+        ranks.append(torch.cat(of_heads, 1))
+    return torch.cat(ranks).T

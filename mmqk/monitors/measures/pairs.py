@@ -60,25 +60,33 @@ class Mask:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A slice of queries. F statistics of a row: four of the logits and M offsets, three of the weights and M masses.
+    """A slice of queries, and the first S of the keys, which hold all that they see.
+
+    F statistics of a row: four of the logits and M offsets, three of the weights and M masses.
 
     Attributes:
         rows: of the queries.
+        of_key_BMS: keys of each modality, fp32, as a matrix to multiply with.
         mask: of what is visible, (B, C, S).
         sees_BMC: how many keys of each modality a query sees, fp32.
+        n_BMC: the same, and 1 for 0, to divide by.
+        share_BMC: of all keys that it sees.
         queries_MBC: queries of each modality.
         selected_FMBC: those of them whose rows count: they see at least 8 keys, and of an offset's block at least 1.
-        index: places of the visible pairs in (B, C, S) flattened, one query and key modality after the other.
-        sizes: how many of each there are.
+        count_FM: how many.
+        places: of the visible pairs in (B, C, S) flattened, for each query modality and in it each key modality.
     """
 
     rows: slice
+    of_key_BMS: Tensor
     mask: Mask
     sees_BMC: Tensor
+    n_BMC: Tensor
+    share_BMC: Tensor
     queries_MBC: Tensor
     selected_FMBC: Tensor
-    index: Tensor
-    sizes: list[int]
+    count_FM: Tensor
+    places: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,11 @@ class Pairs:
         return count_MM.flatten().tolist()
 
     @cached_property
+    def seen_B(self) -> Tensor:
+        """Sequences in which any pair is visible: those that are not padding alone."""
+        return self.visible_BTS.any((1, 2))
+
+    @cached_property
     def reach(self) -> list[tuple[slice, int]]:
         """Slices of queries, and for each how many of the first keys hold all that any of them sees."""
         seen_TS = self.visible_BTS.any(0)
@@ -156,26 +169,28 @@ class Pairs:
             yield self._chunk(slice(start, start + size))
 
     def _chunk(self, rows: slice) -> Chunk:
-        visible_BCS = self.visible_BTS[:, rows]
-        sees_BMC = self.of_key_BMS @ visible_BCS.float().mT
+        S = max(max(n, 1) for part, n in self.reach if part.start < rows.stop and rows.start < part.stop)
+        visible_BCS, of_key_BMS = self.visible_BTS[:, rows, :S], self.of_key_BMS[:, :, :S]
+        sees_BMC = of_key_BMS @ visible_BCS.float().mT
         queries_MBC, M = self.of_MBT[:, :, rows], self.n_modalities
-        index = [
-            (visible_BCS & query_BC[:, :, None] & key_BS[:, None, :]).flatten().nonzero()[:, 0]
-            for query_BC in queries_MBC
-            for key_BS in self.of_MBT
-        ]
         counted_MBC = queries_MBC & (sees_BMC.sum(1) >= FEWEST_KEYS)
         sees_any_MBC = sees_BMC.transpose(0, 1) > 0
+        selected_FMBC = torch.stack(
+            [counted_MBC] * 4 + [counted_MBC & sees_BC for sees_BC in sees_any_MBC] + [counted_MBC] * (3 + M)
+        )
         return Chunk(
             rows=rows,
+            of_key_BMS=of_key_BMS,
             mask=Mask.of(visible_BCS),
             sees_BMC=sees_BMC,
+            n_BMC=sees_BMC.clamp_min(1),
+            share_BMC=sees_BMC / sees_BMC.sum(1, keepdim=True).clamp_min(1),
             queries_MBC=queries_MBC,
-            selected_FMBC=torch.stack(
-                [counted_MBC] * 4
-                + [counted_MBC & sees_BC for sees_BC in sees_any_MBC]
-                + [counted_MBC] * (3 + M)
-            ),
-            index=torch.cat(index),
-            sizes=[len(part) for part in index],
+            selected_FMBC=selected_FMBC,
+            count_FM=selected_FMBC.sum((2, 3)).float(),
+            places=[
+                (visible_BCS & query_BC[:, :, None] & key_BS[:, None, :]).flatten().nonzero()[:, 0]
+                for query_BC in queries_MBC
+                for key_BS in self.of_MBT[:, :, :S]
+            ],
         )

@@ -53,3 +53,8 @@ def moments(values_BHT: Tensor, selected_MBT: Tensor) -> Moments:
         sum_sq=kept.square().sum(dim=(1, 2, 3)),
         max=torch.where(selected_MBHT, values, -torch.inf).amax(dim=(1, 2, 3)),
     )
+
+
+def sum_of_squares(matrices: Tensor) -> Tensor:
+    """Of the numbers of each matrix (last two axes), writing none of them; row by row, or fp32 would lose some."""
+    return torch.linalg.vector_norm(matrices, dim=-1).square().sum(-1)

@@ -108,5 +108,5 @@ def _decode(line: bytes) -> Alarm | None:
             from_json(record["threshold"]),
             str(record["sentence"]),
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

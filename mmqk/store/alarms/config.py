@@ -9,8 +9,8 @@ from mmqk.store.alarms.alarm import NAMES
 
 @dataclass(frozen=True)
 class AlarmConfig:
-    """What a run does when an alarm begins, beside reporting it: spike, spike_median, stall, growth, collapse,
-    divergence or non_finite (`mmqk.store.alarms`). Divergence ends a run whatever stands here.
+    """What a run does when an alarm begins, beside reporting it: spike, spike_median, stall, growth, collapse or
+    non_finite (docs/alarms.md). Divergence always ends a run, and cannot stand here.
 
     Args:
         checkpoint: alarms whose first one writes a checkpoint that is kept, ``alarm_<name>_step….ckpt``.
@@ -29,6 +29,11 @@ class AlarmConfig:
             for name in getattr(self, action):
                 if name not in NAMES:
                     raise ValueError(f"alarm.{action} has '{name}': the alarms are {', '.join(NAMES)}.")
+                if name == "divergence":
+                    raise ValueError(
+                        f"alarm.{action} has 'divergence', which always ends a run, without a checkpoint of what it"
+                        " broke: leave it out."
+                    )
         if self.probe_steps < 1:
             raise ValueError(f"alarm.probe_steps is {self.probe_steps}: at least 1 step is probed.")
 

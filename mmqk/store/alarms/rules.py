@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from typing import Any, TypeVar
 
 from mmqk.store.alarms.alarm import Alarm
 from mmqk.store.alarms.divergence import DivergenceRule
 from mmqk.store.alarms.probes import GROWTH_LOGIT, LOGITS, NORMS, Collapse, Growth
 from mmqk.store.alarms.steps import STALL_ABOVE_NATS, Spike, SpikeOfMedian, Stall
-from mmqk.store.tags import Tag, parse_tag, tag
+from mmqk.store.tags import parsed_tag, tag
 
 R = TypeVar("R", Spike, SpikeOfMedian, Stall, Growth, Collapse)
-
-
-@lru_cache(maxsize=65536)
-def _parsed(name: str) -> Tag:
-    try:
-        return parse_tag(name)
-    except ValueError:
-        return Tag(name)
 
 
 class AlarmRules:
@@ -49,8 +40,9 @@ class AlarmRules:
         found: list[Alarm | None] = [self._finite(step, values)]
         losses: dict[str, float] = {}
         for name, value in values.items():
-            statistic, modality, layer, head = _parsed(name)
-            if statistic == "grad_norm" or (statistic == "loss" and self._is_trained(modality)):
+            statistic, modality, layer, head = parsed_tag(name)
+            # Of the whole gradient: those of parameters come with probes, and a window of them is no 1000 steps.
+            if name == "grad_norm" or (statistic == "loss" and self._is_trained(modality)):
                 found.append(self._rule("spike", name, Spike).update(step, name, value))
             if statistic == "loss" and self._is_trained(modality):
                 found.append(self._rule("spike_median", name, SpikeOfMedian).update(step, name, value))
@@ -100,7 +92,7 @@ class AlarmRules:
         began, self._not_finite = bool(bad) and not self._not_finite, bool(bad)
         if not began:
             return None
-        layers = {name: layer for name in bad if (layer := _parsed(name).layer) is not None}
+        layers = {name: layer for name in bad if (layer := parsed_tag(name).layer) is not None}
         first = min(layers, key=layers.__getitem__) if layers else bad[0]
         more = f", and so did {len(bad) - 1} more series of this step" if len(bad) > 1 else ""
         return Alarm(
@@ -121,7 +113,7 @@ class AlarmRules:
         names = {alarm.tag for alarm in found}
         began = [alarm for alarm in found if alarm.tag not in self._diverged]
         # A step without the modality says nothing about it.
-        self._diverged = names | {name for name in self._diverged if _parsed(name).modality not in losses}
+        self._diverged = names | {name for name in self._diverged if parsed_tag(name).modality not in losses}
         return began
 
     def state_dict(self) -> dict[str, Any]:

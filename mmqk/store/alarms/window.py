@@ -59,8 +59,12 @@ class Window:
         self._order, self._sorted = deque(state), sorted(state)
 
 
+# A value that leaves with more than this times the squares that stay has drowned them in rounding.
+DROWNED = 1e6
+
+
 class Moments:
-    """Mean and sample standard deviation of the last ``size`` values, from running sums about their first."""
+    """Mean and sample standard deviation of the last ``size`` values, from running sums about one of them."""
 
     def __init__(self, size: int):
         self.size = size
@@ -72,6 +76,7 @@ class Moments:
         return len(self._values)
 
     def push(self, value: float) -> None:
+        gone = 0.0
         if len(self._values) == self.size:
             gone = self._values.popleft() - self._about
             self._sum -= gone
@@ -80,8 +85,9 @@ class Moments:
         self._sum += value - self._about
         self._squares += (value - self._about) ** 2
         self._pushed += 1
-        if self._pushed % self.size == 0 or self._pushed == 1:
-            # Rounding would add up over a long run, and a series moves away from where it began.
+        # Rounding would add up over a long run, and a series moves away from where it began.
+        due = self._pushed % self.size == 0 or self._pushed == 1
+        if due or gone * gone > DROWNED * self._squares:
             self._about = value
             apart = [v - value for v in self._values]
             self._sum, self._squares = math.fsum(apart), math.fsum(a * a for a in apart)

@@ -18,8 +18,8 @@ IMAGE = {"image": range(10, 40)}
 def probed(model, **inputs):
     watch = attach(model, modality=IMAGE)
     found = watch.probe(**(inputs or {"ids": batches(1)[0]})).flat()
-    assert watch.layers is not None and watch._last is not None
-    return found, watch.layers, introduction(watch.layers, {}, watch._last.sections, 0.1, [1.0], 100)
+    assert watch.layers is not None
+    return found, watch.layers, introduction(watch.layers, {}, watch._sections, 0.1, [1.0], 100)
 
 
 def test_layers_whose_attention_is_not_seen_are_named():
@@ -54,7 +54,9 @@ def test_nothing_seen_says_what_would_be():
 
 def test_a_mask_that_differs_between_heads_is_left_out_and_said():
     found, layers, line = probed(Net(["sdpa", "by head", "by head"]))
-    assert layers.numbers == [0] and not any("layer01" in name for name in found)
+    assert layers.numbers == [0] and layers.hidden == ["layers.1", "layers.2"] and layers.of == 3
+    assert not any("layer01" in name for name in found)
+    assert "attention of 1 of 3 layers seen, not that of layers.1, layers.2: no maximum here" in line
     assert "left out (a mask that differs between heads): layers.1.attention and 1 more" in line
 
 
@@ -67,7 +69,9 @@ def test_calls_of_other_lengths_are_left_out_and_said():
             return self.head(x[:, 2:])
 
     found, layers, line = probed(Prefixed(["sdpa"] * 2))
-    assert layers.numbers == [] and "18 queries and 18 keys, where modality has 4 of 16" in line
+    assert (
+        layers.numbers == layers.hidden == [] and "18 queries and 18 keys, where modality has 4 of 16" in line
+    )
     assert found.keys() >= {"out_log_z/text"} and not any(name.startswith("attn_e") for name in found)
 
 
@@ -100,7 +104,12 @@ def test_cross_attention_is_left_out_and_the_rest_stays():
     net = Net(["sdpa"] * 2)
     net.layers[1] = Layer(Crossed())
     found, layers, line = probed(net)
-    assert layers.numbers == [0, 1] and "16 queries and 5 keys" in line and "attn_rank/layer01" in found
+    assert (
+        layers.numbers == [0, 1]
+        and layers.hidden == []
+        and "16 queries and 5 keys" in line
+        and "attn_rank/layer01" in found
+    )
 
 
 def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from mmqk.store import UserError, read_metrics
+from tests.monitors.attach.nets import Net, batches, loss_of
 from tests.monitors.attach.trainers import lightning_run, transformers_run
 
 
@@ -60,3 +63,36 @@ def test_transformers_reports_where_its_trainer_does_and_trains_the_same_weights
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [{"step": step, **values} for step, values in reported.items()] == lines
     assert lines[0]["attn_layers_seen"] == 8 and "q_raw_norm/image/layer07" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError(), "failed"), (KeyboardInterrupt(), "interrupted"), (None, "completed")]
+)
+def test_a_run_that_breaks_off_is_not_called_complete(error, status, tmp_path):
+    L = pytest.importorskip("lightning")
+    from mmqk.monitors import NormMonitor
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Net(["sdpa"])
+
+        def training_step(self, ids, i):
+            if error is not None and i == 3:
+                raise error
+            return loss_of(self.net(ids), ids)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    monitor = NormMonitor("net", {"image": range(10, 40)}, every_n_steps=2, out=tmp_path)
+    trainer = L.Trainer(
+        max_steps=4, accelerator="cpu", devices=1, logger=False, callbacks=[monitor], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(Module(), torch.utils.data.DataLoader(batches(8), batch_size=None))
+    except (ValueError, SystemExit, KeyboardInterrupt) as raised:
+        assert error is not None, raised
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert found == {"status": status, "step": 4 if error is None else 3}

@@ -6,6 +6,7 @@ import copy
 import io
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,7 +96,11 @@ class Stateful(nn.Module):
     def forward(self, ids):
         self.cache[: len(ids)] = ids
         self.calls = self.calls + 1
-        noise = torch.nn.functional.dropout(torch.ones(3), 0.5, training=True).sum() + random.random()
+        noise = (
+            torch.nn.functional.dropout(torch.ones(3), 0.5, training=True).sum()
+            + random.random()
+            + np.random.rand()
+        )
         y = self.frozen(self.norm(self.net(ids).transpose(1, 2)[:, :16])).mean() + 0 * noise
         return self.net(ids) + y
 
@@ -107,7 +112,7 @@ def test_a_probe_leaves_no_trace():
     state = {name: x.clone() for name, x in (*model.named_buffers(), *model.named_parameters())}
     objects = {name: id(x) for name, x in model.named_buffers()}
     grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    drawn, python = torch.get_rng_state(), random.getstate()
+    drawn, python, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
     model.train()
     model.frozen.eval()
     hooks = len(model._forward_pre_hooks)
@@ -120,12 +125,14 @@ def test_a_probe_leaves_no_trace():
     assert all(p.grad is None if grads[n] is None else torch.equal(p.grad, grads[n])
                for n, p in model.named_parameters())  # fmt: skip
     assert torch.equal(torch.get_rng_state(), drawn) and random.getstate() == python
+    assert np.random.get_state()[2] == numpys
     assert model.training and model.norm.training and not model.frozen.training
     assert len(model._forward_pre_hooks) == hooks and torch.is_grad_enabled()
     assert torch.backends.mha.get_fastpath_enabled()
     # The control: its own forward changes all of these.
     model(other)
     assert not torch.equal(torch.get_rng_state(), drawn) and random.getstate() != python
+    assert np.random.get_state()[2] != numpys
     assert not torch.equal(model.cache, state["cache"]) and not torch.equal(
         model.norm.running_mean, state["norm.running_mean"]
     )
@@ -157,7 +164,7 @@ def test_a_failing_forward_is_told_and_everything_put_back():
             return super().forward(ids)
 
     model, (ids,) = Whole(), batches(1)
-    with pytest.raises(RuntimeError, match="sequences=6"):
+    with pytest.raises(RuntimeError, match=r"\(ValueError: all six or none\).*sequences=6"):
         attach(model, modality=IMAGE).probe(ids=ids)
     assert (
         model.training and torch.is_grad_enabled() and not torch.overrides._get_current_function_mode_stack()

@@ -1,0 +1,258 @@
+"""Which batch `attach` probes, when, and what it keeps of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmqk.monitors import attach
+from mmqk.store import UserError
+from tests.monitors.attach.nets import Net, batches, loss_of
+
+IMAGE = {"image": range(10, 40)}
+
+
+def llama(**options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    size = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size | options)).train()
+
+
+def test_a_forward_without_gradients_is_not_the_batch_of_the_step():
+    model, (ids, other) = Net(), batches(2)
+    seen: list[torch.Tensor] = []
+
+    def modality(inputs):
+        seen.append(inputs["ids"])
+        return (inputs["ids"] > 9).long()
+
+    watch = attach(model, modality=modality, every_n_steps=1)
+    for way in (torch.no_grad, torch.inference_mode):
+        model(ids)
+        with way():
+            model(other[:2, :5])
+        watch.step()
+        assert torch.equal(seen.pop(), ids[:4])
+    # The control: with gradients the later one is.
+    model(ids)
+    model(other)
+    watch.step()
+    assert torch.equal(seen.pop(), other[:4])
+    with torch.no_grad():
+        model(ids)
+    with pytest.raises(UserError, match="not called with gradients before step 4"):
+        watch.step()
+
+
+def test_generation_between_steps_changes_nothing_of_a_probe():
+    model, (ids,) = llama(), batches(1)
+    found = []
+    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: found.append(values))
+    for between in (False, True):
+        model(input_ids=ids, labels=ids).loss.backward()
+        if between:
+            model.generate(
+                ids[:2], attention_mask=torch.ones_like(ids[:2]), max_new_tokens=3, pad_token_id=0, do_sample=False
+            )  # fmt: skip
+        watch.step()
+    assert found[0] == found[1] and found[0]["probe_sequences"] == 4
+
+
+def test_a_cache_of_the_loop_is_refused_and_left_alone():
+    transformers = pytest.importorskip("transformers")
+    model, (ids,) = llama(), batches(1, B=4)
+    cache = transformers.DynamicCache(config=model.config)
+    watch = attach(model, modality=IMAGE, every_n_steps=1)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    with pytest.raises(
+        UserError, match="called with past_key_values, a cache that a second forward would add to"
+    ):
+        watch.step()
+    assert cache.get_seq_length() == 16
+    model(input_ids=ids, use_cache=True)  # one of the model's own is no obstacle
+    watch.step()
+    watch.close()
+
+
+def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
+    """transformers keeps a cache in evaluation mode, and then its mask lets documents see each other."""
+    (ids,) = batches(1, B=3, T=20)
+    packed = torch.cat([torch.arange(8), torch.arange(12)])[None].expand(3, -1)
+    model = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    watch = attach(model, modality=IMAGE)
+    found = watch.probe(input_ids=ids, position_ids=packed).flat()
+    assert model.config.use_cache and model.training
+    sdpa, masks = F.scaled_dot_product_attention, []
+
+    def keeping(*args, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return sdpa(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", keeping)
+    model(input_ids=ids, position_ids=packed)
+    monkeypatch.undo()
+    assert all(mask is not None and int(mask.sum()) == 3 * (36 + 78) for mask in masks)  # as it trains
+    plain = llama()
+    mask = torch.zeros(3, 1, 20, 20, dtype=torch.bool)
+    mask[..., :8, :8], mask[..., 8:, 8:] = (torch.ones(n, n, dtype=torch.bool).tril() for n in (8, 12))
+    apart = (
+        attach(plain, modality=IMAGE).probe(input_ids=ids, position_ids=packed, attention_mask=mask).flat()
+    )
+    assert found["attn_entropy/image/layer01"] == pytest.approx(apart["attn_entropy/image/layer01"], rel=1e-4)
+    # The control: with the cache of evaluation mode it is something else.
+    whole = attach(llama().eval(), modality=IMAGE).probe(input_ids=ids, position_ids=packed).flat()
+    assert found["attn_entropy/image/layer01"] != pytest.approx(whole["attn_entropy/image/layer01"], rel=1e-2)
+
+
+def test_two_watches_of_a_model_compiled_in_place():
+    model, (ids,) = Net(), batches(1)
+    model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    one, two = (attach(model, modality=IMAGE, every_n_steps=4) for _ in range(2))
+    for _ in range(6):
+        model(ids)
+        one.step()
+        two.step()
+    assert model._compiled_call_impl.before.before is compiled  # one for each, however many steps
+    one.close()
+    model(ids)
+    assert one._catcher.args is None and two._catcher.args is not None
+    assert model._compiled_call_impl.before is compiled
+    two.close()
+    assert model._compiled_call_impl is compiled
+
+
+@pytest.mark.parametrize("lengths", [[6, 0, 0, 3], [0, 4]])
+def test_an_empty_batch_puts_the_probe_off(lengths):
+    model, steps = Net(), []
+
+    class Maybe(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def forward(self, ids):
+            return self.net(ids) if len(ids) else ids.new_zeros(())
+
+    maybe, (ids,) = Maybe(), batches(1)
+    watch = attach(maybe, modality=IMAGE, every_n_steps=2, log=lambda values, step: steps.append(step))
+    for n in lengths:
+        maybe(ids[:n])
+        watch.step()
+    # Due at 2, of which the batch is empty as often as not.
+    assert steps == ([4] if lengths[1] == 0 else [2])
+
+
+def test_steps_that_a_trainer_counts_by_more_than_one():
+    model, (ids,) = Net(["sdpa"]), batches(1)
+    steps: list[int] = []
+    watch = attach(model, modality=IMAGE, every_n_steps=10, log=lambda values, step: steps.append(step))
+    watch.steps = 100
+    for number in range(103, 140, 3):
+        model(ids)
+        watch.step(number)
+    assert steps == [112, 121, 130]
+    steps.clear()
+    again = attach(model, modality=IMAGE, every_n_steps=10, log=lambda values, step: steps.append(step))
+    for number in range(96, 121):
+        model(ids)
+        again.step(number)
+    assert steps == [100, 110, 120]  # 100 was the first
+
+
+def test_a_probe_keeps_nothing_of_the_batch():
+    net, (ids,) = Net(), batches(1, B=4, T=64)
+
+    class Embedded(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            for layer in self.net.layers:
+                x = layer(x)
+            return self.net.head(x)
+
+    model = Embedded()
+    watch = attach(model, modality=lambda inputs: (inputs["x"][..., 0] > 0).long(), every_n_steps=1)
+
+    def alive() -> set[int]:
+        gc.collect()
+        return {id(x) for x in gc.get_objects() if issubclass(type(x), torch.Tensor)}
+
+    def one_step() -> weakref.ref:
+        x = net.embed(ids)
+        loss_of(model(x), ids).backward()
+        watch.step()
+        return weakref.ref(x)
+
+    one_step()
+    before = alive()
+    vectors = one_step()
+    gc.collect()
+    assert vectors() is None
+    kept = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and id(x) not in before]
+    assert sum(x.numel() for x in kept) < 100  # the masks alone would be 64 * 64 for each sequence
+    # The control: what a loop keeps itself is found by the same count.
+    held = model(net.embed(ids))
+    assert len(alive() - before) > len(kept) and held is not None
+
+
+def test_weights_of_several_dtypes_that_train_in_autocast_are_probed_in_it():
+    """Most loops leave autocast before the optimizer's step."""
+    model, (ids,) = Net(["sdpa"] * 2), batches(1)
+    model.layers[0].mlp.bfloat16()
+    found = []
+    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: found.append(values))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(ids)
+        inside = watch.probe(ids=ids).flat()
+    watch.step()
+    assert found == [
+        inside | {"attn_layers_seen": 2, "attn_layers_hidden": 0}
+    ] and not torch.is_autocast_enabled("cpu")
+    # The control: without it such a model does not run.
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        attach(model, modality=IMAGE).probe(ids=ids)
+
+
+def test_a_list_with_an_image_for_each_sequence_is_cut_like_the_sequences():
+    seen = []
+
+    class Pictured(Net):
+        def forward(self, ids, images, others=None):
+            seen.append((len(ids), [x.shape[0] for x in images], others and len(others)))
+            return super().forward(ids)
+
+    model, (ids,) = Pictured(["sdpa"]), batches(1)
+    images, whole = [torch.zeros(i, 3) for i in range(7, 13)], [torch.zeros(6, 3) for _ in range(6)]
+    attach(model, modality=IMAGE).probe(ids=ids, images=images, others=whole)
+    assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of six whole batches stays one of six
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"modality": {"image": (4, 100)}}, r"image is \[4, 100\]: give ranges"),
+        ({"modality": {"image": 5}}, r"image is \[5\]: give ranges"),
+        ({"modality": lambda inputs: 0, "names": "text"}, "give two or more, each once"),
+        ({"modality": lambda inputs: 0, "names": ("text", "text")}, "give two or more, each once"),
+        ({"modality": lambda inputs: 0, "names": ("text",)}, "give two or more, each once"),
+        ({"modality": IMAGE, "every_n_steps": 2.5}, "in whole steps"),
+    ],
+)
+def test_mistakes_of_a_call_are_one_sentence(options, says):
+    with pytest.raises(UserError, match=says):
+        attach(Net(["sdpa"]), **options)
+
+
+def test_a_model_that_is_none_is_one_sentence():
+    with pytest.raises(UserError, match=r"model is 'net': attach the nn\.Module"):
+        attach("net", modality=IMAGE)

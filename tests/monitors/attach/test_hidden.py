@@ -1,0 +1,134 @@
+"""Attention that is not seen is named, however it is written and wherever it stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmqk.monitors import attach
+from tests.monitors.attach.nets import D, H, SelfAttention, V, batches
+
+IMAGE = {"image": range(10, 40)}
+
+
+def exp_over_sum(z: Tensor) -> Tensor:
+    e = (z - z.amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+WEIGHTS = {
+    "exp": exp_over_sum,
+    "log": lambda z: F.log_softmax(z, -1).exp(),
+    "special": lambda z: torch.special.softmax(z, -1),
+    "sigmoid": torch.sigmoid,
+    "module": nn.Softmax(-1),
+}
+
+
+class Mixer(nn.Module):
+    """A block whose name gives nothing away; None calls torch's attention."""
+
+    def __init__(self, weights=None, einsum: bool = False):
+        super().__init__()
+        self.qkv, self.weights, self.einsum = nn.Linear(D, 3 * D), weights, einsum
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        if self.weights is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            z = torch.einsum("bhtk,bhsk->bhts", q, k) if self.einsum else q @ k.mT
+            T = x.shape[1]
+            out = self.weights(z.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -1e4)) @ v
+        return x + out.transpose(1, 2).flatten(2)
+
+
+class Other(Mixer):
+    """Of another class than what is seen."""
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(V, D), nn.ModuleList(layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.embed.weight.mT
+
+
+def layers_of(*layers: nn.Module, T: int = 16):
+    watch = attach(Stack(*layers), modality=IMAGE)
+    watch.probe(ids=batches(1, T=T)[0])
+    assert watch.layers is not None
+    return watch.layers
+
+
+@pytest.mark.parametrize("einsum", [False, True])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_however_it_is_written(weights, einsum):
+    found = layers_of(Mixer(), Mixer(), Other(WEIGHTS[weights], einsum))
+    assert found.hidden == ["layers.2"] and found.numbers == [0, 1] and found.of == 3
+    assert layers_of(Mixer(), Mixer(), Other()).hidden == []
+
+
+def test_beside_one_that_is_seen():
+    """In the same stage, in the same layer, in the same module."""
+
+    class Stage(nn.Module):
+        def __init__(self, weights):
+            super().__init__()
+            self.blocks = nn.Sequential(Mixer(), Mixer(weights))
+
+        def forward(self, x):
+            return self.blocks(x)
+
+    class Two(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.of_text, self.of_image = SelfAttention(), SelfAttention(call)
+
+        def forward(self, x):
+            return self.of_image(self.of_text(x))
+
+    class Both(Mixer):
+        def __init__(self, then):
+            super().__init__()
+            self.then = then
+
+        def forward(self, x):
+            self.weights = None
+            x = super().forward(x)
+            self.weights = self.then
+            return super().forward(x)
+
+    soft = WEIGHTS["module"]
+    assert layers_of(Stage(soft), Stage(soft)).hidden == ["layers.0.blocks.1", "layers.1.blocks.1"]
+    assert layers_of(Stage(None), Stage(None)).hidden == []
+    found = layers_of(Two("by hand"), Two("sdpa"))
+    assert found.hidden == ["layers.0.of_image"] and found.of == 4
+    assert layers_of(Two("sdpa"), Two("sdpa")).hidden == []
+    assert layers_of(Both(WEIGHTS["special"])).hidden == ["layers.0"]
+    assert layers_of(Both(None)).hidden == []
+
+
+def test_other_products_are_no_attention():
+    """Rotations, experts, relative positions beside a call, and mixing tokens by weights."""
+
+    class Busy(Mixer):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.experts = nn.Linear(16, 16), nn.Parameter(torch.randn(4, D, D))
+            self.relative = nn.Parameter(torch.randn(16, 16, D))
+
+        def forward(self, x):
+            angle = torch.rand(4, 8, 1) @ torch.arange(16.0).expand(4, 1, 16)
+            far = torch.einsum("btd,tsd->bts", x, self.relative)
+            x = super().forward(x) + self.mix(x.mT).mT + 0 * (angle.sum() + far.sum())
+            return x + torch.bmm(x, self.experts).relu()
+
+    assert layers_of(Busy(), Busy()).hidden == []

@@ -1,0 +1,116 @@
+"""docs/alarms.md against the rules: every alarm, every threshold, the options, and the line of its example."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mmqk.config import resolve
+from mmqk.store import AlarmConfig, AlarmRules
+from mmqk.store.alarms import NAMES, divergence, probes, steps
+
+PAGE = Path(__file__).parents[2] / "docs/alarms.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+MODULES = {"divergence": divergence, "growth": probes, "collapse": probes}
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Cells of the rows of the first table, by the name of the alarm."""
+    table = text.split("\n\n")[2].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {first.strip("`"): rest for first, *rest in cells}
+
+
+def thresholds(cell: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"`([A-Z_]+)` ([\d.]+)", cell)}
+
+
+def of_the_code() -> dict[tuple[str, str], float]:
+    """Every number that the three modules of rules name in capitals, with the module."""
+    return {
+        (module.__name__, name): float(value)
+        for module in (steps, probes, divergence)
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, int | float)
+    }
+
+
+def of_the_page(text: str) -> dict[tuple[str, str], float]:
+    return {
+        (MODULES.get(alarm, steps).__name__, name): value
+        for alarm, cells in rows(text).items()
+        for name, value in thresholds(cells[3]).items()
+    }
+
+
+def test_every_alarm_has_a_row_and_every_threshold_its_number():
+    assert tuple(rows(TEXT)) == NAMES
+    assert of_the_page(TEXT) == of_the_code()
+    # The controls: a number that has changed, one that is gone, an alarm that is gone.
+    assert of_the_page(TEXT.replace("`SPIKE_STDS` 7", "`SPIKE_STDS` 8")) != of_the_code()
+    assert of_the_page(TEXT.replace(", `STALL_NATS` 0.05", "")) != of_the_code()
+    assert tuple(rows(re.sub(r"\| `stall`.*\n", "", TEXT))) != NAMES
+
+
+def test_the_words_of_a_rule_have_its_numbers():
+    said = {alarm: cells[1] for alarm, cells in rows(TEXT).items()}
+    for alarm, numbers in {
+        "spike": (steps.SPIKE_STDS,),
+        "spike_median": (steps.ABOVE_MEDIAN_NATS, steps.ABOVE_MEDIAN_STDS),
+        "stall": (steps.STALL_NATS, steps.STALL_ABOVE_NATS),
+        "growth": (probes.GROWTH_ERRORS, probes.GROWTH_LOGIT),
+        "divergence": (divergence.ABOVE_INITIAL_NATS, divergence.WINDOW, divergence.ABOVE_BEST_NATS),
+    }.items():
+        assert all(re.search(rf"(?<![\d.]){n:g}(?![\d.])", said[alarm]) for n in numbers), alarm
+
+
+def series_of(cell: str) -> set[str]:
+    """Names in the column of series, of one modality, pair or layer."""
+    kinds = {"attn_logit_absmax": "text-text/layer00", "final_norm": "text", "attn_entropy": "text/layer00"}
+    kinds |= dict.fromkeys(("q_norm", "k_norm", "resid_norm"), "text/layer00")
+    names = [name.replace("TARGET", "text") for name in re.findall(r"`([^`]+)`", cell)]
+    return {f"{name}/{kinds[name]}" if name in kinds else name for name in names}
+
+
+@pytest.mark.parametrize("alarm", ["spike", "spike_median", "growth", "collapse", "divergence"])
+def test_the_series_of_a_rule_are_those_that_ring_it(alarm):
+    """Each is fed a series with every event in it, alone; so are series that no row names."""
+    named = series_of(rows(TEXT)[alarm][0])
+    others = {
+        "lr",
+        "v_norm/text/layer00",
+        "grad_norm/embed.weight",
+        "q_norm_max/text/layer00",
+        "val_loss/text",
+    }
+    others |= {"loss", "grad_norm", "attn_entropy/text/layer00", "final_norm/text"} - named
+    for name in named | others:
+        rules, found = AlarmRules(10, 2000), set()
+        for step in range(1, 1500):
+            value = 60.0 + 0.001 * (step % 7)
+            value *= (
+                2.0 ** max(0, (step - 500) / 100) if 500 < step < 1000 else (0.01 if step > 1000 else 1.0)
+            )
+            found |= {a.name for a in rules.update(step, {name: value + 50.0 * (step == 450)})}
+        assert (alarm in found) is (name in named), name
+
+
+def test_the_example_is_a_command_and_a_line_of_it(monkeypatch):
+    monkeypatch.chdir(PAGE.parents[1])
+    command = re.search(r"```\n(python -m mmqk\.train .*?)```", TEXT, re.DOTALL)
+    assert command is not None
+    run = resolve(shlex.split(command[1].replace("\\\n", ""))[3:])
+    assert run.alarm.acts and run.alarm.probe_steps == 50 and run.alarm.stop == ["collapse"]
+    options = re.findall(r"^\| `--alarm\.(\w+)` \|", TEXT, re.MULTILINE)
+    assert [*options, "probe_steps"] == list(vars(AlarmConfig()))
+    assert f"`--alarm.probe_steps` steps ({AlarmConfig().probe_steps})" in TEXT
+    rules, name = AlarmRules(100, 1000), "attn_logit_absmax/image-image/layer01"
+    lines = [
+        alarm.line()
+        for step in range(0, 1000, 20)
+        for alarm in rules.update(step, {name: 40 * 2 ** (step / 210)})
+    ]
+    assert [f"    alarm at {line}" for line in lines] == [TEXT.splitlines()[-1]]
