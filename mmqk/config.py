@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import re
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
+from mmqk.config_sentences import sentence_of
 from mmqk.data.config import DataConfig, data_identity, layout
 from mmqk.model import BACKENDS, ModelConfig, check_backend
 from mmqk.monitors import MonitorConfig
-from mmqk.store import AlarmConfig, UserError, flatten, identity_hash
+from mmqk.store import AlarmConfig, UserError, identity_hash
+from mmqk.training.fork_parent import Fork, Parent, base_of, check_forkable, read_parent
 from mmqk.training.loss import LossConfig
 from mmqk.training.optim import OptimConfig
 from mmqk.training.qk_clip import check_qk_clip
@@ -56,6 +57,7 @@ class RunConfig:
     Attributes:
         identity: the fields that make it this run and no other (see `mmqk.store.identity`); plain data.
         out: the run folder.
+        fork: what the run starts from where it starts from another one's checkpoint.
     """
 
     model: ModelConfig
@@ -72,6 +74,7 @@ class RunConfig:
     out: Path
     identity: dict[str, Any]
     quiet: bool = False
+    fork: Fork | None = None
 
     @property
     def id(self) -> str:
@@ -81,14 +84,20 @@ class RunConfig:
         """The configuration as plain data, which the parser reads back as ``--config``."""
         plain: dict[str, Any] = {name: asdict(getattr(self, name)) for name in SECTIONS}
         plain |= {"backend": self.backend, "seed": self.seed, "threads": self.threads}
-        return {**plain, "trainer": dict(self.trainer)}
+        plain["trainer"] = dict(self.trainer)
+        return plain if self.fork is None else {**plain, **self.fork.flags()}
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint says of the run that wrote it, for forks."""
+        flags = {} if self.fork is None else self.fork.flags()
+        return {"id": self.id, "config": {k: v for k, v in self.nested().items() if k not in flags}}
 
 
 class Parser(LightningArgumentParser):
     """Raises what argparse would print and exit on, so that a mistake is one sentence."""
 
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
-        raise UserError(_sentence(message, self)) from ex
+        raise UserError(sentence_of(message, self)) from ex
 
 
 def build_parser(help_all: bool = False) -> Parser:
@@ -110,6 +119,15 @@ def build_parser(help_all: bool = False) -> Parser:
         "--backend", type=str, default="sdpa", help=f"Attention backend: {', '.join(BACKENDS)}."
     )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: torch's own choice).")
+    parser.add_argument(
+        "--fork", type=str, default=None, metavar="CKPT",
+        help="Go on from this checkpoint (or the newest of a run folder) with its run's configuration, of which only"
+        " the fields given here differ.",
+    )  # fmt: skip
+    parser.add_argument("--fork_skip", type=int, default=0, help="Of a fork: leave out the next N batches.")
+    perturb = "Of a fork: change each weight matrix by a random one of this share of its RMS."
+    parser.add_argument("--fork_perturb", type=float, default=0.0, help=perturb)
+    parser.add_argument("--fork_draw", type=int, default=0, help="Of a fork: number of that random change.")
     parser.add_argument("--quiet", action="store_true", help="No progress line.")
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
@@ -125,24 +143,46 @@ def build_parser(help_all: bool = False) -> Parser:
     return parser
 
 
-def resolve(argv: list[str]) -> RunConfig:
+def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
     """Parse, check and complete a command line of ``mmqk.train``.
 
+    Args:
+        argv: the command line.
+        parent: what the run is forked from, where its checkpoint does not exist yet; else ``--fork`` says it.
+
     Raises:
-        UserError: an unknown field, a wrong type, an impossible value, or data and tokenizers that are missing.
+        UserError: an unknown field, a wrong type, an impossible value, data and tokenizers that are missing, or a
+            fork that cannot be.
         SystemExit: after printing help.
     """
     if "--help-all" in argv:
         build_parser(help_all=True).parse_args(["--help"])
+    parsed = _parse(argv)
+    details = {name: getattr(parsed, f"fork_{name}") for name in ("skip", "perturb", "draw")}
+    if parent is None and parsed.fork is None:
+        for name, value in details.items():
+            if value:
+                raise UserError(f"fork_{name} belongs to a fork: name its checkpoint with --fork.")
+        return _complete(parsed)
+    checkpoint = None
+    if parent is None:
+        checkpoint, parent = read_parent(parsed.fork, parsed.out)
+    try:
+        fork = Fork(parent, parsed.fork or "", checkpoint, **details)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return _complete(_parse(["--config", json.dumps(base_of(parent)), *argv]), fork)
+
+
+def _parse(argv: list[str]) -> Namespace:
     parser = build_parser()
     try:
-        parsed = parser.parse_args(argv)
+        return parser.parse_args(argv)
     except ArgumentError as error:
-        raise UserError(_sentence(str(error), parser)) from error
-    return _complete(parsed)
+        raise UserError(sentence_of(str(error), parser)) from error
 
 
-def _complete(parsed: Namespace) -> RunConfig:
+def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
     trainer = {k: v for k, v in vars(parsed.trainer).items() if k not in OWN_TRAINER_FLAGS}
     defaults = vars(build_parser().get_defaults().trainer)
     for flag in sorted(OWN_TRAINER_FLAGS & vars(parsed.trainer).keys()):  # Trainer's flags differ by version
@@ -176,18 +216,25 @@ def _complete(parsed: Namespace) -> RunConfig:
         sections["loss"].weights_of(sections["model"].modalities)
         _check_probe(sections["monitor"], sections["data"], trainer["accumulate_grad_batches"])
         model = sections["model"]
+        if fork is not None:
+            check_forkable(ModelConfig.from_dict(fork.parent.config["model"]), model)
         check_backend(parsed.backend, model.attn_softcap, model.attention)
         check_qk_clip(sections["optim"], model)
+        _check_steps(trainer["max_steps"], sections["checkpoint"].at, fork)
     except ValueError as error:
         raise UserError(str(error)) from error
     identity = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor")}
+    if sections["optim"].schedule_steps in (None, trainer["max_steps"]):  # two ways to say the same
+        del identity["optim"]["schedule_steps"]
     if sections["alarm"].acts:  # one that only reports changes nothing in the run
         identity["alarm"] = asdict(sections["alarm"])
     identity["data"] = data_identity(sections["data"])
     identity |= {"backend": parsed.backend, "seed": parsed.seed}
     identity["trainer"] = {flag: trainer[flag] for flag in IDENTITY_TRAINER_FLAGS}
-    files = [str(path) for path in parsed.config or []]
-    name = Path(files[-1]).stem if files else "run"
+    if fork is not None:
+        identity["fork"] = fork.identity
+    files = [str(path) for path in parsed.config or [] if path is not None]  # None: a parent's
+    name = Path(files[-1]).stem if files else "run" if fork is None else "fork"
     out = Path(parsed.out) if parsed.out else Path("runs") / name / identity_hash(identity)
     return RunConfig(
         **sections,
@@ -198,7 +245,22 @@ def _complete(parsed: Namespace) -> RunConfig:
         out=out,
         identity=identity,
         quiet=parsed.quiet,
+        fork=fork,
     )
+
+
+def _check_steps(max_steps: int, at: list[int], fork: Fork | None) -> None:
+    start = 0 if fork is None else fork.parent.step
+    if start >= max_steps:
+        raise UserError(
+            f"trainer.max_steps is {max_steps}, but the fork starts at step {start}: give it more, and"
+            " optim.schedule_steps if the schedule is to stay."
+        )
+    for step in at:
+        if not start < step <= max_steps:
+            raise UserError(
+                f"checkpoint.at has step {step}: the run's own steps are {start + 1} to {max_steps}."
+            )
 
 
 def _check_probe(monitor: MonitorConfig, data: DataConfig, accumulate: int) -> None:
@@ -229,44 +291,6 @@ def _build(section: type, values: Any, path: str) -> Any:
             value = vars(value)
         built[f.name] = value
     return section(**built)
-
-
-def _sentence(message: str, parser: Parser) -> str:
-    """jsonargparse's message as one sentence that names the field and the nearest known one."""
-    flat = " ".join(message.split())
-    if unknown := re.search(r"[Uu]nrecognized arguments?: (\S+)", flat):
-        return _unknown(unknown[1].lstrip("-").split("=")[0], parser)
-    if nested := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", flat):
-        return _unknown(f"{nested[1]}.{nested[2]}", parser)
-    if top := re.search(r"Option '([\w.]+)' is not accepted", flat):
-        return _unknown(top[1], parser)
-    if group := re.search(r"Parser key \"([\w.]+)\": Unable to load config '(.*?)'", flat):
-        return f"{group[1]} is a group of fields, not '{group[2]}': set one of them, as --help lists them."
-    if broken := re.search(r"Problems parsing config: (.*)", flat):
-        return f"A file given with --config is not the YAML of a run ({broken[1]}): check the path."
-    if union := re.search(r'Parser key "([\w.]+)": Does not validate .*?Subtypes: \[(.*?)\] Errors', flat):
-        value = re.search(r"Given value: (.*)", flat)
-        kinds = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", union[2])
-        expected = f"expected {kinds.replace('], ', '] or ').replace('NoneType', 'null')}"
-        expected = expected if len(expected) < 100 else "--help-all says what it takes"
-        return f"{union[1]} is '{value[1] if value else '?'}', which is of the wrong type: {expected}."
-    if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', flat):
-        kind = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", wrong[2])
-        return f"{wrong[1]} is '{wrong[3]}': expected {kind}."
-    if missing := re.search(r"config\"?: Path is not a file: '(.+?)'|([\w./-]+\.ya?ml)", flat):
-        return f"The configuration {missing[1] or missing[2]} cannot be read: check the path after --config."
-    return flat[:400]
-
-
-def _unknown(name: str, parser: Parser) -> str:
-    known = [action.dest for action in parser._actions] + list(flatten(_defaults(parser)))
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean '{near[0]}'?" if near else "python -m mmqk.train --help lists the fields."
-    return f"There is no field '{name}': {hint}"
-
-
-def _defaults(parser: Parser) -> dict[str, Any]:
-    return parser.get_defaults().as_dict()
 
 
 def print_yaml(run: RunConfig) -> str:

@@ -38,9 +38,12 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     from mmqk.config import print_yaml, resolve
+    from mmqk.training.fork_parent import note
 
     run = resolve(argv)
     details = {"config": run.nested(), "command": ["python", "-m", "mmqk.train", *argv], **_environment()}
+    if run.fork is not None:
+        details["fork"] = note(run.fork)
     with RunFolder.open(run.out, run.identity, details) as folder:
         if folder.state == "finished":
             status = folder.status()
@@ -73,6 +76,7 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
         torch.set_num_threads(run.threads)
     data = TokenDataModule(run.data, run.seed)
     data.setup()
+    _fork(run, folder, data)
     resume_from = _last_checkpoint(run, folder)
     resumed_at = step_of(resume_from) if resume_from is not None else None
     if resumed_at is not None and resumed_at >= run.trainer["max_steps"]:
@@ -80,10 +84,11 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
         folder.set_status("completed", resumed_at)
         return EXIT_CODES["completed"]
     module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
+    module.run_record = run.record()
     heldout = data.probe_batch(run.monitor.sequences) if run.monitor.batch == "heldout" else None
 
     every = (run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)
-    step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, _at_start(run, data))
+    step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, _at_start(run, data), _first_step(run))
     write_json(folder.path / "data.json", data.statistics())
     checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, step_log)
     monitor = RunMonitor(run.monitor, heldout)
@@ -169,6 +174,20 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
     return floors if builder.captions_cut is None else {**floors, "captions_cut": builder.captions_cut}
 
 
+def _first_step(run: RunConfig) -> int:
+    return 0 if run.fork is None else run.fork.parent.step
+
+
+def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
+    """A fork's first checkpoint; from there it goes on as any run does."""
+    from mmqk.training.fork import PROBE_SEQUENCES, make_fork
+    from mmqk.training.steps import checkpoints_in
+
+    if run.fork is not None and not checkpoints_in(folder.checkpoints):
+        probe = data.probe_batch(min(PROBE_SEQUENCES, run.data.val_sequences))
+        print(make_fork(run, folder.path, probe), file=sys.stderr, flush=True)
+
+
 def _last_checkpoint(run: RunConfig, folder: RunFolder) -> Path | None:
     """The newest checkpoint, checked; later lines of metrics.jsonl, whose steps come again, are dropped."""
     from mmqk.training.checkpoint import check_checkpoint
@@ -182,7 +201,8 @@ def _last_checkpoint(run: RunConfig, folder: RunFolder) -> Path | None:
         partial.unlink()
     if folder.metrics_path.exists():
         writer = MetricsWriter(folder.metrics_path)
-        writer.truncate_after(step if found else -1)
+        # What the first step says comes again too.
+        writer.truncate_after(step if step > _first_step(run) else step - 1)
         writer.close()
     if folder.state == "resume":
         mixed = "; part of it was made by other code" if "+" in folder.record["code"] else ""

@@ -30,6 +30,10 @@ from mmqk.train import main
         (["--data.mix.video=1"], "data.mix knows pair, text, image"),
         (["--data.seq_len=40"], "data.seq_len 40 is too short"),
         (["--data.batch_size=6", "--trainer.accumulate_grad_batches=4"], "not a multiple of"),
+        (["--optim.schedule_steps=0"], "optim.schedule_steps is 0"),
+        (["--checkpoint.at=[13]"], "checkpoint.at has step 13: the run's own steps are 1 to 12"),
+        (["--fork=nowhere"], "--fork nowhere does not exist"),
+        (["--fork_skip=1"], "fork_skip belongs to a fork"),
         (["--trainer.max_epochs=2"], "trainer.max_epochs is decided by mmqk"),
         (["--trainer.fast_dev_run=true"], "trainer.fast_dev_run is decided by mmqk"),
         (["--trainer.limit_train_batches=2"], "trainer.limit_train_batches is decided by mmqk"),
@@ -97,6 +101,8 @@ def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
     for same in (
         "--data.workers=2",
         "--checkpoint.keep=5",
+        "--checkpoint.at=[3]",
+        "--optim.schedule_steps=12",
         "--threads=2",
         "--out=elsewhere",
         f"--data.cache={tiny_data}",
@@ -104,7 +110,7 @@ def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
         assert resolve([*tiny_args, same]).id == base.id, same
     for other in ("--seed=1", "--optim.lr=0.5", "--data.mix.text=2", "--backend=math", "--monitor.sequences=2",
                   "--trainer.max_steps=13", "--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=2",
-                  "--model.post_norm=true", "--loss.z_loss=1e-4"):  # fmt: skip
+                  "--model.post_norm=true", "--loss.z_loss=1e-4", "--optim.schedule_steps=6"):  # fmt: skip
         changed = resolve([*tiny_args, other])
         assert changed.id != base.id
         field = other.removeprefix("--").split("=")[0]

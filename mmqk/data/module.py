@@ -28,7 +28,12 @@ SAMPLE = 512
 
 
 class MicroBatches(Dataset):
-    """Micro-batch ``i`` of one rank: a pure function of ``i``, so that workers and resumption cannot change it."""
+    """Micro-batch ``i`` of one rank: a pure function of ``i``, so that workers and resumption cannot change it.
+
+    Attributes:
+        ahead: sequences by which the run is ahead of ``steps * batch_size``: those that a fork left out, and the
+            difference that another batch size of its parent makes. Set before the first micro-batch is read.
+    """
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class MicroBatches(Dataset):
         self.documents = documents
         # The rows of the latest step: its micro-batches share a denominator.
         self._step, self._rows = -1, list[Row]()
+        self.ahead = 0
         self.order, self.batch_size, self.accumulate, self.steps = order, batch_size, accumulate, steps
         self.rank, self.world, self.size = rank, world, batch_size // (accumulate * world)
 
@@ -52,7 +58,7 @@ class MicroBatches(Dataset):
     def __getitem__(self, i: int) -> TokenBatch:
         step, micro = divmod(i, self.accumulate)
         if self._step != step:
-            start = step * self.batch_size
+            start = step * self.batch_size + self.ahead
             self._step, self._rows = step, [self.order.row(n) for n in range(start, start + self.batch_size)]
         mine = (micro * self.world + self.rank) * self.size
         step_targets = sum(row.targets for row in self._rows)
@@ -60,7 +66,7 @@ class MicroBatches(Dataset):
 
 
 class PositionedLoader:
-    """A loader whose whole state is one integer: how many micro-batches were handed out.
+    """A loader whose whole state is a position: how many micro-batches were handed out, and `MicroBatches.ahead`.
 
     Lightning resumes exactly from a loader with a length and with ``state_dict``/``load_state_dict``.
     """
@@ -89,10 +95,10 @@ class PositionedLoader:
             raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+        return {"position": self.position, "ahead": self.dataset.ahead}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        self.position, self.dataset.ahead = state["position"], state.get("ahead", 0)
 
 
 class TokenDataModule(L.LightningDataModule):

@@ -23,7 +23,7 @@ def check_checkpoint(path: Path, model: ModelConfig) -> None:
     Raises:
         UserError: the file cannot be read, was not written by mmqk.train, or its model differs.
     """
-    stored = _load(path).get("mmqk_model")
+    stored = load_checkpoint(path).get("mmqk_model")
     if stored is None:
         raise UserError(
             f"The checkpoint {path} has no model configuration: it was not written by mmqk.train."
@@ -34,14 +34,19 @@ def check_checkpoint(path: Path, model: ModelConfig) -> None:
         raise UserError(f"The checkpoint {path} is of another model ({named} differ): remove it.")
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_checkpoint(
+    path: Path, advice: str = "delete it, and the run goes on from the one before"
+) -> dict[str, Any]:
+    """The content of a checkpoint, on the CPU.
+
+    Raises:
+        UserError: it cannot be read; the sentence ends with ``advice``.
+    """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         said = " ".join(str(error).split())[:120] or type(error).__name__
-        raise UserError(
-            f"The checkpoint {path} cannot be read ({said}): delete it, and the run goes on from the one before."
-        ) from error
+        raise UserError(f"The checkpoint {path} cannot be read ({said}): {advice}.") from error
 
 
 def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer:
@@ -53,7 +58,7 @@ def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer
     found = checkpoints_in(Path(run) / "checkpoints")
     if not found:
         raise UserError(f"{run} has no checkpoint: name the folder of a run that wrote one.")
-    checkpoint = _load(found[-1])
+    checkpoint = load_checkpoint(found[-1])
     try:
         config = ModelConfig.from_dict(checkpoint["mmqk_model"])
         with torch.device("meta"):  # no initial weights are drawn

@@ -111,6 +111,7 @@ class TrainingModule(L.LightningModule):
     Attributes:
         step_record: of the latest optimizer step, until it is taken.
         step_watch: looks at every step; None for nobody.
+        run_record: id and configuration of the run, which travel in its checkpoints: what a fork starts from.
     """
 
     def __init__(self, model: ModelConfig, loss: LossConfig, optim: OptimConfig, seed: int, backend: str):
@@ -126,6 +127,7 @@ class TrainingModule(L.LightningModule):
         self._parts_M: Tensor | None = None
         self._broken: Tensor | None = None
         self.step_watch: StepWatch | None = None
+        self.run_record: dict[str, Any] | None = None
         self._clip = None if optim.qk_clip is None else QKClip(self.model, optim.qk_clip)
 
     @property
@@ -287,6 +289,8 @@ class TrainingModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The configuration travels with the weights; `mmqk.training.checkpoint` compares it on loading."""
         checkpoint["mmqk_model"] = asdict(self.model_config)
+        if self.run_record is not None:
+            checkpoint["mmqk_run"] = self.run_record
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:

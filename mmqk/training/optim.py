@@ -27,6 +27,8 @@ class OptimConfig:
         warmup_steps: steps of linear warm-up; the first of n has 1 / n of the peak.
         schedule: what follows the warm-up: constant, cosine or exponential decay.
         final_lr: learning rate at the end as a share of the peak.
+        schedule_steps: steps after which the schedule has ended, warm-up included; null for the length of the run. A
+            fork that is longer than its parent keeps the parent's schedule by giving the parent's length here.
         decay_gains: whether gains, biases and learned scales decay too.
         decay_embeddings: whether the embedding matrix decays; the head is an output matrix and always does, unless
             it is the embedding matrix (`model.tie_embeddings`).
@@ -46,6 +48,7 @@ class OptimConfig:
     warmup_steps: int = 50
     schedule: Literal["constant", "cosine", "exponential"] = "cosine"
     final_lr: float = 0.1
+    schedule_steps: int | None = None
     decay_gains: bool = False
     decay_embeddings: bool = True
     qk_clip: float | None = None
@@ -70,6 +73,13 @@ class OptimConfig:
             raise ValueError(
                 "optim.schedule exponential cannot end at optim.final_lr 0: give it a share above 0."
             )
+        if self.schedule_steps is not None and self.schedule_steps < 1:
+            raise ValueError(
+                f"optim.schedule_steps is {self.schedule_steps}: a schedule has at least 1 step, and null is"
+                " the run's length."
+            )
+        if self.schedule == "constant":
+            object.__setattr__(self, "schedule_steps", None)  # it has no length
         if self.qk_clip is not None and not 0 < self.qk_clip < math.inf:
             raise ValueError(
                 f"optim.qk_clip is {self.qk_clip}: it must be above 0 and finite, or null for none."
@@ -77,10 +87,11 @@ class OptimConfig:
 
 
 def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Learning rate of update ``step`` (from 0) as a share of the peak."""
+    """Learning rate of update ``step`` (from 0) of a run of ``max_steps`` as a share of the peak."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
-    done = min(1.0, (step - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
+    end = config.schedule_steps or max_steps
+    done = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
     if config.schedule == "cosine":
         return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
     if config.schedule == "exponential":

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,18 @@ class StepLog(L.Callback):
     Args:
         flush_at: a flush comes at every step that is a multiple of one of these.
         warmup_steps: of the learning rate, for the divergence rule.
-        at_start: what is known before the first step, written with step 0.
+        at_start: what is known before the first step, written with the step that the run starts at.
+        first_step: that step: 0, or that of the checkpoint that a fork leaves.
 
     Attributes:
         divergence: (step, reason) once the run has diverged.
         latest: values of the newest flushed step, for a progress line.
     """
 
-    def __init__(self, flush_at: Iterable[int], warmup_steps: int, at_start: dict[str, float]):
-        self.flush_at = [n for n in flush_at if n]
+    def __init__(
+        self, flush_at: Iterable[int], warmup_steps: int, at_start: dict[str, float], first_step: int = 0
+    ):
+        self.flush_at, self.first_step = [n for n in flush_at if n], first_step
         self.at_start = at_start
         self.rule = DivergenceRule(warmup_steps)
         self.divergence: tuple[int, str] | None = None
@@ -51,9 +54,9 @@ class StepLog(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._since = time.monotonic()
-        if trainer.global_step == 0:
+        if trainer.global_step == self.first_step:
             for logger in trainer.loggers:
-                logger.log_metrics(self.at_start, 0)
+                logger.log_metrics(self.at_start, self.first_step)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
         self._tokens += batch.ids_BT.numel() * trainer.world_size
@@ -166,10 +169,12 @@ class CheckpointConfig:
     Args:
         every_n_steps: optimizer steps between two checkpoints; 0 writes only the last one.
         keep: how many of the newest are kept.
+        at: steps at which one is written and kept whatever comes after, for forks; no part of the run's identity.
     """
 
     every_n_steps: int = 500
     keep: int = 2
+    at: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.every_n_steps < 0:
@@ -190,7 +195,7 @@ class Checkpoints(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         step, every = trainer.global_step, self.config.every_n_steps
-        due = step == trainer.max_steps or (every and step % every == 0)
+        due = step == trainer.max_steps or step in self.config.at or (every and not step % every)
         if due and step != self._saved and ends_step(trainer, batch_idx):
             self.save(trainer, pl_module)
 
@@ -210,6 +215,8 @@ class Checkpoints(L.Callback):
                 os.fsync(written.fileno())
             os.replace(partial, path)
             for old in checkpoints_in(self.folder)[: -self.config.keep]:
+                if step_of(old) in self.config.at:
+                    continue
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 

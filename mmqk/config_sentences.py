@@ -1,0 +1,44 @@
+"""What jsonargparse says of a mistake, as one sentence for the person who made it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from jsonargparse import ArgumentParser
+
+from mmqk.store import flatten
+
+
+def sentence_of(message: str, parser: ArgumentParser) -> str:
+    """jsonargparse's message as one sentence that names the field and the nearest known one."""
+    flat = " ".join(message.split())
+    if unknown := re.search(r"[Uu]nrecognized arguments?: (\S+)", flat):
+        return _unknown(unknown[1].lstrip("-").split("=")[0], parser)
+    if nested := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", flat):
+        return _unknown(f"{nested[1]}.{nested[2]}", parser)
+    if top := re.search(r"Option '([\w.]+)' is not accepted", flat):
+        return _unknown(top[1], parser)
+    if group := re.search(r"Parser key \"([\w.]+)\": Unable to load config '(.*?)'", flat):
+        return f"{group[1]} is a group of fields, not '{group[2]}': set one of them, as --help lists them."
+    if broken := re.search(r"Problems parsing config: (.*)", flat):
+        return f"A file given with --config is not the YAML of a run ({broken[1]}): check the path."
+    if union := re.search(r'Parser key "([\w.]+)": Does not validate .*?Subtypes: \[(.*?)\] Errors', flat):
+        value = re.search(r"Given value: (.*)", flat)
+        kinds = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", union[2])
+        expected = f"expected {kinds.replace('], ', '] or ').replace('NoneType', 'null')}"
+        expected = expected if len(expected) < 100 else "--help-all says what it takes"
+        return f"{union[1]} is '{value[1] if value else '?'}', which is of the wrong type: {expected}."
+    if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', flat):
+        kind = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", wrong[2])
+        return f"{wrong[1]} is '{wrong[3]}': expected {kind}."
+    if missing := re.search(r"config\"?: Path is not a file: '(.+?)'|([\w./-]+\.ya?ml)", flat):
+        return f"The configuration {missing[1] or missing[2]} cannot be read: check the path after --config."
+    return flat[:400]
+
+
+def _unknown(name: str, parser: ArgumentParser) -> str:
+    known = [action.dest for action in parser._actions] + list(flatten(parser.get_defaults().as_dict()))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean '{near[0]}'?" if near else "python -m mmqk.train --help lists the fields."
+    return f"There is no field '{name}': {hint}"

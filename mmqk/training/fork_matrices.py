@@ -1,0 +1,126 @@
+"""What both models of a fork have by name, and the matrices of the fork with what is folded into them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from mmqk.model import EarlyFusionTransformer
+from mmqk.model.linear import TINY, SigmaLinear
+
+
+@dataclass
+class Carried:
+    """How the parameters of a fork came to be; names are those of the model's parameters.
+
+    Attributes:
+        added: parameters that the parent does not have, and how they start.
+        dropped: parameters that the fork does not have, and where they went.
+        from_name: the parent's parameter that each of the fork's continues.
+        scale: factor by which a continued parameter differs from the parent's, where it does.
+    """
+
+    added: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    from_name: dict[str, str] = field(default_factory=dict)
+    scale: dict[str, Tensor] = field(default_factory=dict)
+
+
+def tied_name(name: str) -> str:
+    return re.sub(r"\.copies\.\d+", "", name)
+
+
+class Matrices:
+    """Carries names over first (`by_name`), collects factors of matrices (`fold`), and applies them last (`write`).
+
+    Args:
+        old: the parent's model.
+        new: the fork's, which is filled.
+    """
+
+    def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer):
+        self.old, self.new = dict(old.named_modules()), dict(new.named_modules())
+        self.before, self.config = old.config, new.config
+        self.old_values, self.new_values = dict(old.named_parameters()), dict(new.named_parameters())
+        self.factor: dict[str, Tensor] = {}  # by matrix of the fork, broadcast over it
+        self.done = Carried()
+
+    def by_name(self) -> None:
+        """What has a parameter or buffer of its name and shape, or the tied one's, in the parent."""
+        for name, value in self.new_values.items():
+            source = name if name in self.old_values else tied_name(name)
+            if source in self.old_values and self.old_values[source].shape == value.shape:
+                value.copy_(self.old_values[source])
+                self.done.from_name[name] = source
+        for name, here in self.new.items():
+            there = self.old.get(name, self.old.get(tied_name(name)))
+            if isinstance(here, SigmaLinear) and isinstance(there, SigmaLinear):
+                here.u.copy_(there.u)
+                here.v.copy_(there.v)
+        if self.config.tie_embeddings != self.before.tie_embeddings:
+            self.new["head"].weight.copy_(self.old_values["embed.weight"])
+            self.done.added["head.weight"] = "a copy of embed.weight"
+
+    def fold(
+        self, layers: list[str], gain: Tensor, side: Literal["rows", "columns"], m: int | None = None
+    ) -> str:
+        """Scale rows or columns of matrices of the fork, all their copies or that of modality ``m``."""
+        shape = (-1, 1) if side == "rows" else (1, -1)
+        for layer in layers:
+            for name in self._matrices_of(layer):
+                copied = ".copies." in name
+                if m is not None and (f".copies.{m}" not in name if copied else m > 0):
+                    continue  # a matrix that the modalities share takes the first one's
+                self.factor[name] = self.factor.get(name, torch.ones(())) * gain.reshape(shape)
+        if layers == ["head"] and self.config.tie_embeddings:
+            return ""
+        return "into " + ", ".join(f"{layer}.weight" for layer in layers if self._matrices_of(layer))
+
+    def _matrices_of(self, layer: str) -> list[str]:
+        if layer == "head" and self.config.tie_embeddings:
+            return []
+        return [n for n, m in self.new.items() if isinstance(m, nn.Linear) and tied_name(n) == layer]
+
+    def write(self) -> None:
+        """Effective matrices of the parent, with what was folded into them, in the fork's parametrisation."""
+        for name, here in self.new.items():
+            if not isinstance(here, nn.Linear):
+                continue
+            there, factor = self.old[name if name in self.old else tied_name(name)], self.factor.get(name)
+            assert isinstance(there, nn.Linear)
+            if isinstance(there, SigmaLinear) and (not isinstance(here, SigmaLinear) or factor is not None):
+                effective = there.gamma / there.sigma().clamp_min(TINY)
+                factor = effective.double() * (1.0 if factor is None else factor)
+                if not isinstance(here, SigmaLinear):
+                    self.done.dropped[f"{tied_name(name)}.gamma"] = f"into {name}.weight"
+            if factor is not None:
+                here.weight.copy_(here.weight.double() * factor)
+                if f"{name}.weight" in self.done.from_name:
+                    self.rescaled(f"{name}.weight", factor)
+            if isinstance(here, SigmaLinear) and (factor is not None or not isinstance(there, SigmaLinear)):
+                here.start(torch.Generator().manual_seed(0))
+                here.gamma.copy_(here.sigma())
+                if not isinstance(there, SigmaLinear):
+                    self.done.added[f"{name}.gamma"] = "sigma of its matrix"
+
+    def rescaled(self, name: str, factor: Tensor) -> None:
+        before = self.done.scale.get(name)
+        self.done.scale[name] = factor if before is None else before * factor
+
+    def account(self) -> Carried:
+        """What became of every parameter, in the order of the models."""
+        done = self.done
+        for name in self.new_values.keys() - done.from_name.keys():
+            done.added.setdefault(name, "its first value")
+        gone = self.old_values.keys() - set(done.from_name.values()) - self.new_values.keys()
+        done.added = {name: done.added[name] for name in self.new_values if name in done.added}
+        done.dropped = {
+            name: done.dropped.get(name) or "has no place in the fork"
+            for name in self.old_values
+            if name in gone
+        }
+        return done

@@ -1,0 +1,157 @@
+"""What a fork starts from: the run that wrote a checkpoint, and which of its fields a fork may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mmqk.model import ModelConfig
+from mmqk.store import UserError, read_json
+from mmqk.training.checkpoint import load_checkpoint
+from mmqk.training.steps import checkpoints_in
+
+# Below this, fp32 weights would round most of a perturbation away.
+SMALLEST_PERTURBATION = 1e-7
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A run at one of its steps.
+
+    Attributes:
+        id: of the run.
+        step: optimizer steps done.
+        config: the run's resolved configuration, as ``RunConfig.nested()`` gives it.
+    """
+
+    id: str
+    step: int
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a run goes on from another one's checkpoint, and what happens to it on the way.
+
+    Attributes:
+        parent: the run it leaves.
+        given: the checkpoint or run folder as it was named; empty where only the parent is known.
+        checkpoint: the file; None where it does not exist yet.
+        skip: batches of an optimizer step that are left out before the first one.
+        perturb: size of the random change of each weight matrix as a share of the matrix's own RMS.
+        draw: number of that random change.
+    """
+
+    parent: Parent
+    given: str = ""
+    checkpoint: Path | None = None
+    skip: int = 0
+    perturb: float = 0.0
+    draw: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("skip", "draw"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"fork_{name} is {getattr(self, name)}: it cannot be negative.")
+        if self.perturb and not SMALLEST_PERTURBATION <= self.perturb <= 1:
+            raise ValueError(
+                f"fork_perturb is {self.perturb:g}: choose 0 or a share of a matrix's RMS between"
+                f" {SMALLEST_PERTURBATION:g}, below which fp32 weights round it away, and 1."
+            )
+        if self.draw and not self.perturb:
+            raise ValueError("fork_draw numbers the draws of fork_perturb, which is 0: set fork_perturb.")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What of it makes the run that run."""
+        own = {"skip": self.skip, "perturb": self.perturb, "draw": self.draw}
+        return {"parent": self.parent.id, "step": self.parent.step, **own}
+
+    def flags(self) -> dict[str, Any]:
+        """The command line of it, as fields."""
+        own = {"fork_skip": self.skip, "fork_perturb": self.perturb, "fork_draw": self.draw}
+        return {"fork": self.given, **own} if self.given else {}
+
+
+def base_of(parent: Parent) -> dict[str, Any]:
+    """The parent's configuration as the one that a fork's own fields are set over."""
+    config = {name: dict(v) if isinstance(v, Mapping) else v for name, v in parent.config.items()}
+    for name in ("fork", "fork_skip", "fork_perturb", "fork_draw"):
+        config.pop(name, None)
+    config["model"]["blocks"] = {}  # from the fork's own data, and compared with the parent's
+    config["checkpoint"]["at"] = []  # steps of the parent
+    return config
+
+
+def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
+    """The checkpoint that ``--fork`` names, a file or the newest of a run folder, and the run that wrote it.
+
+    A fork that exists already in ``out`` has noted which one that was: its parent may have gone on, or may have
+    removed the checkpoint.
+
+    Raises:
+        UserError: there is none, it cannot be read, or it is of no run.
+    """
+    noted = ((read_json(Path(out) / "run.json") or {}).get("details") or {}).get("fork") if out else None
+    if isinstance(noted, dict) and noted.get("given") == given:
+        return Path(noted["checkpoint"]), Parent(noted["id"], noted["step"], noted["config"])
+    path = Path(given)
+    # A checkpoint of several ranks may be a folder itself.
+    if path.is_dir() and path.suffix != ".ckpt":
+        found = checkpoints_in(path / "checkpoints")
+        if not found:
+            raise UserError(
+                f"--fork {given} has no checkpoint: name a run that wrote one, or the file itself."
+            )
+        path = found[-1]
+    if not path.exists():
+        raise UserError(f"--fork {given} does not exist: name a checkpoint or the folder of a run.")
+    saved = load_checkpoint(path, "name another one after --fork")
+    run = saved.get("mmqk_run")
+    if run is None or "mmqk_model" not in saved:
+        raise UserError(
+            f"--fork {given} does not say which run wrote it: name a checkpoint of the present mmqk.train."
+        )
+    return path, Parent(run["id"], int(saved["global_step"]), run["config"])
+
+
+def note(fork: Fork) -> dict[str, Any]:
+    """What `read_parent` finds again in run.json."""
+    parent = fork.parent
+    where = {"given": fork.given, "checkpoint": str(fork.checkpoint)}
+    return {**where, "id": parent.id, "step": parent.step, "config": dict(parent.config)}
+
+
+def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
+    """Raise ValueError where the weights of ``old`` have no place in ``new``."""
+    shapes = {
+        "d_model": "d_model",
+        "n_layers": "n_layers",
+        "n_heads": "n_heads",
+        "kv_heads": "n_kv_heads",
+        "head_dim": "d_head",
+        "mlp_width": "d_ff",
+        "mlp": "mlp",
+        "blocks": "blocks",
+    }
+    for attribute, field in shapes.items():
+        there, here = getattr(old, attribute), getattr(new, attribute)
+        if there != here or (attribute == "blocks" and list(there) != list(here)):
+            raise ValueError(
+                f"model.{field} is {there} in the parent and {here} here, and a fork cannot change it: leave it as it"
+                " is, or start a new run."
+            )
+    if new.tie_embeddings and not old.tie_embeddings:
+        raise ValueError(
+            "model.tie_embeddings cannot be switched on in a fork, as the parent has a head of its own: start a new"
+            " run."
+        )
+    for name, untied in asdict(old.untie).items():
+        gone = name == "qk_norm" and new.qk_norm.kind == "none"
+        if untied and not getattr(new.untie, name) and not gone:
+            raise ValueError(
+                f"model.untie.{name} cannot be switched off in a fork, as the parent's modalities have weights of"
+                " their own: start a new run."
+            )

@@ -1,0 +1,106 @@
+"""What cannot be forked is refused in one sentence that names it, and nothing is made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.store import front_door
+from mmqk.train import main
+
+
+@pytest.fixture(scope="module")
+def parent(tiny_args, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("parent") / "run"
+    fields = ["--model.qk_norm.kind=layer", "--model.qk_norm.bias=true", "--model.untie.qk=true"]
+    assert main([*tiny_args, "--trainer.max_steps=4", *fields, f"--out={out}"]) == 0
+    return out
+
+
+def said(capsys, *args: str) -> str:
+    assert front_door(main)([*args, "--quiet"]) == 2
+    notices, *found = capsys.readouterr().err.strip().split("mmqk: ")
+    assert len(found) == 1 and "\n" not in found[0] and "Traceback" not in notices
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (["--model.d_model=32", "--model.d_head=8"], "model.d_model is 16 in the parent and 32 here"),
+        (["--model.n_layers=3"], "model.n_layers is 2 in the parent and 3 here"),
+        (["--model.n_heads=4", "--model.d_head=8"], "model.n_heads is 2 in the parent and 4 here"),
+        (["--model.n_kv_heads=1"], "model.n_kv_heads is 2 in the parent and 1 here"),
+        (["--model.d_head=4"], "model.d_head is 8 in the parent and 4 here"),
+        (["--model.d_ff=32"], "model.d_ff is 48 in the parent and 32 here"),
+        (["--model.mlp=geglu"], "model.mlp is swiglu in the parent and geglu here"),
+        (
+            ['--data.mix={"dial": 1}', "--data.seq_len=96"],
+            "model.blocks is {'text': 305, 'image': 32} in the parent",
+        ),
+        (["--model.tie_embeddings=true"], "model.tie_embeddings cannot be switched on in a fork"),
+        (["--model.untie.qk=false"], "model.untie.qk cannot be switched off in a fork"),
+        (["--trainer.max_steps=4"], "trainer.max_steps is 4, but the fork starts at step 4"),
+        (["--checkpoint.at=[4]"], "checkpoint.at has step 4: the run's own steps are 5 to 8"),
+        (["--fork_perturb=1e-9"], "fork_perturb is 1e-09"),
+        (["--fork_draw=1"], "fork_draw numbers the draws of fork_perturb"),
+        (["--fork_skip=-1"], "fork_skip is -1"),
+        (["--model.attn_softcap=30"], "backend sdpa cannot apply model.attn_softcap"),
+        (["--optim.qk_clip=30"], "optim.qk_clip scales W_q and W_k"),
+        (["--model.qk_norm.kind=rms"], "model.qk_norm.bias belongs to kind layer"),
+        (["--model.qknorm.kind=rms"], "no field 'model.qknorm.kind'"),
+        (["--optim.schedule_steps=0"], "optim.schedule_steps is 0"),
+    ],
+)
+def test_a_fork_that_cannot_be(parent, tmp_path, capsys, fields, says):
+    steps = [] if "--trainer.max_steps=4" in fields else ["--trainer.max_steps=8"]
+    assert says in said(capsys, f"--fork={parent}", *steps, *fields, f"--out={tmp_path / 'fork'}")
+    assert not (tmp_path / "fork").exists()
+
+
+def test_a_parent_that_is_none(parent, tiny_args, tmp_path, capsys):
+    out = f"--out={tmp_path / 'fork'}"
+    assert "--fork nowhere.ckpt does not exist" in said(capsys, "--fork=nowhere.ckpt", out)
+    (tmp_path / "empty").mkdir()
+    assert "empty has no checkpoint" in said(capsys, f"--fork={tmp_path / 'empty'}", out)
+    (tmp_path / "text.ckpt").write_text("weights")
+    assert "text.ckpt cannot be read" in said(capsys, f"--fork={tmp_path / 'text.ckpt'}", out)
+    content = torch.load(parent / "checkpoints/step00000004.ckpt", weights_only=True)
+    del content["mmqk_run"]
+    torch.save(content, tmp_path / "old.ckpt")
+    assert "does not say which run wrote it" in said(capsys, f"--fork={tmp_path / 'old.ckpt'}", out)
+    assert "fork_skip belongs to a fork" in said(capsys, *tiny_args, "--fork_skip=1", out)
+    assert not (tmp_path / "fork").exists()
+
+
+def test_a_folder_with_another_run_is_left_alone(parent, tmp_path, capsys):
+    """The parent's own folder, and that of a fork with one batch less."""
+    fields = [f"--fork={parent}/checkpoints/step00000004.ckpt", "--trainer.max_steps=6"]
+    assert "fork.parent" in said(capsys, *fields, f"--out={parent}")
+    assert main([*fields, "--quiet", f"--out={tmp_path / 'fork'}"]) == 0
+    capsys.readouterr()
+    before = (tmp_path / "fork/metrics.jsonl").read_bytes()
+    assert "fork.skip (0 there, 1 here)" in said(
+        capsys, *fields, "--fork_skip=1", f"--out={tmp_path / 'fork'}"
+    )
+    assert (tmp_path / "fork/metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_that_was_written_over_since_is_refused(parent, tmp_path, capsys):
+    """Between the first try, which broke before its own checkpoint, and the second."""
+    checkpoint, out = tmp_path / "step00000004.ckpt", tmp_path / "fork"
+    checkpoint.write_bytes((parent / "checkpoints/step00000004.ckpt").read_bytes())
+    fields = [f"--fork={checkpoint}", "--trainer.max_steps=6", "--quiet", f"--out={out}"]
+    assert main(fields) == 0
+    for path in (out / "checkpoints").iterdir():
+        path.unlink()
+    (out / "status.json").write_text(json.dumps({"status": "failed", "step": 4, "reason": ""}))
+    content = torch.load(checkpoint, weights_only=True)
+    content["mmqk_run"]["id"] = "another"
+    torch.save(content, checkpoint)
+    assert "is no longer step 4 of run" in said(capsys, *fields)
+    checkpoint.unlink()
+    assert "to fork from is gone" in said(capsys, *fields)

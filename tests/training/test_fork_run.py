@@ -1,0 +1,305 @@
+"""A fork as its user has it: the parent continued, changed, interrupted, forked again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmqk.config import Parent, resolve
+from mmqk.data.module import TokenDataModule
+from mmqk.model import EarlyFusionTransformer
+from mmqk.store import read_metrics
+from mmqk.train import main
+
+WALL_CLOCK = {"tokens_per_s"}
+STEP, LAST = 8, 12
+
+
+def saved(folder: Path, step: int) -> dict:
+    return torch.load(folder / f"checkpoints/step{step:08d}.ckpt", weights_only=True)
+
+
+def series(folder: Path, after: int = STEP) -> list[dict]:
+    return [
+        {k: v for k, v in line.items() if k not in WALL_CLOCK}
+        for line in read_metrics(folder / "metrics.jsonl")
+        if line["step"] > after
+    ]
+
+
+def tensors(folder: Path, step: int = LAST) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's moments by position."""
+    content = saved(folder, step)
+    moments = content["optimizer_states"][0]["state"]
+    named = {f"{i}.{name}": torch.as_tensor(v) for i, own in moments.items() for name, v in own.items()}
+    return {**content["state_dict"], **named}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope="module")
+def parent(tiny_args, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("parent") / "run"
+    args = [*tiny_args, "--model.residual_dropout=0.1", "--checkpoint.keep=9", "--monitor.sequences=1"]
+    assert main([*args, f"--out={out}"]) == 0
+    return out
+
+
+def fork(parent: Path, out: Path, *fields: str, step: int = STEP) -> dict:
+    checkpoint = parent / f"checkpoints/step{step:08d}.ckpt"
+    assert main([f"--fork={checkpoint}", *fields, "--quiet", f"--out={out}"]) == 0
+    return json.loads((out / "fork.json").read_text())
+
+
+def test_fork_that_changes_nothing_is_the_parent(parent, tmp_path, capsys):
+    record = fork(parent, tmp_path / "fork")
+    assert same(tensors(tmp_path / "fork"), tensors(parent))
+    assert series(tmp_path / "fork") == series(parent)
+    assert record["changed"] == [] and record["function"]["logits_rms_relative"] == 0
+    assert record["optimizer"] == "carried over" and record["added"] == record["dropped"] == []
+    assert "with nothing changed: the function is the parent's to the bit" in capsys.readouterr().err
+    ours, theirs = (json.loads((f / "run.json").read_text()) for f in (tmp_path / "fork", parent))
+    assert ours["identity"].pop("fork") == {
+        "parent": theirs["id"], "step": STEP, "skip": 0, "perturb": 0.0, "draw": 0,
+    }  # fmt: skip
+    assert ours["identity"] == theirs["identity"] and ours["id"] != theirs["id"]
+    # The controls: another draw of the data's order, and the state of the optimizer, are seen by the comparison.
+    fork(parent, tmp_path / "skipped", "--fork_skip=1")
+    assert not same(tensors(tmp_path / "skipped"), tensors(parent))
+
+
+def test_everything_that_has_a_state_goes_on(tiny_args, tmp_path):
+    """Nothing changed, of a parent with copies by modality, moments by modality, singular vectors and a window of the
+    radial budget that is open at the fork."""
+    fields = ["--model.weight_reparam=sigma", "--model.qk_norm.kind=l2", "--model.qk_norm.gain=per_head",
+              "--model.qk_norm.scale_max=100", "--model.qk_norm.normalize_v=true", "--model.untie.qk=true",
+              "--model.untie.norms=true", "--model.post_norm=true", "--model.layer_scale=0.5", "--data.workers=1",
+              "--optim.split_second_moment=true", "--optim.decay_gains=true", "--trainer.accumulate_grad_batches=2",
+              "--monitor.budget_every_n_steps=6", "--monitor.budget_steps=5", "--data.pack=documents"]  # fmt: skip
+    args = [*tiny_args, *fields, "--data.seq_len=256", "--monitor.sequences=1", "--checkpoint.keep=9"]
+    assert main([*args, f"--out={tmp_path / 'parent'}"]) == 0
+    fork(tmp_path / "parent", tmp_path / "fork")
+    assert same(tensors(tmp_path / "fork"), tensors(tmp_path / "parent"))
+    assert series(tmp_path / "fork") == series(tmp_path / "parent")
+    assert any("w_q_growth/text/layer00" in line for line in series(tmp_path / "fork"))
+
+
+def test_the_newest_checkpoint_of_a_run_folder(parent, tmp_path):
+    longer = ["--trainer.max_steps=14", "--optim.schedule_steps=12"]
+    assert main([f"--fork={parent}", *longer, "--quiet", f"--out={tmp_path / 'fork'}"]) == 0
+    record = json.loads((tmp_path / "fork/fork.json").read_text())
+    assert record["parent"]["step"] == LAST and record["parent"]["folder"] == str(parent)
+    assert [line["step"] for line in series(tmp_path / "fork", LAST)] == [13, 14]
+    # Beyond the end of the parent's schedule the learning rate is what it ended with.
+    assert [line["lr"] for line in series(tmp_path / "fork", LAST)] == pytest.approx([0.001, 0.001])
+    fork(parent, tmp_path / "stretched", "--trainer.max_steps=14")
+    fork(parent, tmp_path / "kept", *longer)
+    kept, stretched = ([line["lr"] for line in series(tmp_path / n)] for n in ("kept", "stretched"))
+    assert kept[:4] == [line["lr"] for line in series(parent)] and stretched[0] > kept[0]
+
+
+def test_interrupted_and_resumed_fork_is_the_straight_one(parent, tmp_path):
+    fields = ("--model.qk_norm.kind=rms", "--fork_skip=1", "--fork_perturb=1e-3", "--checkpoint.every_n_steps=2",
+              "--checkpoint.keep=9", "--trainer.accumulate_grad_batches=2")  # fmt: skip
+    fork(parent, tmp_path / "straight", *fields)
+    for kept in (STEP, 10):
+        shutil.copytree(tmp_path / "straight", tmp_path / f"again{kept}")
+        for path in (tmp_path / f"again{kept}/checkpoints").iterdir():
+            if int(path.stem.removeprefix("step")) > kept:
+                path.unlink()
+        (tmp_path / f"again{kept}/status.json").write_text('{"status": "running", "step": 0, "reason": ""}')
+        fork(parent, tmp_path / f"again{kept}", *fields)
+        assert same(tensors(tmp_path / f"again{kept}"), tensors(tmp_path / "straight"))
+        assert series(tmp_path / f"again{kept}", 0) == series(tmp_path / "straight", 0)
+
+
+def test_the_same_command_goes_on_when_the_parent_has_moved_on(parent, tmp_path):
+    """A run folder named as parent has a newer checkpoint later, or none any more."""
+    shutil.copytree(parent, tmp_path / "parent")
+    (tmp_path / f"parent/checkpoints/step{LAST:08d}.ckpt").unlink()
+    command = [f"--fork={tmp_path / 'parent'}", "--optim.lr=0.02", "--quiet", f"--out={tmp_path / 'fork'}"]
+    assert main(command) == 0
+    before = tensors(tmp_path / "fork")
+    (tmp_path / f"fork/checkpoints/step{LAST:08d}.ckpt").unlink()
+    (tmp_path / "fork/status.json").write_text('{"status": "interrupted", "step": 9, "reason": ""}')
+    shutil.rmtree(tmp_path / "parent")
+    assert main(command) == 0
+    assert same(tensors(tmp_path / "fork"), before)
+
+
+def test_fork_of_a_fork(parent, tmp_path):
+    fork(parent, tmp_path / "one", "--checkpoint.every_n_steps=2", "--fork_skip=1")
+    record = fork(tmp_path / "one", tmp_path / "two", step=10)
+    assert record["parent"]["id"] == json.loads((tmp_path / "one/run.json").read_text())["id"]
+    assert record["changed"] == []
+    # It goes on where the first one would have, the batch that this one left out included.
+    assert same(tensors(tmp_path / "two"), tensors(tmp_path / "one"))
+    assert series(tmp_path / "two", 10) == series(tmp_path / "one", 10)
+
+
+# Against plain torch -----------------------------------------------------------------------------------
+
+
+def by_hand(parent: Path, steps: range, rows_from: int, size: int, lr: list[float], carry: bool = True):
+    """The parent's weights and moments continued without dropout by a loop of plain torch; losses and weights."""
+    content = saved(parent, STEP)
+    run = resolve(json.loads((parent / "run.json").read_text())["details"]["command"][3:])
+    data = TokenDataModule(run.data, run.seed)
+    data.setup()
+    model = EarlyFusionTransformer(run.model, "math").eval()
+    model.load_state_dict({k.removeprefix("model."): v for k, v in content["state_dict"].items()})
+    # Matrices and embeddings decay, in the order in which the model has them; gains do not.
+    named = dict(model.named_parameters())
+    order = [n for n in named if named[n].ndim == 2] + [n for n in named if named[n].ndim == 1]
+    first = {n: torch.zeros_like(p) for n, p in named.items()}
+    second, done = {n: torch.zeros_like(p) for n, p in named.items()}, 0
+    if carry:
+        state = content["optimizer_states"][0]["state"]
+        first = {n: state[i]["exp_avg"].clone() for i, n in enumerate(order)}
+        second = {n: state[i]["exp_avg_sq"].clone() for i, n in enumerate(order)}
+        done = int(state[0]["step"])
+    losses = []
+    for i, rate in zip(steps, lr, strict=True):
+        start = rows_from + (i - steps[0]) * size
+        batch = data.order.builder.batch([data.order.row(n) for n in range(start, start + size)])
+        logits_BTV = model(batch.ids_BT)
+        at = batch.target_mask_BT
+        loss = F.cross_entropy(logits_BTV[at], batch.targets_BT[at])
+        model.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        losses.append(loss.item())
+        done += 1
+        with torch.no_grad():
+            for n, p in named.items():
+                assert p.grad is not None
+                first[n] = 0.9 * first[n] + 0.1 * p.grad
+                second[n] = 0.95 * second[n] + 0.05 * p.grad**2
+                p *= 1 - rate * (0.1 if p.ndim == 2 else 0.0)
+                p -= rate * (first[n] / (1 - 0.9**done)) / ((second[n] / (1 - 0.95**done)).sqrt() + 1e-8)
+    return losses, {n: p.detach() for n, p in named.items()}
+
+
+def apart(folder: Path, weights: dict[str, torch.Tensor]) -> float:
+    ours = saved(folder, LAST)["state_dict"]
+    return max(float((ours[f"model.{n}"] - w).abs().max()) for n, w in weights.items())
+
+
+NO_DROPOUT = "--model.residual_dropout=0"
+
+
+def test_another_learning_rate_with_the_state_of_the_optimizer(parent, tmp_path):
+    record = fork(parent, tmp_path / "fork", NO_DROPOUT, "--optim.lr=0.002", "--optim.schedule=constant")
+    named = {c["field"]: (c["from"], c["to"]) for c in record["changed"]}
+    assert named == {"model.residual_dropout": (0.1, 0.0), "optim.lr": (0.01, 0.002),
+                     "optim.schedule": ("cosine", "constant")}  # fmt: skip
+    losses, weights = by_hand(parent, range(STEP, LAST), STEP * 4, 4, [0.002] * 4)
+    assert [line["loss"] for line in series(tmp_path / "fork")] == pytest.approx(losses, abs=1e-5)
+    assert apart(tmp_path / "fork", weights) < 2e-6
+    _, forgetful = by_hand(parent, range(STEP, LAST), STEP * 4, 4, [0.002] * 4, carry=False)
+    assert apart(tmp_path / "fork", forgetful) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows_from", "size"),
+    [
+        (["--fork_skip=2"], (STEP + 2) * 4, 4),
+        (["--data.batch_size=2"], STEP * 4, 2),
+        (["--data.batch_size=2", "--fork_skip=3"], STEP * 4 + 6, 2),
+        (["--trainer.accumulate_grad_batches=2", "--fork_skip=1", "--data.workers=1"], (STEP + 1) * 4, 4),
+    ],
+)
+def test_data_goes_on_where_the_parent_was(parent, tmp_path, fields, rows_from, size):
+    fork(parent, tmp_path / "fork", NO_DROPOUT, "--optim.lr=0.002", "--optim.schedule=constant", *fields)
+    losses, weights = by_hand(parent, range(STEP, LAST), rows_from, size, [0.002] * 4)
+    assert [line["loss"] for line in series(tmp_path / "fork")] == pytest.approx(losses, abs=1e-5)
+    assert apart(tmp_path / "fork", weights) < 5e-6
+    elsewhere, _ = by_hand(parent, range(STEP, STEP + 1), rows_from + size, size, [0.002])
+    assert abs(series(tmp_path / "fork")[0]["loss"] - elsewhere[0]) > 1e-3
+
+
+# What can be switched ----------------------------------------------------------------------------------
+
+SWITCHES = {
+    "qk-norm": ["--model.qk_norm.kind=layer", "--model.qk_norm.bias=true", "--model.qk_norm.gain=per_head"],
+    "post-norm": ["--model.pre_norm=false", "--model.post_norm=true"],
+    "softcap": ["--model.attn_softcap=50", "--model.final_softcap=30", "--backend=math"],
+    "sigma reparam": ["--model.weight_reparam=sigma", "--model.layer_scale=1e-4", "--model.untie.mlp=true"],
+    "weights by modality": ["--loss.weights.image=0"],
+    "precision": ["--trainer.precision=bf16-mixed"],
+    "true precision": ["--trainer.precision=bf16-true"],
+    "data": ["--data.mix.text=2", "--seed=3"],
+    "qk-clip": ["--optim.qk_clip=1", "--optim.decay_mode=independent", "--optim.weight_decay=1e-4"],
+    "adam": ["--optim.beta1=0.8", "--optim.beta2=0.99", "--optim.eps=1e-5", "--optim.decay_gains=true",
+             "--loss.z_loss=1e-4", "--trainer.gradient_clip_val=0.5"],
+    "monitor": ["--monitor.budget_every_n_steps=60", "--monitor.parameters=true"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", SWITCHES.values(), ids=SWITCHES)
+def test_every_switch_trains_and_is_written_down(parent, tmp_path, fields):
+    record = fork(parent, tmp_path / "fork", *fields, "--trainer.max_steps=10", "--optim.schedule_steps=12")
+    named = {c["field"] for c in record["changed"]} - {"trainer.max_steps", "optim.schedule_steps"}
+    assert named == {field.removeprefix("--").split("=")[0] for field in fields}
+    assert [line["step"] for line in series(tmp_path / "fork")] == [9, 10]
+    plain, ours = series(parent)[:2], series(tmp_path / "fork")
+    if not named & {"data.mix.text", "seed"}:  # the same tokens: nothing that the fork starts anew
+        assert all(abs(a["loss/text"] - b["loss/text"]) < 0.3 for a, b in zip(plain, ours, strict=True))
+    assert ours[1]["loss"] != plain[1]["loss"] or fields[0].startswith("--monitor")
+
+
+def test_splitting_moments_and_back(parent, tmp_path):
+    for out, source, value, step in (("split", parent, "true", 8), ("back", tmp_path / "split", "false", 10)):
+        record = fork(source, tmp_path / out, f"--optim.split_second_moment={value}", "--checkpoint.every_n_steps=2",
+                      step=step)  # fmt: skip
+        assert "modalit" in record["optimizer"]
+    assert tensors(tmp_path / "split")["0.exp_avg"].ndim == 3
+    assert tensors(tmp_path / "back")["0.exp_avg"].ndim == 2
+
+
+# What it is ---------------------------------------------------------------------------------------------
+
+
+def test_perturbation_has_its_size_and_is_a_function_of_its_number(parent, tmp_path):
+    longer = ["--trainer.max_steps=9", "--optim.schedule_steps=12"]
+    for name, draw in (("a", 1), ("again", 1), ("b", 2)):
+        fork(parent, tmp_path / name, "--fork_perturb=1e-4", f"--fork_draw={draw}", *longer)
+    before = saved(parent, STEP)["state_dict"]
+    a, again, b = (saved(tmp_path / n, STEP)["state_dict"] for n in ("a", "again", "b"))
+    assert same(a, again)
+    for name, weight in before.items():
+        change = (a[name].double() - weight.double()).square().mean().sqrt()
+        if weight.ndim == 2:
+            assert float(change / weight.double().square().mean().sqrt()) == pytest.approx(1e-4, rel=1e-3)
+            other = (b[name] - weight).double()
+            cosine = F.cosine_similarity(other.flatten(), (a[name] - weight).double().flatten(), dim=0)
+            assert abs(float(cosine)) < 5 / weight.numel() ** 0.5
+        else:
+            assert float(change) == 0
+
+
+def test_identity_without_a_checkpoint_is_that_with_it(parent, tmp_path):
+    record = json.loads((parent / "run.json").read_text())
+    run = resolve(record["details"]["command"][3:])
+    fields = ["--model.qk_norm.kind=rms", "--fork_perturb=1e-6", "--fork_draw=3", f"--out={tmp_path}"]
+    planned = resolve(["--fork=not/there/yet.ckpt", *fields], Parent(run.id, STEP, run.nested()))
+    made = resolve([f"--fork={parent}/checkpoints/step{STEP:08d}.ckpt", *fields])
+    assert planned.id == made.id != run.id
+    assert resolve([*fields[:-1], "--fork_draw=4"], Parent(run.id, STEP, run.nested())).id != made.id
+    assert resolve(fields, Parent(run.id, 4, run.nested())).id != made.id
+
+
+def test_checkpoints_at_named_steps_are_kept(tiny_args, tmp_path):
+    args = [*tiny_args, "--checkpoint.every_n_steps=3", "--checkpoint.keep=1"]
+    assert main([*args, "--checkpoint.at=[2, 6]", f"--out={tmp_path / 'run'}"]) == 0
+    names = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
+    assert names == [f"step{step:08d}.ckpt" for step in (2, 6, LAST)]
+    assert resolve(args).id == json.loads((tmp_path / "run/run.json").read_text())["id"]

@@ -1,0 +1,261 @@
+"""The state of training in a fork: moments, schedule, position, what the watching callbacks remember."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmqk.model import EarlyFusionTransformer
+from mmqk.store import AlarmRules, DivergenceRule
+from mmqk.training.fork_matrices import Carried
+from mmqk.training.fork_measure import Change
+from mmqk.training.fork_parent import Fork, Parent
+from mmqk.training.fork_state import callback_state, loops_state, optimizer_state, scheduler_state
+from mmqk.training.optim import OptimConfig, lr_multiplier, make_optimizer
+from tests.training.toy import MODEL, module_of, toy_batch
+
+NEAR = Change(0.0, {"text": (2.0, 2.05), "image": (3.0, 3.0)})
+FAR = Change(0.5, {"text": (2.0, 2.9), "image": (3.0, 3.0)})
+
+
+def stepped(config: OptimConfig, scale: float = 1.0) -> tuple[EarlyFusionTransformer, torch.optim.Optimizer]:
+    """A model after three steps whose gradients are random numbers, and its optimizer."""
+    model = EarlyFusionTransformer(MODEL, "math")
+    optimizer = make_optimizer(config, model)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = scale * torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    return model, optimizer
+
+
+def carried(model: EarlyFusionTransformer, **scale: torch.Tensor) -> Carried:
+    names = [name for name, _ in model.named_parameters()]
+    return Carried(from_name=dict(zip(names, names, strict=True)), scale=scale)
+
+
+def named_state(config: OptimConfig, model, state: dict) -> dict[str, dict]:
+    """By parameter name, through torch's own loading."""
+    optimizer = make_optimizer(config, model)
+    optimizer.load_state_dict(state)
+    return {name: optimizer.state[p] for name, p in model.named_parameters()}
+
+
+def test_moments_follow_their_parameter_into_another_group():
+    """Without decay of embeddings the parameters of the two groups come in another order."""
+    config, other = OptimConfig(), OptimConfig(decay_embeddings=False, beta2=0.99, eps=1e-5)
+    model, optimizer = stepped(config)
+    state, said = optimizer_state(
+        optimizer.state_dict(), (config, model, ["text"]), (other, model, ["text"]), carried(model), lr=0.5
+    )
+    assert said == "carried over"
+    found = named_state(other, model, state)
+    for name, p in model.named_parameters():
+        assert torch.equal(found[name]["exp_avg"], optimizer.state[p]["exp_avg"])
+        assert torch.equal(found[name]["exp_avg_sq"], optimizer.state[p]["exp_avg_sq"])
+    assert {(g["lr"], g["initial_lr"], g["betas"], g["eps"]) for g in state["param_groups"]} == {
+        (0.5, other.lr, (0.9, 0.99), 1e-5)
+    }
+
+
+def test_moments_of_a_scaled_matrix_are_those_of_gradients_scaled_the_other_way():
+    config = OptimConfig()
+    model, optimizer = stepped(config)
+    _, expected = stepped(config, scale=0.25)  # a matrix 4 times as large has a quarter of the gradient
+    name = "blocks.0.attention.w_q.weight"
+    state, said = optimizer_state(
+        optimizer.state_dict(), (config, model, ["text"]), (config, model, ["text"]),
+        carried(model, **{name: torch.tensor(4.0)}), lr=0.5,
+    )  # fmt: skip
+    assert "rescaled for 1" in said
+    found, theirs = named_state(config, model, state), expected.state_dict()["state"]
+    place = [p is model.get_parameter(name) for g in optimizer.param_groups for p in g["params"]].index(True)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(found[name][moment], theirs[place][moment])
+        other = "blocks.0.attention.w_k.weight"
+        assert torch.equal(found[other][moment], optimizer.state[model.get_parameter(other)][moment])
+
+
+def split_states(trained_before, trained_after, split_before=True, split_after=True):
+    before, after = (OptimConfig(split_second_moment=s) for s in (split_before, split_after))
+    module = module_of(MODEL, split_second_moment=split_before)
+    model, optimizer = module.model.float(), make_optimizer(before, module.model.float())
+    for seed in range(3):
+        batch = toy_batch(seed)
+        logits_BTV = model(batch.ids_BT)
+        losses = torch.nn.functional.cross_entropy(
+            logits_BTV.flatten(0, 1), batch.targets_BT.flatten(), reduction="none"
+        ).view_as(batch.ids_BT)
+        parts = [(losses * batch.target_mask_BT * (batch.target_modality_BT == m)).sum() for m in (0, 1)]
+        optimizer.zero_grad()
+        if split_before:
+            optimizer.backward([parts[("text", "image").index(name)] for name in trained_before])
+        else:
+            sum(parts).backward()
+        optimizer.step()
+    state, said = optimizer_state(
+        optimizer.state_dict(),
+        (before, model, trained_before),
+        (after, model, trained_after),
+        carried(model),
+        1e-3,
+    )
+    return model, optimizer, named_state(after, model, state), said
+
+
+def test_from_shared_moments_the_next_step_is_the_same_without_a_new_gradient():
+    model, optimizer, found, said = split_states(["text", "image"], ["text", "image"], split_before=False)
+    assert "divided among" in said
+    for name, p in model.named_parameters():
+        own, shared = found[name], optimizer.state[p]
+        step = (own["exp_avg"] / (own["exp_avg_sq"].sqrt() + 1e-8)).sum(0)
+        torch.testing.assert_close(step, shared["exp_avg"] / (shared["exp_avg_sq"].sqrt() + 1e-8))
+        assert own["step"] == 3
+
+
+def test_back_to_shared_moments_first_moments_are_exact():
+    """The first moment of a sum is the sum of the first moments: that of AdamW on the same gradients."""
+    model, optimizer, found, said = split_states(["text", "image"], [], split_after=False)
+    assert "added up" in said
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name]["exp_avg"], optimizer.state[p]["exp_avg"].sum(0))
+        assert torch.equal(found[name]["exp_avg_sq"], optimizer.state[p]["exp_avg_sq"].sum(0))
+
+
+def test_a_modality_that_is_trained_from_the_fork_on_starts_at_zero():
+    model, optimizer, found, _ = split_states(["image"], ["text", "image"])
+    for name, p in model.named_parameters():
+        assert torch.equal(found[name]["exp_avg"][1], optimizer.state[p]["exp_avg"][0])
+        assert float(found[name]["exp_avg"][0].abs().max()) == 0
+
+
+def test_schedule_has_the_new_peak_at_the_old_step():
+    config = OptimConfig(lr=0.5, warmup_steps=2)
+    lr = 0.5 * lr_multiplier(config, 4, 10)
+    saved = {"base_lrs": [0.1], "last_epoch": 4, "_step_count": 5, "_last_lr": [0.05], "lr_lambdas": [None]}
+    model = EarlyFusionTransformer(MODEL, "math")
+    optimizer = make_optimizer(config, model)
+    straight = make_optimizer(config, model)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda step: lr_multiplier(config, step, 10))
+        for o in (optimizer, straight)
+    ]
+    schedules[0].load_state_dict(scheduler_state(saved, config, lr, groups=2))
+    for _ in range(4):
+        straight.step()
+        schedules[1].step()
+    for _ in range(3):
+        for o, s in zip((optimizer, straight), schedules, strict=True):
+            o.step()
+            s.step()
+        assert optimizer.param_groups[0]["lr"] == straight.param_groups[0]["lr"] < 0.5
+
+
+def counters(n: int) -> dict:
+    return {"ready": n, "completed": n - 1, "started": n, "processed": n}
+
+
+@pytest.mark.parametrize(
+    ("new", "skip", "position", "ahead"),
+    [((4, 1), 0, 8, 6), ((4, 1), 2, 8, 14), ((4, 2), 1, 16, 10), ((2, 2), 0, 16, 22), ((8, 1), 1, 8, -18)],
+)
+def test_position_is_the_sequence_after_the_last_one_read(new, skip, position, ahead):
+    """A parent of 4 sequences a step at step 8, 6 ahead, has read 38."""
+    saved = {
+        "fit_loop": {
+            "state_dict": {"combined_loader": [{"position": 8, "ahead": 6}]},
+            "epoch_loop.batch_progress": {
+                "total": counters(8),
+                "current": counters(8),
+                "is_last_batch": True,
+            },
+        }
+    }
+    fit = loops_state(saved, 8, (4, 1), new, skip)["fit_loop"]
+    assert fit["state_dict"]["combined_loader"] == [{"position": position, "ahead": ahead}]
+    assert 8 * new[0] + ahead == 38 + skip * new[0]
+    progress = fit["epoch_loop.batch_progress"]
+    assert progress["current"] == counters(position) and not progress["is_last_batch"]
+    assert saved["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]  # the parent's own is as it was
+
+
+# What watches the run -----------------------------------------------------------------------------------
+
+
+def parents_callbacks(steps: int = 200) -> dict:
+    """A run whose losses fell from 7 to 3 nats."""
+    rule, rules = DivergenceRule(0), AlarmRules(0, 400)
+    for step in range(1, steps + 1):
+        losses = {m: 3 + 4 * 0.9**step for m in ("text", "image")}
+        rule.update(step, losses)
+        rules.update(step, {f"loss/{m}": v for m, v in losses.items()} | {"val_unigram/text": 6.0})
+    return {
+        "StepLog": rule.state_dict(),
+        "Alarms": {"rules": rules.state_dict(), "probe_until": -1},
+        "RunMonitor": {"window": 1},
+    }
+
+
+def diverges_at(state: dict, loss: float, steps: int = 60) -> int | None:
+    rule = DivergenceRule(0)
+    rule.load_state_dict(state)
+    for step in range(201, 201 + steps):
+        if rule.update(step, {"text": loss, "image": 3.0}) is not None:
+            return step
+    return None
+
+
+def test_divergence_is_judged_by_the_parents_best_loss():
+    saved = parents_callbacks()
+    kept = callback_state(saved, ["optim.lr", "model.qk_norm.kind"], NEAR)
+    assert kept["StepLog"] == saved["StepLog"]
+    assert diverges_at(kept["StepLog"], 3.7) is not None
+    assert diverges_at({}, 3.7) is None  # the control: a rule that started here would see no rise
+
+
+def test_a_rise_that_the_change_itself_makes_is_no_divergence():
+    saved = parents_callbacks()
+    kept = callback_state(saved, ["model.qk_norm.kind"], FAR)
+    assert diverges_at(kept["StepLog"], 3.7) is None
+    assert diverges_at(kept["StepLog"], 7.2) is not None  # above the loss at initialisation, which stays
+    assert kept["StepLog"]["image"] == saved["StepLog"]["image"]
+    assert callback_state(saved, [], NEAR)["StepLog"] == saved["StepLog"]
+
+
+def test_other_data_starts_the_history_again():
+    kept = callback_state(parents_callbacks(), ["data.mix.text"], NEAR)
+    assert all(series["best"] is None and series["window"] == [] for series in kept["StepLog"].values())
+    same = callback_state(parents_callbacks(), ["data.val_every_n_steps", "data.batch_size"], NEAR)
+    assert same["StepLog"]["text"]["best"] is not None
+
+
+@pytest.mark.parametrize(
+    ("changed", "alarms", "window"),
+    [([], True, True), (["trainer.max_steps"], True, True), (["optim.lr"], True, False),
+     (["model.post_norm"], False, False), (["data.mix.text"], False, False), (["fork_perturb"], True, False)],
+)  # fmt: skip
+def test_what_alarms_and_the_budget_remember(changed, alarms, window):
+    saved = parents_callbacks()
+    kept = callback_state(saved, changed, NEAR)
+    rules = AlarmRules(0, 400)
+    rules.load_state_dict(kept["Alarms"]["rules"])
+    assert bool(kept["Alarms"]["rules"]["rules"]["spike"]) is alarms
+    assert kept["Alarms"]["rules"]["unigram"] == {"text": 6.0}
+    assert ("RunMonitor" in kept) is window
+
+
+def test_numbers_of_a_fork_are_checked():
+    parent = Parent("0" * 10, 8, {})
+    mistakes = {
+        "fork_skip is -1": {"skip": -1},
+        "fork_draw numbers the draws": {"draw": 2},
+        "fork_perturb is 1e-09": {"perturb": 1e-9},
+        "fork_perturb is 2": {"perturb": 2.0},
+    }
+    for says, wrong in mistakes.items():
+        with pytest.raises(ValueError, match=says):
+            Fork(parent, **wrong)
+    assert Fork(parent, perturb=1e-6, draw=2, skip=3).identity == {
+        "parent": "0" * 10, "step": 8, "skip": 3, "perturb": 1e-6, "draw": 2,
+    }  # fmt: skip

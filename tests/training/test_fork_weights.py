@@ -1,0 +1,264 @@
+"""What a fork's function owes to its parent's: the same to rounding where that can be, near it where it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.model.config import QKNormConfig, UntieConfig
+from mmqk.training.fork_measure import change_of_function
+from mmqk.training.fork_weights import carry
+from mmqk.training.loss import modality_losses
+from tests.training.toy import BLOCKS, toy_batch
+
+PLAIN = ModelConfig(d_model=64, n_layers=2, n_heads=4, d_head=64, blocks=BLOCKS)
+GROUPED = replace(PLAIN, n_kv_heads=2)
+POST = replace(PLAIN, pre_norm=False, post_norm=True)
+BATCH = toy_batch(0, B=8, T=24, padding=3)
+
+
+def rms(**more) -> QKNormConfig:
+    return QKNormConfig(kind="rms", **more)
+
+
+def l2(**more) -> QKNormConfig:
+    return QKNormConfig(kind="l2", **more)
+
+
+def grown(config: ModelConfig) -> EarlyFusionTransformer:
+    """A model whose gains are not 1 and whose queries and keys are longer than at first."""
+    model = EarlyFusionTransformer(config, "math", seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.ndim < 2 or "norm" in name:
+                p.mul_(1 + 0.3 * torch.randn(p.shape, generator=generator).clamp(-2, 2))
+            elif "w_q" in name or "w_k" in name:
+                p.mul_(1.5)
+            elif "w_o" in name or "w_down" in name:
+                p.mul_(0.4)
+            if name.endswith("bias"):
+                p.add_(0.1)
+    return model.eval()
+
+
+def logits(model: EarlyFusionTransformer) -> Tensor:
+    """In fp64, where they count."""
+    out_BTV = model.double()(BATCH.ids_BT, BATCH.modality_BT)
+    model.float()
+    return out_BTV[BATCH.valid_BT].detach()
+
+
+def distance(old: EarlyFusionTransformer, new: EarlyFusionTransformer) -> float:
+    before, after = logits(old), logits(new)
+    return float((after - before).norm() / before.norm())
+
+
+EXACT = {
+    "LayerScale on": (PLAIN, replace(PLAIN, layer_scale=1e-4)),
+    "LayerScale off": (replace(PLAIN, layer_scale=0.5), PLAIN),
+    "LayerScale off behind a norm": (replace(POST, layer_scale=0.5), POST),
+    "sigma reparam on": (PLAIN, replace(PLAIN, weight_reparam="sigma")),
+    "sigma reparam on, gamma one": (PLAIN, replace(PLAIN, weight_reparam="sigma", reparam_gamma="one")),
+    "sigma reparam off": (replace(PLAIN, weight_reparam="sigma"), PLAIN),
+    "gains zero-centred": (replace(PLAIN, post_norm=True), replace(PLAIN, post_norm=True, norm_gain="zero_centred")),
+    "gains of pre-norms away": (PLAIN, replace(PLAIN, norm_gain="none")),
+    "gains of post-norms away": (
+        replace(POST, layer_scale=1.0), replace(POST, layer_scale=1.0, norm_gain="none")),
+    "QK gain by head": (replace(PLAIN, qk_norm=rms()), replace(PLAIN, qk_norm=rms(gain="per_head"))),
+    "QK gain zero-centred": (replace(PLAIN, qk_norm=rms()), replace(PLAIN, qk_norm=rms(gain="zero_centred"))),
+    "cosine scale by head": (replace(PLAIN, qk_norm=l2()), replace(PLAIN, qk_norm=l2(gain="per_head"))),
+    "cosine scale as a logarithm": (replace(PLAIN, qk_norm=l2()), replace(PLAIN, qk_norm=l2(scale_max=100.0))),
+    "cosine to QK-Norm": (replace(GROUPED, qk_norm=l2(gain="per_head")),
+                          replace(GROUPED, qk_norm=rms(gain="per_head", eps=1e-12))),
+    "everything untied": (replace(POST, qk_norm=rms()),
+                          replace(POST, qk_norm=rms(), untie=UntieConfig(True, True, True, True))),
+    "a head of its own": (replace(PLAIN, tie_embeddings=True), PLAIN),
+    "dropout": (PLAIN, replace(PLAIN, residual_dropout=0.3, attn_dropout=0.3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), EXACT.values(), ids=EXACT)
+def test_function_is_unchanged(before, after):
+    old, new = grown(before), EarlyFusionTransformer(after, "math", seed=5).eval()
+    assert distance(old, new) > 0.1  # the control: what it starts from is another function
+    carry(old, new, BATCH)
+    assert distance(old, new) < 2e-6
+
+
+@pytest.mark.parametrize("gain", ["shared", "per_head"])
+def test_gains_of_values_go_into_the_matrix_behind_them(gain):
+    """Where those of queries and keys are 1, which have nowhere to go."""
+    norm = rms(gain=gain, normalize_v=True)
+    old = grown(replace(GROUPED, qk_norm=norm))
+    with torch.no_grad():
+        for name, p in old.named_parameters():
+            if "q_norm" in name or "k_norm" in name:
+                p.fill_(1.0)
+    new = EarlyFusionTransformer(replace(GROUPED, qk_norm=replace(norm, gain="none")), "math").eval()
+    carried = carry(old, new, BATCH)
+    assert distance(old, new) < 2e-6
+    name = "blocks.0.attention.v_norm.weight"
+    assert carried.dropped[name] == "into blocks.0.attention.w_o.weight"
+    with torch.no_grad():  # the control
+        old.get_parameter(name).mul_(1.2)
+    assert distance(old, new) > 1e-3
+
+
+NEAR = {
+    "QK-Norm": (PLAIN, replace(PLAIN, qk_norm=rms())),
+    "QK-Norm by head, all heads together": (PLAIN, replace(PLAIN, qk_norm=rms(gain="per_head", scope="full"))),
+    "QK-Norm zero-centred behind RoPE": (
+        PLAIN, replace(PLAIN, qk_norm=rms(gain="zero_centred", place="after_rope"))),
+    "LayerNorm": (PLAIN, replace(PLAIN, qk_norm=QKNormConfig(kind="layer", bias=True))),
+    "values too": (GROUPED, replace(GROUPED, qk_norm=rms(gain="per_head", normalize_v=True))),
+    "untied": (PLAIN, replace(PLAIN, qk_norm=rms(), untie=UntieConfig(qk_norm=True))),
+    "post-norm": (PLAIN, replace(PLAIN, post_norm=True)),
+    "post-norm silent at first": (PLAIN, replace(PLAIN, post_norm=True, post_gain_init=0.0)),
+    "pre-norm": (POST, replace(POST, pre_norm=True)),
+    "post-norm away": (replace(PLAIN, post_norm=True), PLAIN),
+    "QK-Norm away": (replace(PLAIN, qk_norm=rms()), PLAIN),
+    "QK-Norm behind RoPE away": (replace(PLAIN, qk_norm=rms(place="after_rope")), PLAIN),
+    "pre-norm to post-norm": (PLAIN, POST),
+    "post-norm to pre-norm": (POST, PLAIN),
+    "values without a gain": (PLAIN, replace(PLAIN, qk_norm=l2(normalize_v=True, scale_init=1.0))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), NEAR.values(), ids=NEAR)
+def test_function_is_nearer_than_with_gains_at_their_first_values(before, after):
+    old, new, plain = (
+        grown(before),
+        *(EarlyFusionTransformer(after, "math", seed=5).eval() for _ in range(2)),
+    )
+    plain.load_state_dict(old.state_dict(), strict=False)
+    carried = carry(old, new, BATCH)
+    assert distance(old, new) < 0.8 * distance(old, plain)
+    # What is claimed is what is.
+    change = change_of_function(old, new, BATCH)
+    assert change.logits == pytest.approx(distance(old, new), rel=1e-4)
+    known = {name for name, _ in new.named_parameters()}
+    assert set(carried.added) | set(carried.from_name) == known
+
+
+def test_claimed_losses_are_those_of_the_two_models():
+    old, new = grown(PLAIN), EarlyFusionTransformer(replace(PLAIN, qk_norm=rms()), "math").eval()
+    carry(old, new, BATCH)
+    change = change_of_function(old, new, BATCH)
+    for place, model in enumerate((old, new)):
+        log_p_BTV = torch.log_softmax(model.double()(BATCH.ids_BT), -1)
+        model.float()
+        for m, name in enumerate(BLOCKS):
+            found = [
+                -log_p_BTV[b, t, BATCH.ids_BT[b, t + 1]].item()
+                for b, t in BATCH.target_mask_BT.nonzero().tolist()
+                if BATCH.modality_BT[b, t + 1] == m
+            ]
+            assert change.loss[name][place] == pytest.approx(sum(found) / len(found), abs=1e-5)
+
+
+def measured(model: EarlyFusionTransformer, site: str) -> list[Tensor]:
+    """Tensors of a site by layer, padding taken out: (tokens, heads, K)."""
+    found: list[Tensor] = []
+
+    def sink(at: str, layer: int, tensor: Tensor) -> None:
+        if at == site:
+            found.append(tensor.detach().transpose(1, 2)[BATCH.valid_BT].double())
+
+    model(BATCH.ids_BT, BATCH.modality_BT, None, sink)
+    return found
+
+
+@pytest.mark.parametrize("gain", ["shared", "per_head", "zero_centred"])
+def test_gains_are_the_measured_rms(gain):
+    old = grown(GROUPED)
+    new = EarlyFusionTransformer(replace(GROUPED, qk_norm=rms(gain=gain, eps=1e-12)), "math")
+    carried = carry(old, new, BATCH)
+    weights = dict(new.named_parameters())
+    for role in "qk":
+        for layer, x_NHK in enumerate(measured(old, f"{role}_raw")):
+            name = f"blocks.{layer}.attention.{role}_norm.weight"
+            assert carried.added[name] == "the measured RMS"
+            dims = (0, 2) if gain == "per_head" else (0, 1, 2)
+            expected = x_NHK.square().mean(dims, keepdim=True).sqrt()[0]
+            found = weights[name].double() + (gain == "zero_centred")
+            expected = expected if gain == "per_head" else expected[0]
+            torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-5, atol=1e-6)
+
+
+def test_gains_by_modality_are_of_its_own_tokens():
+    old = grown(replace(POST, untie=UntieConfig(qk=True)))
+    with torch.no_grad():
+        old.get_submodule("blocks.0.attention.w_q.copies.1").weight.mul_(3)  # type: ignore[operator, union-attr]
+    untie = UntieConfig(qk=True, qk_norm=True)
+    new = EarlyFusionTransformer(replace(POST, qk_norm=rms(eps=1e-12), untie=untie), "math")
+    carry(old, new, BATCH)
+    x_NHK, modality_N = measured(old, "q_raw")[0], BATCH.modality_BT[BATCH.valid_BT]
+    for m in (0, 1):
+        gain = new.get_parameter(f"blocks.0.attention.q_norm.copies.{m}.weight")
+        expected = x_NHK[modality_N == m].square().mean().sqrt()
+        torch.testing.assert_close(gain.double(), expected.expand_as(gain), rtol=1e-5, atol=0)
+
+
+def test_post_gains_are_the_rms_of_the_branch():
+    old, found = grown(PLAIN), {}
+    for layer, block in enumerate(old.blocks):
+        for branch in ("attention", "mlp"):
+            block.get_submodule(branch).register_forward_hook(
+                lambda _m, _a, out, key=(layer, branch): found.update({key: out.detach()})
+            )
+    old(BATCH.ids_BT)
+    found = {key: out_BTD[BATCH.valid_BT].double() for key, out_BTD in found.items()}
+    expected = {key: x_ND.square().mean().sqrt() for key, x_ND in found.items()}
+    new = EarlyFusionTransformer(replace(PLAIN, post_norm=True, norm_eps=1e-12), "math")
+    carry(old, new, BATCH)
+    for (layer, branch), size in expected.items():
+        gain = new.get_parameter(
+            f"blocks.{layer}.{'attn' if branch == 'attention' else 'mlp'}_post_norm.weight"
+        )
+        torch.testing.assert_close(gain.double(), size.expand_as(gain), rtol=1e-4, atol=0)
+
+
+def test_scale_of_cosine_attention_keeps_the_size_of_the_logits():
+    old = grown(GROUPED)
+    new = EarlyFusionTransformer(replace(GROUPED, qk_norm=l2(gain="per_head", scale_max=1e4)), "math")
+    carry(old, new, BATCH)
+    for layer, (q_NHK, k_NGK) in enumerate(zip(measured(old, "q_raw"), measured(old, "k_raw"), strict=True)):
+        lengths = [x.norm(dim=-1).square().mean(0).sqrt() for x in (q_NHK, k_NGK)]
+        expected_H = lengths[0] * lengths[1].repeat_interleave(2) / 64**0.5
+        found = new.get_parameter(f"blocks.{layer}.attention.q_norm.weight").exp().flatten()
+        torch.testing.assert_close(found.double(), expected_H, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(replace(PLAIN, layer_scale=0.5), PLAIN), (PLAIN, replace(PLAIN, norm_gain="none")),
+     (replace(PLAIN, weight_reparam="sigma"), PLAIN)],
+    ids=["LayerScale off", "gains away", "sigma off"],
+)  # fmt: skip
+def test_scales_say_what_becomes_of_gradients(before, after):
+    """A matrix scaled by c has gradients of 1 / c: that is what its moments are divided by. σ depends on its matrix,
+    so that there the relation holds for the part of the gradient that leaves σ alone."""
+    old, new = grown(before), EarlyFusionTransformer(after, "math").eval()
+    carried = carry(old, new, BATCH)
+    for model in (old, new):
+        args = (BATCH.targets_BT, BATCH.target_modality_BT, BATCH.target_mask_BT, 2)
+        modality_losses(model(BATCH.ids_BT), *args).ce.sum().backward()
+    ours, theirs = dict(new.named_parameters()), dict(old.named_parameters())
+    assert carried.scale
+    for name, scale in carried.scale.items():
+        here, there = ours[name].grad, theirs[carried.from_name[name]].grad
+        assert here is not None and there is not None
+        here = here * scale
+        if before.weight_reparam == "sigma":
+            module = old.get_submodule(name.removesuffix(".weight"))
+            uv = torch.outer(module.u, module.v)  # type: ignore[arg-type]
+            inner = (here * theirs[name]).sum() / module.sigma()  # type: ignore[operator]
+            here = here - inner * uv
+        torch.testing.assert_close(
+            here.float(), there, rtol=1e-3, atol=2e-5 * float(there.abs().max()) + 1e-6
+        )
