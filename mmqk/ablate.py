@@ -6,40 +6,42 @@ Nothing here imports torch before there is something to resolve, so that ``--hel
 from __future__ import annotations
 
 import argparse
-import os
+import math
+import re
 import sys
+import time
 from pathlib import Path
 
-from mmqk.ablation.grid import Grid, claims_hash, load_grid
-from mmqk.ablation.pool import LOG_NAME, PRELOAD, TRAIN, Pool, Task, standing, start_server
+from mmqk.ablation.choose import check_metric
+from mmqk.ablation.devices import cores, gpus
+from mmqk.ablation.estimate import time_left
+from mmqk.ablation.grid import Grid
+from mmqk.ablation.merge import load_grids
+from mmqk.ablation.plan import plan
+from mmqk.ablation.pool import LOG_NAME, PRELOAD, TRAIN, Pool, start_server
 from mmqk.ablation.progress import Progress, table
-from mmqk.store import (
-    OneSentenceParser,
-    UserError,
-    code_hash,
-    dashboards,
-    identity_hash,
-    read_json,
-    run_main,
-    write_json,
-)
+from mmqk.ablation.record import check_out
+from mmqk.ablation.replays import arm_of, plan_of_run
+from mmqk.ablation.resolver import Resolver
+from mmqk.ablation.rules import ReplayRule
+from mmqk.ablation.session import Session
+from mmqk.store import OneSentenceParser, dashboards, run_main
 
-ABLATION_NAME = "ablation.json"
-STALE = "was made by other code than the present one (a fresh --out makes it again)"
 DESCRIPTION = """\
-Train every run of a grid (arms x seeds), several at a time, each in its own process.
+Train every run of a grid (arms x axes x seeds), several at a time, each in its own process.
 
-The grid names a base configuration, arms that set fields of it, and seeds. Runs go to
-OUT/<arm>-<id>/seed<k>/. The same command again goes on where it was interrupted and trains
-nothing that is finished; a run that fails never stops the others. Ctrl-C lets the runs write
-a checkpoint and stop; pressed again, it ends them at once."""
+The grid names a base configuration, arms that set fields of it, axes that cross them, and seeds;
+docs/ablations.md has its language. Runs go to OUT/<arm>-<id>/seed<k>/. The same command again goes
+on where it was interrupted and trains nothing that is finished; a run that fails never stops the
+others. Ctrl-C lets the runs write a checkpoint and stop; pressed again, it ends them at once."""
 EPILOG = """\
 example:
   python -m mmqk.ablate --config configs/ablations/demo.yaml --jobs 2
   python -m mmqk.report runs/demo --out reports/demo
 
 exit code: 0 when every run completed or diverged, 1 when one failed, 2 for a mistake in the
-grid or the command, 130 or 143 when interrupted."""
+grid or the command, 130 or 143 when interrupted, 130 too when --max-minutes were over before
+all was done: the same command goes on."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,38 +50,98 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         UserError: a mistake in the grid, in a field that an arm sets, in the data, or in the output folder.
     """
+    until = time.monotonic()
     options = _parse(argv)
-    grid = load_grid(options.config)
-    out = Path(options.out) if options.out else Path("runs") / grid.name
-    _check_out(out, grid)
+    until += options.max_minutes * 60
+    devices = gpus()
+    jobs = options.jobs or len(devices) or min(2, cores())
+    grid = _grid(options)
+    out = Path(options.out) if options.out else _default_out(options, grid)
+    check_out(out, grid)
 
     if not options.dry_run:
         # Two imports of torch side by side: the server's, and the resolver's here.
         start_server(PRELOAD)
-    tasks, threads = _tasks(grid, out, options.jobs)
-    code = code_hash()
-    stale = {task: STALE for task in tasks if standing(task).finished and _code_of(task.folder) != code}
+    resolver = Resolver(max(1, cores() // jobs))
+    replayed = options.replay
+    session = Session(
+        grid,
+        out,
+        lambda: plan_of_run(replayed, out, resolver, ReplayRule()) if replayed else plan(grid, out, resolver),
+        resolver.threads,
+        options.slice,
+        options.rerun_stale,
+    )
+    session.look()
     if options.dry_run:
-        print(table({task: standing(task) for task in tasks}, stale))
+        outcomes = session.outcomes()
+        print("\n".join([table(outcomes), *session.remarks(), time_left(outcomes, jobs)]))
         return 0
 
-    _write_record(out, grid, tasks, threads)
-    todo = sum(not standing(task).finished for task in tasks)
-    print(f"{grid.title}: {len(tasks)} runs in {out}, {todo} to train, {options.jobs} at a time", flush=True)
+    tasks = session.begin()
+    todo = sum(not outcome.finished for outcome in session.outcomes().values())
+    where = f"slice {options.slice[0]} of {options.slice[1]}, " if options.slice != (1, 1) else ""
+    print(
+        f"{grid.title}: {where}{len(session.tasks) + len(session.waiting)} runs in {out}, {todo} to train,"
+        f" {jobs} at a time",
+        flush=True,
+    )
     progress = Progress()
-    pool = Pool(tasks, options.jobs, entry=TRAIN, preload=PRELOAD, tick=progress)
-    outcomes = pool.run()
+    pool = Pool(
+        tasks,
+        jobs,
+        entry=TRAIN,
+        preload=PRELOAD,
+        tick=progress,
+        more=session.more,
+        devices=devices,
+        until=until,
+    )
+    session.follow(pool)
+    pool.run()
     progress.close()
-    print(table(outcomes, stale), flush=True)
-    print(dashboards(out), flush=True)
+    session.more()
+    outcomes = session.outcomes(pool.outcomes)
+    print("\n".join([table(outcomes), *session.remarks(), dashboards(out)]), flush=True)
     if pool.signal_received is not None:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 128 + pool.signal_received
-    statuses = {outcome.status for outcome in outcomes.values()}
+    if session.error is not None:
+        raise session.error
+    never = {wait.task for wait in session.waiting if not wait.possible}
+    statuses = {outcome.status for task, outcome in outcomes.items() if task not in never}
+    if any(wait.mistake for wait in session.waiting):
+        print("a learning rate could not be chosen: the table says why", file=sys.stderr)
+        return 1
     if "failed" in statuses:
         print(f"a run failed: its {LOG_NAME} says more; the same command tries again", file=sys.stderr)
         return 1
-    return 0 if statuses <= {"completed", "diverged"} else 130
+    if statuses <= {"completed", "diverged"}:
+        return 0
+    if pool.stopping:
+        print(
+            f"{options.max_minutes:g} minutes are over: the same command goes on from here", file=sys.stderr
+        )
+    return 130
+
+
+def _grid(options: argparse.Namespace) -> Grid:
+    if options.replay:
+        arm = arm_of(options.replay)
+        name, title = f"{arm}-replays", f"Replays of {options.replay}"
+        return Grid(
+            options.replay, name, title, (), {"name": name, "title": title, "arms": {arm: {"label": arm}}}
+        )
+    grid = load_grids(options.config)
+    for metric in {arm.lr.metric for arm in grid.arms if arm.lr}:
+        check_metric(metric)
+    return grid
+
+
+def _default_out(options: argparse.Namespace, grid: Grid) -> Path:
+    if options.replay:
+        return options.replay.with_name(f"{options.replay.name}-replays")
+    return Path("runs") / grid.name
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -89,16 +151,37 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, metavar="YAML", help="the grid: base, arms, seeds, claims")
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder of all runs (default: runs/NAME, NAME from the grid)"
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--config", action="append", metavar="YAML", help="the grid; repeat it to share the runs of several"
     )
-    jobs = min(2, os.cpu_count() or 1)
-    parser.add_argument(
-        "--jobs", type=_count, default=jobs, metavar="N", help=f"runs at a time (default: {jobs})"
+    what.add_argument(
+        "--replay",
+        type=Path,
+        metavar="RUN",
+        help="replay this run of mmqk.train, which diverged, without a grid",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="list the runs and how they stand; train nothing"
+        "--out",
+        metavar="DIR",
+        help="folder of all runs (default: runs/NAME, NAME from the grids, or RUN-replays)",
+    )
+    parser.add_argument(
+        "--jobs", type=_count, metavar="N", help="runs at a time (default: one a GPU, or 2 without one)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the runs and how long they will take; train nothing"
+    )
+    parser.add_argument(
+        "--max-minutes", type=_minutes, default=math.inf, metavar="M", help="stop in order after M minutes"
+    )
+    parser.add_argument(
+        "--slice", type=_slice, default=(1, 1), metavar="K/N", help="train the K-th of N parts, K from 1 on"
+    )
+    parser.add_argument(
+        "--rerun-stale",
+        action="store_true",
+        help="make finished runs of other code again; the old ones are kept in OUT/stale",
     )
     return parser.parse_args(argv)
 
@@ -109,69 +192,21 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _tasks(grid: Grid, out: Path, jobs: int) -> tuple[list[Task], int]:
-    """Every job of the grid with its identity and folder, and the CPU threads of each."""
-    from mmqk.config import resolve
-
-    tasks, threads = [], 0
-    arm_of: dict[str, str] = {}
-    for job in grid.jobs:
-        try:
-            run = resolve(list(job.args))
-        except UserError as error:
-            raise UserError(f"{grid.path}, arm {job.arm}: {error}") from error
-        # Without a word of the configuration, each run gets its share of the cores.
-        threads = run.threads or max(1, (os.cpu_count() or 1) // jobs)
-        args = job.args if run.threads else (*job.args, f"--threads={threads}")
-        # Seeds of an arm share a folder, so its name leaves the seed out.
-        variant = identity_hash({name: value for name, value in run.identity.items() if name != "seed"})
-        if arm_of.setdefault(run.id, job.arm) != job.arm:
-            raise UserError(
-                f"{grid.path}: arms {arm_of[run.id]} and {job.arm} are the same run, as what sets them apart has no"
-                " effect there: remove one of them."
-            )
-        folder = out / f"{job.arm}-{variant}" / f"seed{job.seed}"
-        tasks.append(Task(job.arm, job.seed, args, folder, run.id, run.identity["trainer"]["max_steps"]))
-    return tasks, threads
-
-
-def _check_out(out: Path, grid: Grid) -> None:
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file: give another --out")
-    record = read_json(out / ABLATION_NAME)
-    if record is not None and record.get("name") != grid.name:
-        raise UserError(
-            f"{out} holds the ablation {record.get('name')!r}, not {grid.name!r}: give another --out"
-        )
-
-
-def _write_record(out: Path, grid: Grid, tasks: list[Task], threads: int) -> None:
-    runs = [
-        {"arm": t.arm, "seed": t.seed, "folder": t.folder.relative_to(out).as_posix(), "id": t.id}
-        for t in tasks
-    ]
-    first = read_json(out / ABLATION_NAME)
-    if first is None:
-        registered = claims_hash(grid.raw)
-    else:
-        # A record without the field still has the claims themselves.
-        registered = first.get("registered") or claims_hash(first.get("grid") or {})
-    record = {
-        "name": grid.name,
-        "registered": registered,
-        "grid": grid.raw,
-        "runs": runs,
-        "threads": threads,
-    }
+def _minutes(text: str) -> float:
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / ABLATION_NAME, record)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}): give another --out") from error
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not minutes > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
+    return minutes
 
 
-def _code_of(folder: Path) -> object:
-    return (read_json(folder / "run.json") or {}).get("code")
+def _slice(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N, as in 2/8")
+    return int(match[1]), int(match[2])
 
 
 if __name__ == "__main__":

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from mmqk.store import OneSentenceParser, run_main
 
 DESCRIPTION = """\
-Read the runs of a folder and write their report: verdicts on the claims that the runs were made for, figures
+Read the runs of some folders and write their report: verdicts on the claims that the runs were made for, figures
 by modality, and a table of every run. Works on what mmqk.ablate or mmqk.train wrote, finished or not."""
 
 EPILOG = """\
 what is written into --out:
   index.html      the page, in one file that needs nothing else
   report.md       the same for GitHub
-  figures/        each figure as PNG, and the plotted numbers as CSV
+  figures/        each figure as PNG and SVG, and the plotted numbers as CSV
   verdicts.json   claim, verdict, effect, interval, threshold, runs, controls, note
 
 examples:
   python -m mmqk.report runs/demo                    an ablation: verdicts and figures
-  python -m mmqk.report runs/demo/mixed-0123456789   one arm of it: figures only"""
+  python -m mmqk.report runs/demo/mixed-0123456789   one arm of it: figures only
+  python -m mmqk.report runs/demo runs/lr --out reports/both
+                                                     several: each judged for itself, drawn together"""
+
+
+def default_name(folders: Sequence[Path]) -> str:
+    """The name of a report on these folders."""
+    names = list(dict.fromkeys(folder.resolve().name for folder in folders))
+    return "-".join(names) if len(names) <= 3 else f"{names[0]}-and-{len(names) - 1}-others"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write a report and say where it is.
 
     Raises:
-        UserError: the folder has no runs, or --out cannot be written.
+        UserError: a folder has no runs, or --out cannot be written.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.report",
@@ -36,16 +45,21 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("runs", type=Path, help="folder of an ablation, of one arm, or of one run")
     parser.add_argument(
-        "--out", type=Path, help="folder for the report (default: reports/<name of the runs>)"
+        "runs",
+        type=Path,
+        nargs="+",
+        help="folders of ablations, of arms, of runs, or any folder that holds runs",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for the report (default: reports/<names of the folders>)"
     )
     args = parser.parse_args(argv)
 
     from mmqk.analysis import write_report
     from mmqk.analysis.findings import headline
 
-    out = args.out or Path("reports") / args.runs.resolve().name
+    out = args.out or Path("reports") / default_name(args.runs)
     study, verdicts = write_report(args.runs, out)
     print(headline(study, verdicts)[0])
     for verdict in verdicts:

@@ -1,5 +1,6 @@
 """From a grid of runs in one YAML file to finished run folders."""
 
-from mmqk.ablation.grid import Arm, Grid, Job, load_grid
+from mmqk.ablation.arms import Arm, Job
+from mmqk.ablation.grid import Grid, load_grid
 
 __all__ = ["Arm", "Grid", "Job", "load_grid"]

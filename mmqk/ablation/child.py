@@ -19,12 +19,15 @@ GRACE_SECONDS = 30.0
 BLOCKED = (signal.SIGINT, signal.SIGTERM)
 
 
-def run_job(entry: str, args: list[str], log: str) -> None:
+def run_job(entry: str, args: list[str], log: str, device: str | None = None) -> None:
     """Call ``entry`` ("module:function", an exit code from a command line) with its output in ``log``.
 
+    ``device`` becomes CUDA_VISIBLE_DEVICES: the server has imported torch but touched no device, so it counts still.
     Never returns: the process ends with the exit code.
     """
     _redirect(log)
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
     # Ctrl-C in a terminal reaches a whole process group, and a second SIGINT would cut short the orderly end
     # that the first one began: the parent alone passes it on.
     os.setsid()

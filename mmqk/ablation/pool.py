@@ -7,6 +7,7 @@ fraction of a second. One run that fails, by itself or by SIGKILL, is recorded a
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -20,57 +21,16 @@ from pathlib import Path
 from types import FrameType
 
 from mmqk.ablation.child import BLOCKED, GRACE_SECONDS, run_job
-from mmqk.store import FINISHED, Status, is_locked, last_metrics, mark_ended, read_json, read_status
+from mmqk.ablation.task import Outcome, Task, standing
+from mmqk.store import Status, is_locked, last_metrics, mark_ended, read_status
+from mmqk.store.errors import USER_ERROR_EXIT
 
 TRAIN = "mmqk.train:main"
-# The server imports these once for all runs; the second is what imports torch and lightning.
-PRELOAD = ("mmqk.train", "mmqk.config")
+# The server imports this once for all runs.
+PRELOAD = ("mmqk.ablation.preload",)
 LOG_NAME = "train.log"
 POLL_SECONDS = 0.2
 _INTERRUPTED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
-
-
-@dataclass(frozen=True)
-class Task:
-    """One run: who it is, the command line that makes it, and where it goes.
-
-    Attributes:
-        args: command line of ``mmqk.train`` without ``--out``.
-        id: identity hash of the run, as its run.json has it.
-        max_steps: length of the run in optimizer steps, 0 if unknown.
-    """
-
-    arm: str
-    seed: int
-    args: tuple[str, ...]
-    folder: Path
-    id: str
-    max_steps: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm} seed {self.seed}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a task stands: status "waiting" before it ran, "running", or as status.json says."""
-
-    status: str
-    step: int = 0
-    loss: float | None = None
-    seconds: float = 0.0
-    reason: str = ""
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing is left to train."""
-        return self.status in FINISHED
-
-    @property
-    def ended(self) -> bool:
-        """Whether the run says that it is over, for now at least."""
-        return self.finished or self.status in ("failed", "interrupted")
 
 
 @dataclass(frozen=True)
@@ -79,16 +39,7 @@ class Running:
 
     process: ForkServerProcess
     before: Status | None
-
-
-def standing(task: Task) -> Outcome:
-    """What the folder of a task says about it; "waiting" when it holds no run of that identity."""
-    record = read_json(task.folder / "run.json")
-    status = read_status(task.folder)
-    if record is None or record.get("id") != task.id or status is None:
-        return Outcome("waiting")
-    last = last_metrics(task.folder / "metrics.jsonl", having="loss")
-    return Outcome(status.status, status.step, last.get("loss"), status.seconds, status.reason)
+    device: str | None = None
 
 
 @dataclass
@@ -102,6 +53,12 @@ class Pool:
         preload: modules that the server imports once for all runs.
         tick: called several times a second with this pool.
         grace: seconds that interrupted runs have to end in order.
+        more: called whenever a run has ended, here or in another process; returns every task that is known by then.
+        devices: values of CUDA_VISIBLE_DEVICES, of which each run gets the one with the fewest runs; none: no word.
+        until: second of the monotonic clock at which runs are asked to stop, as by a signal.
+
+    Attributes:
+        to_come: runs that are known to follow, for the display.
     """
 
     tasks: Sequence[Task]
@@ -110,11 +67,22 @@ class Pool:
     preload: Sequence[str] = PRELOAD
     tick: Callable[[Pool], None] | None = None
     grace: float = GRACE_SECONDS
+    more: Callable[[], Sequence[Task]] | None = None
+    devices: Sequence[str] = ()
+    until: float = math.inf
+    to_come: int = 0
     signal_received: int | None = field(default=None, init=False)
     running: dict[Task, Running] = field(default_factory=dict, init=False)
     outcomes: dict[Task, Outcome] = field(default_factory=dict, init=False)
     _signals: int = field(default=0, init=False)
     _deadline: float | None = field(default=None, init=False)
+    _asked: int = field(default=0, init=False)
+    _news: bool = field(default=False, init=False)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether no run is started any more."""
+        return self._signals > 0 or self._deadline is not None or time.monotonic() > self.until
 
     def run(self) -> dict[Task, Outcome]:
         """Train until nothing is left, or until SIGINT or SIGTERM has been passed on and obeyed."""
@@ -126,13 +94,14 @@ class Pool:
             if pending:
                 start_server(self.preload)
             try:
-                while self.running or (pending and not self._signals):
-                    if self._signals:
+                while self.running or (pending and not self.stopping):
+                    if self.stopping:
                         self._stop()
                     else:
                         pending = self._start_some(pending)
                     wait([run.process.sentinel for run in self.running.values()], timeout=POLL_SECONDS)
-                    self._reap()
+                    pending += self._reap()
+                    pending += self._new()
                     if self.tick is not None:
                         self.tick(self)
             finally:
@@ -149,9 +118,21 @@ class Pool:
                 left.append(task)
             elif (now := standing(task)).finished:
                 self.outcomes[task] = now
+                self._news = True
             else:
                 self._start(task)
         return left
+
+    def _new(self) -> list[Task]:
+        """Tasks that are known now that a run has ended, and were not before."""
+        if not self._news or self.more is None or self.stopping:
+            return []
+        self._news = False
+        new = [task for task in self.more() if task not in self.outcomes]
+        for task in new:
+            now = standing(task)
+            self.outcomes[task] = now if now.finished else replace(now, status="waiting", reason="")
+        return [task for task in new if not self.outcomes[task].finished]
 
     def _start(self, task: Task) -> None:
         log = task.folder / LOG_NAME
@@ -163,21 +144,33 @@ class Pool:
             return
         before = read_status(task.folder)
         args = [*task.args, "--out", str(task.folder), "--quiet"]
+        device = None
+        if self.devices:
+            used = [run.device for run in self.running.values()]
+            device = min(self.devices, key=used.count)
         # Not a daemon: runs have loader workers of their own.
         process = get_context("forkserver").Process(
-            target=run_job, args=(self.entry, args, str(log)), name=task.name, daemon=False
+            target=run_job, args=(self.entry, args, str(log), device), name=task.name, daemon=False
         )
         process.start()
-        self.running[task] = Running(process, before)
+        self.running[task] = Running(process, before, device)
         self.outcomes[task] = Outcome("running")
 
-    def _reap(self) -> None:
+    def _reap(self) -> list[Task]:
+        """Note how runs ended. Those that another process was quicker to take are returned: they come again."""
+        again = []
         for task, run in list(self.running.items()):
             if (code := run.process.exitcode) is not None:
                 run.process.join()
                 run.process.close()
                 del self.running[task]
-                self.outcomes[task] = self._outcome(task, code, run.before)
+                if code == USER_ERROR_EXIT and is_locked(task.folder):
+                    self.outcomes[task] = replace(standing(task), status="waiting", reason="")
+                    again.append(task)
+                else:
+                    self.outcomes[task] = self._outcome(task, code, run.before)
+                    self._news = True
+        return again
 
     def _outcome(self, task: Task, code: int, before: Status | None) -> Outcome:
         """The run's own word where it left one; otherwise what its exit says, recorded for it."""
@@ -185,7 +178,7 @@ class Pool:
         if now.finished if code in (0, 3) else now.ended and read_status(task.folder) != before:
             return now
         step = max(now.step, last_metrics(task.folder / "metrics.jsonl").get("step", 0))
-        if self._signals or code in _INTERRUPTED_CODES:
+        if self.stopping or code in _INTERRUPTED_CODES:
             status, reason = "interrupted", "the run was stopped before it could say so"
         else:
             status, reason = "failed", _reason(code, task.folder / LOG_NAME)
@@ -197,11 +190,12 @@ class Pool:
         """Pass the first signal on once; end what is left at the second, or when its time is over."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.grace
+            self._asked = min(self._signals, 1)  # 0 when the clock asks: then the first signal ends them
             for run in self.running.values():
                 with contextlib.suppress(ProcessLookupError):
                     if run.process.exitcode is None and run.process.pid is not None:
                         os.kill(run.process.pid, signal.SIGINT)
-        elif self._signals > 1 or time.monotonic() > self._deadline:
+        elif self._signals > self._asked or time.monotonic() > self._deadline:
             self._kill()
 
     def _kill(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
-from mmqk.ablation.pool import Outcome, Pool, Task
+from mmqk.ablation.pool import Pool
+from mmqk.ablation.task import Outcome, Task
 from mmqk.ablation.views import Follow
-from mmqk.store import clock, last_metrics
+from mmqk.store import clock, is_locked, last_metrics
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -66,18 +67,21 @@ class Progress:
             sum(steps.values()), sum(t.max_steps - steps[t] for t in open_ended), any(last.values()), now
         )
         if not pool.running:
-            held = [f"another process trains {task.name} in {task.folder}" for task in open_ended]
-            return f"waiting: {held[0]}" if held else "all runs have ended"
+            held = [
+                f"another process trains {t.name} in {t.folder}" for t in open_ended if is_locked(t.folder)
+            ]
+            starting = f"about to start {open_ended[0].name}" if open_ended else "all runs have ended"
+            return f"waiting: {held[0]}" if held else starting
         task = next(iter(pool.running))
         number = list(pool.outcomes).index(task) + 1
-        parts = [f"run {number} of {len(pool.outcomes)}", task.name]
+        parts = [f"run {number} of {len(pool.outcomes) + pool.to_come}", task.name]
         if record := last[task]:
             length = f"/{task.max_steps}" if task.max_steps else ""
             parts += [f"step {record['step']}{length}", f"loss {record['loss']:.2f}"]
         else:
             parts.append("starting")
         parts.append(f"{len(pool.running)} running")
-        if pool.signal_received is not None:
+        if pool.signal_received is not None or pool.stopping:
             parts.append("stopping (again to end at once)")
         elif left is not None:
             parts.append(f"about {clock(left)} left")
@@ -117,8 +121,8 @@ class Progress:
         self._display.update(board(views, self._display.console.width, line), refresh=True)
 
 
-def table(outcomes: Mapping[Task, Outcome], notes: Mapping[Task, str]) -> str:
-    """The runs as text, one a line (last loss in nats a token), then the reasons and notes there are."""
+def table(outcomes: Mapping[Task, Outcome]) -> str:
+    """The runs as text, one a line (last loss in nats a token), then the reasons there are."""
     rows = [("arm", "seed", "status", "step", "last loss", "seconds")]
     for task, out in outcomes.items():
         loss = "" if out.loss is None else f"{out.loss:.3f}"
@@ -133,11 +137,5 @@ def table(outcomes: Mapping[Task, Outcome], notes: Mapping[Task, str]) -> str:
         )
         for row in rows
     ]
-    return "\n".join(line.rstrip() for line in [*lines, *_remarks(outcomes, notes)])
-
-
-def _remarks(outcomes: Mapping[Task, Outcome], notes: Mapping[Task, str]) -> Iterable[str]:
-    for task, out in outcomes.items():
-        for said in (out.reason, notes.get(task, "")):
-            if said:
-                yield f"{task.name} {out.status}: {said}"
+    reasons = [f"{task.name} {out.status}: {out.reason}" for task, out in outcomes.items() if out.reason]
+    return "\n".join(line.rstrip() for line in [*lines, *reasons])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from mmqk.analysis.compared import Group, of_run
+from mmqk.analysis.learning_rates import Choice, chosen, metric_of, told_apart, value_of
 from mmqk.analysis.metrics import Metric, find_metric, is_trained, learnt
+from mmqk.analysis.replays import replay_verdicts
 from mmqk.analysis.runs import Run
-from mmqk.analysis.study import Claim, Study
-from mmqk.analysis.words import number
+from mmqk.analysis.study import RATE, Claim, Study
+from mmqk.analysis.words import listed, number, plural
 from mmqk.store import differing_fields
 
 BOUND_SLACK = 1.01
@@ -30,47 +34,74 @@ class Control:
         return {"name": self.name, "passed": self.passed, "detail": self.detail}
 
 
-def regime_reached(study: Study, claim: Claim, runs: Sequence[Run]) -> Control:
+def regime_reached(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Control:
     """Whether every compared run learnt every modality that it is trained on.
 
     Comparing learnt with unlearnt runs measures learning, whatever it is called.
     """
     unlearnt: dict[tuple[str, str], int] = {}
     untrained: dict[tuple[str, str], None] = {}
-    for run in runs:
-        for modality in study.modalities:
-            if not is_trained(run, modality):
-                untrained[(run.arm, modality)] = None
-            elif not learnt(run, modality):
-                unlearnt[(run.arm, modality)] = unlearnt.get((run.arm, modality), 0) + 1
+    modalities = study.modalities
+    for name, members in compared.items():
+        for run in members.all:
+            for modality in modalities:
+                state = _learning(run, modality)
+                if state == "not trained":
+                    untrained[(name, modality)] = None
+                elif state == "not learnt":
+                    unlearnt[(name, modality)] = unlearnt.get((name, modality), 0) + 1
     parts = [
-        f"{modality} was not learnt in {count} of {sum(r.arm == arm for r in runs)} runs of "
-        f"{study.label(arm)}"
-        for (arm, modality), count in unlearnt.items()
+        f"{modality} was not learnt in {count} of {len(compared[name].all)} runs of {study.label(name)}"
+        for (name, modality), count in unlearnt.items()
     ] or ["every modality that is trained was learnt in every run"]
-    parts += [f"{modality} is not trained in {study.label(arm)}" for arm, modality in untrained]
+    parts += [f"{modality} is not trained in {study.label(name)}" for name, modality in untrained]
     return Control(claim.regime or REGIME_NAME, not unlearnt, "; ".join(parts))
+
+
+def _learning(run: Run, modality: str) -> str:
+    known: dict[str, str] = run.__dict__.setdefault("_learning", {})
+    if modality not in known:
+        trained = is_trained(run, modality)
+        known[modality] = (
+            "not trained" if not trained else "learnt" if learnt(run, modality) else "not learnt"
+        )
+    return known[modality]
 
 
 REGIME_NAME = "modalities learnt"
 
 
-def only_declared_differences(study: Study, claim: Claim, runs: Sequence[Run]) -> Control:
-    """Whether the two arms ran the same code and differ, seed by seed, only in what the grid sets."""
+def only_declared_differences(claim: Claim, compared: Mapping[str, Group], rates_chosen: bool) -> Control:
+    """Whether the two arms ran the same code and differ, seed by seed, only in what the grid sets.
+
+    Args:
+        claim: whose arms they are.
+        compared: their runs.
+        rates_chosen: whether each has a learning rate of its own.
+    """
     name = "arms differ only as declared"
-    if len({run.code for run in runs}) > 1:
+    if len({run.code for members in compared.values() for run in members.all}) > 1:
         return Control(name, False, "the runs were made by different versions of the code")
-    declared = [field for arm in claim.compared for field in study.arms[arm].settings]
-    control = {run.seed: run for run in runs if run.arm == claim.control}
+    first, second = compared[claim.treatment], compared[claim.control]
+    declared = [field for members in (first, second) for arm in members.arms for field in arm.settings]
+    declared += [RATE] if rates_chosen else []
     found: set[str] = set()
-    for run in runs:
-        if run.arm == claim.treatment and run.seed in control:
-            found.update(differing_fields(run.identity, control[run.seed].identity))
+    for seed in first.runs.keys() & second.runs.keys():
+        beside = {_place(run): run for run in second.runs[seed]}
+        for run in first.runs[seed]:
+            # Of two families the runs of one point belong together; an arm of one run stands beside any.
+            other = beside.get(_place(run)) or (second.runs[seed][0] if len(beside) == 1 else None)
+            if other is not None:
+                found.update(differing_fields(run.identity, other.identity))
     extra = sorted(f for f in found if not any(_covers(d, f) for d in declared))
     if extra:
         return Control(name, False, f"they also differ in {', '.join(extra)}")
     named = sorted(f for f in found if not any(other.startswith(f"{f}.") for other in found))
     return Control(name, True, f"they differ in {', '.join(named) or 'nothing'}")
+
+
+def _place(run: Run) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((field, str(value)) for field, value in run.point.items()))
 
 
 def _covers(declared: str, field: str) -> bool:
@@ -95,22 +126,113 @@ def within_bound(runs: Sequence[Run]) -> Control | None:
     )
 
 
-def _reached(metric: Metric, run: Run, modality: str | None) -> float:
+def _reached(control: Claim, metric: Metric, run: Run, modality: str | None) -> float:
     # Of a run that ended in NaN only what was seen before is evidence.
-    value = metric.measure(run, modality)
+    value = of_run(run, control.metric)
     return metric.worst_seen(run, modality) if math.isinf(value) else value
 
 
-def reaches(study: Study, control: Claim) -> Control:
-    """Whether a control's arms show what they are known to show: the metric can move, and we see it."""
+def reaches(study: Study, control: Claim, name: str, wanted: bool = True) -> Control:
+    """Whether a control's arms show what they are known to show: the metric can move, and we see it.
+
+    Args:
+        study: with its runs.
+        control: the claim of status "control".
+        name: "positive control", "negative control" or "manipulation check".
+        wanted: whether every arm is to reach it; of a negative control, none is.
+    """
     metric, modality = find_metric(control.metric)
+    assert isinstance(metric, Metric)
     seen, passed = [], True
     for arm in control.arms:
-        values = [_reached(metric, run, modality) for run in study.finished(arm)]
+        runs = [run for a in study.arms_of(arm, control.at) for run in study.finished(a.name)]
+        values = [_reached(control, metric, run, modality) for run in runs]
         median = float(np.median(values)) if values else math.nan
-        passed = passed and median >= control.at_least
+        passed = passed and (median >= control.at_least if wanted else median < control.at_least)
         seen.append(
             f"{number(median)} in {study.label(arm)}" if values else f"no finished run of {study.label(arm)}"
         )
-    what = f"{metric.label} at least {control.at_least:g}"
-    return Control(f"positive control {control.id}", passed, f"{what}: {', '.join(seen)}")
+    what = f"{metric.label} {'at least' if wanted else 'below'} {control.at_least:g}"
+    return Control(f"{name} {control.id}", passed, f"{what}: {', '.join(seen)}")
+
+
+def numerics_agree(study: Study, compared: Mapping[str, Group]) -> Control | None:
+    """Whether no divergence that is compared is one of numerics, by its replays; None where nothing diverged."""
+    diverged = [run.name for g in compared.values() for run in g.all if run.status.status == "diverged"]
+    if not diverged:
+        return None
+    labels = {found.of: found.label for found in replay_verdicts(study.runs)}
+    counts = Counter(labels.get(name, "not replayed") for name in diverged)
+    detail = f"of {plural(len(diverged), 'divergence')}: " + listed(
+        [f"{n} {label}" for label, n in counts.items()]
+    )
+    return Control("divergences are not numerics", not counts["numerics"], detail)
+
+
+def rates(study: Study, claim: Claim, compared: Mapping[str, Group]) -> tuple[list[Control], str]:
+    """Whether the learning rates of the arms are what the claim says, and in words which they are.
+
+    Nothing for arms that set their rates themselves, unless the claim insists on a rule.
+    """
+    arms = [arm for members in compared.values() for arm in members.arms]
+    choices = {arm.name: choice for arm in arms if (choice := chosen(study, arm)) is not None}
+    used = {a.name: {_rate(run) for run in study.finished(a.name)} for a in arms}
+    if not choices:
+        if claim.lr_rule == "own_best":
+            return [Control("own best learning rate", False, "no runs chose it")], ""
+        if claim.lr_rule == "matched":
+            both = [set().union(*(used[arm.name] for arm in g.arms)) for g in compared.values()]
+            said = " and ".join(listed([f"{rate:g}" for rate in sorted(one)]) for one in both)
+            return [Control("matched learning rate", len({frozenset(one) for one in both}) == 1, said)], ""
+        return [], ""
+    words, wrong, edges = [], [], []
+    for arm in arms:
+        label = study.label(arm.name)
+        choice = choices.get(arm.name)
+        if choice is None:
+            wrong.append(f"no finished run chose that of {label}")
+            continue
+        words.append(f"{choice.rate:g} ({label}; tried {listed([f'{rate:g}' for rate in choice.means])})")
+        if used[arm.name] - {choice.rate}:
+            ran = listed([f"{rate:g}" for rate in sorted(used[arm.name])])
+            wrong.append(f"{label} ran at {ran}, and the best is {choice.rate:g}")
+        if choice.at_edge:
+            edges.append(f"{choice.rate:g} of {label} is an end of what was tried: try more")
+    name = "own best learning rate"
+    found = [Control(name, not wrong, "; ".join(wrong or words))]
+    found.append(
+        Control(f"{name} inside the grid", not edges, "; ".join(edges) or "none is an end of what was tried")
+    )
+    if not wrong:
+        found += _apart(study, compared, choices)
+    return found, f"Own best learning rates: {listed(words)}."
+
+
+def _apart(study: Study, compared: Mapping[str, Group], choices: Mapping[str, Choice]) -> list[Control]:
+    """That arms with different rates differ by more than the luck of the choice; arms are paired by their points."""
+    first, second = (
+        (list(members.arms) for members in list(compared.values())[:2]) if len(compared) > 1 else ([], [])
+    )
+    close = []
+    different = 0
+    for one, other in zip(first, second, strict=False):
+        a, b = choices[one.name], choices[other.name]
+        values = [
+            [value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in (one, other)
+        ]
+        different += a.rate != b.rate
+        if not told_apart(a, b, values):
+            close.append(f"{a.rate:g} ({study.label(one.name)}) and {b.rate:g} ({study.label(other.name)})")
+    if not different:
+        return []
+    detail = (
+        f"the runs that chose {listed(close)} do not tell these rates apart: give lr.seeds more, or match the rates"
+        if close
+        else "the runs that chose them tell the rates apart"
+    )
+    return [Control("learning rates differ by more than chance", not close, detail)]
+
+
+def _rate(run: Run) -> float:
+    value = run.setting(RATE, math.nan)
+    return float(value) if isinstance(value, int | float) else math.nan

@@ -1,126 +1,46 @@
-"""The numbers of a figure, before anything is drawn: what a CSV holds and a panel shows."""
+"""Curves of runs: by means where there is a value a step, thinned where there are many, medians over seeds."""
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmqk.analysis.runs import EMPTY, Run, Series
+from mmqk.analysis.shapes import Line
 from mmqk.analysis.study import Study
 
-POINTS = 120
+# Points of a line, and of all lines of a figure together: 300 runs must fit in a page of 5 MB.
+POINTS, ALL_POINTS, FEWEST = 120, 14_000, 16
+COLUMNS = 160
 
 
-@dataclass(frozen=True)
-class Line:
-    """A curve of one run (role "seed"), of an arm's median over seeds, or of an arm's QK-Norm bound.
+def points_a_line(lines: int) -> int:
+    """How many points each of so many lines may have."""
+    return min(POINTS, max(FEWEST, ALL_POINTS // max(lines, 1)))
 
-    Attributes:
-        alone: the only run of its arm, and so drawn like a median.
-        diverged: the run was stopped where the line ends.
+
+def thinned(series: Series, points: int) -> Series:
+    """A series of at most ``points`` points: the lowest and the highest of each stretch, and both ends.
+
+    So a spike stays, and nothing is averaged.
     """
-
-    arm: str
-    modality: str
-    seed: int | None
-    steps: NDArray[np.float64]
-    values: NDArray[np.float64]
-    role: Literal["seed", "median", "bound"] = "seed"
-    alone: bool = False
-    diverged: bool = False
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes: steps against a statistic.
-
-    Attributes:
-        statistic: its name in the CSV.
-        title: the modality, as a rule.
-        ylabel: with its unit.
-        log: logarithmic values.
-        top: nothing above is drawn; NaN for no such limit.
-        right: label and factor of a second scale on the right.
-    """
-
-    statistic: str
-    title: str
-    ylabel: str
-    lines: tuple[Line, ...]
-    log: bool = False
-    top: float = math.nan
-    right: tuple[str, float] | None = None
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """One statistic of one arm by layer and step, the median over seeds; ``values`` has shape (L, steps)."""
-
-    statistic: str
-    title: str
-    label: str
-    arm: str
-    modality: str
-    steps: NDArray[np.float64]
-    values: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Panels with a title that says what they show.
-
-    Attributes:
-        name: of its files.
-        reading: one sentence, from the numbers.
-        caption: how to read it.
-        rows: the panels; those of a row share their y-axis.
-        arms: for the legend.
-        modalities: for the legend.
-    """
-
-    name: str
-    reading: str
-    caption: str
-    rows: tuple[tuple[Panel | HeatMap, ...], ...]
-    arms: tuple[str, ...]
-    modalities: tuple[str, ...]
-
-    @property
-    def panels(self) -> list[Panel | HeatMap]:
-        """All of them, row by row."""
-        return [panel for row in self.rows for panel in row]
-
-    def csv(self) -> str:
-        """The plotted numbers, one a line; the seed of a line over several is "median"."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["statistic", "arm", "modality", "seed", "layer", "step", "value"])
-        for panel in self.panels:
-            if isinstance(panel, HeatMap):
-                for layer, row in enumerate(panel.values):
-                    for step, value in zip(panel.steps, row, strict=True):
-                        cells = [panel.statistic, panel.arm, panel.modality, "median", layer]
-                        writer.writerow([*cells, _cell(step), _cell(value)])
-                continue
-            for line in panel.lines:
-                statistic = "attn_logit_bound" if line.role == "bound" else panel.statistic
-                seed = "median" if line.seed is None else line.seed
-                for step, value in zip(line.steps, line.values, strict=True):
-                    writer.writerow([statistic, line.arm, line.modality, seed, "", _cell(step), _cell(value)])
-        return out.getvalue()
-
-
-def _cell(value: float) -> str:
-    return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
+    steps, values = series
+    if len(steps) <= points:
+        return series
+    bins = max(1, (points - 2) // 2)
+    kept = {0, len(steps) - 1}
+    for part in np.array_split(np.arange(len(steps)), bins):
+        finite = part[np.isfinite(values[part])]
+        if len(finite):
+            kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
+        kept |= {int(part[-1])} if len(finite) < len(part) else set()
+    at = np.array(sorted(kept))
+    return steps[at], values[at]
 
 
 def binned(series: Series, width: int) -> Series:
@@ -135,15 +55,18 @@ def binned(series: Series, width: int) -> Series:
     return np.bincount(index, steps) / count, np.bincount(index, values) / count
 
 
-def bin_width(study: Study) -> int:
+def bin_width(study: Study, points: int = POINTS) -> int:
     """Steps a point of a per-step curve stands for, one number for the whole study."""
-    return max(1, math.ceil(max((run.last_step for run in study.runs), default=1) / POINTS))
+    return max(1, math.ceil(max((run.last_step for run in study.runs), default=1) / points))
 
 
 def arm_lines(
-    study: Study, arms: Sequence[str], modality: str, series: Callable[[Run], Series]
+    study: Study, arms: Sequence[str], modality: str, series: Callable[[Run], Series], points: int = POINTS
 ) -> tuple[Line, ...]:
-    """A thin line a seed and the median of each arm, up to the last step that all its seeds reached."""
+    """A thin line a run and the median of each arm, up to the last step that all its runs reached.
+
+    Each of at most ``points`` points, the lowest and highest of every stretch.
+    """
     lines: list[Line] = []
     for arm in arms:
         found = [(run, *series(run)) for run in study.of_arm(arm)]
@@ -154,17 +77,22 @@ def arm_lines(
                     arm,
                     modality,
                     run.seed,
-                    steps.astype(float),
-                    values,
+                    *_as_line(steps, values, points),
                     alone=len(found) == 1,
                     diverged=run.status.status == "diverged",
+                    run=run.name,
                 )
             )
         if len(found) > 1:
             steps, values = median_over([(s, v) for _, s, v in found])
             if len(steps):
-                lines.append(Line(arm, modality, None, steps.astype(float), values, role="median"))
+                lines.append(Line(arm, modality, None, *_as_line(steps, values, points), role="median"))
     return tuple(lines)
+
+
+def _as_line(steps: NDArray, values: NDArray, points: int) -> tuple[NDArray, NDArray]:
+    steps, values = thinned((steps, values), points)
+    return steps.astype(float), values
 
 
 def median_over(series: Sequence[Series]) -> Series:
@@ -187,7 +115,7 @@ def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line,
         series = [run.combined("attn_logit_bound", np.max) for run in study.of_arm(arm)]
         steps, values = median_over([s for s in series if len(s[0])])
         if len(steps):
-            lines.append(Line(arm, modality, None, steps.astype(float), values, role="bound"))
+            lines.append(Line(arm, modality, None, *_as_line(steps, values, POINTS), role="bound"))
     return tuple(lines)
 
 
@@ -228,7 +156,16 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
                 row[here] = np.fmax(row[here], _worst(values[there]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a cell that no seed has
-        return steps.astype(float), np.nanmedian(stacked, axis=0)
+        return _columns(steps.astype(float), np.nanmedian(stacked, axis=0))
+
+
+def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:
+    """At most `COLUMNS` of them, each the largest of those it stands for, at the last of their steps."""
+    if len(steps) <= COLUMNS:
+        return steps, values_LS
+    parts = np.array_split(np.arange(len(steps)), COLUMNS)
+    largest = [np.fmax.reduce(values_LS[:, part], axis=1) for part in parts]
+    return steps[[part[-1] for part in parts]], np.stack(largest, axis=1)
 
 
 def _worst(values: NDArray) -> NDArray:

@@ -1,138 +1,143 @@
-"""Figures as SVG panels, which a page can reflow, and as one PNG. Colour is arm, line style is modality."""
+"""Panels drawn on axes. Colour is arm, line style is modality."""
 
 from __future__ import annotations
 
-import io
-import textwrap
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from mmqk.analysis.curves import Figure, HeatMap, Line, Panel
+from mmqk.analysis.shapes import Figure, HeatMap, Line, Panel
 from mmqk.analysis.study import Study
-from mmqk.analysis.style import INK, RC, STYLES, arm_colours
+from mmqk.analysis.style import GREY, INK, RC, STYLES, arm_colours
 from mmqk.analysis.svg import svg_element
 
 PANEL_INCHES = (5.4, 3.5)
 HEAT_INCHES = (5.4, 2.5)
-DPI = 130
+# Of three or more abreast: words are as large as elsewhere.
+THIRD_INCHES = (3.9, 3.1)
+WIDE_INCHES = 9.6
+LABEL_INCHES = 0.48
 # Below this ratio of its ends a logarithmic axis has no ticks worth reading.
 WORTH_A_LOG = 5
 NICE = (1, 2, 2.5, 5, 10)
+# From here on thin lines are thinner and paler, or they are a single blot.
+MANY_LINES = 24
 
 
-def svg_panels(study: Study, figure: Figure) -> list[str]:
+@dataclass(frozen=True)
+class Brush:
+    """What every panel of a study needs: colours by arm, line styles by modality."""
+
+    colours: Mapping[str, str]
+    styles: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, study: Study) -> Brush:
+        """That of a study."""
+        styles = {m: STYLES[i % len(STYLES)] for i, m in enumerate(study.modalities)}
+        return cls(arm_colours(study), styles)
+
+
+def svg_panels(brush: Brush, figure: Figure) -> list[str]:
     """Every panel as an SVG element for a page; with ids of its own."""
     drawn = []
+    heat = heat_range(figure)
     with matplotlib.rc_context(RC):
         for r, row in enumerate(figure.rows):
-            limits = _limits(row)
             for c, panel in enumerate(row):
-                canvas = Canvas(figsize=HEAT_INCHES if isinstance(panel, HeatMap) else PANEL_INCHES)
+                canvas = Canvas(figsize=_inches(panel, len(row)))
                 FigureCanvasSVG(canvas)
-                axes = canvas.add_axes(_frame(panel))
-                _draw(study, axes, panel, limits, _heat_range(figure))
+                draw(brush, canvas.add_axes(_frame(panel, len(row))), panel, limits(row, panel), heat)
                 what = panel.label if isinstance(panel, HeatMap) else panel.ylabel
-                label = f"{panel.title}: {what} by optimizer step"
-                drawn.append(svg_element(canvas, f"{figure.name}-{r}{c}", label))
+                by = "optimizer step" if isinstance(panel, HeatMap) else panel.xlabel or "arm"
+                drawn.append(svg_element(canvas, f"{figure.name}-{r}{c}", f"{panel.title}: {what} by {by}"))
     return drawn
 
 
-def png(study: Study, figure: Figure) -> bytes:
-    """The whole figure with its title and legend."""
-    rows, columns = len(figure.rows), max(len(row) for row in figure.rows)
-    heat = isinstance(figure.rows[0][0], HeatMap)
-    width = 5.2 * max(columns, 2)
-    title = textwrap.wrap(figure.reading, int(width * 8.7))
-    head = 0.27 * len(title) + (0.2 if heat else 0.2 + 0.23 * -(-_legend_entries(figure) // 3))
-    height = head + rows * (2.4 if heat else 3.2)
-    with matplotlib.rc_context(RC):
-        canvas = Canvas(figsize=(width, height), facecolor="white")
-        FigureCanvasAgg(canvas)
-        grid = canvas.add_gridspec(
-            rows,
-            columns,
-            left=0.075,
-            right=0.935 if _has_right(figure) else 0.97,
-            top=1 - (head + 0.35) / height,
-            bottom=0.55 / height,
-            wspace=0.32 if _has_right(figure) else 0.2,
-            hspace=0.55 if heat else 0.36,
-        )
-        for r, row in enumerate(figure.rows):
-            limits = _limits(row)
-            for c, panel in enumerate(row):
-                _draw(study, canvas.add_subplot(grid[r, c]), panel, limits, _heat_range(figure))
-        canvas.text(
-            0.012,
-            1 - 0.1 / height,
-            "\n".join(title),
-            va="top",
-            fontsize=13,
-            fontweight="bold",
-            linespacing=1.3,
-        )
-        if not heat:
-            canvas.legend(
-                handles=_legend(study, figure),
-                loc="upper left",
-                bbox_to_anchor=(0.006, 1 - (0.08 + 0.27 * len(title)) / height),
-                ncols=3,
-                frameon=False,
-                handlelength=2.6,
-            )
-        out = io.BytesIO()
-        canvas.savefig(out, format="png", dpi=DPI, metadata={"Software": None})
-    return out.getvalue()
+def _inches(panel: Panel | HeatMap, abreast: int) -> tuple[float, float]:
+    if isinstance(panel, HeatMap):
+        return HEAT_INCHES
+    if panel.height:
+        return WIDE_INCHES, panel.height
+    return THIRD_INCHES if abreast > 2 else PANEL_INCHES
 
 
-def _frame(panel: Panel | HeatMap) -> tuple[float, float, float, float]:
+def _frame(panel: Panel | HeatMap, abreast: int) -> tuple[float, float, float, float]:
     """Where the axes of a panel of its own lie in it: left, bottom, width, height."""
     if isinstance(panel, HeatMap):
         return (0.135, 0.215, 0.82, 0.655)
+    if panel.height:
+        return (0.01, 0.55 / panel.height, 0.98, 1 - 0.65 / panel.height)
+    if abreast > 2 and panel.right is None:
+        return (0.185, 0.17, 0.77, 0.725)
     return (0.135, 0.16, 0.845 if panel.right is None else 0.745, 0.735)
 
 
-def _draw(
-    study: Study,
+def draw(
+    brush: Brush,
     axes: Axes,
     panel: Panel | HeatMap,
-    limits: tuple[float, float] | None,
+    y_limits: tuple[float, float] | None,
     heat: tuple[float, float] | None,
 ) -> None:
+    """One panel on its axes."""
     axes.set_title(panel.title, pad=7)
-    axes.set_xlabel("optimizer step", labelpad=3)
     if isinstance(panel, HeatMap):
         assert heat is not None
+        axes.set_xlabel("optimizer step", labelpad=3)
         _draw_heat(axes, panel, heat)
         return
-    colours = arm_colours(study)
-    styles = {m: STYLES[i % len(STYLES)] for i, m in enumerate(study.modalities)}
+    axes.set_xlabel(panel.xlabel, labelpad=3)
+    runs = sum(line.role == "seed" for line in panel.lines)
     for line in panel.lines:
-        _draw_line(axes, line, colours, styles)
+        _draw_line(axes, line, brush, runs > MANY_LINES, 0.5 if runs < 4 * MANY_LINES else 0.3)
     _name_bound(axes, [line for line in panel.lines if line.role == "bound"])
+    for x, y, text, side in panel.notes:
+        axes.annotate(
+            text,
+            (x, y),
+            xytext=(3 if side == "right" else -3, 3),
+            textcoords="offset points",
+            ha="left" if side == "right" else "right",
+            va="bottom",
+            fontsize=9.5,
+        )
+    _set_x(axes, panel)
+    if panel.height:
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.grid(False, axis="y")
+        if y_limits is not None:
+            axes.set_ylim(y_limits[0] - 0.3, y_limits[1] + 0.9)
+        return
     axes.set_ylabel(panel.ylabel)
-    axes.yaxis.set_label_coords(-0.105, 0.5)
-    if limits is not None:
-        logarithmic = panel.log and limits[1] / limits[0] > WORTH_A_LOG
-        if logarithmic:
+    # As far from the axis in every panel, whatever its width: labels of a column stand under each other.
+    assert axes.figure is not None
+    inches = axes.get_position().width * cast(Canvas, axes.figure).get_figwidth()
+    axes.yaxis.set_label_coords(-LABEL_INCHES / inches, 0.5)
+    _set_y(axes, panel, y_limits)
+
+
+def _set_y(axes: Axes, panel: Panel, y_limits: tuple[float, float] | None) -> None:
+    if y_limits is not None:
+        if panel.log and y_limits[1] / y_limits[0] > WORTH_A_LOG:
             axes.set_yscale("log")
-            narrow = limits[1] / limits[0] < 60
+            narrow = y_limits[1] / y_limits[0] < 60
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
             axes.yaxis.set_minor_locator(NullLocator())
         else:
             axes.yaxis.set_major_locator(MaxNLocator(6, steps=NICE))
         axes.yaxis.set_major_formatter(FuncFormatter(_plain))
-        axes.set_ylim(*limits)
+        axes.set_ylim(*y_limits)
     if panel.right is not None:
         label, factor = panel.right
         there, back = (lambda v: np.asarray(v) * factor), (lambda v: np.asarray(v) / factor)
@@ -140,28 +145,60 @@ def _draw(
         second.set_ylabel(label, labelpad=3)
         second.spines["right"].set_visible(False)
         second.yaxis.set_major_formatter(FuncFormatter(_plain))
-    last = max((line.steps[-1] for line in panel.lines), default=1.0)
-    axes.set_xlim(0, 1.015 * last)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=NICE))
-    axes.xaxis.set_major_formatter(FuncFormatter(_commas))
 
 
-def _draw_line(axes: Axes, line: Line, colours: Mapping[str, str], styles: Mapping[str, Any]) -> None:
-    colour = colours.get(line.arm, INK)
+def _set_x(axes: Axes, panel: Panel) -> None:
+    # A fit is drawn at many x that nobody chose.
+    chosen = [line.steps for line in panel.lines if line.role != "fit"]
+    at = np.concatenate(chosen) if chosen else np.ones(1)
+    if panel.ticks:
+        axes.set_xlim(-0.6, len(panel.ticks) - 0.4)
+        axes.xaxis.set_major_locator(FixedLocator(range(len(panel.ticks))))
+        axes.set_xticklabels(panel.ticks)
+        axes.grid(False, axis="x")
+    elif panel.xlog:
+        axes.set_xscale("log")
+        low, high = float(at.min()), float(at.max())
+        pad = max((high / low) ** 0.06, 1.15)
+        axes.set_xlim(low / pad, high * pad)
+        # The values themselves, where there are few: a sweep has no others.
+        values = sorted(set(at.tolist()))
+        near = math.log(high / low) / 9 if high > low else 0
+        kept = [v for i, v in enumerate(values) if i == 0 or math.log(v / values[i - 1]) > near]
+        axes.xaxis.set_major_locator(FixedLocator(kept if len(kept) <= 9 else [values[0], values[-1]]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    else:
+        axes.set_xlim(0, 1.015 * max(float(at.max()), 1.0) if panel.lines else 1.0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=NICE))
+        axes.xaxis.set_major_formatter(FuncFormatter(_commas))
+
+
+def _draw_line(axes: Axes, line: Line, brush: Brush, many: bool, alpha: float) -> None:
+    colour = line.colour or brush.colours.get(line.arm, INK)
     if line.role == "bound":
         axes.plot(line.steps, line.values, color=colour, linewidth=1.4, linestyle=(0, (1, 1.4)))
         return
-    thick = line.role == "median" or line.alone
-    # Over-long dashes would swallow a thin line's shape; its style is that of its modality all the same.
+    if line.role == "fit":
+        axes.plot(line.steps, line.values, color=colour, linewidth=1.3, linestyle=(0, (5, 2)), zorder=2)
+        return
+    thick = line.role == "median" or (line.alone and not many)
+    grey = colour == GREY
+    style = line.dash if line.dash is not None else brush.styles.get(line.modality, "-")
     axes.plot(
         line.steps,
         line.values,
         color=colour,
-        linestyle=styles.get(line.modality, "-"),
-        linewidth=2.2 if thick else 0.9,
-        alpha=1 if thick else 0.5,
-        zorder=3 if thick else 2,
+        # Over-long dashes would swallow a thin line's shape; its style is that of its modality all the same.
+        linestyle="none" if line.scatter else style,
+        linewidth=2.2 if thick else 0.7 if many or grey else 0.9,
+        alpha=1 if thick or line.scatter else alpha,
+        zorder=4 if thick else 1.9 if grey else 2.5,
         solid_capstyle="round",
+        marker=line.marker or None,
+        markersize=6 if line.scatter else 5,
+        markeredgewidth=1.6 if line.marker == "x" else 1.2,
+        markerfacecolor="white" if line.marker == "D" else colour,
     )
     if line.diverged:
         axes.plot(
@@ -169,8 +206,8 @@ def _draw_line(axes: Axes, line: Line, colours: Mapping[str, str], styles: Mappi
             line.values[-1:],
             "x",
             color=colour,
-            markersize=9,
-            markeredgewidth=2.2,
+            markersize=6 if many else 9,
+            markeredgewidth=1.4 if many else 2.2,
             clip_on=False,
         )
 
@@ -208,6 +245,7 @@ def _draw_heat(axes: Axes, panel: HeatMap, heat: tuple[float, float]) -> None:
     axes.set_ylabel("layer")
     axes.yaxis.set_major_locator(MaxNLocator(min(layers, 8), integer=True))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=NICE))
+    axes.xaxis.set_major_formatter(FuncFormatter(_commas))
     assert axes.figure is not None
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06)
     narrow = heat[1] / heat[0] < 60
@@ -217,26 +255,29 @@ def _draw_heat(axes: Axes, panel: HeatMap, heat: tuple[float, float]) -> None:
     cast(Any, bar.outline).set_visible(False)
 
 
-def _limits(row: Sequence[Panel | HeatMap]) -> tuple[float, float] | None:
-    """One y-range for the panels of a row, so that modalities can be compared by eye."""
-    panels = [panel for panel in row if isinstance(panel, Panel)]
-    values = [line.values[np.isfinite(line.values)] for panel in panels for line in panel.lines]
-    together = np.concatenate(values) if values else np.zeros(0)
-    if not len(together):
+def limits(row: Sequence[Panel | HeatMap], panel: Panel | HeatMap) -> tuple[float, float] | None:
+    """The y-range of a panel: one for those of a row that share it, so that modalities can be compared by eye."""
+    if isinstance(panel, HeatMap):
         return None
+    panels = [p for p in row if isinstance(p, Panel) and p.shared] if panel.shared else [panel]
+    values = [line.values[np.isfinite(line.values)] for p in panels for line in p.lines]
+    together = np.concatenate(values) if values else np.zeros(0)
     if panels[0].log:
         together = together[together > 0]
-        low, high = float(together.min()), float(together.max())
+    if not len(together):
+        return None
+    low, high = float(together.min()), float(together.max())
+    if panels[0].log:
         pad = max((high / low) ** 0.06, 1.08)
         return low / pad, high * pad * 1.1
-    low, high = float(together.min()), float(together.max())
     if np.isfinite(panels[0].top):
-        high = min(high, panels[0].top)
+        high = max(min(high, panels[0].top), low)
     pad = max(0.05 * (high - low), 0.02)
     return low - pad, high + pad
 
 
-def _heat_range(figure: Figure) -> tuple[float, float] | None:
+def heat_range(figure: Figure) -> tuple[float, float] | None:
+    """One colour scale for the heat maps of a figure; None without any."""
     maps = [panel.values for panel in figure.panels if isinstance(panel, HeatMap)]
     if not maps:
         return None
@@ -245,32 +286,20 @@ def _heat_range(figure: Figure) -> tuple[float, float] | None:
     return low, max(high, low * 1.01)
 
 
-def _has_right(figure: Figure) -> bool:
-    return any(isinstance(panel, Panel) and panel.right is not None for panel in figure.panels)
-
-
-def _legend_entries(figure: Figure) -> int:
-    return len(figure.arms) + (len(figure.modalities) if len(figure.modalities) > 1 else 0)
-
-
-def _legend(study: Study, figure: Figure) -> list[Line2D]:
-    colours = arm_colours(study)
-    handles = [
-        Line2D([], [], color=colours[arm], linewidth=2.4, label=study.label(arm)) for arm in figure.arms
-    ]
-    if len(figure.modalities) > 1:
-        handles += [
-            Line2D([], [], color=INK, linewidth=1.6, linestyle=STYLES[i % len(STYLES)], label=modality)
-            for i, modality in enumerate(figure.modalities)
-        ]
-    return handles
-
-
 def _plain(value: float, _position: int | None = None) -> str:
     """A value on an axis: 250, 10k, 2e6."""
     if abs(value) >= 1e6:
         return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
+
+
+def _short(value: float, _position: int | None = None) -> str:
+    """A learning rate or a number of parameters: 0.003, 1e-4, 2.4M."""
+    if value >= 1e3:
+        for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+            if value >= size:
+                return f"{value / size:.3g}{letter}"
+    return f"{value:.0e}".replace("e-0", "e-") if value < 1e-3 else f"{value:g}"
 
 
 def _commas(value: float, _position: int | None = None) -> str:

@@ -22,17 +22,23 @@ MARKS = {
 }
 
 
-def headline(study: Study, verdicts: Sequence[Verdict]) -> tuple[str, list[str]]:
-    """The page's title, and the sentences under it: what each further claim found."""
+def lead(study: Study, verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
+    """The verdicts that the title is about, and those of the sentences under it."""
     by_id = {v.claim.id: v for v in verdicts}
     named = study.report.get("headline")
     first = [by_id[i] for i in ([named] if isinstance(named, str) else named or []) if i in by_id]
     decided = [v for v in verdicts if v.claim.decided]
-    lead = first or decided[:1]
-    if not lead:
-        return _plain_headline(study), [finding(study, v) for v in verdicts]
-    title = "; ".join(finding(study, v).rstrip(".") for v in lead)
-    return title, [finding(study, v) for v in decided if v not in lead]
+    leading = first or decided[:1]
+    if not leading:
+        return [], list(verdicts)
+    return leading, [v for v in decided if v not in leading]
+
+
+def headline(study: Study, verdicts: Sequence[Verdict]) -> tuple[str, list[str]]:
+    """The page's title, and the sentences under it: what each further claim found."""
+    leading, rest = lead(study, verdicts)
+    title = "; ".join(finding(study, v).rstrip(".") for v in leading)
+    return title or _plain_headline(study), [finding(study, v) for v in rest]
 
 
 def finding(study: Study, verdict: Verdict) -> str:
@@ -46,6 +52,12 @@ def finding(study: Study, verdict: Verdict) -> str:
     words = numbers_here(verdict)
     if template := claim.finding.get(verdict.verdict):
         return template.format(**words)
+    tail = _tail(verdict)
+    if claim.test == "count":
+        shares = [f"{a} of {n} runs of “{study.label(arm)}”" for arm, (a, n) in verdict.counts.items()]
+        what = verdict.metric.label.removeprefix("share of runs ")
+        interval = f"95 % interval {words['low']} to {words['high']}"
+        return f"{capital(listed(shares))} are ones {what} (difference {words['ratio']}, {interval}){tail}."
     amount = "{ratio} times as high in" if verdict.metric.scale == "log" else "{size} higher in"
     if verdict.metric.scale == "linear" and effect.value < 0:
         amount = "{size} lower in"
@@ -53,16 +65,23 @@ def finding(study: Study, verdict: Verdict) -> str:
     interval = (
         "95 % interval {low} to {high}, {seeds} an arm" if effect.has_interval else "{seeds}, no interval"
     )
-    tail = {
-        "reproduced": "",
-        "contradicted": f", short of the smallest effect of interest, {_threshold(verdict)}",
-        "inconclusive": f", which does not decide {claim.id}{_because(verdict)}",
-    }[verdict.verdict]
     sentence = (
         f"The {verdict.metric.label} ended {amount} “{study.label(claim.treatment)}” {than} in "
         f"“{study.label(claim.control)}” ({interval}){tail}."
     )
     return sentence.format(**words)
+
+
+def _tail(verdict: Verdict) -> str:
+    """What the number means for the claim."""
+    threshold, equivalence = _threshold(verdict), verdict.claim.test == "equivalence"
+    return {
+        "reproduced": f", no difference as large as {threshold}" if equivalence else "",
+        "contradicted": f", a difference of at least {threshold}"
+        if equivalence
+        else f", short of the smallest effect of interest, {threshold}",
+        "inconclusive": f", which does not decide {verdict.claim.id}{_because(verdict)}",
+    }[verdict.verdict]
 
 
 def _because(verdict: Verdict) -> str:
@@ -109,10 +128,12 @@ def number_here(study: Study, verdict: Verdict) -> tuple[str, str]:
 
 def _threshold(verdict: Verdict) -> str:
     delta = verdict.claim.delta
-    sign = 1 if verdict.claim.direction == "greater" else -1
+    either = verdict.claim.test == "equivalence"
+    sign = 1 if either else verdict.claim.sign
+    way = " either way" if either else ""
     if verdict.metric.scale == "log":
-        return f"a factor of {number(math.exp(sign * delta))}"
-    return f"{number(sign * delta)} {verdict.metric.unit}"
+        return f"a factor of {number(math.exp(sign * delta))}{way}"
+    return f"{number(sign * delta)} {verdict.metric.unit}".strip() + way
 
 
 def threshold_in_words(verdict: Verdict) -> str:
@@ -153,7 +174,8 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
                 items.append(f"{verdict.claim.id}: “{control.name}” did not pass: {control.detail}.")
     powers: dict[int, list[str]] = {}
     for verdict in verdicts:
-        if verdict.effect is not None and (size := detectable_in_words(verdict)):
+        equivalence = verdict.claim.test == "equivalence"
+        if verdict.effect is not None and not equivalence and (size := detectable_in_words(verdict)):
             powers.setdefault(verdict.effect.n, []).append(f"{size} ({verdict.claim.id})")
     items += [
         f"Effects short of {listed(sizes)}: {plural(n, 'seed')} an arm reproduce such a claim less than four times "

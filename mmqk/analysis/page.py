@@ -1,4 +1,4 @@
-"""The page: a study's verdicts and figures as index.html, report.md, figures/ and verdicts.json.
+"""The page: findings and figures as index.html, report.md, figures/ and verdicts.json.
 
 Two reports of the same runs are the same bytes: nothing in them depends on when or where they were made.
 """
@@ -6,24 +6,33 @@ Two reports of the same runs are the same bytes: nothing in them depends on when
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from mmqk.analysis.curves import Figure
-from mmqk.analysis.draw import png, svg_panels
+from mmqk.analysis.claim_figures import claim_figure
+from mmqk.analysis.compose import figure_files
+from mmqk.analysis.draw import Brush, svg_panels
 from mmqk.analysis.figures import figures
-from mmqk.analysis.findings import cannot_tell, headline
+from mmqk.analysis.findings import cannot_tell, finding, headline, lead
+from mmqk.analysis.forks import Node, fork_figure, fork_tree
 from mmqk.analysis.metrics import LEARNT_NATS, LOSS_WINDOW, unigram_entropy
-from mmqk.analysis.study import Study, load_study
-from mmqk.analysis.style import INK, arm_colours, modality_dashes
-from mmqk.analysis.tables import arm_rows, data_rows, environment, run_rows, used_marks, verdict_rows
-from mmqk.analysis.verdicts import Verdict, judge
-from mmqk.analysis.words import plural
+from mmqk.analysis.papers import paper_figures
+from mmqk.analysis.render import TEMPLATES, css, render
+from mmqk.analysis.run_table import anchor, run_rows, totals
+from mmqk.analysis.shapes import Figure, Panel
+from mmqk.analysis.study import Study
+from mmqk.analysis.style import arm_colours
+from mmqk.analysis.tables import arm_rows, claim_sections, data_rows, environment, used_marks, verdict_rows
+from mmqk.analysis.together import Findings, read
+from mmqk.analysis.verdicts import Verdict
+from mmqk.analysis.words import plural, slug
 from mmqk.store import UserError
 
-TEMPLATES = Path(__file__).parent / "templates"
+# The data inspector's page has the same style sheet.
+__all__ = ["TEMPLATES", "write_report"]
+
 SECTIONS = (
     ("attention", "Attention entropy and norms", ("entropy", "norms")),
     ("output", "Output of the last layer", ("final_norm",)),
@@ -31,41 +40,66 @@ SECTIONS = (
     ("not-decided", "Shown, not decided", ("shown",)),
 )
 CHANGED = "Claims were changed after they were first registered."
+# Commands of single runs on the page; each run.json has its own.
+MOST_COMMANDS = 4
 
 
-def write_report(folder: str | Path, out: str | Path) -> tuple[Study, list[Verdict]]:
-    """Read the runs of ``folder`` and write their report into ``out``, which is made if it does not exist.
+@dataclass(frozen=True)
+class Drawn:
+    """Every figure of a page."""
+
+    main: list[Figure]
+    claims: dict[str, Figure]
+    papers: list[Figure]
+    forks: Figure | None
+
+    @property
+    def all(self) -> list[Figure]:
+        """In the page's order."""
+        return [*self.main, *self.claims.values(), *self.papers, *([self.forks] if self.forks else [])]
+
+
+def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) -> tuple[Study, list[Verdict]]:
+    """Read the runs of one folder or of several and write their report into ``out``, made if it does not exist.
 
     Raises:
-        UserError: ``folder`` has no runs or a record that cannot be read; ``out`` cannot be written.
+        UserError: a folder has no runs or a record that cannot be read; ``out`` cannot be written.
     """
-    study = load_study(folder)
+    found = read([folders] if isinstance(folders, str | Path) else folders)
     out = Path(out)
     try:
         # Before anything is drawn: a folder that cannot be written is known at once.
         (out / "figures").mkdir(parents=True, exist_ok=True)
-        verdicts = judge(study)
-        for name, data in _files(study, verdicts).items():
+        for name, data in _files(found).items():
             (out / name).write_bytes(data.encode() if isinstance(data, str) else data)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror or error}): give another --out") from error
-    return study, verdicts
+    return found.study, list(found.verdicts)
 
 
-def _files(study: Study, verdicts: list[Verdict]) -> dict[str, str | bytes]:
+def _files(found: Findings) -> dict[str, str | bytes]:
     """The report's files by name."""
-    drawn = figures(study)
-    files: dict[str, str | bytes] = {
-        "verdicts.json": json.dumps([v.as_record() for v in verdicts], indent=1, ensure_ascii=False) + "\n"
-    }
-    for figure in drawn:
-        files[f"figures/{figure.name}.csv"] = figure.csv()
-        files[f"figures/{figure.name}.png"] = png(study, figure)
-    content = page_content(study, verdicts, drawn)
-    files["report.md"] = _template("report.md").render(content)
-    files["index.html"] = _template("index.html").render(
-        content, css=(TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
+    study = found.study
+    nodes = fork_tree(study)
+    claims = {v.claim.id: claim_figure(study, v) for v in found.verdicts}
+    drawn = Drawn(
+        figures(study),
+        {id: figure for id, figure in claims.items() if figure is not None},
+        paper_figures(study),
+        fork_figure(study, nodes),
     )
+    brush = Brush.of(study)
+    files: dict[str, str | bytes] = {
+        "verdicts.json": json.dumps([v.as_record() for v in found.verdicts], indent=1, ensure_ascii=False)
+        + "\n"
+    }
+    for figure in drawn.all:
+        files[f"figures/{figure.name}.csv"] = figure.csv()
+        for kind, data in figure_files(brush, figure).items():
+            files[f"figures/{figure.name}.{kind}"] = data
+    content = page_content(found, drawn, nodes)
+    files["report.md"] = render("report.md", content)
+    files["index.html"] = render("index.html", content | {"css": css()})
     return files
 
 
@@ -77,35 +111,46 @@ ABOUT_DATA = (
 )
 
 
-def page_content(study: Study, verdicts: list[Verdict], drawn: list[Figure]) -> dict[str, Any]:
+def page_content(found: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[str, Any]:
     """Everything that the templates say, as plain data."""
-    title, standfirst = headline(study, verdicts)
-    views = {figure.name: _view(study, figure) for figure in drawn}
+    study, verdicts = found.study, found.verdicts
+    brush = Brush.of(study)
+    views = {figure.name: _view(study, brush, figure) for figure in drawn.all}
     colours = arm_colours(study)
     rows = run_rows(study, colours)
     shown = {study.label(arm) for arm in study.shown}
+    claims = [
+        row | section | {"figure": views[drawn.claims[row["id"]].name] if row["id"] in drawn.claims else None}
+        for row, section in zip(verdict_rows(study, verdicts), claim_sections(study, verdicts), strict=True)
+    ]
     sections = []
+    if drawn.papers:
+        papers = [views[figure.name] for figure in drawn.papers]
+        sections.append({"id": "papers", "title": "As in the papers", "figures": papers, "ended": []})
     for id, heading, names in SECTIONS:
         present = [views[name] for name in names if name in views]
         if present:
             ended = [row for row in rows if row["label"] in shown] if id == "not-decided" else []
-            sections.append({"id": id, "title": heading, "text": "", "figures": present, "ended": ended})
-    return {
+            sections.append({"id": id, "title": heading, "figures": present, "ended": ended})
+    content = {
         "page": {
-            "title": title,
-            "standfirst": standfirst,
+            "title": headline(study, verdicts)[0],
+            "titles": _titles(study, verdicts),
+            "standfirst": _standfirst(study, verdicts),
             "kicker": _kicker(study),
             "learnt": _about_learning(study),
             "losses": "* marks means of the last training steps; the others are held-out.",
             "window": LOSS_WINDOW,
             "data": ABOUT_DATA,
+            "totals": totals(study),
         },
         "figures": views,
-        "verdicts": verdict_rows(study, verdicts),
+        "verdicts": claims,
         "registration": CHANGED if study.claims_changed else "",
         "marks": used_marks(verdicts),
+        "slugs": {v.claim.id: slug(v.claim.id) for v in verdicts},
         "cannot_tell": cannot_tell(study, verdicts),
-        "commands": _commands(study),
+        "commands": _commands(found),
         "sections": sections,
         "arms": arm_rows(study, colours),
         "data": data_rows(study),
@@ -113,27 +158,122 @@ def page_content(study: Study, verdicts: list[Verdict], drawn: list[Figure]) -> 
         "runs": rows,
         "modalities": study.modalities,
         "environment": environment(study),
+        "forks": _fork_rows(study, nodes, colours),
+        "replays": _replay_rows(found),
     }
+    return content | {"index": _index(content)}
 
 
-def _view(study: Study, figure: Figure) -> dict[str, Any]:
+def _titles(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
+    """The title in parts, each with a link to where its numbers come from."""
+    leading, _ = lead(study, verdicts)
+    parts = [{"text": finding(study, v).rstrip("."), "href": f"#claim-{slug(v.claim.id)}"} for v in leading]
+    return parts or [{"text": headline(study, verdicts)[0], "href": "#runs"}]
+
+
+def _standfirst(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
+    _, rest = lead(study, verdicts)
+    return [{"text": finding(study, v), "href": f"#claim-{slug(v.claim.id)}"} for v in rest]
+
+
+def _index(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The side index: an entry a heading, claims under the verdicts."""
+    claims = [
+        {"href": f"#claim-{v['slug']}", "label": v["id"], "css": v["css"], "title": v["verdict"]}
+        for v in content["verdicts"]
+    ]
+    entries: list[tuple[bool, str, str, list[dict[str, Any]]]] = [
+        (bool(claims), "verdicts", "Verdicts", claims),
+        (bool(content["cannot_tell"]), "cannot-tell", "What this cannot tell", []),
+        (True, "again", "Make it again", []),
+        *((True, s["id"], s["title"], []) for s in content["sections"]),
+        (bool(content["forks"]), "forks-tree", "Forks", []),
+        (bool(content["replays"]), "replays", "Replays", []),
+        (True, "arms", "Where each arm stands", []),
+        (bool(content["data"]), "data", "The data", []),
+        (True, "runs", "All runs", []),
+        (True, "environment", "Environment", []),
+    ]
+    return [
+        {"href": f"#{id}", "label": label, "items": items} for there, id, label, items in entries if there
+    ]
+
+
+def _view(study: Study, brush: Brush, figure: Figure) -> dict[str, Any]:
     """A figure as the template wants it."""
-    colours, dashes = arm_colours(study), modality_dashes(study)
-    legend: list[dict[str, Any]] = []
-    if figure.name != "layers":
-        legend = [
-            {"label": study.label(arm), "colour": colours[arm], "dash": "", "width": 3} for arm in figure.arms
-        ]
-        if len(figure.modalities) > 1:
-            legend += [{"label": m, "colour": INK, "dash": dashes[m], "width": 2} for m in figure.modalities]
+    wide = any(isinstance(panel, Panel) and panel.height for panel in figure.panels)
     return {
         "name": figure.name,
         "reading": figure.reading,
         "caption": figure.caption,
-        "columns": max(2, max(len(row) for row in figure.rows)),
-        "svgs": svg_panels(study, figure),
-        "legend": legend,
+        "like": figure.like,
+        "wide": wide,
+        "columns": 1 if wide else max(2, max(len(row) for row in figure.rows)),
+        "rows": _with_gaps(svg_panels(brush, figure), [len(row) for row in figure.rows]),
+        "legend": [
+            vars(key) | {"href": f"#arm-{slug(key.arms[0])}" if key.arms else ""} for key in figure.legend
+        ],
+        "arms": [
+            {"label": study.label(arm), "href": f"#arm-{slug(arm)}"}
+            for arm in figure.arms
+            if arm in study.arms
+        ],
     }
+
+
+def _with_gaps(svgs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
+    """The panels row by row."""
+    at, rows = 0, []
+    for length in lengths:
+        rows.append(list(svgs[at : at + length]))
+        at += length
+    return rows
+
+
+def _fork_rows(study: Study, nodes: Sequence[Node], colours: dict[str, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "depth": node.depth,
+            "label": f"{study.label(node.run.arm)}, seed {node.run.seed}" if node.run else node.name,
+            "href": f"#{anchor(node.run)}" if node.run else "",
+            "colour": colours.get(node.run.arm, "#000000") if node.run else "#b3bac2",
+            "from": f"from step {node.step:,}" if node.parent >= 0 else "",
+            "changed": node.changed,
+            "remarks": node.remarks,
+            "status": f"{node.run.status.status} at step {node.end:,}"
+            if node.run
+            else "not among these runs",
+        }
+        for node in nodes
+    ]
+
+
+def _replay_rows(found: Findings) -> list[dict[str, Any]]:
+    by_name = {run.name: run for run in found.study.runs}
+    shown = []
+    for replay in found.replays:
+        of = by_name.get(replay.of)
+        shown.append(
+            {
+                "label": f"{found.study.label(of.arm)}, seed {of.seed}" if of else replay.of,
+                "href": f"#{anchor(of)}" if of else "",
+                "verdict": replay.label,
+                "sentence": replay.sentence,
+                "rows": [
+                    {
+                        "depth": f"{100 * row.depth:g} %",
+                        "step": f"{row.step:,}",
+                        "numerics": row.numerics,
+                        "diverged": ", ".join(f"{step:,}" for step in row.diverged) or "none",
+                        "survived": f"{row.survived} of {row.count}",
+                        "horizon": f"{row.horizon:,}",
+                        "runs": [f"#{anchor(by_name[name])}" for name in row.runs if name in by_name],
+                    }
+                    for row in replay.rows
+                ],
+            }
+        )
+    return shown
 
 
 def _kicker(study: Study) -> str:
@@ -144,7 +284,8 @@ def _kicker(study: Study) -> str:
 
 
 def _about_learning(study: Study) -> str:
-    measured = any(unigram_entropy(run, m) > 0 for run in study.runs for m in study.modalities)
+    modalities = study.modalities
+    measured = any(unigram_entropy(run, m) > 0 for run in study.runs for m in modalities)
     floor = (
         "what token frequencies and the form of a sequence give on held-out data (the column “no context”)"
         if measured
@@ -156,33 +297,25 @@ def _about_learning(study: Study) -> str:
     )
 
 
-def _commands(study: Study) -> list[str]:
+def _commands(found: Findings) -> list[str]:
+    """What makes the runs and the page again."""
+    study = found.study
     # An absolute path is true of one machine only.
-    runs = f"runs/{study.name}" if study.registered or study.folder.is_absolute() else study.folder.as_posix()
-    report = f"python -m mmqk.report {runs} --out reports/{study.name}"
-    named = study.report.get("command")
+    folders = [
+        f"runs/{folder.resolve().name}" if folder.is_absolute() else folder.as_posix()
+        for folder in found.folders
+    ]
+    if len(folders) == 1 and study.registered:
+        folders = [f"runs/{study.name}"]
+    report = f"python -m mmqk.report {' '.join(folders)} --out reports/{study.name}"
+    named = study.report.get("commands") or study.report.get("command")
     if named:
-        return [str(named), f"{report}   # the page alone, from finished runs"]
+        made = [named] if isinstance(named, str) else list(dict.fromkeys(named))
+        return [*map(str, made), f"{report}   # the page alone, from finished runs"]
     commands = [run.details.get("command") for run in study.runs]
     trained = [" ".join(map(str, c)) if isinstance(c, list) else str(c) for c in commands if c]
-    return [*dict.fromkeys(trained), report]
-
-
-def _template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=name.endswith(".html"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=False,
-        keep_trailing_newline=True,
-    )
-    environment.filters["md"] = _markdown
-    return environment.get_template(name)
-
-
-def _markdown(text: object) -> str:
-    """Text that Markdown leaves as it is, also inside a table."""
-    escaped = str(text)
-    for character in "\\`*_<>|":
-        escaped = escaped.replace(character, f"\\{character}")
-    return escaped
+    trained = list(dict.fromkeys(trained))
+    if len(trained) > MOST_COMMANDS:
+        rest = len(trained) - MOST_COMMANDS + 1
+        trained = [*trained[: MOST_COMMANDS - 1], f"# and {rest} more: run.json of each run has its command"]
+    return [*trained, report]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from mmqk.analysis.study import Study
 from mmqk.analysis.verdicts import middle
 from mmqk.analysis.words import listed, nats, number, plural
 
+# More arms than this are not listed in a sentence.
+MANY_ARMS = 8
 LOGIT = METRICS["largest_attention_logit"].measure
 
 
@@ -39,7 +41,7 @@ def at_end(study: Study, arm: str, measure: Callable, modality: str | None = Non
 
 
 def listed_ends(
-    study: Study, arms: Sequence[str], measure: Callable, modality: str | None = None
+    study: Study, arms: Collection[str], measure: Callable, modality: str | None = None
 ) -> list[str]:
     """Each arm's value at the end, with its label where there are several."""
     values = [number(at_end(study, arm, measure, modality)) for arm in arms]
@@ -70,9 +72,16 @@ def ends_by_modality(
     return "; ".join(parts)
 
 
-def hero_reading(study: Study) -> str:
+def hero_reading(study: Study, arms: Sequence[str]) -> str:
     """Where the logits ended, and how far apart the losses are: logits of unlike losses say little."""
-    arms = by_logit(study, study.hero)
+    arms = by_logit(study, arms)
+    if len(arms) > MANY_ARMS:
+        measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
+        if not measured:
+            return f"The losses of {plural(len(arms), 'arm')}."
+        ends = listed_ends(study, dict.fromkeys((measured[0], measured[-1])), LOGIT)
+        where = f"between {ends[-1]} and {ends[0]}" if len(ends) > 1 else f"at {ends[0]}"
+        return f"The largest attention logit of {plural(len(arms), 'arm')} ended {where}."
     ends = listed_ends(study, arms, LOGIT)
     reading = f"The largest attention logit ended at {listed(ends)}"
     gaps = []
@@ -95,7 +104,9 @@ def seeds_caption(study: Study, arms: Sequence[str]) -> str:
     counts = {len(study.of_arm(arm)) for arm in arms}
     if counts == {1}:
         return "One run an arm."
-    seeds = plural(min(counts), "seed") if len(counts) == 1 else f"{min(counts)} to {max(counts)} seeds"
+    if not counts:
+        return ""
+    seeds = plural(min(counts), "run") if len(counts) == 1 else f"{min(counts)} to {max(counts)} runs"
     return f"Thin lines: {seeds} an arm; thick: their median."
 
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mmqk.store import Status, Tag, UserError, parse_tag, read_json, read_metrics, read_status
+from mmqk.analysis.columns import EMPTY, Columns, Series, read_columns
+from mmqk.store import Alarm, Status, Tag, UserError, parse_tag, read_alarms, read_json, read_status
 
-Series = tuple[NDArray[Any], NDArray[np.float64]]
-
-EMPTY: Series = (np.zeros(0, dtype=np.int64), np.zeros(0))
 _SEED = re.compile(r"seed(\d+)")
 _ARM = re.compile(r"(?P<arm>.+)-[0-9a-f]{10}")
 
@@ -39,7 +36,12 @@ class Run:
         identity: the fields that make the run that run.
         details: versions, command, machine and resolved configuration.
         status: how it stands; "failed" with a reason where status.json cannot be read.
-        notes: what is missing or odd, one sentence each.
+        remarks: what is missing or odd about its records; `notes` has its numbers' too.
+        family: the arm before the axes of the grid were crossed with it; the arm itself without axes.
+        point: the values of the axes by dotted field; empty without axes.
+        role: "verdict", "selection" (of a learning rate: no verdict may use it) or "replay".
+        fork: ``{"parent": folder or id, "step": n}`` of a run that began in another one, or None.
+        replay: what a replay is one of, how deep and in which numerics, or None.
     """
 
     path: Path
@@ -51,7 +53,15 @@ class Run:
     identity: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
     status: Status = field(default_factory=lambda: Status("failed"))
-    notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    family: str = ""
+    point: Mapping[str, Any] = field(default_factory=dict)
+    role: str = "verdict"
+    fork: Mapping[str, Any] | None = None
+    replay: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.family = self.family or self.arm
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -69,27 +79,27 @@ class Run:
         return value
 
     @cached_property
-    def _columns(self) -> dict[str, Series]:
-        columns: dict[str, tuple[list[int], list[float]]] = {}
-        for line in read_metrics(self.path / "metrics.jsonl"):
-            step = line["step"]
-            for name, value in line.items():
-                if name != "step" and isinstance(value, int | float):
-                    steps, values = columns.setdefault(name, ([], []))
-                    steps.append(step)
-                    values.append(float(value))
-        return {name: (np.array(s, dtype=np.int64), np.array(v)) for name, (s, v) in columns.items()}
+    def _columns(self) -> Columns:
+        return read_columns(self.path / "metrics.jsonl")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is missing or odd, one sentence each."""
+        cut = ("a line of metrics.jsonl cannot be read",) if self._columns.truncated else ()
+        return (*self.remarks, *cut)
 
     @cached_property
     def tags(self) -> dict[str, Tag]:
         """Every series of the run by name, with its parts."""
-        parsed: dict[str, Tag] = {}
-        for name in self._columns:
-            try:
-                parsed[name] = parse_tag(name)
-            except ValueError:
-                continue
-        return parsed
+        found = ((name, _parsed(name)) for name in self._columns)
+        return {name: tag for name, tag in found if tag is not None}
+
+    @cached_property
+    def _by_statistic(self) -> dict[str, list[tuple[str, Tag]]]:
+        named: dict[str, list[tuple[str, Tag]]] = {}
+        for name, tag in self.tags.items():
+            named.setdefault(tag.statistic, []).append((name, tag))
+        return named
 
     @cached_property
     def data(self) -> Mapping[str, Any]:
@@ -97,10 +107,15 @@ class Run:
         record = read_json(self.path / "data.json")
         return record if isinstance(record, dict) else {}
 
+    @cached_property
+    def alarms(self) -> list[Alarm]:
+        """Those that it gave while it trained, in their order."""
+        return read_alarms(self.path)
+
     @property
     def last_step(self) -> int:
         """The last step that any series reached."""
-        return max((int(steps[-1]) for steps, _ in self._columns.values()), default=0)
+        return self._columns.last_step
 
     def series(self, tag: str) -> Series:
         """(steps, values) of one series; both empty when the run does not have it."""
@@ -124,9 +139,8 @@ class Run:
         """
         names = [
             name
-            for name, tag in self.tags.items()
-            if tag.statistic == statistic
-            and tag.head is None
+            for name, tag in self._by_statistic.get(statistic, ())
+            if tag.head is None
             and (modality is None or modality == (tag.pair[0] if tag.pair else tag.modality))
             and layer in (None, tag.layer)
         ]
@@ -140,6 +154,14 @@ class Run:
                 values = np.where(np.isnan(values), np.inf, values)
             table[row, np.searchsorted(steps, at)] = values
         return steps, np.asarray(reduce(table, axis=0), dtype=np.float64)
+
+
+@lru_cache(maxsize=65536)
+def _parsed(name: str) -> Tag | None:
+    try:
+        return parse_tag(name)
+    except ValueError:
+        return None
 
 
 def load_runs(folder: str | Path) -> list[Run]:
@@ -157,7 +179,7 @@ def load_runs(folder: str | Path) -> list[Run]:
     ablation = read_ablation(folder)
     if ablation is not None:
         return [
-            _load(folder / entry["folder"], entry["folder"], entry["arm"], int(entry["seed"]))
+            _load(folder / entry["folder"], entry["folder"], entry["arm"], int(entry["seed"]), entry)
             for entry in ablation["runs"]
             if (folder / entry["folder"]).is_dir()
         ]
@@ -207,7 +229,8 @@ def _seed_of_record(path: Path) -> int:
     return seed if isinstance(seed, int) else 0
 
 
-def _load(path: Path, name: str, arm: str, seed: int) -> Run:
+def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] | None = None) -> Run:
+    entry = entry or {}
     notes = []
     record = read_json(path / "run.json")
     if record is None:
@@ -219,8 +242,6 @@ def _load(path: Path, name: str, arm: str, seed: int) -> Run:
         status = Status("failed", reason="no status was written")
     if status.status == "running":
         notes.append("still running, or cut off")
-    if read_metrics(path / "metrics.jsonl").truncated:
-        notes.append("a line of metrics.jsonl cannot be read")
     identity, details = record.get("identity"), record.get("details")
     return Run(
         path=path,
@@ -232,5 +253,22 @@ def _load(path: Path, name: str, arm: str, seed: int) -> Run:
         identity=identity if isinstance(identity, dict) else {},
         details=details if isinstance(details, dict) else {},
         status=status,
-        notes=tuple(notes),
+        remarks=tuple(notes),
+        family=str(entry.get("family") or arm),
+        point=_mapping(entry.get("point")) or {},
+        role=str(entry.get("role") or "verdict"),
+        fork=_mapping(entry.get("fork")) or _fork_of(path),
+        replay=_mapping(entry.get("replay")),
     )
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    return value if isinstance(value, dict) else None
+
+
+def _fork_of(path: Path) -> dict[str, Any] | None:
+    """What the run's own fork.json says of its parent."""
+    parent = (read_json(path / "fork.json") or {}).get("parent")
+    if not isinstance(parent, dict):
+        return None
+    return {"parent": parent.get("folder") or parent.get("id"), "step": parent.get("step")}

@@ -44,27 +44,56 @@ class Effect:
 
     Attributes:
         value: mean over seeds of treatment - control.
-        low: lower end of the 95 % interval, NaN where there is no spread to take it from.
-        high: upper end.
+        error: its standard error, NaN where there is no spread to take it from.
         n: seeds that both arms have.
         df: degrees of freedom of the interval.
         pooled: whether the interval is the pooled one, or Welch's of the two arms alone.
-        margin: how far beyond a threshold an effect must lie for the interval to clear it with 80 % power;
-            NaN without a spread.
+        differences: treatment - control by seed.
     """
 
     value: float
-    low: float
-    high: float
+    error: float
     n: int
     df: float
     pooled: bool
-    margin: float
+    differences: tuple[float, ...] = ()
 
     @property
     def has_interval(self) -> bool:
         """Whether the seeds were enough for an interval."""
-        return math.isfinite(self.low) and math.isfinite(self.high)
+        return math.isfinite(self.error)
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval, NaN without one."""
+        return self.interval(1 - CONFIDENCE)[0]
+
+    @property
+    def high(self) -> float:
+        """Upper end of the 95 % interval, NaN without one."""
+        return self.interval(1 - CONFIDENCE)[1]
+
+    @property
+    def margin(self) -> float:
+        """`beyond` at 5 %."""
+        return self.beyond(1 - CONFIDENCE)
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """The interval at confidence 1 - alpha."""
+        half = quantile_t(1 - alpha / 2, self.df) * self.error
+        return self.value - half, self.value + half
+
+    def p_at(self, threshold: float) -> float:
+        """Two-sided p-value of a true effect of ``threshold``; the interval at 1 - p ends there."""
+        distance = abs(self.value - threshold)
+        if self.error == 0:
+            return float(distance == 0)
+        return float(2 * special.stdtr(self.df, -distance / self.error))
+
+    def beyond(self, alpha: float, power: float = POWER) -> float:
+        """How far beyond a threshold the true effect must lie for the interval at 1 - alpha to clear it with
+        this power; NaN without a spread."""
+        return (quantile_t(1 - alpha / 2, self.df) + quantile_t(power, self.df)) * self.error
 
 
 def quantile_t(p: float, df: float) -> float:
@@ -125,5 +154,4 @@ def paired_effect(
     # Rounding must not decide between two that are equal.
     if spread is not None and not error > (of_pool := spread.sd * math.sqrt(2 / n)) * (1 + 1e-9):
         error, df, pooled = of_pool, float(spread.df), True
-    half = quantile_t((1 + CONFIDENCE) / 2, df) * error
-    return Effect(value, value - half, value + half, n, df, pooled, half + quantile_t(POWER, df) * error)
+    return Effect(value, error, n, df, pooled, tuple((a - b).tolist()))

@@ -19,10 +19,29 @@ def svg_element(canvas: Figure, prefix: str, label: str) -> str:
         prefix: what its ids begin with, so that they are unique on the page.
         label: for readers who do not see it.
     """
+    opening, body = _parts(canvas, prefix, transparent=True)
+    tag = f'<svg viewBox="{opening}" role="img" aria-label="{html.escape(label)}" {_NAMESPACES}>'
+    return tag + body
+
+
+def svg_file(canvas: Figure, prefix: str, label: str) -> str:
+    """A drawn figure as a file of its own, in points as large as it was laid out."""
+    opening, body = _parts(canvas, prefix, transparent=False)
+    width, height = opening.split()[2:]
+    size = f'width="{width}pt" height="{height}pt" viewBox="{opening}"'
+    head = f'<svg {size} role="img" aria-label="{html.escape(label)}" {_NAMESPACES}>'
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{head}{body}\n'
+
+
+def _parts(canvas: Figure, prefix: str, *, transparent: bool) -> tuple[str, str]:
+    """(viewBox, everything after the opening tag) of a figure's SVG."""
     out = io.StringIO()
     # Every entry of its metadata (a date, a version, a link) would make equal figures differ.
     canvas.savefig(
-        out, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        out,
+        format="svg",
+        transparent=transparent,
+        metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
     )
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -31,9 +50,9 @@ def svg_element(canvas: Figure, prefix: str, label: str) -> str:
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg)
-    svg = re.sub(r"(\d+\.\d\d)\d+", r"\1", svg)
+    # Of coordinates two digits are enough; the numbers of a label stay as they are.
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d\d)\d+", r"\1", tag[0]), svg)
     svg = svg.replace("'DejaVu Sans'", _FONT)
     opening = re.match(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', svg)
     assert opening is not None, "matplotlib's SVG has a viewBox"
-    tag = f'<svg viewBox="{opening[1]}" role="img" aria-label="{html.escape(label)}" {_NAMESPACES}>'
-    return re.sub(r"\n\s*", "\n", tag + svg[opening.end() :]).strip()
+    return opening[1], re.sub(r"\n\s*", "\n", svg[opening.end() :]).strip()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from mmqk.analysis.findings import MARKS, number_here, threshold_in_words
+from mmqk.analysis.claim_figures import claim_arms, claim_runs, outcome_rows
+from mmqk.analysis.findings import MARKS, finding, number_here, threshold_in_words
 from mmqk.analysis.metrics import (
-    METRICS,
-    FinalLoss,
     best_loss,
     final_loss,
     initial_loss,
@@ -20,18 +17,13 @@ from mmqk.analysis.metrics import (
     learnt,
     unigram_entropy,
 )
-from mmqk.analysis.runs import Run
+from mmqk.analysis.run_table import anchor
 from mmqk.analysis.study import Study
 from mmqk.analysis.verdicts import Verdict, middle
-from mmqk.analysis.words import capital, duration, listed, nats, number
-from mmqk.store import read_alarms
+from mmqk.analysis.words import DASH, capital, listed, nats, plural, slug
 
-DASH = "–"
-
-
-def anchor(run: Run) -> str:
-    """The id of a run's row."""
-    return "run-" + re.sub(r"[^A-Za-z0-9]+", "-", run.name).strip("-")
+# A cell with more links to runs, or arms, than this hides its row: the claim's own section lists them.
+MOST_LINKS, MOST_ARMS = 24, 4
 
 
 def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -40,18 +32,20 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
     for verdict in verdicts:
         claim = verdict.claim
         effect, medians = number_here(study, verdict)
-        runs = []
-        for arm in dict.fromkeys(claim.compared):
-            links = [
-                {"seed": run.seed, "anchor": anchor(run)}
-                for run in study.of_arm(arm)
-                if run.name in verdict.runs
+        used = claim_runs(study, verdict)
+        runs: list[tuple[str, list[dict[str, Any]]]] = []
+        for arm in claim_arms(study, verdict):
+            links = [{"seed": run.seed, "anchor": anchor(run)} for run in used if run.arm == arm]
+            runs.append((f"{study.label(arm)}, seed", links))
+        if len(used) > MOST_LINKS or len(runs) > MOST_ARMS:
+            runs = [
+                (f"{len(used)} runs of {plural(len(runs), 'arm')}, listed with", [section_link(claim.id)])
             ]
-            if links:
-                runs.append((f"{study.label(arm)}, seed", links))
         rows.append(
             {
                 "id": claim.id,
+                "slug": slug(claim.id),
+                "finding": finding(study, verdict) if claim.decided else "",
                 "statement": f"{capital(claim.statement).rstrip('.')}.",
                 "source": claim.source,
                 "mark": claim.mark,
@@ -68,6 +62,41 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
             }
         )
     return rows
+
+
+def section_link(claim: str) -> dict[str, Any]:
+    """A link to the section of a claim, as those to runs."""
+    return {"seed": claim, "anchor": f"claim-{slug(claim)}"}
+
+
+def claim_sections(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """A section a claim: what was registered, and what each run came to."""
+    sections = []
+    for verdict in verdicts:
+        claim = verdict.claim
+        seeds, rows = outcome_rows(study, verdict)
+        for row in rows:
+            for cell in row["cells"]:
+                for found in cell:
+                    run = found.pop("run")
+                    found["anchor"] = anchor(run) if run else ""
+        registered = [
+            ("Registered as", claim.status),
+            ("Metric", claim.metric),
+            ("Estimand", getattr(claim, "estimand", "")),
+            ("Smallest effect of interest", threshold_in_words(verdict)),
+            ("Against it", claim.falsifier),
+            ("Exclusions", getattr(claim, "exclusions", "")),
+        ]
+        sections.append(
+            {
+                "metric": claim.metric,
+                "seeds": seeds,
+                "outcomes": rows,
+                "registered": [(name, str(value).rstrip(".")) for name, value in registered if value],
+            }
+        )
+    return sections
 
 
 def used_marks(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
@@ -89,6 +118,7 @@ def arm_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
                 {
                     "first": modality == study.modalities[0],
                     "label": study.label(arm),
+                    "anchor": f"arm-{slug(arm)}",
                     "colour": colours[arm],
                     "modality": modality,
                     "initial": _nats(middle(initial_loss(run, modality) for run in runs)),
@@ -142,58 +172,6 @@ def _share(value: Any) -> str:
     return f"{100 * value:.0f} %" if isinstance(value, int | float) else DASH
 
 
-def _alarms(run: Run) -> str:
-    """How often each alarm of the run rang, and when the first did."""
-    found = read_alarms(run.path)
-    if not found:
-        return ""
-    counts = Counter(alarm.name.replace("_", " ") for alarm in found)
-    rang = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
-    return f"alarms: {rang}; the first at step {min(alarm.step for alarm in found):,}"
-
-
-def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
-    """One row a run, and one for each that has not started."""
-    rows = []
-    for arm in dict.fromkeys([*study.arms, *(run.arm for run in study.runs)]):
-        for run in study.of_arm(arm):
-            said = (run.status.reason, *run.notes, _alarms(run))
-            remarks = [capital(text).rstrip(".") + "." for text in said if text]
-            rows.append(
-                {
-                    "anchor": anchor(run),
-                    "label": study.label(arm),
-                    "colour": colours.get(arm, "#000000"),
-                    "seed": run.seed,
-                    "status": run.status.status,
-                    "step": f"{max(run.status.step, run.last_step):,}",
-                    "losses": [_final(final_loss(run, m)) for m in study.modalities],
-                    "logit": _number(METRICS["largest_attention_logit"].measure(run, None)),
-                    "seconds": duration(run.status.seconds) if run.status.seconds else DASH,
-                    "remarks": " ".join(remarks),
-                    "name": run.name,
-                }
-            )
-        rows += [
-            {
-                "anchor": f"missing-{arm}-{seed}",
-                "label": study.label(arm),
-                "colour": colours.get(arm, "#000000"),
-                "seed": seed,
-                "status": "not started",
-                "step": DASH,
-                "losses": [DASH] * len(study.modalities),
-                "logit": DASH,
-                "seconds": DASH,
-                "remarks": "",
-                "name": arm,
-            }
-            for missing, seed in study.missing
-            if missing == arm
-        ]
-    return rows
-
-
 def environment(study: Study) -> list[tuple[str, str]]:
     """What the runs ran on; where they disagree, every value."""
     rows: list[tuple[str, str]] = []
@@ -206,8 +184,6 @@ def environment(study: Study) -> list[tuple[str, str]]:
     ):
         rows.append((name, _distinct(study, lambda run, field=field: _text(run.setting(field)))))
     rows.append(("Code", _distinct(study, lambda run: run.code)))
-    total = sum(run.status.seconds for run in study.runs)
-    rows.append(("Training time, all runs", duration(total) if total else ""))
     return [(name, value) for name, value in rows if value]
 
 
@@ -225,13 +201,5 @@ def _text(value: Any) -> str:
     return "" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _final(loss: FinalLoss) -> str:
-    return DASH if math.isnan(loss.value) else nats(loss.value) + ("" if loss.held_out else "*")
-
-
 def _nats(value: float) -> str:
     return DASH if math.isnan(value) else nats(value)
-
-
-def _number(value: float) -> str:
-    return DASH if math.isnan(value) else number(value)

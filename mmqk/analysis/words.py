@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+
+DASH = "–"
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -51,3 +54,16 @@ def duration(seconds: float) -> str:
     """``42 s``, ``3 min 05 s``."""
     whole = round(seconds)
     return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60:02d} s"
+
+
+def count(value: float) -> str:
+    """A large number for a reader: ``950``, ``12k``, ``2.36M``, ``1.2B``."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.0f}"
+
+
+def slug(text: str) -> str:
+    """Text as a part of an id."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")

@@ -1,59 +1,117 @@
 """A stand-in for training, so that what surrounds a run is tested without one."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+import mmqk
+from mmqk import ablate
+from mmqk.store import front_door
+
 FAKE = '''
-"""A stand-in for mmqk.train: one step is a line of metrics, and what happens is in the arguments."""
-import argparse, os, signal, sys, time
-from mmqk.store import EXIT_CODES, MetricsWriter, RunFolder, UserError
+"""A stand-in for mmqk.train and mmqk.config: one step is a line of metrics, and what happens is in the fields."""
+import json, os, signal, sys, time, types
+from pathlib import Path
+from mmqk.store import EXIT_CODES, MetricsWriter, RunFolder, UserError, identity_hash
 
 IMPORTED_IN = os.getpid()
 STEPS = 4
+FIELDS = {
+    "act": "finish", "seed": 0, "size": 1, "bad": 2, "threads": 0, "backend": "sdpa",
+    "optim.lr": 0.1, "trainer.max_steps": STEPS, "trainer.precision": "32-true", "optim.schedule_steps": None,
+    "checkpoint.at": [], "fork_skip": 0, "fork_perturb": 0.0, "fork_draw": 0, "fork": None, "out": None,
+}
+OUTSIDE = ("seed", "threads", "checkpoint.at", "fork", "out")
+Parent = __import__("collections").namedtuple("Parent", "id step config")
 
-def identity_of(act, seed):
-    return {"act": act, "seed": seed, "trainer": {"max_steps": STEPS}}
+def identity_of(act, seed, **fields):
+    """Fields that are not as they are by default make a run another one."""
+    values = {k: v for k, v in fields.items() if v != FIELDS[k] and k not in OUTSIDE and "." not in k}
+    record = {"act": act, "seed": seed, "backend": fields.get("backend", "sdpa"), **values}
+    record["trainer"] = {"max_steps": fields.get("trainer.max_steps", STEPS)}
+    more = {k: v for k, v in fields.items() if k in ("optim.lr", "trainer.precision", "optim.schedule_steps")}
+    return record | {k: v for k, v in more.items() if v != FIELDS[k]}
+
+def resolve(argv, parent=None):
+    given, argv = {}, list(argv)
+    while argv:
+        name, equals, value = argv.pop(0).removeprefix("--").partition("=")
+        if name == "quiet":
+            continue
+        value = value if equals else argv.pop(0)
+        if name == "config":
+            given |= json.loads(Path(value).read_text() or "{}")
+        elif name not in FIELDS:
+            raise UserError(f"There is no field '{name}'")
+        else:
+            given[name] = value if isinstance(FIELDS[name], str) or name in ("fork", "out") else json.loads(value)
+    if parent is None and given.get("fork"):
+        saved = json.loads(Path(given["fork"]).read_text())
+        parent = Parent(saved["id"], saved["step"], saved["config"])
+    base = {} if parent is None else {k: v for k, v in parent.config["flat"].items() if "fork" not in k}
+    config = {**FIELDS, **base, "checkpoint.at": [], **given}
+    if config["act"] == "odd" and config["seed"] == 13:
+        raise UserError("seed 13 is odd")
+    identity = identity_of(**{k.replace(" ", ""): v for k, v in config.items()})
+    if parent is not None:
+        for name in ("fork_skip", "fork_perturb", "fork_draw"):
+            identity.pop(name, None)
+        own = {k: config["fork_" + k] for k in ("skip", "perturb", "draw")}
+        identity["fork"] = {"parent": parent.id, "step": parent.step, **own}
+    flat = {k: v for k, v in config.items() if k not in ("out", "fork")}
+    return types.SimpleNamespace(
+        identity=identity, id=identity_hash(identity), threads=config["threads"], config=config,
+        nested=lambda: {"flat": flat, "checkpoint": {"at": config["checkpoint.at"]}}, parent=parent,
+    )
 
 def main(argv):
-    p = argparse.ArgumentParser()
-    p.add_argument("--config", action="append")
-    p.add_argument("--seed", type=int)
-    p.add_argument("--out")
-    p.add_argument("--quiet", action="store_true")
-    p.add_argument("--act", default="finish")
-    p.add_argument("--threads")
-    a = p.parse_args(argv)
+    a = resolve(argv)
+    c, act = a.config, a.config["act"]
     print("argv", argv, "preloaded", IMPORTED_IN != os.getpid())
+    print("device", os.environ.get("CUDA_VISIBLE_DEVICES"))
     os.system("echo from a subprocess")
-    if a.act == "refuse":
+    if act == "refuse":
         raise UserError("the shard is missing: build it")
-    with RunFolder.open(a.out, identity_of(a.act, a.seed), {}) as run:
+    with RunFolder.open(c["out"], a.identity, {}) as run:
+        if run.state == "finished":
+            return 0
+        (run.path / "config.yaml").write_text(json.dumps({k: c[k] for k in c if k not in ("out", "fork")}))
         writer = MetricsWriter(run.metrics_path)
-        first = run.status().step if run.state == "resume" else 0
+        first = run.status().step if run.state == "resume" else a.parent.step if a.parent else 0
+        steps = c["trainer.max_steps"]
+        # Of "numerics" runs those in bf16 diverge, and of "chaos" runs those that are not forks.
+        bad = c["bad"] if act == "diverge" or (act == "numerics" and "bf16" in c["trainer.precision"]) else 0
+        bad = c["bad"] if act == "numerics" and not c["fork_perturb"] else bad
+        bad = c["bad"] if act == "chaos" and "control" not in c["out"] else bad
         try:
-            for step in range(first + 1, STEPS + 1):
-                writer.write(step, {"loss": 8.0 - step})
+            for step in range(first + 1, steps + 1):
+                lr = c["optim.lr"]
+                writer.write(step, {"loss": 8.0 - step, "loss/text": abs(lr - 0.03) + c["seed"]})
                 writer.flush()
-                if step == 2 and a.act == "raise":
+                if step == 2 and act == "raise":
                     raise RuntimeError("the arm is broken")
-                if step == 2 and a.act == "sigkill":
+                if step == 2 and act == "sigkill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                if step == 2 and a.act == "diverge":
+                if step == bad:
                     run.set_status("diverged", step, "text loss became nan")
                     return EXIT_CODES["diverged"]
-                if step == 2 and a.act in ("hang", "deaf"):
-                    if a.act == "deaf":
+                if step in c["checkpoint.at"]:
+                    run.checkpoints.mkdir(exist_ok=True)
+                    saved = {"id": a.id, "step": step, "config": a.nested()}
+                    (run.checkpoints / f"step{step:08d}.ckpt").write_text(json.dumps(saved))
+                if step == 2 and act in ("hang", "deaf"):
+                    if act == "deaf":
                         signal.signal(signal.SIGINT, signal.SIG_IGN)
                     run.set_status("running", step)
-                    while not os.path.exists(os.path.join(os.path.dirname(a.out), "let-go")):
+                    while not os.path.exists(os.path.join(os.path.dirname(c["out"]), "let-go")):
                         time.sleep(0.02)
         except KeyboardInterrupt:
             time.sleep(0.3)  # a second SIGINT would cut this short
             run.set_status("interrupted", step, "SIGINT")
             return 130
-        run.set_status("completed", STEPS)
+        run.set_status("completed", steps)
     return 0
 '''
 
@@ -67,3 +125,28 @@ def fake(tmp_path_factory):
         patch.syspath_prepend(str(folder))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(Path(__file__).parents[2])]))
         yield folder
+
+
+@pytest.fixture
+def world(fake, tmp_path, monkeypatch):
+    """``run(*arguments, grid=...)`` is the command in a folder with a base configuration and these grids."""
+    import fake_train
+
+    monkeypatch.setitem(sys.modules, "mmqk.config", fake_train)
+    monkeypatch.setattr(mmqk, "config", fake_train, raising=False)
+    monkeypatch.setattr(ablate, "TRAIN", "fake_train:main")
+    monkeypatch.setattr(ablate, "PRELOAD", ("fake_train",))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(ablate, "gpus", lambda: ())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("{}")
+
+    def run(*argv, grid=None, **more):
+        for name, text in {"toy": grid, **more}.items():
+            if text is not None:
+                (tmp_path / f"{name}.yaml").write_text(text)
+        configs = [] if "--replay" in argv else ["--config", "toy.yaml"]
+        configs += [part for name in more for part in ("--config", f"{name}.yaml")]
+        return front_door(ablate.main)([*configs, *argv])
+
+    return run

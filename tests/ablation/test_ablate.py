@@ -1,13 +1,13 @@
 import json
 import subprocess
 import sys
-import types
 
 import pytest
 
 import mmqk.ablate as ablate
+import mmqk.ablation.session as session
 from mmqk.ablation.grid import claims_hash
-from mmqk.store import UserError, front_door, identity_hash, read_status
+from mmqk.store import identity_hash, read_status
 
 GRID = """
 name: toy
@@ -20,41 +20,18 @@ arms:
 
 
 @pytest.fixture
-def world(fake, tmp_path, monkeypatch):
-    """A grid, with the stand-in for training and one for the parser of its fields."""
-    import fake_train
-
-    def resolve(args):
-        given = dict(arg.removeprefix("--").split("=") for arg in args if "=" in arg)
-        unknown = given.keys() - {"act", "seed", "threads"}
-        if unknown:
-            raise UserError(f"There is no field '{unknown.pop()}'")
-        identity = fake_train.identity_of(given["act"], int(given["seed"]))
-        threads = int(given.get("threads", 0))
-        return types.SimpleNamespace(identity=identity, id=identity_hash(identity), threads=threads)
-
-    config = types.ModuleType("mmqk.config")
-    monkeypatch.setattr(config, "resolve", resolve, raising=False)
-    monkeypatch.setitem(sys.modules, "mmqk.config", config)
-    monkeypatch.setattr(ablate, "TRAIN", "fake_train:main")
-    monkeypatch.setattr(ablate, "PRELOAD", ("fake_train",))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "base.yaml").write_text("{}")
-
-    def run(*argv, grid=GRID):
-        (tmp_path / "toy.yaml").write_text(grid)
-        return front_door(ablate.main)(["--config", "toy.yaml", *argv])
-
-    return run
+def toy(world):
+    return lambda *argv, grid=GRID: world(*argv, grid=grid)
 
 
-def test_a_grid_becomes_runs_a_record_and_a_table(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ablate.os, "cpu_count", lambda: 6)
-    assert world("--jobs", "2") == 0
+def test_a_grid_becomes_runs_a_record_and_a_table(toy, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ablate, "cores", lambda: 6)
+    assert toy("--jobs", "2") == 0
     record = json.loads((tmp_path / "runs/toy/ablation.json").read_text())
     assert record["name"] == "toy" and record["threads"] == 3
     assert record["grid"]["arms"]["wild"] == {"seeds": [0], "set": {"act": "diverge"}}
-    variant = identity_hash({"act": "finish", "trainer": {"max_steps": 4}})
+    identity = sys.modules["fake_train"].identity_of("finish", 0)
+    variant = identity_hash({name: value for name, value in identity.items() if name != "seed"})
     assert [(r["arm"], r["seed"]) for r in record["runs"]] == [("good", 0), ("wild", 0), ("good", 1)]
     assert [r["folder"] for r in record["runs"][::2]] == [f"good-{variant}/seed0", f"good-{variant}/seed1"]
     for run in record["runs"]:
@@ -71,89 +48,94 @@ def test_a_grid_becomes_runs_a_record_and_a_table(world, tmp_path, capsys, monke
     assert "wild seed 0 diverged: text loss became nan" in out
 
 
-def test_run_again_it_trains_nothing(world, tmp_path, capsys):
-    assert world() == 0
+def test_run_again_it_trains_nothing(toy, tmp_path, capsys):
+    assert toy() == 0
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*/seed*/*")}
     capsys.readouterr()
-    assert world() == 0
+    assert toy() == 0
     assert "3 runs in runs/toy, 0 to train" in capsys.readouterr().out
     assert {p: p.stat().st_mtime_ns for p in before} == before
 
 
-def test_a_changed_field_is_another_run_and_the_old_one_stays(world, tmp_path):
-    assert world() == 0
-    assert world(grid=GRID.replace("[0], set: {act: diverge", "[7], set: {act: finish")) == 0
+def test_a_changed_field_is_another_run_and_the_old_one_stays(toy, tmp_path):
+    assert toy() == 0
+    assert toy(grid=GRID.replace("[0], set: {act: diverge", "[7], set: {act: finish")) == 0
     assert len(list((tmp_path / "runs/toy").glob("wild-*"))) == 2
 
 
-def test_claims_stay_registered_as_they_first_were(world, tmp_path):
+def test_claims_stay_registered_as_they_first_were(toy, tmp_path):
     path = tmp_path / "runs/toy/ablation.json"
     grid = GRID + "claims:\n  - {id: A, treatment: good, control: wild, delta: 0.5}\n"
-    assert world(grid=grid) == 0
+    assert toy(grid=grid) == 0
     first = json.loads(path.read_text())
     assert first["registered"] == claims_hash(first["grid"])
-    assert world(grid=grid.replace("0.5", "0.1")) == 0
-    assert world(grid=grid.replace("0.5", "0.2")) == 0
+    assert toy(grid=grid.replace("0.5", "0.1")) == 0
+    assert toy(grid=grid.replace("0.5", "0.2")) == 0
     later = json.loads(path.read_text())
     assert later["grid"]["claims"][0]["delta"] == 0.2
     assert later["registered"] == first["registered"] != claims_hash(later["grid"])
 
 
-def test_a_record_without_a_registration_registers_the_claims_it_holds(world, tmp_path):
+def test_a_record_without_a_registration_registers_the_claims_it_holds(toy, tmp_path):
     path = tmp_path / "runs/toy/ablation.json"
-    assert world() == 0
+    assert toy() == 0
     old = json.loads(path.read_text())
     del old["registered"]
     path.write_text(json.dumps(old))
-    assert world(grid=GRID + "claims:\n  - {id: A, arms: [good], status: shown}\n") == 0
+    assert toy(grid=GRID + "claims:\n  - {id: A, arms: [good], status: shown}\n") == 0
     assert json.loads(path.read_text())["registered"] == claims_hash(old["grid"])
 
 
-def test_a_failing_arm_is_exit_code_1_and_the_others_are_done(world, tmp_path, capsys):
-    assert world(grid=GRID.replace("act: diverge", "act: sigkill")) == 1
+def test_a_failing_arm_is_exit_code_1_and_the_others_are_done(toy, tmp_path, capsys):
+    assert toy(grid=GRID.replace("act: diverge", "act: sigkill")) == 1
     captured = capsys.readouterr()
     assert "wild seed 0 failed: killed by SIGKILL" in captured.out
     assert captured.out.count("completed") == 2
     assert "train.log" in captured.err
 
 
-def test_a_dry_run_lists_the_runs_and_writes_nothing(world, tmp_path, capsys):
+def test_a_dry_run_lists_the_runs_and_writes_nothing(toy, tmp_path, capsys):
     before = {"base.yaml", "toy.yaml"}
-    assert world("--dry-run") == 0
+    assert toy("--dry-run") == 0
     assert capsys.readouterr().out.count("waiting") == 3
     assert {p.name for p in tmp_path.iterdir()} == before
 
 
-def test_finished_runs_of_other_code_are_reported(world, capsys, monkeypatch):
-    assert world() == 0
+def test_finished_runs_of_other_code_are_reported(toy, capsys, monkeypatch):
+    assert toy() == 0
     assert "other code" not in capsys.readouterr().out
-    monkeypatch.setattr(ablate, "code_hash", lambda: "0000000000")
-    assert world() == 0
-    assert capsys.readouterr().out.count("was made by other code") == 3
+    monkeypatch.setattr(session, "code_hash", lambda: "0000000000")
+    assert toy() == 0
+    said = (
+        "3 finished runs were made by other code than the present one (--rerun-stale makes such again): good"
+    )
+    assert said in capsys.readouterr().out
+    assert toy("--dry-run") == 0
+    assert said in capsys.readouterr().out
 
 
-def test_an_unknown_field_is_refused_with_its_arm_before_anything_is_written(world, tmp_path, capsys):
-    assert world(grid=GRID.replace("act: diverge", "model.width: 3")) == 2
+def test_an_unknown_field_is_refused_with_its_arm_before_anything_is_written(toy, tmp_path, capsys):
+    assert toy(grid=GRID.replace("act: diverge", "model.width: 3")) == 2
     assert "toy.yaml, arm wild: There is no field 'model.width'" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
-def test_two_arms_that_are_the_same_run_are_refused_before_anything_is_written(world, tmp_path, capsys):
+def test_two_arms_that_are_the_same_run_are_refused_before_anything_is_written(toy, tmp_path, capsys):
     grid = GRID + "  twin: {set: {act: finish}}\n"
-    assert world(grid=grid) == 2
+    assert toy(grid=grid) == 2
     assert "arms good and twin are the same run" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
-    assert world() == 0
+    assert toy() == 0
 
 
-def test_a_folder_of_another_ablation_or_a_file_is_refused(world, tmp_path, capsys):
-    assert world("--out", "here") == 0
+def test_a_folder_of_another_ablation_or_a_file_is_refused(toy, tmp_path, capsys):
+    assert toy("--out", "here") == 0
     before = (tmp_path / "here/ablation.json").read_bytes()
-    assert world("--out", "here", grid=GRID.replace("name: toy", "name: other")) == 2
+    assert toy("--out", "here", grid=GRID.replace("name: toy", "name: other")) == 2
     assert "here holds the ablation 'toy', not 'other'" in capsys.readouterr().err
     assert (tmp_path / "here/ablation.json").read_bytes() == before
-    assert world("--out", "base.yaml") == 2
-    assert world("--out", "base.yaml/runs") == 2
+    assert toy("--out", "base.yaml") == 2
+    assert toy("--out", "base.yaml/runs") == 2
     assert "base.yaml/runs cannot be written" in capsys.readouterr().err
     assert (tmp_path / "base.yaml").read_text() == "{}"
 
@@ -166,8 +148,8 @@ def test_a_folder_of_another_ablation_or_a_file_is_refused(world, tmp_path, caps
         (("--joobs", "2"), "unrecognized arguments: --joobs 2"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_sentence(world, capsys, argv, sentence):
-    assert world(*argv) == 2
+def test_a_mistake_on_the_command_line_is_one_sentence(toy, capsys, argv, sentence):
+    assert toy(*argv) == 2
     err = capsys.readouterr().err
     assert sentence in err and "--help" in err and err.count("\n") == 1
 

@@ -102,7 +102,7 @@ def test_the_whole_file_travels_as_plain_data(write):
         ("name: demo", "name: [", "is not valid YAML: line"),
         ("name: demo\n", "", "there is no 'name'"),
         ("control: qk}", "control: qk, delta: .inf}", "holds a number that is not finite"),
-        ("control: qk}", "control: qk, estimand: x}", r"claims\[0\]: unknown key 'estimand'"),
+        ("control: qk}", "control: qk, effect: x}", r"claims\[0\]: unknown key 'effect'"),
     ],
 )
 def test_a_mistake_in_a_grid_is_one_sentence_that_names_it(write, old, new, sentence):

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.ablation.pool import Outcome, Pool, Task, standing
+from mmqk.ablation.pool import Pool
+from mmqk.ablation.task import Outcome, Task, standing
 from mmqk.store import RunFolder, identity_hash, is_locked, read_json, read_status
 
 
 def identity_of(act, seed):
-    return {"act": act, "seed": seed, "trainer": {"max_steps": 4}}
+    import fake_train
+
+    return fake_train.identity_of(act, seed)
 
 
 def make_task(out, act, seed=0, arm=None):

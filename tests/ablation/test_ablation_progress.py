@@ -2,8 +2,9 @@ import io
 import re
 from pathlib import Path
 
-from mmqk.ablation.pool import Outcome, Pool, Task
+from mmqk.ablation.pool import Pool
 from mmqk.ablation.progress import Progress, clock, table
+from mmqk.ablation.task import Outcome, Task
 from mmqk.store import MetricsWriter
 
 
@@ -53,15 +54,19 @@ def test_the_line_says_which_run_where_it_is_and_how_long(tmp_path):
     log(tmp_path / "a", 40)
     log(tmp_path / "b", 10)
     assert progress.line(pool, 1010.0).endswith("step 40/100 · loss 3.21 · 2 running · about 1:43 left")
+    pool.to_come = 3
+    assert progress.line(pool, 1010.0).startswith("run 3 of 9")
     pool.signal_received = 2
     assert progress.line(pool, 1010.0).endswith("2 running · stopping (again to end at once)")
 
 
-def test_a_run_without_metrics_is_starting_and_a_held_folder_is_named(tmp_path):
+def test_a_run_without_metrics_is_starting_and_a_held_folder_is_named(tmp_path, monkeypatch):
     progress = Progress(io.StringIO())
     pool = make(tmp_path, {"a": (Outcome("running"), None)})
     assert progress.line(pool, 0.0) == "run 1 of 1 · a seed 0 · starting · 1 running"
     pool = make(tmp_path, {"a": (Outcome("waiting"), None), "b": (Outcome("completed", 100), None)})
+    assert progress.line(pool, 0.0) == "about to start a seed 0"
+    monkeypatch.setattr("mmqk.ablation.progress.is_locked", lambda folder: folder == tmp_path / "a")
     assert progress.line(pool, 0.0) == f"waiting: another process trains a seed 0 in {tmp_path / 'a'}"
 
 
@@ -111,14 +116,12 @@ def test_the_table_has_a_row_a_run_and_a_sentence_where_there_is_a_reason(tmp_pa
         {
             task: Outcome("completed", 100, 2.3456, 61.4),
             bad: Outcome("diverged", 7, None, 3.0, "loss became nan"),
-        },
-        {task: "was made by other code"},
+        }
     )
     assert text.splitlines() == [
         "arm       seed  status        step  last loss  seconds",
         "mixed-qk     3  completed  100/100      2.346       61",
         "bad          3  diverged     7/100                   3",
-        "mixed-qk seed 3 completed: was made by other code",
         "bad seed 3 diverged: loss became nan",
     ]
 

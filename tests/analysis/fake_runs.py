@@ -23,9 +23,9 @@ UNIGRAM = {"text": 5.6, "image": 5.5}
 class Planted:
     """What a run of an arm shall look like.
 
-    ``logit`` is its largest attention logit at the end (log-spread ``spread`` over seeds), ``loss`` the
-    final loss by modality; ``diverges`` the step at which it stops; ``nan_from`` the step from
-    which probes are NaN.
+    ``logit`` is its largest attention logit at the end (log-spread ``spread`` over seeds), ``loss`` the final loss by
+    modality, ``excess`` the same over a known floor; ``diverges`` the step at which it stops; ``nan_from`` the step
+    from which probes are NaN.
     """
 
     logit: float
@@ -36,6 +36,7 @@ class Planted:
     status: str = "completed"
     validated: bool = True
     bound: bool = False
+    excess: dict[str, float] = field(default_factory=dict)
 
 
 DEMO = {
@@ -193,6 +194,21 @@ def write_demo(
     return folder
 
 
+def write_grid(
+    folder: Path, grid: dict[str, Any], runs: list[tuple[dict[str, Any], Planted, dict[str, Any]]]
+) -> Path:
+    """Write an ablation of any shape: ``runs`` are (entry without its folder, what to plant, settings)."""
+    entries: list[dict[str, Any]] = []
+    for entry, planted, settings in runs:
+        name = f"{entry['arm']}-{len(entries):010x}/seed{entry['seed']}"
+        entries.append({**entry, "folder": name})
+        write_run(folder / name, planted, entry["seed"], settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"name": "made", "grid": {"name": "made", **grid}, "runs": entries, "threads": 1}
+    (folder / "ablation.json").write_text(json.dumps(record))
+    return folder
+
+
 def write_run(
     path: Path,
     planted: Planted,
@@ -254,6 +270,7 @@ def lines(planted: Planted, seed: int, end: int, unigram: bool = True):
             line |= probe(planted, final, step, end)
         if step == end and planted.validated:
             line |= {f"val_loss/{m}": loss + 0.02 * seed for m, loss in planted.loss.items()}
+            line |= {f"val_excess/{m}": nats for m, nats in planted.excess.items()}
         yield line
 
 

@@ -59,6 +59,97 @@ def test_combined_reduces_over_layers_and_keys_and_ranks_nan_worst(tmp_path):
     assert run.combined("attn_logit_absmax", np.max)[1][-1] == math.inf
 
 
+def test_columns_are_those_of_reading_line_by_line(tmp_path):
+    rng = np.random.default_rng(0)
+    path = tmp_path / "x"
+    path.mkdir()
+    tags = [f"t{i}" for i in range(9)]
+    expected: dict[str, dict[int, float]] = {}
+    text = []
+    # Kinds of lines that change, steps that come twice and out of order, and what is no number.
+    for step in rng.integers(0, 60, 200).tolist():
+        line = {}
+        for tag in rng.permutation(tags)[: rng.integers(1, 9)].tolist():
+            what = rng.integers(0, 12)
+            line[tag] = {0: "nan", 1: "inf", 2: "-inf", 3: None, 4: "words", 5: [1.0]}.get(
+                what, float(rng.normal())
+            )
+            if what not in (3, 4, 5):
+                expected.setdefault(tag, {})[step] = float(line[tag])
+        text.append(json.dumps({"step": step} | line))
+    (path / "metrics.jsonl").write_text("\n".join(text) + "\n")
+    for notes in ((), ("a line of metrics.jsonl cannot be read",)):
+        (run,) = load_runs(tmp_path)
+        assert set(run.tags) == set(expected) and run.last_step == max(max(by) for by in expected.values())
+        for tag, by_step in expected.items():
+            steps, values = run.series(tag)
+            assert steps.tolist() == sorted(by_step)
+            np.testing.assert_array_equal(values, [by_step[step] for step in sorted(by_step)])
+        assert run.notes[2:] == notes  # after those of two missing records
+        with open(path / "metrics.jsonl", "a") as file:
+            file.write('{"step": 61, "t0": 3.')
+
+
+def test_a_later_null_does_not_undo_a_number(tmp_path):
+    path = tmp_path / "x"
+    path.mkdir()
+    (path / "metrics.jsonl").write_text('{"step": 1, "a": 2.0}\n{"step": 1, "a": null, "b": true}\n')
+    (run,) = load_runs(tmp_path)
+    assert run.series("a")[1].tolist() == [2.0] and run.series("b")[1].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"\xff\xfe\n", b"[1]\n", b'{"loss": 3}\n', b'{"step": "1"}\n']
+)
+def test_files_without_a_line_of_numbers_are_noted(tmp_path, content):
+    path = tmp_path / "x"
+    path.mkdir()
+    (path / "metrics.jsonl").write_bytes(content)
+    (run,) = load_runs(tmp_path)
+    assert run.tags == {} and run.last_step == 0
+    assert any("metrics.jsonl" in note for note in run.notes) == bool(content)
+
+
+def test_numbers_are_not_read_before_they_are_asked_for(tmp_path):
+    path = write_run(tmp_path / "x", Planted(50.0))
+    (run,) = load_runs(tmp_path)
+    assert run.status.finished
+    (path / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
+    assert run.series("loss")[0].tolist() == [7]
+
+
+def test_a_run_of_axes_forks_and_replays_says_so(tmp_path):
+    folder = write_demo(tmp_path / "demo")
+    record = json.loads((folder / "ablation.json").read_text())
+    plain = load_runs(folder)[0]
+    assert (plain.family, plain.point, plain.role, plain.fork, plain.replay) == (
+        "mixed",
+        {},
+        "verdict",
+        None,
+        None,
+    )
+    record["runs"][0] |= {
+        "family": "all",
+        "point": {"optim.lr": 0.01},
+        "role": "selection",
+        "fork": {"parent": "mixed/seed1", "step": 3},
+        "replay": {"of": "mixed/seed1", "depth": 0.05},
+    }
+    (folder / "ablation.json").write_text(json.dumps(record))
+    run = load_runs(folder)[0]
+    assert (run.family, run.point, run.role) == ("all", {"optim.lr": 0.01}, "selection")
+    assert run.fork == {"parent": "mixed/seed1", "step": 3} and run.replay["depth"] == 0.05
+
+
+def test_a_fork_without_an_ablation_says_its_parent_itself(tmp_path):
+    path = write_run(tmp_path / "x", Planted(50.0))
+    (path / "fork.json").write_text('{"parent": {"id": "0123456789", "folder": "../y", "step": 40}}')
+    assert load_runs(tmp_path)[0].fork == {"parent": "../y", "step": 40}
+    (path / "fork.json").write_text('{"parent": {"id": "01234')
+    assert load_runs(tmp_path)[0].fork is None
+
+
 def test_half_written_run_is_kept_with_a_note(tmp_path):
     path = write_run(tmp_path / "x", Planted(50.0, status="running"))
     with open(path / "metrics.jsonl", "a") as file:

@@ -341,5 +341,6 @@ def test_record_is_the_contract(tmp_path):
         record = found.as_record()
         assert list(record) == [
             "claim", "verdict", "effect", "interval", "threshold", "runs", "controls", "note",
+            "status", "test", "p", "sign_flip", "detectable", "counts", "adjusted",
         ]  # fmt: skip
         assert json.loads(json.dumps(record, allow_nan=False)) == record

@@ -1,0 +1,318 @@
+"""How often verdicts are wrong: `python docs/experiments/null_arms.py` splits runs that are all alike into arms.
+
+Reads null_arms.csv, which null_arms_train.py makes, puts its runs into arms at random, lets `mmqk.analysis` choose
+learning rates and judge, and writes the tables of ../evidence.md. Five minutes on one CPU core.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from mmqk.analysis.columns import Columns
+from mmqk.analysis.exact import clopper_pearson
+from mmqk.analysis.learning_rates import choose
+from mmqk.analysis.runs import Run
+from mmqk.analysis.study import study_of
+from mmqk.analysis.verdicts import Verdict, judge
+from mmqk.store import Status
+
+HERE = Path(__file__).parent
+RATES, SEEDS, STEPS = (0.01, 0.02, 0.04, 0.08), range(26), (200, 250, 300)
+# What is stored of a probe; of the logits and the entropy only the end that the metric takes.
+PROBED = {
+    "attn_logit_absmax": ("attn_logit_absmax/text-text/layer00", np.max),
+    "attn_entropy": ("attn_entropy/text/layer00", np.min),
+    "final_norm/text": ("final_norm/text", np.mean),
+    "final_norm/image": ("final_norm/image", np.mean),
+}
+AT_END = [f"{what}/{m}" for what in ("val_loss", "val_excess", "val_unigram") for m in ("text", "image")]
+LOSSES = ["loss/text", "loss/image"]
+DELTA_LOG, DELTA_NATS = 0.2231, 0.01
+
+
+# The runs ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What is done to the metrics of the treatment's runs: ``log`` is added to logarithms, ``nats`` to losses."""
+
+    log: float = 0.0
+    nats: float = 0.0
+
+
+Pool = Mapping[tuple[float, int], Run]
+
+
+def pool(planted: Planted = Planted()) -> Pool:
+    """Every stored run by (rate, seed), without a folder."""
+    with open(HERE / "null_arms.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    found: dict[tuple[float, int], Run] = {}
+    for place in dict.fromkeys((line["rate"], line["seed"]) for line in lines):
+        mine = [line for line in lines if (line["rate"], line["seed"]) == place]
+        rate, seed = float(place[0]), int(place[1])
+        run = Run(HERE, f"lr{rate}/seed{seed}", "", seed, status=Status("completed", STEPS[-1]))
+        records = [{"step": 0, **{tag: float(mine[-1][tag]) for tag in AT_END if "unigram" in tag}}]
+        for line in mine:
+            record: dict[str, Any] = {"step": int(line["step"])}
+            for name, (tag, _) in PROBED.items():
+                record[tag] = float(line[name]) * (1 if "entropy" in name else np.exp(planted.log))
+            for tag in (*LOSSES, *AT_END):
+                if line[tag] and "unigram" not in tag:
+                    record[tag] = float(line[tag]) + planted.nats
+            records.append(record)
+        # Measured once, whatever arm the run is put into.
+        run.__dict__ |= {"_columns": Columns(records), "_measured": {}, "_learning": {}, "_chosen_by": {}}
+        _ = run.tags
+        found[rate, seed] = run
+    return found
+
+
+# A split -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Design:
+    """A grid of arms that are all alike.
+
+    Attributes:
+        claims: of it, without ids.
+        arms: their names; the first is the control of all.
+        seeds: of each arm.
+        selection: seeds that choose each arm's learning rate; with 0 all run at ``rate``.
+        rate: of all arms, where they do not choose.
+    """
+
+    claims: tuple[Mapping[str, Any], ...]
+    arms: tuple[str, ...]
+    seeds: int
+    selection: int = 2
+    rate: float = 0.04
+
+
+def claim(metric: str, treatment: str = "a", **more: Any) -> dict[str, Any]:
+    """A confirmatory claim against the first arm; its positive control passes, so that it may be contradicted."""
+    log = metric in ("largest_attention_logit", "final_norm")
+    return {
+        **{
+            "metric": metric,
+            "treatment": treatment,
+            "control": "plain",
+            "delta": DELTA_LOG if log else DELTA_NATS,
+        },
+        **{"regime": "both modalities learnt", "positive_control": "P"},
+    } | more
+
+
+SIX = Design(
+    (
+        claim("largest_attention_logit"),
+        claim("final_norm"),
+        claim("final_excess/text", test="equivalence"),
+        claim("largest_attention_logit", "b"),
+        claim("final_norm", "b"),
+        claim("final_excess/image", "b"),
+    ),
+    ("plain", "a", "b"),
+    seeds=6,
+)
+
+
+def looks(first: int, last: int, paid: bool = True) -> Design:
+    """Two arms whose seeds may be added; ``paid`` for in the level or not."""
+    more = {"seeds": first, "stopping": {"max_seeds": last}} if paid else {}
+    metrics = ("largest_attention_logit", "final_norm", "final_excess/text")
+    return Design(tuple(claim(m, **more) for m in metrics), ("plain", "a"), last, selection=0)
+
+
+def split(design: Design, rng: np.random.Generator) -> dict[str, list[int]]:
+    """Stored seeds for each arm: those that choose its rate first."""
+    each = design.seeds + design.selection
+    order = rng.permutation(len(SEEDS))
+    return {arm: [int(s) for s in order[i * each : (i + 1) * each]] for i, arm in enumerate(design.arms)}
+
+
+def verdicts(
+    design: Design, seeds: Mapping[str, Sequence[int]], runs: Mapping[str, Pool], count: int | None = None
+) -> list[Verdict]:
+    """The pipeline on one split: rates are chosen, runs are put at them, claims are judged.
+
+    Args:
+        design: the grid.
+        seeds: by arm, from `split`.
+        runs: the pool of each arm.
+        count: judge after so many seeds of each arm; all of them when None.
+    """
+    placed: list[Run] = []
+    for arm in design.arms:
+        chose, decides = seeds[arm][: design.selection], seeds[arm][design.selection :][:count]
+        rate = design.rate
+        if design.selection:
+            tried = [
+                _placed(runs[arm][r, s], f"{arm}-lr{r:g}", arm, 100 + i, r, "selection")
+                for r in RATES
+                for i, s in enumerate(chose)
+            ]
+            placed += tried
+            best = choose(tried)
+            assert best is not None
+            rate = best.rate
+        placed += [_placed(runs[arm][rate, s], arm, arm, i, rate, "verdict") for i, s in enumerate(decides)]
+    claims: list[Mapping[str, Any]] = [{"id": f"N{i}", **c} for i, c in enumerate(design.claims)]
+    claims.append({"id": "P", "metric": "final_norm", "arms": ["plain"], "at_least": 1, "status": "control"})
+    grid = {"arms": {arm: {} for arm in design.arms}, "claims": claims}
+    entries = [
+        {"arm": r.arm, "seed": r.seed, "family": r.family, "point": r.point, "role": r.role} for r in placed
+    ]
+    return judge(study_of(HERE, {"name": "null", "grid": grid, "runs": entries}, placed))
+
+
+def _placed(run: Run, arm: str, family: str, seed: int, rate: float, role: str) -> Run:
+    made = copy.copy(run)
+    made.arm, made.family, made.seed, made.role = arm, family, seed, role
+    made.point = {"optim.lr": rate} if role == "selection" else {}
+    made.identity = {"optim": {"lr": rate}, "seed": seed}
+    return made
+
+
+# Many splits -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How often something happened."""
+
+    count: int
+    draws: int
+
+    @property
+    def value(self) -> float:
+        return self.count / self.draws
+
+    @property
+    def upper(self) -> float:
+        """Upper end of the 95 % interval of Clopper and Pearson."""
+        return clopper_pearson(self.count, self.draws)[1]
+
+    def __str__(self) -> str:
+        low, high = clopper_pearson(self.count, self.draws)
+        return f"{100 * self.value:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def is_wrong(verdict: Verdict, planted: Planted) -> bool:
+    """Whether a verdict is false. At an effect of just delta neither side is true."""
+    if planted != Planted():
+        return verdict.verdict in ("reproduced", "contradicted")
+    return verdict.verdict == ("contradicted" if verdict.claim.test == "equivalence" else "reproduced")
+
+
+AT_DELTA = Planted(DELTA_LOG, DELTA_NATS)
+
+
+def false_verdicts(
+    design: Design, planted: Planted = AT_DELTA, draws: int = 1000, first: int | None = None, seed: int = 0
+) -> Rate:
+    """In how many splits some verdict is false; with ``first``, at some look from so many seeds on."""
+    rng = np.random.default_rng(seed)
+    plain, treated = pool(), pool(planted)
+    runs = {arm: plain if arm == "plain" else treated for arm in design.arms}
+    wrong = 0
+    for _ in range(draws):
+        seeds = split(design, rng)
+        stages = range(first, design.seeds + 1) if first else (design.seeds,)
+        wrong += any(is_wrong(v, planted) for n in stages for v in verdicts(design, seeds, runs, n))
+    return Rate(wrong, draws)
+
+
+def found(design: Design, planted: Planted, draws: int = 500, seed: int = 1) -> Rate:
+    """In how many splits the first claim is reproduced."""
+    rng = np.random.default_rng(seed)
+    plain, treated = pool(), pool(planted)
+    runs = {arm: plain if arm == "plain" else treated for arm in design.arms}
+    return Rate(
+        sum(verdicts(design, split(design, rng), runs)[0].verdict == "reproduced" for _ in range(draws)),
+        draws,
+    )
+
+
+MATCHED = replace(SIX, selection=0)
+TWELVE = replace(looks(6, 10, paid=False), seeds=12)
+WITHOUT_HOLM = replace(MATCHED, claims=tuple({**c, "alpha_family": str(i)} for i, c in enumerate(SIX.claims)))
+
+
+def by_chance(draws: int, planted: Planted = AT_DELTA) -> Rate:
+    """`false_verdicts` of six claims without the rule that rates must differ by more than chance."""
+    with mock.patch("mmqk.analysis.controls.told_apart", lambda *_: True):
+        return false_verdicts(SIX, planted, draws)
+
+
+# The page ----------------------------------------------------------------------------------------------------
+
+
+def tables() -> dict[str, str]:
+    """The tables of ../evidence.md by name, in Markdown."""
+    wrong = [
+        ("6 claims, own best rates, true effect delta", false_verdicts(SIX, draws=2000)),
+        ("the same, no effect", false_verdicts(SIX, Planted(), 1000)),
+        ("the same, effect delta, rates compared however they were chosen", by_chance(500)),
+        ("the same, no effect, rates compared however they were chosen", by_chance(500, Planted())),
+        ("6 claims, one rate for all, true effect delta", false_verdicts(MATCHED, draws=2000)),
+        ("the same without Holm", false_verdicts(WITHOUT_HOLM, draws=500)),
+        (
+            "3 claims, looked at with 6, 7, 8, 9 and 10 seeds, effect delta",
+            false_verdicts(looks(6, 10), first=6, draws=8000),
+        ),
+        ("the same, looks not paid for", false_verdicts(looks(6, 10, paid=False), first=6, draws=500)),
+    ]
+    lines = [(what, rate.draws, rate) for what, rate in wrong]
+    power = [
+        [
+            f"×{factor:g}",
+            *(found(design, Planted(float(np.log(factor)))) for design in (SIX, MATCHED, TWELVE)),
+        ]
+        for factor in (1.5, 2, 2.5, 3)
+    ]
+    heads = [
+        "true ratio",
+        "6 seeds, 6 claims, own best rates",
+        "6 seeds, 6 claims, one rate",
+        "12 seeds, 3 claims, one rate",
+    ]
+    return {
+        "false": _markdown(["splits of arms that are alike", "draws", "some verdict is false"], lines),
+        "power": _markdown(heads, power),
+    }
+
+
+def _markdown(heads: Sequence[object], lines: Sequence[Sequence[object]]) -> str:
+    table = [heads, ["---"] * len(heads), *lines]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table)
+
+
+def with_tables(page: str, made: Mapping[str, str]) -> str:
+    """The page with its tables, which stand between comments that name them, made anew."""
+    for name, table in made.items():
+        part = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        page, n = part.subn(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", page)
+        assert n == 1, name
+    return page
+
+
+def main() -> None:
+    """Split, and write the tables."""
+    page = HERE.parent / "evidence.md"
+    page.write_text(with_tables(page.read_text(), tables()))
+
+
+if __name__ == "__main__":
+    main()

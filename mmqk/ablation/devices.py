@@ -1,0 +1,23 @@
+"""What this machine has for runs, asked without touching a device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cores() -> int:
+    """Cores that this process may use: on a cluster fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpus() -> tuple[str, ...]:
+    """Each GPU as a value of CUDA_VISIBLE_DEVICES: those that the variable names, or all of the machine.
+
+    A job scheduler sets the variable; a process that asks CUDA instead would take a context on each device.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return tuple(part.strip() for part in given.split(",") if part.strip() not in ("", "-1"))
+    found = sorted(Path("/dev").glob("nvidia[0-9]*"), key=lambda path: (len(path.name), path.name))
+    return tuple(str(i) for i in range(len(found)))

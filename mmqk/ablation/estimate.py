@@ -1,0 +1,56 @@
+"""How long what is left will take, from the runs that were made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+from mmqk.ablation.task import Outcome, Task
+from mmqk.store import clock
+
+
+def time_left(outcomes: Mapping[Task, Outcome], jobs: int) -> str:
+    """One sentence: the time that the unfinished runs take, so many at a time.
+
+    A step takes what it took in finished runs of the same arm, else of the same family, else of the same grid (the
+    median over runs; both with start and validation).
+    """
+    open_runs = [task for task, outcome in outcomes.items() if not outcome.finished]
+    if not open_runs:
+        return "nothing to train"
+    seconds = 0.0
+    borrowed = 0
+    for task in open_runs:
+        paces = _paces(outcomes, task)
+        if paces is None:
+            return f"time to train {_runs(len(open_runs))}: unknown, as none of this grid has finished"
+        pace, own = paces
+        seconds += pace * max(0, task.max_steps - outcomes[task].step)
+        borrowed += not own
+    from_others = f" ({borrowed} by the pace of other arms)" if borrowed else ""
+    at_once = f", {jobs} at a time" if jobs > 1 else ""
+    left = clock(seconds / min(jobs, len(open_runs)))
+    return f"time to train {_runs(len(open_runs))}{at_once}: about {left} (minutes:seconds){from_others}"
+
+
+def _paces(outcomes: Mapping[Task, Outcome], task: Task) -> tuple[float, bool] | None:
+    """Seconds a step, and whether they are of the task's own arm or family."""
+    family = task.entry.get("family", task.arm)
+    alike = (
+        [o for t, o in outcomes.items() if t.arm == task.arm],
+        [o for t, o in outcomes.items() if t.entry.get("family", t.arm) == family],
+        list(outcomes.values()),
+    )
+    for place, group in enumerate(alike):
+        if (pace := _pace(group)) is not None:
+            return pace, place < 2
+    return None
+
+
+def _pace(outcomes: Iterable[Outcome]) -> float | None:
+    paces = [o.seconds / o.step for o in outcomes if o.finished and o.step > 0 and o.seconds > 0]
+    return median(paces) if paces else None
+
+
+def _runs(count: int) -> str:
+    return "1 run" if count == 1 else f"{count} runs"

@@ -1,0 +1,136 @@
+"""Reading a YAML file of one's own: what is wrong with it is one sentence that names the place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmqk.store import UserError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key written twice, which would lose an arm without a word, and one that is no text."""
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    loader.flatten_mapping(node)
+    seen: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(
+            key, str
+        ):  # on, yes and 1 are no text in YAML, and would be other names without a word
+            raise yaml.constructor.ConstructorError(
+                None,
+                None,
+                f"the key {key_node.value} is not text in YAML: put it in quotes",
+                key_node.start_mark,
+            )
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} is written twice", key_node.start_mark
+            )
+        seen[key] = loader.construct_object(value_node, deep=True)
+    return seen
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a file holds, as plain data.
+
+    Raises:
+        UserError: it cannot be read, is not YAML or no mapping, has a key twice or a number that is not finite.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(
+            f"{path} cannot be read ({reason}): give a grid such as those in configs/ablations"
+        ) from error
+    try:
+        raw = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"{path} is not valid YAML: {line}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    # Dates and the like become text: the grid is stored with the runs as JSON.
+    try:
+        return json.loads(json.dumps(mapping(raw, str(path)), default=str, allow_nan=False))
+    except ValueError as error:
+        raise UserError(f"{path} holds a number that is not finite (.inf or .nan)") from error
+
+
+def known(record: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    """Refuse a key that is not one of ``keys``."""
+    for key in record:
+        if key not in keys:
+            raise UserError(f"{where}: unknown key {key!r} (known: {', '.join(keys)})")
+
+
+def mapping(value: Any, where: str) -> dict[str, Any]:
+    """The value, which must be a mapping."""
+    if not isinstance(value, dict):
+        raise UserError(f"{where} must be a mapping of names to values, not {type(value).__name__}")
+    return value
+
+
+def strings(value: Any, where: str) -> list[str]:
+    """A name, or a list of them, as a list."""
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
+        raise UserError(f"{where} must be a name or a list of names, not {value!r}")
+    return values
+
+
+def seeds(value: Any, where: str) -> tuple[int, ...]:
+    """Different whole numbers from 0 on."""
+    good = isinstance(value, list) and value and all(type(v) is int and v >= 0 for v in value)
+    if not good or len(set(value)) < len(value):
+        raise UserError(f"{where} must be a list of different whole numbers from 0 on, not {value!r}")
+    return tuple(value)
+
+
+def whole(value: Any, where: str) -> int:
+    """A whole number from 1 on."""
+    if type(value) is not int or value < 1:
+        raise UserError(f"{where} must be a whole number from 1 on, not {value!r}")
+    return value
+
+
+def number(value: Any, where: str) -> float:
+    """A number above 0; YAML reads ``1e-3``, without a point, as text."""
+    try:
+        found = float(value) if isinstance(value, int | float | str) and value is not True else 0.0
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise UserError(f"{where} must be a number above 0, not {value!r}")
+    return found
+
+
+def numbers(value: Any, where: str) -> tuple[float, ...]:
+    """A list of different numbers above 0."""
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where} must be a list of numbers, not {value!r}")
+    found = tuple(number(v, where) for v in value)
+    if len(set(found)) < len(found):
+        raise UserError(f"{where} has a number twice: {value!r}")
+    return found
+
+
+def name(value: Any, where: str) -> str:
+    """What may be the name of a folder."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise UserError(f"{where}: {value!r} is no name for a folder: use letters, digits, '-', '_' and '.'")
+    return value

@@ -1,0 +1,23 @@
+"""What the server imports once so that a run forked from it begins at once: all that `mmqk.train` imports late.
+
+None of it starts a thread or touches a device, which a fork would not survive.
+"""
+
+# ruff: noqa: F401
+import lightning.pytorch.utilities.exceptions
+import tensorboard.compat.proto.summary_pb2
+import tensorboard.plugins.hparams.api_pb2
+import tensorboard.summary.writer.event_file_writer
+
+import mmqk.config
+import mmqk.data.module
+import mmqk.monitors.lab.callback
+import mmqk.train
+import mmqk.training.alarms
+import mmqk.training.checkpoint
+import mmqk.training.fork
+import mmqk.training.lifecycle
+import mmqk.training.loggers
+import mmqk.training.module
+import mmqk.training.outcome
+import mmqk.training.steps

@@ -1,0 +1,108 @@
+"""ablation.json, which says what the runs of a folder are, and runs of other code, which are kept aside."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mmqk.ablation.claims import claims_hash
+from mmqk.ablation.grid import Grid
+from mmqk.ablation.resolver import Plan
+from mmqk.store import FolderLock, UserError, read_json, write_json
+
+ABLATION_NAME = "ablation.json"
+LOCK_NAME = "ablation.lock"
+STALE = "stale"
+
+
+def check_out(out: Path, grid: Grid) -> None:
+    """Refuse a file, and the folder of another grid.
+
+    Raises:
+        UserError: it is one.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file: give another --out")
+    record = read_json(out / ABLATION_NAME)
+    if record is not None and record.get("name") != grid.name:
+        raise UserError(
+            f"{out} holds the ablation {record.get('name')!r}, not {grid.name!r}: give another --out"
+        )
+
+
+def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) -> Plan:
+    """Write ablation.json of the plan that ``make`` makes; several processes may do so, one after the other.
+
+    The claims' hash as they were first registered stays, and so does, with each run, that of the claims as they stood
+    when the run was first planned.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with _alone(out / LOCK_NAME):
+            plan = make()
+            first = read_json(out / ABLATION_NAME) or {}
+            now = claims_hash(grid.raw)
+            # A record without the field still has the claims themselves.
+            registered = first.get("registered") or (claims_hash(first.get("grid") or {}) if first else now)
+            before = {
+                (run.get("id"), run.get("arm")): run.get("claims", registered)
+                for run in first.get("runs") or []
+                if run.get("id")
+            }
+            runs = [{**run, "claims": before.get((run["id"], run["arm"]), now)} for run in plan.entries]
+            record: dict[str, Any] = {"name": grid.name, "registered": registered, "grid": grid.raw}
+            record |= {"runs": runs, "threads": threads}
+            if plan.choices:
+                record["lr"] = [choice.record() for choice in plan.choices]
+            if record != first:
+                write_json(out / ABLATION_NAME, record)
+            return plan
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}): give another --out") from error
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def code_of(folder: Path) -> str:
+    """Hash of the code that made a run."""
+    return str((read_json(folder / "run.json") or {}).get("code"))
+
+
+def set_aside(folder: Path, out: Path) -> Path | None:
+    """Move a run to ``out/stale/<its code>/…``, and say where; None when another process trains in it.
+
+    Four folders below ``out``, so that it is not found among the runs of the present code.
+    """
+    inside = folder.relative_to(out)
+    place = out / STALE / code_of(folder).replace("+", "-") / inside
+    number = 2
+    while place.exists():
+        place = place.with_name(f"{inside.name}.{number}")
+        number += 1
+    try:
+        lock = FolderLock(folder)
+    except UserError:
+        return None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(place)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be moved to {place} ({error.strerror})") from error
+    finally:
+        lock.release()
+    return place

@@ -1,0 +1,205 @@
+"""What the runs say of one claim by itself, before the other claims of its family and its controls are asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mmqk.analysis.claims import Claim
+from mmqk.analysis.compared import Group, Outcomes, groups, measure, middle, of_run, spread_outcomes
+from mmqk.analysis.controls import (
+    Control,
+    numerics_agree,
+    only_declared_differences,
+    rates,
+    regime_reached,
+    within_bound,
+)
+from mmqk.analysis.exact import Counts, sign_flip
+from mmqk.analysis.metrics import Metric, find_metric
+from mmqk.analysis.multiple import p_over_looks
+from mmqk.analysis.runs import Run
+from mmqk.analysis.stats import Effect, Spread, paired_effect, pooled_spread
+from mmqk.analysis.study import Study
+from mmqk.analysis.words import plural
+
+FEWEST_FLIPPED = 6
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """One claim by itself.
+
+    Attributes:
+        claim: as registered.
+        groups: the runs that it compares, by name.
+        effect: treatment against control; None without one.
+        spread: over seeds.
+        medians: the metric by name; of counts the share.
+        controls: those that need no other claim.
+        notes: what a reader must know, one sentence each.
+        open: why nothing can be decided, whatever the effect; empty otherwise.
+        bounded: why failed runs forbid the verdict that the effect would give; empty otherwise.
+        holds: which side of the smallest effect of interest the effect lies on: the one that is claimed, or not.
+        p: two-sided p-value of a true effect of just that size.
+        sign_flip: that of the exact sign-flip test.
+        counts: of a claim that counts runs.
+    """
+
+    claim: Claim
+    groups: Mapping[str, Group]
+    effect: Effect | Counts | None = None
+    spread: Spread | None = None
+    medians: Mapping[str, float] = field(default_factory=dict)
+    controls: tuple[Control, ...] = ()
+    notes: tuple[str, ...] = ()
+    open: str = ""
+    bounded: str = ""
+    holds: bool = False
+    p: float = math.nan
+    sign_flip: float = math.nan
+    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def p_in_family(self) -> float:
+        """What it brings to its family: 1 where it cannot be decided; the looks that were registered are paid."""
+        if self.open or self.bounded or math.isnan(self.p) or not all(c.passed for c in self.controls):
+            return 1.0
+        return p_over_looks(self.p, self.claim.seeds, self.claim.max_seeds) if self.claim.stopping else self.p
+
+
+def assess(study: Study, claim: Claim) -> Assessment:
+    """What the runs say of a claim."""
+    compared = groups(study, claim)
+    if any(not members.runs for members in compared.values()):
+        return Assessment(claim, compared)
+    if claim.decided and claim.test == "count":
+        return _counted(study, claim, compared)
+    outcomes = measure(compared, claim.metric)
+    medians = {name: middle(values) for name, values in outcomes.raw.items()}
+    notes = [
+        f"{plural(len(seeds), 'run')} of {compared[name].label} diverged or ended without a finite value and got "
+        "the worst finite one: the effect is a bound."
+        for name, seeds in outcomes.bounds.items()
+    ]
+    if not claim.decided:
+        treatment, control = (outcomes.values.get(name, {}) for name in (claim.treatment, claim.control))
+        runs = [run for members in compared.values() for run in members.all]
+        controls = tuple(filter(None, [within_bound(runs)]))
+        shown = paired_effect(treatment, control, None)
+        return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
+    spread = pooled_spread(spread_outcomes(study, claim, compared, outcomes))
+    effect = paired_effect(outcomes.values[claim.treatment], outcomes.values[claim.control], spread)
+    controls, said = _controls(study, claim, compared)
+    open_ = _registered(claim, compared) or _measured(outcomes, effect)
+    found = Assessment(claim, compared, effect, spread, medians, controls, (*notes, *said), open_)
+    if open_ or effect is None:
+        return found
+    holds, nearest, p = _side(claim, effect)
+    return Assessment(
+        claim, compared, effect, spread, medians, controls, (*notes, *said), open_,
+        _bounded(claim, outcomes, effect, holds), holds, p, _flipped(effect, nearest),
+    )  # fmt: skip
+
+
+def _side(claim: Claim, effect: Effect | Counts) -> tuple[bool, float, float]:
+    """(whether the effect is as claimed, the nearest threshold, p-value of a true effect there)."""
+    nearest = min(claim.thresholds, key=lambda threshold: abs(effect.value - threshold))
+    if claim.test == "equivalence":
+        # The two one-sided tests are the two thresholds; the nearer one is the harder.
+        return abs(effect.value) < claim.delta, nearest, effect.p_at(nearest)
+    return claim.sign * effect.value > claim.delta, nearest, effect.p_at(nearest)
+
+
+def _flipped(effect: Effect, threshold: float) -> float:
+    if effect.n < FEWEST_FLIPPED:
+        return math.nan
+    return sign_flip(np.array(effect.differences) - threshold)
+
+
+def _registered(claim: Claim, compared: Mapping[str, Group]) -> str:
+    """Why the runs are not those that were registered; empty when they are."""
+    for members in compared.values():
+        done = len(members.all)
+        if done < members.planned:
+            return f"{done} of {plural(members.planned, 'planned run')} of {members.label} finished."
+    for members in compared.values():
+        if claim.seeds and members.seeds < claim.seeds:
+            return (
+                f"Registered for {plural(claim.seeds, 'seed')} an arm; {members.label} has {members.seeds}."
+            )
+        if claim.seeds and members.seeds > claim.max_seeds:
+            return (
+                f"Registered for at most {plural(claim.max_seeds, 'seed')} an arm; {members.label} has "
+                f"{members.seeds}: seeds that are added after a look need stopping."
+            )
+    return ""
+
+
+def _measured(outcomes: Outcomes, effect: Effect | None) -> str:
+    if outcomes.unmeasured:
+        return f"Without a value: {', '.join(outcomes.unmeasured)}."
+    if effect is None:
+        return "The two arms share no seed."
+    if not effect.has_interval:
+        return "Too few seeds for an interval."
+    return ""
+
+
+def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> str:
+    """Whether what failed runs would really have had could take the verdict back."""
+    # Which way the true effect may lie from this one, and which way that would be the other side of the threshold.
+    towards = {way for way in outcomes.bounds.get(claim.treatment, {}).values()}
+    towards |= {-way for way in outcomes.bounds.get(claim.control, {}).values()}
+    if claim.test == "equivalence":
+        if holds and towards:
+            return "The runs that diverged may make the effect larger."
+        away = -1 if effect.value > 0 else 1
+    else:
+        away = -claim.sign if holds else claim.sign
+    if away not in towards:
+        return ""
+    smaller = holds or claim.test == "equivalence"
+    return f"The runs that diverged may make the effect {'smaller' if smaller else 'larger'}."
+
+
+def _controls(
+    study: Study, claim: Claim, compared: Mapping[str, Group]
+) -> tuple[tuple[Control, ...], list[str]]:
+    runs = [run for members in compared.values() for run in members.all]
+    about_rates, said = rates(study, claim, compared)
+    found: list[Control | None] = [regime_reached(study, claim, compared)] if claim.regime else []
+    found.append(only_declared_differences(claim, compared, bool(said)))
+    found.append(within_bound(runs))
+    found += about_rates
+    if claim.test == "count":
+        found.append(numerics_agree(study, compared))
+    return tuple(control for control in found if control is not None), [said] if said else []
+
+
+def _counted(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Assessment:
+    """A claim about how many runs diverge, or reach a value."""
+    counts = {name: (sum(_counts(claim, run) for run in g.all), len(g.all)) for name, g in compared.items()}
+    effect = Counts(*counts[claim.treatment], *counts[claim.control])
+    controls, said = _controls(study, claim, compared)
+    holds, _, p = _side(claim, effect)
+    # Beyond delta it must also not be equal: Fisher's test has the last word where delta is small.
+    p = max(p, effect.fisher) if holds else p
+    medians = {name: count / n for name, (count, n) in counts.items()}
+    return Assessment(
+        claim, compared, effect, None, medians, controls, tuple(said), _registered(claim, compared), "", holds, p,
+        counts=counts,
+    )  # fmt: skip
+
+
+def _counts(claim: Claim, run: Run) -> bool:
+    if run.status.status == "diverged":
+        return True
+    metric, _ = find_metric(claim.metric)
+    if math.isnan(claim.at_least) or not isinstance(metric, Metric):
+        return False
+    value = of_run(run, claim.metric)
+    return value >= claim.at_least if metric.worst == "high" else value <= claim.at_least

@@ -1,0 +1,88 @@
+"""How a run ended: diverged, stalled, in a regime that says nothing, or well."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mmqk.analysis.metrics.losses import final_loss, has_floor, learnt, trained_modalities
+from mmqk.analysis.metrics.stability import divergence_step
+from mmqk.analysis.runs import Run
+
+STALLED_NATS = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run ended, by what was trained.
+
+    Attributes:
+        finished: it completed or diverged; of another run nothing else is known.
+        diverged: step at which it diverged, None if it did not.
+        above_best: by modality, nats that it ended above the best run of the same data; infinite if it
+            diverged.
+        unlearnt: modalities that it never learnt (`learnt`).
+    """
+
+    finished: bool
+    diverged: int | None
+    above_best: dict[str, float]
+    unlearnt: tuple[str, ...]
+
+    @property
+    def kind(self) -> Literal["diverged", "stalled", "regime not reached", "well", "not finished"]:
+        """The first that holds of: not finished, diverged, regime not reached, stalled, well."""
+        if not self.finished:
+            return "not finished"
+        if self.diverged is not None:
+            return "diverged"
+        if self.unlearnt:
+            return "regime not reached"
+        return "stalled" if self.stalled else "well"
+
+    @property
+    def stalled(self) -> tuple[str, ...]:
+        """Modalities that ended more than 0.1 nat above the best run of the same data."""
+        return tuple(m for m, nats in self.above_best.items() if nats > STALLED_NATS)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it diverged or stalled, in whatever regime."""
+        return self.finished and (self.diverged is not None or bool(self.stalled))
+
+
+def outcomes(runs: Sequence[Run]) -> list[Outcome]:
+    """The outcome of each run, among these runs.
+
+    Runs of the same data are compared with each other, at any seed, modality by modality, on the held-out loss at
+    the end (its excess over the floor where that is known, which differs by a constant).
+    """
+    ends: list[dict[str, float]] = []
+    steps: list[int | None] = []
+    best: dict[tuple[str, str], float] = {}
+    for run in runs:
+        step = divergence_step(run)
+        steps.append(step)
+        end = {m: _end(run, m) if step is None else math.inf for m in trained_modalities(run)}
+        ends.append(end)
+        for modality, nats in end.items():
+            if run.status.status == "completed" and math.isfinite(nats):
+                key = _data_of(run), modality
+                best[key] = min(nats, best.get(key, math.inf))
+    found = []
+    for run, step, end in zip(runs, steps, ends, strict=True):
+        above = {m: nats - best.get((_data_of(run), m), math.nan) for m, nats in end.items()}
+        unlearnt = tuple(m for m in end if not learnt(run, m))
+        found.append(Outcome(step is not None or run.status.finished, step, above, unlearnt))
+    return found
+
+
+def _end(run: Run, modality: str) -> float:
+    return final_loss(run, modality, "excess" if has_floor(run, modality) else "loss").value
+
+
+def _data_of(run: Run) -> str:
+    return json.dumps(run.identity.get("data", run.setting("data")), sort_keys=True, default=str)

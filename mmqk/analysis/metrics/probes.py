@@ -1,0 +1,117 @@
+"""Numbers of a run from its probes: attention logits, entropy, norms, and how fast they grow."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mmqk.analysis.metrics.metric import BySeries, Metric, alone, planned_steps, warmup_steps
+from mmqk.analysis.runs import Run, Series
+
+LAST_PROBES = 3
+# As the growth alarm has it: in the first fifth of a run every norm grows, in healthy runs too.
+SLOPE_FROM_SHARE = 0.2
+# Where Chameleon's norms already differ: the window of the early slope ends here.
+EARLY_SHARE = 0.25
+SLOPE_STEPS = 1000
+FEWEST_PROBES = 3
+
+
+def _end(series: Series, worst: float) -> float:
+    """Median of the last three probes; ``worst`` where the last one is not finite, NaN without any."""
+    values = series[1][-LAST_PROBES:]
+    if not len(values):
+        return math.nan
+    return (
+        float(np.median(np.where(np.isfinite(values), values, worst))) if np.isfinite(values[-1]) else worst
+    )
+
+
+def logit_series(run: Run, modality: str | None = None) -> Series:
+    """Largest absolute attention logit over layers, heads and modality pairs, by probe."""
+    return run.combined("attn_logit_absmax", np.max, modality)
+
+
+def growth_series(run: Run, modality: str | None = None) -> Series:
+    """`logit_series` over its first value."""
+    steps, values = logit_series(run, modality)
+    return steps, values / values[:1] if len(values) else values
+
+
+def entropy_series(run: Run, modality: str | None = None) -> Series:
+    """Attention entropy of the layer where it is lowest, in nats, by probe."""
+    return run.combined("attn_entropy", np.min, modality)
+
+
+def norm_series(statistic: str) -> BySeries:
+    """Mean of a norm by probe: over tokens in each layer and modality, and over these with equal weight."""
+
+    def series(run: Run, modality: str | None = None) -> Series:
+        return run.combined(statistic, np.mean, modality)
+
+    return series
+
+
+def largest_attention_logit(run: Run, modality: str | None = None) -> float:
+    """`logit_series` at the end of the run, the median of the last three probes.
+
+    For a run that diverged, the end is where it was stopped.
+    """
+    return _end(logit_series(run, modality), math.inf)
+
+
+def attention_entropy(run: Run, modality: str | None = None) -> float:
+    """`entropy_series` at the end of the run, the median of the last three probes."""
+    return _end(entropy_series(run, modality), -math.inf)
+
+
+def norm_slope(
+    run: Run, statistic: str, modality: str | None = None, start: float = SLOPE_FROM_SHARE, end: float = 1.0
+) -> float:
+    """Growth rate of a norm: slope of least squares of its logarithm on the step, per 1,000 steps.
+
+    Args:
+        run: whose.
+        statistic: ``q_norm`` and the like, averaged as in `norm_series`, or ``attn_logit_absmax``, whose
+            largest over layers and heads is taken.
+        modality: of the tokens; all with equal weight when None.
+        start: where the window begins, as a share of the configured run length; never within warm-up.
+        end: where it ends.
+
+    Returns:
+        0.69: it doubles every 1,000 steps. Infinite when a value of the window is not finite, NaN with fewer
+        than three probes or with a value that is not positive.
+    """
+    series = logit_series if statistic == "attn_logit_absmax" else norm_series(statistic)
+    steps, values = series(run, modality)
+    length = planned_steps(run)
+    inside = (steps >= max(start * length, warmup_steps(run))) & (steps <= end * length)
+    steps, values = steps[inside], values[inside]
+    if len(steps) < FEWEST_PROBES:
+        return math.nan
+    if not np.isfinite(values).all():
+        return math.inf
+    if not (values > 0).all():
+        return math.nan
+    x, y = steps / SLOPE_STEPS, np.log(values)
+    x = x - x.mean()
+    return float((x * (y - y.mean())).sum() / (x * x).sum())
+
+
+def probed(label: str, series: BySeries) -> Metric:
+    """The end of a series by probe, as a ratio."""
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return _end(series(run, modality), math.inf)
+
+    return Metric(label, "", "log", "high", measure, series)
+
+
+def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
+    """`norm_slope` in a window."""
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return norm_slope(run, statistic, modality, start, end)
+
+    return Metric(label, "per 1,000 steps", "linear", "high", measure, alone(measure))

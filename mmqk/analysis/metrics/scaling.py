@@ -1,0 +1,151 @@
+"""From small models to a larger one: the largest attention logit extrapolated over model size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmqk.analysis.metrics.metric import Measured, planned_steps
+from mmqk.analysis.metrics.rates import learning_rate
+from mmqk.analysis.metrics.stability import divergence_step
+from mmqk.analysis.runs import Run
+
+# Wortsman et al. (arXiv 2309.14322, Fig. 9): runs with a logit above this diverged.
+LOGIT_THRESHOLD = 1e4
+# They read it at step 2e3 of 1e5, in block 0. Runs of minutes have other lengths: a share of the run.
+AT_SHARE = 0.2
+BLOCK = 0
+FEWEST_FITTED = 3
+
+
+def model_size(run: Run) -> float:
+    """Parameters of the blocks' matrices (attention and MLP), without embeddings, head, gains and biases.
+
+    As Wortsman et al. count, for whom 3 layers of width 256 are 2.4M. Of what each modality has a copy of, one is
+    counted: what a token passes through. NaN where the configuration does not say it.
+    """
+    model = run.setting("model", {})
+    try:
+        width, layers, heads = (int(model[name]) for name in ("d_model", "n_layers", "n_heads"))
+        head = int(model.get("d_head") or width // heads)
+        kv_heads = int(model.get("n_kv_heads") or heads)
+        gated = model.get("mlp", "swiglu") != "gelu"
+        hidden = int(model.get("d_ff") or (16 * math.ceil(8 * width / 3 / 16) if gated else 4 * width))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return math.nan
+    attention = 2 * width * heads * head + 2 * width * kv_heads * head
+    return float(layers * (attention + (3 if gated else 2) * width * hidden))
+
+
+@dataclass(frozen=True)
+class Extrapolation:
+    """A prediction for the largest model at one learning rate.
+
+    Attributes:
+        rate: the learning rate.
+        sizes: parameters of every model (`model_size`), rising; the last is the held-out one.
+        logits: their largest attention logits at the step.
+        step: at which they were read.
+        predicted: the logit of the largest model, from the others.
+        diverged: whether the largest model did.
+    """
+
+    rate: float
+    sizes: tuple[float, ...]
+    logits: tuple[float, ...]
+    step: int
+    predicted: float
+    diverged: bool
+
+    @property
+    def actual(self) -> float:
+        """The logit that the largest model had."""
+        return self.logits[-1]
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over actual; NaN where the actual one is not finite or 0."""
+        usable = math.isfinite(self.actual) and self.actual > 0
+        return self.predicted / self.actual if usable else math.nan
+
+    @property
+    def right(self) -> bool:
+        """Whether a prediction above the registered threshold of 1e4 went with a divergence, or neither came."""
+        return (self.predicted > LOGIT_THRESHOLD) == self.diverged
+
+
+def extrapolate(
+    runs: Sequence[Run], modality: str | None = None, step: int | None = None, layer: int | None = BLOCK
+) -> tuple[list[Extrapolation], str]:
+    """For each learning rate, a quadratic in log size through log logits of all models but the largest.
+
+    Args:
+        runs: of one family at one seed; with three smaller sizes the quadratic passes through them.
+        modality: of the queries.
+        step: at which logits are read; by default the last probe up to a fifth of the run.
+        layer: which one; all when None.
+
+    Returns:
+        The extrapolations by rising learning rate, and one sentence if there are none.
+    """
+    by_rate: dict[float, dict[float, tuple[Run, int, float]]] = {}
+    for run in runs:
+        rate, size = learning_rate(run), model_size(run)
+        if math.isnan(rate) or math.isnan(size):
+            return [], f"the learning rate or the model's size is not recorded in {run.name}"
+        steps, values = run.combined("attn_logit_absmax", np.max, modality, layer)
+        by = AT_SHARE * planned_steps(run) if step is None else step
+        at = int(np.searchsorted(steps, by, side="right")) - 1
+        if at < 0 or (step is not None and steps[at] != step):
+            return [], f"{run.name} has no probe at step {by:g}"
+        if size in by_rate.setdefault(rate, {}):
+            return [], f"two runs have {size:g} parameters and the learning rate {rate:g}"
+        by_rate[rate][size] = run, int(steps[at]), float(values[at])
+    found, why = [], "there are no runs"
+    for rate, by_size in sorted(by_rate.items()):
+        one, why = _one(rate, by_size)
+        if one is None:
+            return [], why
+        found.append(one)
+    return found, "" if found else why
+
+
+def _one(rate: float, by_size: dict[float, tuple[Run, int, float]]) -> tuple[Extrapolation | None, str]:
+    at = f"at learning rate {rate:g}"
+    sizes = sorted(by_size)
+    if len(sizes) <= FEWEST_FITTED:
+        return (
+            None,
+            f"{at} there are {len(sizes)} model sizes: {FEWEST_FITTED} are fitted and one is predicted",
+        )
+    measured = [by_size[size] for size in sizes]
+    if len({step for _, step, _ in measured}) > 1:
+        return None, f"{at} the models were probed at different steps: give one step"
+    logits = [logit for _, _, logit in measured]
+    if not all(math.isfinite(logit) and logit > 0 for logit in logits[:-1]):
+        return None, f"{at} a logit of a smaller model is not finite: nothing to fit"
+    x = np.log(sizes) - math.log(sizes[0])
+    curve = np.polynomial.Polynomial.fit(x[:-1], np.log(logits[:-1]), 2)
+    with np.errstate(over="ignore"):
+        predicted = float(np.exp(curve(x[-1])))
+    largest = measured[-1][0]
+    return Extrapolation(
+        rate, tuple(sizes), tuple(logits), measured[0][1], predicted, divergence_step(largest) is not None
+    ), ""
+
+
+def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Measured:
+    """Predicted over actual largest logit of the held-out largest model; of several learning rates the one farthest
+    from 1."""
+    found, why = extrapolate(runs, modality)
+    if not found:
+        return Measured(math.nan, why)
+    lost = [one for one in found if math.isnan(one.ratio)]
+    if lost:
+        return Measured(
+            math.nan, f"the largest model's logit is not finite at learning rate {lost[0].rate:g}"
+        )
+    return Measured(max((one.ratio for one in found), key=lambda ratio: abs(math.log(ratio))))

@@ -1,0 +1,161 @@
+"""Spikes, divergence and the warning before it: numbers of a run from its losses and alarms.
+
+The rules are those of `mmqk.store.alarms`, which a run is watched with while it trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from mmqk.analysis.metrics.losses import has_floor, trained_modalities
+from mmqk.analysis.metrics.metric import planned_steps, warmup_steps
+from mmqk.analysis.runs import Run
+from mmqk.store import Alarm, DivergenceRule, alarms_of, read_metrics
+from mmqk.store.alarms import ALARMS_NAME
+from mmqk.store.alarms import spike_rate as rate_of
+from mmqk.store.alarms import spike_score as score_of
+
+# Alarms that may come before a failure; the others say that it is there.
+WARNINGS = ("spike", "spike_median", "stall", "growth", "collapse")
+
+
+def spike_score(run: Run, modality: str | None = None) -> float:
+    """Per cent of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3), of all targets when None.
+
+    At least 7 standard deviations above the mean of the up to 1000 values before it. NaN with 100 steps or fewer.
+    """
+    return score_of(run.series(_loss(modality))[1].tolist())
+
+
+def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
+    """`spike_score` of the global gradient norm; it has no modality."""
+    return math.nan if modality else score_of(run.series("grad_norm")[1].tolist())
+
+
+def spike_rate(run: Run, modality: str | None = None) -> float:
+    """Spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3), of all targets when None.
+
+    Losses more than 0.1 nat above the median of the 201 steps around them. NaN with fewer than 201 steps.
+    """
+    return rate_of(run.series(_loss(modality))[1].tolist())
+
+
+def _loss(modality: str | None) -> str:
+    return f"loss/{modality}" if modality else "loss"
+
+
+def divergence_step(run: Run) -> int | None:
+    """The optimizer step at which the run diverged, None if it did not.
+
+    `DivergenceRule` on the training excess (the loss where the floor is not known) of the modalities that it
+    trains, or what ended the run, whichever came first.
+    """
+    rule, steps = DivergenceRule(warmup_steps(run)), []
+    by_step: dict[int, dict[str, float]] = {}
+    for modality in trained_modalities(run):
+        name = "excess" if has_floor(run, modality) else "loss"
+        at, values = run.series(f"{name}/{modality}")
+        for step, value in zip(at.tolist(), values.tolist(), strict=True):
+            by_step.setdefault(step, {})[modality] = value
+    for step in sorted(by_step):
+        if rule.update(step, by_step[step]) is not None:
+            steps.append(step)
+            break
+    if run.status.status == "diverged":
+        steps.append(run.status.step)
+    return min(steps, default=None)
+
+
+def diverged(run: Run, modality: str | None = None) -> float:
+    """1 if the run diverged, 0 if it completed, NaN if it did neither."""
+    if divergence_step(run) is not None:
+        return 1.0
+    return 0.0 if run.status.status == "completed" else math.nan
+
+
+def time_of_divergence(run: Run, modality: str | None = None) -> float:
+    """`divergence_step` as a share of the configured run length, 1 for a run that completed without.
+
+    So its mean is the restricted mean time: what happens after the end is not asked. NaN for a run that was
+    stopped early for another reason.
+    """
+    step = divergence_step(run)
+    if step is not None:
+        return step / planned_steps(run) if planned_steps(run) else math.nan
+    return 1.0 if run.status.status == "completed" else math.nan
+
+
+def alarms(run: Run) -> list[Alarm]:
+    """Those that the run gave; by the same rules from its numbers where it left no file of them."""
+    if (run.path / ALARMS_NAME).exists():
+        return run.alarms
+    lines = read_metrics(run.path / "metrics.jsonl")
+    length = run.setting("trainer.max_steps", 0)
+    return alarms_of(
+        lines, warmup_steps(run), max(0, length) if isinstance(length, int) else 0, trained_modalities(run)
+    )
+
+
+def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> float:
+    """Optimizer steps from the first warning to the divergence.
+
+    Args:
+        run: whose.
+        modality: only warnings of series of this modality (for a pair, of its queries).
+        names: which alarms are warnings.
+
+    Returns:
+        0 if it diverged unwarned: an alarm at the step of the divergence warns of nothing. NaN for a run that
+        did not diverge. A rule that always rings has a long lead: read it with `warnings_of`.
+    """
+    end = divergence_step(run)
+    if end is None:
+        return math.nan
+    first = first_warning(run, modality, names)
+    return float(end - first) if first is not None and first < end else 0.0
+
+
+def first_warning(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> int | None:
+    """The step of the first of these alarms, None without one."""
+    steps = [alarm.step for alarm in alarms(run) if alarm.name in names and _is_of(alarm, modality)]
+    return min(steps, default=None)
+
+
+def _is_of(alarm: Alarm, modality: str | None) -> bool:
+    if modality is None:
+        return True
+    parts = alarm.tag.split("/")
+    return len(parts) > 1 and parts[1].partition("-")[0] == modality
+
+
+@dataclass(frozen=True)
+class Warnings:
+    """What an alarm is worth over a set of runs.
+
+    Attributes:
+        warned: runs that diverged after a warning.
+        unwarned: runs that diverged without one.
+        false: runs that completed in spite of one.
+        quiet: runs that completed without one.
+    """
+
+    warned: int
+    unwarned: int
+    false: int
+    quiet: int
+
+
+def warnings_of(
+    runs: Iterable[Run], modality: str | None = None, names: Collection[str] = WARNINGS
+) -> Warnings:
+    """Hits and misses of warnings; runs that neither diverged nor completed are left out."""
+    counts = {"warned": 0, "unwarned": 0, "false": 0, "quiet": 0}
+    for run in runs:
+        end, first = divergence_step(run), first_warning(run, modality, names)
+        if end is not None:
+            counts["warned" if first is not None and first < end else "unwarned"] += 1
+        elif run.status.status == "completed":
+            counts["quiet" if first is None else "false"] += 1
+    return Warnings(**counts)

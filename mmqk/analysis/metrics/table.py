@@ -1,0 +1,198 @@
+"""Every metric by the name that a claim uses for it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from functools import cache
+
+from mmqk.analysis.metrics.losses import final_loss
+from mmqk.analysis.metrics.metric import FamilyMetric, Measured, Metric, alone
+from mmqk.analysis.metrics.probes import (
+    EARLY_SHARE,
+    attention_entropy,
+    entropy_series,
+    growth_series,
+    logit_series,
+    norm_series,
+    probed,
+    slope_of,
+)
+from mmqk.analysis.metrics.rates import (
+    dose_response,
+    first_diverging_lr,
+    first_unstable_lr,
+    lr_sensitivity,
+)
+from mmqk.analysis.metrics.scaling import logit_extrapolation
+from mmqk.analysis.metrics.stability import (
+    WARNINGS,
+    alarm_lead_time,
+    diverged,
+    grad_norm_spike_score,
+    spike_rate,
+    spike_score,
+    time_of_divergence,
+)
+from mmqk.analysis.runs import Run, Series
+from mmqk.store import UserError
+
+
+def _final_loss(run: Run, modality: str | None = None) -> float:
+    return final_loss(run, modality or "").value
+
+
+def _final_excess(run: Run, modality: str | None = None) -> float:
+    return final_loss(run, modality or "", "excess").value
+
+
+def _excess_series(run: Run, modality: str | None = None) -> Series:
+    return run.series(f"excess/{modality}")
+
+
+def _loss_series(run: Run, modality: str | None = None) -> Series:
+    return run.series(f"loss/{modality}")
+
+
+METRICS = {
+    "largest_attention_logit": probed("largest attention logit", logit_series),
+    "logit_growth": probed("growth of the largest attention logit", growth_series),
+    "attention_entropy": Metric(
+        "attention entropy", "nats", "linear", "low", attention_entropy, entropy_series
+    ),
+    "final_loss": Metric("final loss", "nats", "linear", "high", _final_loss, _loss_series, True),
+    "final_excess": Metric("final excess", "nats", "linear", "high", _final_excess, _excess_series, True),
+    "final_norm": probed("last-layer output norm", norm_series("final_norm")),
+    "q_norm": probed("query norm", norm_series("q_norm")),
+    "k_norm": probed("key norm", norm_series("k_norm")),
+    "resid_norm": probed("residual norm", norm_series("resid_norm")),
+    "logit_slope": slope_of("growth rate of the largest attention logit", "attn_logit_absmax"),
+    "final_norm_slope": slope_of("growth rate of the last-layer output norm", "final_norm"),
+    "q_norm_slope": slope_of("growth rate of the query norm", "q_norm"),
+    "k_norm_slope": slope_of("growth rate of the key norm", "k_norm"),
+    "resid_norm_slope": slope_of("growth rate of the residual norm", "resid_norm"),
+    "early_final_norm_slope": slope_of(
+        "early growth rate of the last-layer output norm", "final_norm", 0.0, EARLY_SHARE
+    ),
+    "spike_score": Metric(
+        "spike score", "% of steps", "linear", "high", spike_score, alone(spike_score), counts_failures=True
+    ),
+    "grad_norm_spike_score": Metric(
+        "spike score of the gradient norm",
+        "% of steps",
+        "linear",
+        "high",
+        grad_norm_spike_score,
+        alone(grad_norm_spike_score),
+        counts_failures=True,
+    ),
+    "spike_rate": Metric(
+        "spike rate",
+        "per 10,000 steps",
+        "linear",
+        "high",
+        spike_rate,
+        alone(spike_rate),
+        counts_failures=True,
+    ),
+    "diverged": Metric("divergence", "", "linear", "high", diverged, alone(diverged), counts_failures=True),
+    "time_of_divergence": Metric(
+        "time of divergence",
+        "of the run",
+        "linear",
+        "low",
+        time_of_divergence,
+        alone(time_of_divergence),
+        counts_failures=True,
+    ),
+    "alarm_lead_time": Metric(
+        "lead time of the first warning",
+        "steps",
+        "linear",
+        "low",
+        alarm_lead_time,
+        alone(alarm_lead_time),
+        counts_failures=True,
+    ),
+}
+FAMILY_METRICS = {
+    "lr_sensitivity": FamilyMetric("learning-rate sensitivity", "nats", "linear", "high", lr_sensitivity),
+    "first_diverging_lr": FamilyMetric("first diverging learning rate", "", "log", "low", first_diverging_lr),
+    "first_unstable_lr": FamilyMetric("first unstable learning rate", "", "log", "low", first_unstable_lr),
+    "logit_extrapolation": FamilyMetric(
+        "predicted over actual largest logit of the held-out largest model",
+        "",
+        "log",
+        "high",
+        logit_extrapolation,
+    ),
+}
+DOSE = ("dose_response", "dose_monotonicity")
+_CALL = re.compile(r"(\w+)\(([^()]*)\)")
+
+
+@cache
+def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
+    """The metric that a claim names, and the modality it asks for.
+
+    ``q_norm/image``; ``alarm_lead_time(growth)/text``, with one kind of warning; ``dose_response(q_norm/image)`` or
+    ``dose_response(q_norm/image, data.dial.entropy.image)``, of a metric of a run, along an axis.
+
+    Raises:
+        UserError: there is none of that name, or it needs a modality.
+    """
+    if match := _CALL.match(name):
+        return _called(name, match[1], [part.strip() for part in match[2].split(",")], name[match.end() :])
+    base, _, modality = name.partition("/")
+    found: Metric | FamilyMetric | None = METRICS.get(base) or FAMILY_METRICS.get(base)
+    if found is None:
+        known = ", ".join([*METRICS, *FAMILY_METRICS, *(f"{dose}(METRIC)" for dose in DOSE)])
+        raise UserError(f"metric {name!r} of a claim is unknown: use one of {known}")
+    if found.by_modality and not modality:
+        raise UserError(f"metric {name!r} of a claim needs a modality: write {base}/text or the like")
+    return found, modality or None
+
+
+def _called(name: str, base: str, given: list[str], rest: str) -> tuple[Metric | FamilyMetric, str | None]:
+    if base == "alarm_lead_time" and (not rest or rest.startswith("/")):
+        if unknown := [alarm for alarm in given if alarm not in WARNINGS]:
+            raise UserError(
+                f"metric {name!r} of a claim names the alarm {unknown[0]!r}: use one of {', '.join(WARNINGS)}"
+            )
+
+        def lead(run: Run, modality: str | None = None) -> float:
+            return alarm_lead_time(run, modality, given)
+
+        label = f"lead time of the first warning ({', '.join(given)})"
+        return Metric(label, "steps", "linear", "low", lead, alone(lead), counts_failures=True), rest[
+            1:
+        ] or None
+    if base not in DOSE or rest or not 1 <= len(given) <= 2:
+        raise UserError(
+            f"metric {name!r} of a claim is unknown: only alarm_lead_time(ALARM), dose_response(METRIC, AXIS) and"
+            " dose_monotonicity(METRIC, AXIS) take something in brackets"
+        )
+    inner, modality = find_metric(given[0])
+    if isinstance(inner, FamilyMetric):
+        raise UserError(f"metric {name!r} of a claim: {given[0]} is a number of a family, give one of a run")
+    return _dose(base, inner, given[1] if len(given) == 2 else ""), modality
+
+
+def _dose(base: str, inner: Metric, axis: str) -> FamilyMetric:
+    slope = base == "dose_response"
+
+    def response(run: Run, modality: str | None) -> float:
+        if run.status.status == "diverged" and not inner.counts_failures:
+            return math.inf if inner.worst == "high" else -math.inf
+        return inner.on_scale(inner.measure(run, modality)) if run.status.finished else math.nan
+
+    def compute(runs: Sequence[Run], modality: str | None = None) -> Measured:
+        found = dose_response(runs, lambda run: response(run, modality), axis)
+        return Measured(found.slope if slope else found.monotonicity, found.why)
+
+    per = axis or "the axis"
+    if not slope:
+        return FamilyMetric(f"monotonicity of the {inner.label} in {per}", "", "linear", inner.worst, compute)
+    unit = f"{'log' if inner.scale == 'log' else inner.unit} per unit of {per}".strip()
+    return FamilyMetric(f"slope of the {inner.label} on {per}", unit, "linear", inner.worst, compute)

@@ -1,0 +1,90 @@
+"""Sentences beside a verdict, made from its numbers."""
+
+from __future__ import annotations
+
+import math
+
+from mmqk.analysis.claims import Claim
+from mmqk.analysis.exact import Counts, clopper_pearson
+from mmqk.analysis.multiple import Adjusted
+from mmqk.analysis.stats import Effect, Spread
+from mmqk.analysis.words import number, plural
+
+ENOUGH_SEEDS = 6
+
+
+def about_family(claim: Claim, effect: Effect | Counts | None, adjusted: Adjusted, p: float) -> list[str]:
+    """The level at which it was decided, and the interval there; nothing for a claim alone that is looked at once."""
+    # The claim's own note may have said so.
+    leads = claim.status == "exploratory" and not claim.note.lower().startswith("exploratory")
+    said = ["Exploratory: a lead, not a result."] if leads else []
+    if effect is None or not effect.has_interval or math.isnan(p):
+        return said
+    looks = f", and {claim.seeds} to {claim.max_seeds} seeds" if claim.stopping else ""
+    if adjusted.claims > 1 or looks:
+        low, high = (_on_paper(claim, end) for end in effect.interval(adjusted.alpha))
+        said.append(
+            f"p {_p(p)} against the smallest effect of interest, adjusted p {_p(adjusted.p)} by "
+            f"{adjusted.method} over {plural(adjusted.claims, f'{claim.status} claim')}{looks}; decided by the "
+            f"{100 * (1 - adjusted.alpha):.3g} % interval, {low} to {high}."
+        )
+    else:
+        said.append(f"p {_p(p)} against the smallest effect of interest.")
+    return said
+
+
+def about_spread(spread: Spread | None, effect: Effect | Counts | None) -> list[str]:
+    """Seed spread and the interval that was made of it; of counts, the exact intervals."""
+    if isinstance(effect, Counts):
+        arms = [(effect.a, effect.n_treatment), (effect.b, effect.m)]
+        shares = [f"{count} of {n} ({100 * low:.0f} to {100 * high:.0f} %)"
+                  for count, n in arms for low, high in [clopper_pearson(count, n)]]  # fmt: skip
+        return [
+            f"{shares[0]} against {shares[1]}, Clopper-Pearson; equal shares: Fisher's p {_p(effect.fisher)}."
+        ]
+    if spread is None or effect is None or not effect.has_interval:
+        return []
+    sds = ", ".join(f"{sd:.2g}" for sd in spread.by_arm.values())
+    method = (
+        "the pooled one"
+        if effect.pooled
+        else "Welch's, of the two arms alone, whose standard error is larger"
+    )
+    return [
+        f"Seed spread by arm {sds}, pooled {spread.sd:.2g} (equal spread p = {spread.p_equal:.2g}); the interval is "
+        f"{method} ({effect.df:.3g} degrees of freedom)."
+    ]
+
+
+def about_seeds(claim: Claim, effect: Effect | Counts | None, sign_flip: float) -> list[str]:
+    """The exact test beside the interval, or that there are too few seeds for one."""
+    if not isinstance(effect, Effect) or not effect.has_interval:
+        return []
+    if math.isfinite(sign_flip):
+        return [f"Exact sign-flip test of the same: p {_p(sign_flip)}."]
+    if claim.status == "confirmatory" and effect.n < ENOUGH_SEEDS:
+        return [
+            f"{plural(effect.n, 'seed')}: too few for an exact test beside it, which takes {ENOUGH_SEEDS}."
+        ]
+    return []
+
+
+def about_power(claim: Claim, size: str) -> str:
+    """What these seeds could have found."""
+    if not size:
+        return ""
+    if claim.test == "equivalence":
+        return f"With 80 % power these seeds find no difference only against a delta of {size}."
+    return f"To reproduce the claim with 80 % power these seeds need a true effect of {size}."
+
+
+def _on_paper(claim: Claim, value: float) -> str:
+    """A value on the metric's scale as a reader has it: a ratio, or a difference with its unit."""
+    metric = claim.measured
+    if metric.scale == "log":
+        return number(math.exp(value))
+    return f"{value:+.2f} {metric.unit}".strip()
+
+
+def _p(value: float) -> str:
+    return f"= {value:.2g}" if value >= 1e-4 else "< 0.0001"

@@ -1,0 +1,245 @@
+"""Many processes and little time: slices, locks, GPUs, minutes, other code, and how long it will take."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mmqk.ablation.pool as pools
+from mmqk import ablate
+from mmqk.ablation import session
+from mmqk.ablation.devices import cores, gpus
+from mmqk.ablation.estimate import time_left
+from mmqk.ablation.pool import Pool
+from mmqk.ablation.task import Outcome, Task
+from mmqk.store import RunFolder, identity_hash, read_json, read_status
+
+HEAD = "name: toy\nbase: base.yaml\n"
+GRID = HEAD + "seeds: [0, 1]\narms: {a: {set: {size: 2}}, b: {set: {size: 3}}, c: {set: {size: 4}}}\n"
+FORKS = HEAD + "seeds: [0, 1, 2]\narms: {a: {}, late: {fork: {arm: a, step: 2}, set: {size: 2}}}\n"
+BEST = (
+    HEAD + "seeds: [1, 2]\nlr: {rule: own_best, grid: [0.01, 0.05], seeds: [5, 6], metric: final_loss/text}\n"
+    "arms: {plain: {}, b: {set: {size: 2}}}\n"
+)
+
+
+def finished(out):
+    """Runs by folder, with how often each was started."""
+    logs = sorted(Path(out).glob("*/seed*/train.log"))
+    return {log.parent.relative_to(out).as_posix(): log.read_text().count("argv") for log in logs}
+
+
+def test_slices_share_the_runs_out_and_together_make_all(world, tmp_path, capsys):
+    seen = []
+    for k in (1, 2, 3, 4):
+        before = set(finished("runs/toy"))
+        assert world("--slice", f"{k}/4", grid=GRID) == 0
+        seen.append(len(set(finished("runs/toy")) - before))
+    assert seen == [2, 2, 1, 1]
+    assert set(finished("runs/toy").values()) == {1} and len(finished("runs/toy")) == 6
+    assert "toy: slice 4 of 4, 1 runs in runs/toy, 1 to train" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "runs/toy/ablation.json").read_text())["runs"]) == 6
+
+
+@pytest.mark.parametrize("grid", [FORKS, BEST], ids=["forks", "own best"])
+def test_a_slice_alone_makes_what_its_own_runs_need_and_ends(world, tmp_path, grid):
+    """Slices that have not begun may never begin: nothing waits for them."""
+    assert world("--slice", "2/3", grid=grid) == 0
+    here = finished("runs/toy")
+    for k in (3, 1):
+        assert world("--slice", f"{k}/3", grid=grid) == 0
+    assert set(here) < set(finished("runs/toy"))
+    assert set(finished("runs/toy").values()) == {1}
+    assert len(finished("runs/toy")) == (6 if grid is FORKS else 8 + 4)
+    assert world(grid=grid) == 0
+    assert set(finished("runs/toy").values()) == {1}
+
+
+def test_two_processes_on_one_folder_make_every_run_once(fake, world, tmp_path):
+    """Both are started at the same moment; each waits for what the other trains."""
+    (tmp_path / "toy.yaml").write_text(FORKS)
+    code = (
+        "import sys, fake_train, mmqk\n"
+        "sys.modules['mmqk.config'] = mmqk.config = fake_train\n"
+        "from mmqk import ablate\n"
+        "ablate.TRAIN, ablate.PRELOAD = 'fake_train:main', ('fake_train',)\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(ablate.main(['--config', 'toy.yaml', '--jobs', '2']))\n"
+    )
+    (tmp_path / "both.py").write_text(code)
+    both = [
+        subprocess.Popen(
+            [sys.executable, "both.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    runs = json.loads((tmp_path / "runs/toy/ablation.json").read_text())["runs"]
+    assert len(runs) == 6
+    for run in runs:
+        folder = tmp_path / "runs/toy" / run["folder"]
+        steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
+        wanted = [3, 4] if run["fork"] else [1, 2, 3, 4]
+        assert read_status(folder).status == "completed" and steps == wanted, run
+    assert all("failed" not in out for out, _ in said)
+
+
+def test_a_run_that_another_process_took_first_is_waited_for_and_has_not_failed(fake, tmp_path, monkeypatch):
+    """Its folder is free when it is looked at and taken when the run opens it."""
+    import fake_train
+
+    identity = fake_train.identity_of("finish", 0)
+    task = Task(
+        "finish", 0, ("--act", "finish", "--seed", "0"), tmp_path / "x/seed0", identity_hash(identity), 4
+    )
+    held = RunFolder.open(task.folder, identity, {})
+    real, asked = pools.is_locked, []
+    # The first look comes a moment too early.
+    monkeypatch.setattr(
+        pools, "is_locked", lambda folder: asked.append(folder) or (len(asked) > 1 and real(folder))
+    )
+    seen = []
+
+    def tick(pool):
+        seen.append(pool.outcomes[task].status)
+        if len(asked) > 1 and seen[-1] == "waiting":
+            held.set_status("completed", 4)
+            held.close()
+
+    (outcome,) = Pool([task], 1, entry="fake_train:main", preload=("fake_train",), tick=tick).run().values()
+    assert "running" in seen and "failed" not in seen
+    assert (outcome.status, outcome.step) == ("completed", 4)
+
+
+def test_minutes_stop_the_runs_in_order_and_the_next_call_goes_on(world, tmp_path, capsys):
+    grid = GRID.replace("{size: 3}", "{act: hang}")
+    assert world("--max-minutes", "0.02", "--jobs", "3", grid=grid) == 130
+    captured = capsys.readouterr()
+    assert "0.02 minutes are over: the same command goes on from here" in captured.err
+    hanging = [read_status(path) for path in Path("runs/toy").glob("b-*/seed*")]
+    assert {status.status for status in hanging} == {"interrupted"}
+    for path in Path("runs/toy").glob("b-*"):
+        (path / "let-go").touch()
+    assert world("--max-minutes", "5", grid=grid) == 0
+    assert len(finished("runs/toy")) == 6
+
+
+def test_runs_of_other_code_are_made_again_and_the_old_ones_kept(world, tmp_path, capsys, monkeypatch):
+    assert world(grid=GRID) == 0
+    old = {p.relative_to("runs/toy"): p.read_bytes() for p in Path("runs/toy").glob("*/seed*/run.json")}
+    code = read_json(tmp_path / "runs/toy" / next(iter(old)))["code"]
+    monkeypatch.setattr(session, "code_hash", lambda: "0000000000")
+    capsys.readouterr()
+    assert world(grid=GRID) == 0
+    said = capsys.readouterr().out
+    assert "6 finished runs were made by other code" in said and "0 to train" in said
+    assert set(finished("runs/toy").values()) == {1}
+    assert world("--rerun-stale", grid=GRID) == 0
+    said = capsys.readouterr().out
+    assert "6 to train" in said and said.count("kept in runs/toy/stale/") == 6
+    for name, content in old.items():
+        assert (tmp_path / "runs/toy/stale" / code / name).read_bytes() == content
+        assert (tmp_path / "runs/toy" / name).exists()
+    # The stand-in's runs say the real code, as when sources change in between: made once a call, kept each time.
+    assert not list(Path("runs/toy/stale", code).glob("*/seed*.2"))
+    assert world("--rerun-stale", grid=GRID) == 0
+    assert len(list(Path("runs/toy/stale", code).glob("*/seed*.2/run.json"))) == 6
+
+
+def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(ablate, "gpus", lambda: ("3", "5"))
+    grid = (
+        HEAD + "arms: {a: {set: {act: hang, size: 2}}, b: {set: {act: hang, size: 3}}, c: {set: {size: 4}}}\n"
+    )
+    seen = []
+
+    def tick(pool):
+        seen.append(sorted(run.device for run in pool.running.values()))
+        if seen[-1] == ["3", "5"]:
+            for path in Path("runs/toy").glob("*-*"):
+                (path / "let-go").touch()
+
+    class Watching:
+        def __call__(self, pool):
+            tick(pool)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(ablate, "Progress", Watching)
+    assert world(grid=grid) == 0  # as many at a time as there are GPUs
+    assert ["3", "5"] in seen and max(map(len, seen)) == 2
+    said = [re.findall(r"^device (\S+)$", log.read_text(), re.M) for log in Path("runs").rglob("train.log")]
+    assert sorted(said)[0] == ["3"] and sorted(said)[-1] == ["5"] and all(len(s) == 1 for s in said)
+
+
+def test_gpus_are_those_of_the_scheduler(monkeypatch):
+    for given, found in (
+        ("2, 0", ("2", "0")),
+        ("", ()),
+        ("-1", ()),
+        ("MIG-1a/2,MIG-3", ("MIG-1a/2", "MIG-3")),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert gpus() == found
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path(f"/dev/nvidia{i}") for i in (10, 0, 2)])
+    assert gpus() == ("0", "1", "2")
+    assert cores() >= 1
+
+
+def test_time_left_is_what_a_step_took_in_runs_of_the_same_arm():
+    def task(arm, steps=100, seed=0, family=None):
+        return Task(arm, seed, (), Path(arm, str(seed)), "id", steps, {"family": family or arm})
+
+    done = {
+        task("slow"): Outcome("completed", 100, 1.0, 400.0),
+        task("fast"): Outcome("diverged", 50, 1.0, 50.0),
+        task("fast", seed=1): Outcome("completed", 100, 1.0, 300.0),  # median of 1 and 3 s a step
+    }
+    assert time_left(done, 2) == "nothing to train"
+    open_runs = {
+        task("slow", seed=1): Outcome("waiting"),  # 400 s
+        task("fast", seed=2): Outcome("interrupted", 90),  # 20 s
+        task("fast-lr1", 60, family="fast"): Outcome("waiting"),  # 120 s
+    }
+    assert time_left(done | open_runs, 1) == "time to train 3 runs: about 9:00 (minutes:seconds)"
+    assert time_left(done | open_runs, 3) == "time to train 3 runs, 3 at a time: about 3:00 (minutes:seconds)"
+    other = {task("new", 30): Outcome("waiting")}  # 3 s a step over all
+    assert "about 1:30" in time_left(done | other, 1) and "1 by the pace of other arms" in time_left(
+        done | other, 1
+    )
+    assert "unknown" in time_left(open_runs, 1)
+
+
+def test_a_dry_run_says_how_long_it_will_take(world, tmp_path, capsys):
+    assert world("--dry-run", grid=GRID) == 0
+    assert "time to train 6 runs: unknown, as none of this grid has finished" in capsys.readouterr().out
+    assert world("--slice", "1/2", grid=GRID) == 0
+    capsys.readouterr()
+    for path in Path("runs/toy").glob("*/seed*/status.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "seconds": 120.0}))
+    before = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
+    assert world("--dry-run", "--jobs", "1", grid=GRID) == 0
+    assert "time to train 3 runs: about 6:00" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (("--slice", "0/3"), "'0/3' is not K/N with K from 1 to N"),
+        (("--slice", "4/3"), "'4/3' is not K/N"),
+        (("--max-minutes", "0"), "'0' is not a number of minutes above 0"),
+        (("--replay", "x", "--config", "toy.yaml"), "not allowed with"),
+        (("--replay", "nowhere"), "nowhere holds no run"),
+    ],
+)
+def test_a_mistake_is_one_sentence(world, capsys, argv, sentence):
+    assert world(*argv, grid=GRID) == 2
+    err = capsys.readouterr().err
+    assert sentence in err and err.count("\n") == 1

@@ -1,0 +1,233 @@
+"""Axes, learning rates, forks, replays and merged grids, as the language says them."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mmqk.ablation import load_grid
+from mmqk.ablation.grid import GRID_KEYS, claims_hash
+from mmqk.ablation.merge import load_grids
+from mmqk.ablation.replays import steps_before
+from mmqk.ablation.rules import ReplayRule
+from mmqk.store import UserError
+
+HEAD = "name: toy\nbase: base.yaml\n"
+
+
+@pytest.fixture
+def load(tmp_path):
+    (tmp_path / "base.yaml").write_text("{}")
+    (tmp_path / "last.ckpt").write_text("")
+
+    def load(text, name="toy"):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        return load_grid(path)
+
+    return load
+
+
+def test_axes_are_crossed_with_every_arm_and_seed(load):
+    grid = load(
+        HEAD + "seeds: [3, 5]\n"
+        "axes: {optim.lr: [0.003, 1e-2], model.pre_norm: [true, false]}\n"
+        "arms:\n"
+        "  plain: {}\n"
+        "  flat: {axes: {}}\n"
+        "  own: {axes: {model.n_layers: [2, 4]}, set: {model.d_model: 8}}\n"
+    )
+    wanted = {
+        (
+            f"plain-lr{lr}-pre_norm{str(pre).lower()}",
+            seed,
+            "plain",
+            (("optim.lr", lr), ("model.pre_norm", pre)),
+        )
+        for lr, pre, seed in itertools.product((0.003, 0.01), (True, False), (3, 5))
+    }
+    wanted |= {("flat", seed, "flat", ()) for seed in (3, 5)}
+    wanted |= {(f"own-n_layers{n}", s, "own", (("model.n_layers", n),)) for n in (2, 4) for s in (3, 5)}
+    jobs = grid.jobs
+    assert {(j.arm, j.seed, j.family.name, tuple(j.point.items())) for j in jobs} == wanted
+    assert len(jobs) == len(wanted) and {j.role for j in jobs} == {"verdict"}
+    assert [j.seed for j in jobs] == [3] * 7 + [5] * 7, "the first seed of every arm first"
+    for job in jobs:
+        given = {k: json.loads(v) for k, _, v in (a.partition("=") for a in job.args) if v}
+        assert given.pop("--seed") == job.seed
+        assert given == {
+            **{f"--{k}": v for k, v in job.family.fields.items()},
+            **{f"--{k}": v for k, v in job.point.items()},
+        }
+
+
+def test_an_axis_may_be_groups_of_fields_and_names_stay_distinct(load):
+    text = (
+        HEAD + "axes:\n  size: {small: {model.d_model: 32, model.n_heads: 2}, big: {model.d_model: 64, "
+        "model.n_heads: 4}}\n  a.eps: [1.0e-8]\n  b.eps: [1.0e-6, null]\narms: {plain: {}}\n"
+    )
+    names = [f"plain-{size}-a.eps1e-08-b.eps{eps}" for size in ("small", "big") for eps in ("1e-06", "null")]
+    grid = load(text)
+    assert [job.arm for job in grid.jobs] == names
+    assert grid.jobs[0].point == {"model.d_model": 32, "model.n_heads": 2, "a.eps": 1e-8, "b.eps": 1e-6}
+
+
+def test_a_learning_rate_of_its_own_is_chosen_first_on_other_seeds(load):
+    grid = load(
+        HEAD
+        + "seeds: [1, 2]\nlr: {rule: own_best, grid: [0.1, 0.01], seeds: [8, 9], metric: final_loss/text}\n"
+        "axes: {model.n_layers: [2, 4]}\narms: {plain: {}, qk: {}}\n"
+    )
+    choosing = [job for job in grid.jobs if job.role == "selection"]
+    assert grid.jobs[: len(choosing)] == choosing
+    assert {(j.arm, j.seed) for j in choosing} == {
+        (f"{arm}-n_layers{n}-lr{lr}", seed)
+        for arm, n, lr, seed in itertools.product(("plain", "qk"), (2, 4), (0.01, 0.1), (8, 9))
+    }
+    assert choosing[0].point == {"model.n_layers": 2, "optim.lr": 0.01}
+    deciding = grid.jobs[len(choosing) :]
+    assert {j.seed for j in deciding} == {1, 2} and all(j.chosen for j in deciding)
+    assert not any("optim.lr" in arg for j in deciding for arg in j.args)
+
+
+def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
+    grid = load(
+        HEAD + "seeds: [1, 2]\naxes: {optim.lr: [0.01, 0.1]}\narms:\n"
+        "  late: {fork: {arm: plain, step: 3}, set: {model.qk_norm.kind: rms}}\n"
+        "  plain: {}\n"
+        "  cool: {fork: {arm: plain-lr0.1, step: 3}, axes: {optim.lr: [0.001, 0.003]}, seeds: [2]}\n"
+        "  wide: {fork: {arm: plain, step: 2}, axes: {optim.lr: [0.01], data.weights: [1, 2]}}\n"
+        "  again: {fork: {arm: late, step: 3}, set: {fork_perturb: 1.0e-6}}\n"
+        "  file: {fork: {checkpoint: last.ckpt}, set: {fork_skip: 1}}\n"
+    )
+    found = {(j.arm, j.seed): j for j in grid.jobs}
+    assert found["late-lr0.1", 2].parent == "plain-lr0.1"
+    assert found["late-lr0.1", 2].args == ("--model.qk_norm.kind=rms",), "the rest is its parent's"
+    assert found["again-lr0.01", 1].parent == "late-lr0.01"
+    assert found["cool-lr0.003", 2].parent == "plain-lr0.1" and ("cool-lr0.003", 1) not in found
+    assert found["cool-lr0.003", 2].args == ("--optim.lr=0.003",)
+    assert found["wide-lr0.01-weights2", 1].args == ("--data.weights=2",)
+    assert found["file", None].args == ("--fork_skip=1",)
+    assert sorted(a for a, s in found if s == 1 and a.startswith("late")) == ["late-lr0.01", "late-lr0.1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("axes: {optim.lr: 3}\narms: {a: }", r"axes\.optim\.lr must be a list of values"),
+        ("axes: {optim.lr: [0.1, 1e-1]}\narms: {a: }", "two values that are both called lr0.1"),
+        ("axes: {s: {x: {p: 1}, y: {q: 1}}}\narms: {a: }", "every group must set the same fields"),
+        ("axes: {s: {x: {p: 1}}, p: [1]}\narms: {a: }", "p is on two axes"),
+        ("axes: {seed: [1]}\narms: {a: }", "'seed' is not for an arm to set"),
+        ("axes: {optim.lr: [0.1]}\narms: {a: {set: {optim.lr: 1}}}", "optim.lr is set and an axis too"),
+        ("axes: {optim.lr: [0.1]}\narms: {a: , a-lr0.1: {axes: {}}}", "two arms are called a-lr0.1"),
+        ("lr: {rule: best}\narms: {a: }", "the rule is 'best': use matched or own_best"),
+        ("lr: {rule: own_best}\narms: {a: }", "own_best needs a grid"),
+        ("lr: {grid: [1]}\narms: {a: }", "with rule matched: unknown key 'grid'"),
+        (
+            "lr: {rule: own_best, grid: [0.1]}\narms: {a: }",
+            "seed 0 chooses the learning rate and decides too",
+        ),
+        (
+            "seeds: [1]\nlr: {rule: own_best, grid: [0.1]}\narms: {a: {set: {optim.lr: 1}}}",
+            "lr: own_best chooses it",
+        ),
+        (
+            "seeds: [1]\nlr: {rule: own_best, grid: [0.1, -1]}\narms: {a: }",
+            "must be a number above 0, not -1",
+        ),
+        ("arms: {a: {fork: {arm: b, step: 1}}}", "there is no arm 'b' to begin in"),
+        (
+            "arms: {a: {fork: {arm: b, step: 1}}, b: {fork: {arm: a, step: 1}}}",
+            "there is no arm 'b' to begin in",
+        ),
+        ("arms: {a: , b: {fork: {arm: a}}}", "must name an arm and a step, or a checkpoint"),
+        ("arms: {a: , b: {fork: {arm: a, step: 0}}}", "step must be a whole number from 1 on"),
+        ("arms: {a: , b: {seeds: [4], fork: {arm: a, step: 1}}}", "4 is no seed of a"),
+        ("arms: {a: {set: {fork_skip: 1}}}", "'fork_skip' is of a fork, and the arm has no fork"),
+        ("arms: {b: {fork: {checkpoint: none.ckpt}}}", r"there is no none\.ckpt"),
+        (
+            "axes: {x: [1, 2]}\narms: {a: , b: {axes: {}, fork: {arm: a, step: 1}}}",
+            "a has more than one run of a seed: name one of a-x1, a-x2",
+        ),
+        ("replay: {depth: [0.1]}\narms: {a: }", "replay: unknown key 'depth'"),
+        ("replay: {depths: 0.1}\narms: {a: }", r"replay\.depths must be a list of numbers"),
+        ("replay: {depths: [1.5]}\narms: {a: }", "1.5 is not below 1"),
+        ("replay: {horizon: 1}\narms: {a: }", "must last longer than until the divergence"),
+        ("replay: {replays: 0}\narms: {a: }", "must be a whole number from 1 on"),
+        ("arms: {on: }", "line 3: the key on is not text in YAML: put it in quotes"),
+        ("claim: {metric: x}\nclaims: []\narms: {a: }", "both claim and claims"),
+    ],
+)
+def test_a_mistake_is_one_sentence(load, text, sentence):
+    with pytest.raises(UserError, match=sentence) as refusal:
+        load(HEAD + text)
+    assert "\n" not in str(refusal.value)
+
+
+def test_one_claim_needs_no_list(load):
+    one = load(HEAD + "claim: {treatment: a, control: a-x1}\naxes: {x: [1]}\narms: {a: }")
+    assert one.raw["claims"] == [{"id": "toy", "treatment": "a", "control": "a-x1"}]
+
+
+def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
+    load(
+        HEAD + "seeds: [1]\narms: {a: , b: {set: {x: 1}}}\nclaims: [{id: A, arms: [a]}]\nreport: {hero: [a]}"
+    )
+    other = HEAD.replace("toy", "two") + "seeds: [1, 2]\narms: {a: , c: {set: {x: 2}}}\n"
+    load(other + "claims: [{id: B, arms: [c]}]\nreport: {hero: [c, a], command: make it}", "two")
+    grid = load_grids([tmp_path / "toy.yaml", tmp_path / "two.yaml"])
+    assert grid.name == "toy+two" and [(arm.name, arm.seeds) for arm in grid.arms] == [
+        ("a", (1, 2)),
+        ("b", (1,)),
+        ("c", (1, 2)),
+    ]
+    assert len(grid.jobs) == 5
+    assert grid.raw["claims"] == [
+        {"id": "A", "arms": ["a"], "grid": "toy"},
+        {"id": "B", "arms": ["c"], "grid": "two"},
+    ]
+    assert grid.raw["report"] == {"hero": ["a", "c"], "command": "make it"}
+    assert json.loads(json.dumps(grid.raw)) == grid.raw
+    alone = load_grids([tmp_path / "toy.yaml"])
+    assert alone.name == "toy" and alone.raw["claims"][0]["grid"] == "toy"
+    assert claims_hash(alone.raw) == claims_hash(load_grid(tmp_path / "toy.yaml").raw)
+    for text, sentence in (
+        (other.replace("{a: ,", "{a: {set: {x: 3}},"), "arm a is not what it is in .*toy.yaml"),
+        (other.replace("two", "toy"), "another of the grids is called toy too"),
+        (other + "claims: [{id: A, arms: [c]}]", "claim A is another one in toy"),
+    ):
+        load(text, "two")
+        with pytest.raises(UserError, match=sentence):
+            load_grids([tmp_path / "toy.yaml", tmp_path / "two.yaml"])
+
+
+def test_replays_begin_at_shares_of_the_run_before_its_divergence():
+    rule = ReplayRule()
+    assert steps_before(1000, rule) == {0.01: 990, 0.05: 950, 0.2: 800}
+    assert steps_before(30, rule) == {0.01: 29, 0.05: 28, 0.2: 24}
+    assert steps_before(5, rule) == {0.01: 4}, "depths that come to one step are one"
+    assert steps_before(1000, rule, first=900) == {0.01: 990, 0.05: 950}, "not before a fork begins"
+    assert steps_before(1, rule) == {}
+
+
+def test_every_example_of_the_page_can_be_read(load):
+    page = (Path(__file__).parents[2] / "docs/ablations.md").read_text()
+    examples = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    grids = {grid.name: grid for grid in map(load, examples)}
+    assert len(grids) == len(examples) == 6
+    assert len(grids["sizes"].jobs) == 2 * (2 * 3 * 2 + 1 + 2)
+    assert len(grids["best"].jobs) == 2 * 4 * 2 + 2 * 3
+    assert {job.parent for job in grids["late"].jobs} == {"", "plain"}
+    assert grids["replayed"].arms[0].replay == ReplayRule()
+    assert grids["judged"].raw["claims"][0]["id"] == "judged"
+
+
+def test_the_page_names_every_key_of_a_grid_and_every_flag():
+    page = (Path(__file__).parents[2] / "docs/ablations.md").read_text()
+    for key in GRID_KEYS:
+        assert re.search(rf"^{key}:|under {key}\b", page, re.M), key
+    flags = re.findall(r'"(--[a-z-]+)"', (Path(__file__).parents[2] / "mmqk/ablate.py").read_text())
+    assert len(flags) >= 8 and not [flag for flag in flags if flag not in page]

@@ -1,0 +1,306 @@
+"""Runs that come from runs: learning rates that are chosen, forks, replays, and grids that share."""
+
+import json
+import shutil
+
+import pytest
+
+from mmqk.ablation.merge import load_grids
+from mmqk.ablation.plan import plan
+from mmqk.ablation.resolver import Resolver
+from mmqk.store import read_json, read_status
+
+HEAD = "name: toy\nbase: base.yaml\n"
+
+
+def record_of(out):
+    record = json.loads((out / "ablation.json").read_text())
+    return record, {(run["arm"], run["seed"]): run for run in record["runs"]}
+
+
+def log_of(out, run):
+    return (out / run["folder"] / "train.log").read_text()
+
+
+def identity_of(out, run):
+    return read_json(out / run["folder"] / "run.json")["identity"]
+
+
+BEST = (
+    HEAD
+    + "seeds: [1, 2]\nlr: {rule: own_best, grid: [0.01, 0.05, 0.2], seeds: [5], metric: final_loss/text}\n"
+    "arms:\n  plain: {}\n  wild: {set: {act: diverge}}\n  late: {fork: {arm: plain, step: 2}, set: {size: 2}}\n"
+)
+
+
+def test_each_arm_is_judged_at_the_learning_rate_that_was_best_on_other_seeds(world, tmp_path, capsys):
+    """The stand-in's loss is |lr - 0.03| + seed, so 0.01 and 0.05 tie, and the smaller is taken."""
+    out = tmp_path / "runs/toy"
+    assert world("--dry-run", grid=BEST) == 0
+    said = capsys.readouterr().out
+    assert "plain seed 1 waiting: waits for 3 of the 3 runs that choose its learning rate" in said
+    assert "late seed 1 waiting: waits for plain seed 1" in said and not out.exists()
+    assert world("--jobs", "2", grid=BEST.replace("0.05", "0.04")) == 0
+    record, runs = record_of(out)
+    assert len(runs) == 3 * 2 + 2 * 3
+    for (arm, seed), run in runs.items():
+        assert run["role"] == ("selection" if seed == 5 else "verdict"), arm
+        assert identity_of(out, run).get("optim.lr", 0.1) == (run["point"].get("optim.lr") or 0.04)
+    assert runs["plain-lr0.2", 5]["point"] == {"optim.lr": 0.2} and runs["plain", 1]["point"] == {}
+    [plain, _] = record["lr"]
+    assert (plain["arm"], plain["lr"]) == ("plain", 0.04)
+    assert plain["values"] == {
+        "0.01": pytest.approx(5.02),
+        "0.04": pytest.approx(5.01),
+        "0.2": pytest.approx(5.17),
+    }
+    # The control: what decides is never what chooses.
+    assert not {r["folder"] for r in runs.values() if r["role"] == "selection"} & {
+        r["folder"] for r in runs.values() if r["role"] == "verdict"
+    }
+    capsys.readouterr()
+    assert world(grid=BEST.replace("0.05", "0.04")) == 0
+    assert "0 to train" in capsys.readouterr().out
+
+
+def test_the_end_of_the_learning_rates_is_reported_and_ties_go_to_the_smaller(world, tmp_path, capsys):
+    assert world(grid=BEST) == 0
+    assert record_of(tmp_path / "runs/toy")[0]["lr"][0]["lr"] == 0.01
+    assert "plain: its best learning rate, 0.01, is the smallest of the grid" in capsys.readouterr().out
+
+
+def test_a_metric_that_is_none_is_refused_and_one_that_no_run_has_too(world, tmp_path, capsys):
+    assert world(grid=BEST.replace("final_loss/text", "best_loss")) == 2
+    assert "best_loss" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    grid = BEST.replace("final_loss/text", "q_norm")
+    assert world("--out", "a", grid=grid) == 1
+    said = capsys.readouterr().out
+    assert "plain seed 1 waiting: no run that should choose the learning rate of plain has a q_norm" in said
+    assert world("--out", "b", grid=grid.replace("{size: 2}", "{size: 2, colour: red}")) == 2
+    assert "arm late: There is no field 'colour'" in capsys.readouterr().err and not (tmp_path / "b").exists()
+    assert world("--out", "b", grid=grid.replace("step: 2", "step: 5")) == 2
+    assert "plain has 4 steps, so nothing begins at its step 5" in capsys.readouterr().err
+
+
+def test_what_cannot_be_planned_while_runs_go_on_ends_none_of_them(world, tmp_path, capsys, monkeypatch):
+    from mmqk.ablation import session
+    from mmqk.store import UserError
+
+    real, calls = session.write_record, []
+
+    def broken(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise UserError("the disk is full")
+        return real(*args)
+
+    monkeypatch.setattr(session, "write_record", broken)
+    assert world("--jobs", "1", grid=HEAD + "seeds: [1, 2, 3]\narms: {plain: {}}\n") == 2
+    captured = capsys.readouterr()
+    assert "the disk is full" in captured.err and captured.out.count("completed") == 3
+
+
+FORKS = (
+    HEAD + "seeds: [1]\narms:\n"
+    "  late: {fork: {arm: plain, step: 3}, set: {size: 2}}\n"
+    "  later: {fork: {arm: late, step: 4}, set: {trainer.max_steps: 6, fork_perturb: 1.0e-6}}\n"
+    "  plain: {set: {size: 1}}\n"
+)
+
+
+def test_forks_begin_when_their_parents_are_there(world, tmp_path, capsys):
+    out = tmp_path / "runs/toy"
+    assert world(grid=FORKS) == 0
+    _, runs = record_of(out)
+    plain, late, later = (runs[arm, 1] for arm in ("plain", "late", "later"))
+    assert plain["fork"] is None
+    assert late["fork"] == {"parent": plain["folder"], "step": 3}
+    assert later["fork"] == {"parent": late["folder"], "step": 4}
+    assert "--checkpoint.at=[3]" in log_of(out, plain) and "--checkpoint.at=[4]" in log_of(out, late)
+    assert f"'--fork', 'runs/toy/{plain['folder']}/checkpoints/step00000003.ckpt'" in log_of(out, late)
+    fork = identity_of(out, later)["fork"]
+    assert (fork["parent"], fork["step"], fork["perturb"]) == (late["id"], 4, 1e-6)
+    for run in (plain, late, later):
+        assert read_json(out / run["folder"] / "run.json")["id"] == run["id"], "known before it ran"
+    assert [line["step"] for line in map(json.loads, (out / later["folder"] / "metrics.jsonl").open())] == [
+        5,
+        6,
+    ]
+    capsys.readouterr()
+    assert world(grid=FORKS) == 0
+    assert "3 runs in runs/toy, 0 to train" in capsys.readouterr().out
+
+
+def test_a_parent_that_has_not_kept_the_step_is_made_again_beside_itself(world, tmp_path):
+    out = tmp_path / "runs/toy"
+    assert world(grid=HEAD + "seeds: [1]\narms: {plain: {set: {size: 1}}}\n") == 0
+    before = {p: p.read_bytes() for p in out.rglob("seed1/*.json*")}
+    assert len(before) >= 3
+    assert world(grid=FORKS) == 0
+    assert {p: p.read_bytes() for p in before} == before
+    _, runs = record_of(out)
+    again = runs["plain-again", 1]
+    assert (again["role"], again["id"]) == ("parent", runs["plain", 1]["id"])
+    assert again["folder"] == runs["plain", 1]["folder"] + "-again"
+    assert read_status(out / runs["late", 1]["folder"]).status == "completed"
+
+
+def test_a_fork_after_the_end_of_its_parent_is_said_and_stops_nothing(world, tmp_path, capsys):
+    grid = FORKS.replace("{size: 1}", "{act: diverge, bad: 2}") + "  other: {set: {size: 5}}\n"
+    assert world(grid=grid) == 0
+    said = capsys.readouterr().out
+    assert "late seed 1 waiting: plain seed 1 diverged at step 2, before step 3" in said
+    assert "other" in said and said.count("completed") == 1
+    assert world("--out", "b", grid=FORKS.replace("step: 3", "step: 9")) == 2
+    assert "plain has 4 steps, so nothing begins at its step 9" in capsys.readouterr().err
+
+
+def test_a_fork_waits_for_a_parent_that_failed_and_the_exit_code_says_so(world, tmp_path, capsys):
+    assert world(grid=FORKS.replace("{size: 1}", "{act: raise}")) == 1
+    said = capsys.readouterr().out
+    assert "plain seed 1 failed" in said and "late seed 1 waiting: waits for step 3 of plain seed 1" in said
+
+
+def test_a_fork_of_a_checkpoint_has_the_seed_that_is_in_it(world, tmp_path):
+    assert world(grid=FORKS.replace("seeds: [1]", "seeds: [7]")) == 0
+    _, runs = record_of(tmp_path / "runs/toy")
+    shutil.copy(
+        tmp_path / "runs/toy" / runs["plain", 7]["folder"] / "checkpoints/step00000003.ckpt", tmp_path
+    )
+    grid = HEAD + "arms: {goes: {fork: {checkpoint: step00000003.ckpt}, set: {size: 2}}}\n"
+    assert world("--out", "b", grid=grid) == 0
+    _, others = record_of(tmp_path / "b")
+    assert others["goes", 7]["fork"] == {"parent": "step00000003.ckpt", "step": 3}
+    assert others["goes", 7]["id"] == runs["late", 7]["id"], "the same run, whoever asks for it"
+
+
+REPLAY = (
+    HEAD + "seeds: [1]\nreplay: {depths: [0.1, 0.5], replays: 2}\narms:\n"
+    "  plain: {set: {act: ACT, bad: 20, trainer.max_steps: 30}}\n  calm: {}\n"
+)
+
+
+def test_a_run_that_diverged_is_replayed_from_a_control_in_three_numerics(world, tmp_path, capsys):
+    out = tmp_path / "runs/toy"
+    assert world("--jobs", "2", grid=REPLAY.replace("ACT", "numerics")) == 0
+    _, runs = record_of(out)
+    of = runs["plain", 1]["folder"]
+    replays = {arm: run for (arm, _), run in runs.items() if run["role"] == "replay"}
+    assert len(runs) == 2 + 1 + 2 * 3 * 2 and len(replays) == 13
+    control = replays.pop("plain-replay-control")
+    assert control["replay"] == {"of": of, "depth": None, "step": 0, "numerics": "control", "number": 0}
+    assert control["id"] == runs["plain", 1]["id"] and control["folder"] != of
+    assert read_status(out / control["folder"]).step == 20
+    for arm, run in replays.items():
+        said = run["replay"]
+        step = {0.1: 18, 0.5: 10}[said["depth"]]
+        assert said["of"] == of and said["step"] == step and run["family"] == "plain"
+        assert arm == f"plain-replay-d{said['depth']:g}-{said['numerics']}-{said['number']}"
+        record = identity_of(out, run)
+        assert record["fork"] == {
+            **{"parent": control["id"], "step": step},
+            **{"skip": 0, "perturb": 1e-6, "draw": said["number"]},
+        }
+        assert record["trainer"]["max_steps"] == step + 3 * (20 - step)
+        assert record["optim.schedule_steps"] == 30
+        precision, backend = record.get("trainer.precision", "32-true"), record["backend"]
+        assert (precision, backend) == {
+            "bf16-fused": ("bf16-mixed", "sdpa"),
+            "bf16-math": ("bf16-mixed", "math"),
+            "fp32": ("32-true", "math"),
+        }[said["numerics"]]
+        wanted = "completed" if said["numerics"] == "fp32" else "diverged"
+        assert read_status(out / run["folder"]).status == wanted
+    capsys.readouterr()
+    assert world(grid=REPLAY.replace("ACT", "numerics")) == 0
+    assert "15 runs in runs/toy, 0 to train" in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_repeat_itself_is_not_replayed(world, tmp_path, capsys):
+    assert world(grid=REPLAY.replace("ACT", "chaos")) == 0
+    _, runs = record_of(tmp_path / "runs/toy")
+    assert [run["replay"]["numerics"] for run in runs.values() if run["replay"]] == ["control"]
+    said = capsys.readouterr().out
+    assert "its control completed at step 30 and not at 20: the run does not repeat itself" in said
+
+
+def test_a_control_begins_at_the_nearest_checkpoint_before_every_depth(world, tmp_path):
+    grid = REPLAY.replace("ACT", "diverge").replace("bad: 20", "bad: 20, checkpoint.at: [5, 9, 15]")
+    assert world(grid=grid) == 0
+    out = tmp_path / "runs/toy"
+    _, runs = record_of(out)
+    control = runs["plain-replay-control", 1]
+    assert control["replay"]["step"] == 9
+    assert identity_of(out, control)["fork"] == {
+        **{"parent": runs["plain", 1]["id"], "step": 9},
+        **{"skip": 0, "perturb": 0.0, "draw": 0},
+    }
+    assert json.loads((out / control["folder"] / "metrics.jsonl").open().readline())["step"] == 10
+
+
+def test_one_run_is_replayed_without_a_grid(world, tmp_path, capsys):
+    grid = REPLAY.replace("replay:", "title: x #").replace("ACT", "diverge")
+    assert world(grid=grid) == 0
+    _, runs = record_of(tmp_path / "runs/toy")
+    run = "runs/toy/" + runs["plain", 1]["folder"]
+    assert world("--replay", "runs/toy/" + runs["calm", 1]["folder"]) == 2
+    assert "is completed: only a run that diverged is replayed" in capsys.readouterr().err
+    assert world("--replay", run, "--out", "again") == 0
+    record, replays = record_of(tmp_path / "again")
+    # 1, 5 and 20 % of 20 steps are 1 step twice, and 4.
+    assert len(replays) == 1 + 1 + 2 * 3 * 3
+    of = next(run for run in record["runs"] if run["role"] == "verdict")
+    assert (tmp_path / "again" / of["folder"]).resolve() == (tmp_path / run).resolve()
+    assert {r["replay"]["of"] for r in record["runs"] if r["replay"]} == {of["folder"]}
+    capsys.readouterr()
+    assert world("--replay", run, "--out", "again") == 0
+    assert "19 runs in again, 0 to train" in capsys.readouterr().out
+
+
+def test_grids_share_the_runs_that_they_have_in_common(world, tmp_path, capsys):
+    one = HEAD + "seeds: [1]\narms: {plain: {set: {size: 2}}, odd: {set: {size: 3}}}\n"
+    two = (
+        HEAD.replace("toy", "two")
+        + "seeds: [1, 2]\narms: {alias: {set: {size: 2}}, more: {set: {size: 4}}}\n"
+    )
+    assert world("--out", "both", grid=one, two=two) == 0
+    record, runs = record_of(tmp_path / "both")
+    assert record["name"] == "toy+two"
+    assert runs["alias", 1]["folder"] == runs["plain", 1]["folder"]
+    assert len({run["folder"] for run in runs.values()}) == 5 and len(runs) == 6
+    assert len(list((tmp_path / "both").glob("*/seed*/run.json"))) == 5
+    # In another order, or under another name, what is there is found again.
+    assert world("--out", "alone", grid=one) == 0
+    capsys.readouterr()
+    renamed = one.replace("plain", "bare")
+    assert world("--out", "alone", grid=renamed) == 0
+    assert "2 runs in alone, 0 to train" in capsys.readouterr().out
+
+
+def test_a_shared_run_is_replayed_if_any_of_its_grids_asks_for_it(world, tmp_path):
+    one = REPLAY.replace("ACT", "diverge").replace("replay:", "title: x #")
+    two = (
+        REPLAY.replace("ACT", "diverge")
+        .replace("toy", "two")
+        .replace("plain", "alias")
+        .replace("calm", "still")
+    )
+    assert world("--out", "both", grid=one, two=two.replace("still: {}", "still: {set: {size: 9}}")) == 0
+    _, runs = record_of(tmp_path / "both")
+    assert sum(run["role"] == "replay" for run in runs.values()) == 13
+    assert world("--out", "one", grid=one) == 0
+    assert not any(run["replay"] for run in record_of(tmp_path / "one")[1].values())
+
+
+def test_a_plan_depends_on_the_disk_alone(world, tmp_path):
+    world("--dry-run", grid=FORKS)
+    grid, out = load_grids(["toy.yaml"]), tmp_path / "x"
+    first = plan(grid, out, Resolver())
+    assert [t.arm for t in first.tasks] == ["plain"] and {w.task.arm for w in first.waiting} == {
+        "late",
+        "later",
+    }
+    assert first == plan(grid, out, Resolver()) and not out.exists()
+    assert world("--out", "x", grid=FORKS) == 0
+    last = plan(grid, out, Resolver())
+    assert {t.arm for t in last.tasks} == {"plain", "late", "later"} and not last.waiting

@@ -1,0 +1,57 @@
+"""Run folders of a few planted series, written without any of mmqk's own writers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmqk.analysis.runs import Run, load_runs
+
+SPECIAL = {math.inf: "inf", -math.inf: "-inf"}
+
+
+def small_run(
+    folder: Path,
+    series: Mapping[str, Mapping[int, float] | Sequence[float]],
+    *,
+    status: str = "completed",
+    step: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    alarms: Sequence[tuple[str, int, str]] = (),
+    point: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Run:
+    """A run of these series: by step, or one value a step from step 1 on."""
+    folder.mkdir(parents=True)
+    lines: dict[int, dict[str, Any]] = {}
+    for tag, values in series.items():
+        by_step = values if isinstance(values, Mapping) else dict(enumerate(values, start=1))
+        for at, value in by_step.items():
+            lines.setdefault(at, {})[tag] = "nan" if math.isnan(value) else SPECIAL.get(value, value)
+    text = "".join(json.dumps({"step": at, **lines[at]}) + "\n" for at in sorted(lines))
+    (folder / "metrics.jsonl").write_text(text)
+    last = max(lines) if step is None else step
+    (folder / "status.json").write_text(
+        json.dumps({"status": status, "step": last, "reason": "", "seconds": 1})
+    )
+    identity = {"seed": seed, "data": (config or {}).get("data")}
+    record = {"id": folder.name, "code": "c", "identity": identity, "details": {"config": config or {}}}
+    (folder / "run.json").write_text(json.dumps(record))
+    if alarms:
+        record = [
+            {"name": name, "step": at, "tag": tag, "value": 1.0, "threshold": 0.0, "sentence": ""}
+            for name, at, tag in alarms
+        ]
+        (folder / "alarms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in record))
+    (run,) = load_runs(folder)
+    run.point, run.seed = point or {}, seed
+    return run
+
+
+def config(steps: int = 100, warmup: int = 0, lr: float = 0.01, **more: Any) -> dict[str, Any]:
+    """A configuration with what metrics ask for."""
+    base = {"trainer": {"max_steps": steps}, "optim": {"lr": lr, "warmup_steps": warmup}}
+    return base | more

@@ -1,0 +1,292 @@
+"""What a claim may say, and the verdicts of every kind of it."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from fake_runs import Planted, write_grid
+from scipy import stats
+
+from mmqk.analysis import judge, load_study
+from mmqk.store import UserError
+
+POSITIVE = {"id": "P", "arms": ["a"], "at_least": 5, "status": "control"}
+BASIC = {
+    "id": "C",
+    "statement": "more",
+    "treatment": "a",
+    "control": "b",
+    "delta": 0.2,
+    "positive_control": "P",
+}
+
+
+def study(tmp_path, arms, claims, seeds=range(6), lr=None, more=()):
+    """``arms``: {name: Planted, or a function of the seed}; ``more``: further runs."""
+    runs = [
+        ({"arm": arm, "seed": seed}, planted(seed) if callable(planted) else planted, {"optim.eps": arm})
+        for arm, planted in arms.items()
+        for seed in seeds
+    ]
+    grid = {"arms": {arm: {"set": {"optim.eps": arm}} for arm in arms}, "claims": [*claims, POSITIVE]}
+    if lr:
+        grid["lr"] = lr
+    return load_study(write_grid(tmp_path / "made", grid, [*runs, *more]))
+
+
+def one(*args, **kwargs):
+    return judge(study(*args, **kwargs))[0]
+
+
+def passed(verdict):
+    return {control.name: control.passed for control in verdict.controls}
+
+
+# Equivalence ---------------------------------------------------------------------------------------------------
+
+SAME = BASIC | {"test": "equivalence"}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [(1.0, "reproduced"), (1.15, "inconclusive"), (1.6, "contradicted"), (1 / 1.6, "contradicted")],
+)
+def test_no_difference_takes_two_sides(tmp_path, ratio, verdict):
+    found = one(tmp_path, {"a": Planted(10 * ratio), "b": Planted(10)}, [SAME])
+    assert found.verdict == verdict
+
+
+def test_its_p_value_is_that_of_two_one_sided_tests(tmp_path):
+    found = one(tmp_path, {"a": Planted(11), "b": Planted(10)}, [SAME])
+    spread = 0.12 * np.array([-1, 0, 1, -1, 0, 1])
+    a, b = math.log(11) + spread, math.log(10) + spread
+    sides = [
+        stats.ttest_ind(a + 0.2, b, alternative="greater").pvalue,
+        stats.ttest_ind(a - 0.2, b, alternative="less").pvalue,
+    ]
+    assert found.p == pytest.approx(2 * max(sides), rel=1e-3)
+    # A difference that is merely not seen is none that was excluded.
+    assert stats.ttest_ind(a, b).pvalue > 0.05 and found.verdict == "inconclusive"
+
+
+def test_no_difference_where_none_could_be_seen_says_nothing(tmp_path):
+    arms = {"a": Planted(10), "b": Planted(10)}
+    assert one(tmp_path / "a", arms, [SAME]).verdict == "reproduced"
+    found = one(tmp_path / "b", arms, [SAME | {"positive_control": None}])
+    assert found.verdict == "inconclusive" and "without a positive control" in " ".join(found.notes)
+
+
+def test_no_difference_says_which_delta_its_seeds_are_good_for(tmp_path):
+    found = one(tmp_path, {"a": Planted(11.5), "b": Planted(10)}, [SAME])
+    error = found.effect.error
+    rng, draws = np.random.default_rng(0), 20_000
+    means = rng.normal(0, error, draws)
+    errors = error * np.sqrt(rng.chisquare(10, draws) / 10)
+    inside = np.abs(means) + stats.t.ppf(0.975, 10) * errors < found.detectable
+    assert inside.mean() == pytest.approx(0.8, abs=0.02)
+
+
+def test_failures_make_no_difference_impossible(tmp_path):
+    def planted(seed):
+        return Planted(10, diverges=150) if seed == 0 else Planted(10)
+
+    found = one(tmp_path, {"a": planted, "b": Planted(10)}, [SAME])
+    assert found.verdict == "inconclusive"
+
+
+# Counts --------------------------------------------------------------------------------------------------------
+
+COUNT = BASIC | {"test": "count", "positive_control": None}
+
+
+def failing(count):
+    return lambda seed: Planted(10, diverges=100) if seed < count else Planted(10)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "delta", "verdict"),
+    [(6, 0, 0.2, "reproduced"), (6, 0, 0.6, "inconclusive"), (4, 1, 0.2, "inconclusive")],
+)
+def test_more_runs_diverge(tmp_path, a, b, delta, verdict):
+    found = one(tmp_path, {"a": failing(a), "b": failing(b)}, [COUNT | {"delta": delta}])
+    assert found.verdict == verdict
+    assert found.counts == {"a": (a, 6), "b": (b, 6)} and found.medians["a"] == a / 6
+    fisher = stats.fisher_exact([[a, 6 - a], [b, 6 - b]])[1]
+    assert f"Fisher's p = {fisher:.2g}" in " ".join(found.notes)
+    assert found.metric.label == "share of runs that diverged"
+
+
+def test_as_many_runs_diverge(tmp_path):
+    claim = COUNT | {"delta": 0.5, "positive_control": "P"}
+    found = one(tmp_path, {"a": failing(0), "b": failing(0)}, [claim], seeds=range(12))
+    assert found.verdict == "contradicted"
+    assert one(tmp_path / "few", {"a": failing(0), "b": failing(0)}, [claim]).verdict == "inconclusive"
+
+
+def test_runs_that_reach_a_value_count(tmp_path):
+    arms = {"a": Planted(1000), "b": Planted(10)}
+    found = one(tmp_path, arms, [COUNT | {"at_least": 500}])
+    assert found.verdict == "reproduced" and found.counts["a"] == (6, 6)
+    assert "largest attention logit is at least 500" in found.metric.label
+    assert one(tmp_path / "without", arms, [COUNT]).counts["a"] == (0, 6)
+
+
+def test_divergences_of_numerics_decide_nothing(tmp_path):
+    replays = [
+        (
+            {"arm": "a-replay", "family": "a", "seed": n, "role": "replay"}
+            | {
+                "replay": {
+                    "of": "a-0000000000/seed0",
+                    "depth": 0.05,
+                    "step": 95,
+                    "numerics": kind,
+                    "number": n,
+                }
+            },
+            Planted(10, diverges=100) if kind != "fp32" else Planted(10),
+            {},
+        )
+        for kind, n in [("control", 0), *itertools.product(("bf16-fused", "bf16-math", "fp32"), (1, 2, 3))]
+    ]
+    arms = {"a": failing(6), "b": failing(0)}
+    found = one(tmp_path, arms, [COUNT], more=replays)
+    assert not passed(found)["divergences are not numerics"] and found.verdict == "inconclusive"
+    assert found.counts["a"] == (6, 6)
+    assert passed(one(tmp_path / "not replayed", arms, [COUNT]))["divergences are not numerics"]
+
+
+# Families of claims ----------------------------------------------------------------------------------------------
+
+
+def nearby(id, **more):
+    return BASIC | {"id": id, **more}
+
+
+CLOSE = {"a": Planted(10 * math.exp(0.2 + 0.17)), "b": Planted(10)}
+
+
+@pytest.mark.parametrize(("status", "most"), [("confirmatory", 4), ("exploratory", 5)])
+def test_a_claim_among_many_must_be_clearer(tmp_path, status, most):
+    alone = one(tmp_path / "alone", CLOSE, [nearby("C", status=status)])
+    assert alone.verdict == "reproduced" and 0.01 < alone.p < 0.05
+    # The others measure what does not differ between the arms.
+    others = [nearby(f"C{i}", status=status, metric="final_loss/text", delta=0.01) for i in range(most)]
+    found = one(tmp_path / "many", CLOSE, [nearby("C", status=status), *others])
+    assert found.verdict == "inconclusive" and found.p == pytest.approx(alone.p)
+    record = found.as_record()
+    assert record["interval"][0] > 0.2 > record["adjusted"]["interval"][0]
+    assert record["adjusted"]["claims"] == most + 1 and record["adjusted"]["p"] > record["p"]
+
+
+def test_families_are_counted_apart_and_what_was_not_run_counts(tmp_path):
+    other = nearby("D", alpha_family="other", metric="final_loss/text", delta=0.01)
+    assert one(tmp_path / "apart", CLOSE, [nearby("C"), other]).adjusted.claims == 1
+    merged = nearby("E", grid="another", metric="final_loss/text", delta=0.01)
+    assert one(tmp_path / "merged", CLOSE, [nearby("C"), merged]).adjusted.claims == 1
+    (tmp_path / "shared").mkdir()
+    shared = one(tmp_path / "shared", CLOSE, [nearby("C"), nearby("D", metric="final_excess/text")])
+    assert shared.adjusted.claims == 2 and shared.adjusted.alpha == 0.025
+
+
+def test_the_sign_flip_test_stands_beside_it_from_six_seeds_on(tmp_path):
+    def planted(seed):
+        return Planted(12 + seed % 4, spread=0)
+
+    found = one(tmp_path, {"a": planted, "b": Planted(10, spread=0)}, [BASIC])
+    values = [math.log((12 + s % 4) / 10) - 0.2 for s in range(6)]
+    sums = [abs(np.dot(signs, values)) for signs in itertools.product((1, -1), repeat=6)]
+    assert found.sign_flip == pytest.approx(np.mean([s >= abs(sum(values)) - 1e-12 for s in sums]))
+    few = one(tmp_path / "few", {"a": planted, "b": Planted(10)}, [BASIC], seeds=range(5))
+    assert math.isnan(few.sign_flip) and "too few for an exact test" in " ".join(few.notes)
+
+
+# Controls --------------------------------------------------------------------------------------------------------
+
+
+def leaning(kind, other):
+    return [BASIC | {kind: "N"}, nearby("N", status="exploratory", **other)]
+
+
+def test_an_effect_where_none_can_be_takes_a_verdict_away(tmp_path):
+    arms = {"a": Planted(20), "b": Planted(10), "c": Planted(10), "d": Planted(20)}
+    quiet = leaning("negative_control", {"treatment": "c", "control": "b"})
+    assert one(tmp_path / "quiet", arms, quiet).verdict == "reproduced"
+    loud = leaning("negative_control", {"treatment": "d", "control": "b"})
+    found = one(tmp_path / "loud", arms, loud)
+    assert found.verdict == "inconclusive" and not passed(found)["negative control N"]
+    # What could not have been seen is no evidence that it is not there.
+    wide = arms | {"c": Planted(10, spread=0.6)}
+    assert not passed(one(tmp_path / "wide", wide, quiet))["negative control N"]
+
+
+def test_a_negative_control_can_be_a_value(tmp_path):
+    arms = {"a": Planted(20), "b": Planted(10)}
+    for at_least, verdict in ((15, "reproduced"), (5, "inconclusive")):
+        control = {"id": "N", "arms": ["b"], "at_least": at_least, "status": "control"}
+        found = one(tmp_path / str(at_least), arms, [BASIC | {"negative_control": "N"}, control])
+        assert found.verdict == verdict
+
+
+@pytest.mark.parametrize("ratio", [2.0, 0.5])
+def test_a_failed_manipulation_decides_neither_way(tmp_path, ratio):
+    arms = {"a": Planted(10 * ratio), "b": Planted(10), "c": Planted(10), "d": Planted(30)}
+    done = leaning("manipulation_check", {"treatment": "d", "control": "b"})
+    assert one(tmp_path / "done", arms, done).verdict == ("reproduced" if ratio > 1 else "contradicted")
+    failed = leaning("manipulation_check", {"treatment": "c", "control": "b"})
+    assert one(tmp_path / "failed", arms, failed).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("registered", "verdict"),
+    [
+        ({"seeds": 6}, "reproduced"),
+        ({"seeds": 8}, "inconclusive"),
+        ({"seeds": 4}, "inconclusive"),
+        ({"seeds": 4, "stopping": {"max_seeds": 8}}, "reproduced"),
+        ({"seeds": 3, "stopping": {"max_seeds": 5}}, "inconclusive"),
+    ],
+)
+def test_seeds_are_those_that_were_registered(tmp_path, registered, verdict):
+    found = one(tmp_path, {"a": Planted(20), "b": Planted(10)}, [BASIC | registered])
+    assert found.verdict == verdict
+    assert (verdict == "reproduced") != any(note.startswith("Registered for") for note in found.notes)
+
+
+def test_looks_take_a_close_verdict_away(tmp_path):
+    assert one(tmp_path / "once", CLOSE, [BASIC | {"seeds": 6}]).verdict == "reproduced"
+    found = one(tmp_path / "often", CLOSE, [BASIC | {"seeds": 3, "stopping": {"max_seeds": 12}}])
+    assert found.verdict == "inconclusive" and found.adjusted.alpha < found.p < 0.05
+
+
+# What may be said ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"test": "superior"}, "test 'superior'"),
+        ({"lr_rule": "best"}, "lr_rule 'best'"),
+        ({"negative_control": "Q"}, "leans on 'Q'"),
+        ({"stopping": {"max_seeds": 9}}, "needs seeds"),
+        ({"stopping": {"looks": 9}, "seeds": 3}, "max_seeds"),
+        ({"seeds": "six"}, "whole number"),
+        ({"at": "0.1"}, "mapping"),
+        ({"at": {"optim.lr": 1}}, "no point"),
+        ({"test": "count", "delta": 1.5}, "difference of shares"),
+        ({"delta": "much"}, "not a number"),
+    ],
+)
+def test_a_wrong_claim_is_one_sentence(tmp_path, fields, words):
+    with pytest.raises(UserError) as error:
+        study(tmp_path, {"a": Planted(20), "b": Planted(10)}, [BASIC | fields], seeds=(0,))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_seven_confirmatory_claims_are_too_many(tmp_path):
+    claims = [nearby(f"C{i}") for i in range(7)]
+    with pytest.raises(UserError, match="7 confirmatory claims"):
+        study(tmp_path, {"a": Planted(20), "b": Planted(10)}, claims, seeds=(0,))
+    claims[-1]["status"] = "exploratory"
+    assert len(judge(study(tmp_path / "six", {"a": Planted(20), "b": Planted(10)}, claims, seeds=(0,)))) == 7

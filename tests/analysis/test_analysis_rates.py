@@ -1,0 +1,187 @@
+"""Axes, families and learning rates: what a claim compares, and that choosing and judging use other runs."""
+
+import math
+
+import numpy as np
+import pytest
+from fake_runs import Planted, write_grid
+from scipy import stats
+
+from mmqk.analysis import judge, load_study
+from mmqk.analysis.learning_rates import Choice, choose, told_apart
+from mmqk.store import UserError
+
+RATES = (0.01, 0.02, 0.04)
+CLAIM = {"id": "C", "treatment": "a", "control": "b", "delta": 0.2}
+
+
+def planted(logit, excess):
+    return Planted(logit, excess={"text": excess, "image": excess})
+
+
+def own_best(tmp_path, excess, logits=(20.0, 10.0), ran=None, seeds=2, rates=RATES, claim=CLAIM):
+    """Two arms with an excess by rate; each ran at its best rate, or at ``ran``."""
+    runs = []
+    for arm, logit, losses in zip("ab", logits, excess, strict=True):
+        for rate, loss in zip(rates, losses, strict=True):
+            for seed in range(seeds):
+                entry = {"arm": f"{arm}-lr{rate:g}", "family": arm, "seed": 90 + seed, "role": "selection"}
+                entry["point"] = {"optim.lr": rate}
+                # Logits that would turn the verdict round, were they used.
+                runs.append(
+                    (entry, planted(1000.0 if arm == "b" else 1.0, loss + 0.002 * seed), {"optim.lr": rate})
+                )
+        best = (ran or {}).get(arm, rates[int(np.argmin(losses))])
+        runs += [
+            (
+                {"arm": arm, "family": arm, "seed": seed},
+                planted(logit, min(losses) + 0.001 * seed),
+                {"optim.lr": best},
+            )
+            for seed in range(6)
+        ]
+    grid = {
+        "arms": {"a": {}, "b": {}},
+        "claims": [claim],
+        "lr": {"rule": "own_best", "metric": "final_excess"},
+    }
+    return judge(load_study(write_grid(tmp_path / "made", grid, runs)))[0]
+
+
+def passed(verdict):
+    return {control.name: control.passed for control in verdict.controls}
+
+
+def test_runs_that_chose_a_rate_decide_nothing(tmp_path):
+    found = own_best(tmp_path, ([0.3, 0.1, 0.2], [0.3, 0.1, 0.2]))
+    assert found.verdict == "reproduced" and found.effect.value == pytest.approx(math.log(2))
+    assert len(found.runs) == 12 and all(passed(found).values())
+    assert "Own best learning rates: 0.02 (a; tried 0.01, 0.02 and 0.04)" in " ".join(found.notes)
+
+
+def test_rates_may_differ_where_the_choice_is_clear(tmp_path):
+    rates = (0.01, 0.02, 0.04, 0.08)
+    clear = ([0.3, 0.1, 0.3, 0.4], [0.4, 0.3, 0.1, 0.3])
+    found = own_best(tmp_path / "clear", clear, rates=rates)
+    assert found.verdict == "reproduced" and passed(found)["learning rates differ by more than chance"]
+    luck = ([0.3, 0.100, 0.101, 0.4], [0.4, 0.101, 0.100, 0.3])
+    found = own_best(tmp_path / "luck", luck, rates=rates)
+    assert found.verdict == "inconclusive" and not passed(found)["learning rates differ by more than chance"]
+    assert "do not tell these rates apart" in next(c.detail for c in found.controls if "chance" in c.name)
+
+
+def test_a_best_rate_at_an_end_leaves_it_open(tmp_path):
+    found = own_best(tmp_path, ([0.3, 0.2, 0.1], [0.3, 0.2, 0.1]))
+    assert found.verdict == "inconclusive" and not passed(found)["own best learning rate inside the grid"]
+
+
+def test_runs_at_another_rate_than_the_best_leave_it_open(tmp_path):
+    found = own_best(tmp_path, ([0.3, 0.1, 0.2], [0.3, 0.1, 0.2]), ran={"a": 0.04})
+    assert found.verdict == "inconclusive" and not passed(found)["own best learning rate"]
+
+
+@pytest.mark.parametrize(("rates", "verdict"), [((0.01, 0.01), "reproduced"), ((0.01, 0.02), "inconclusive")])
+def test_a_claim_can_insist_on_one_rate(tmp_path, rates, verdict):
+    runs = [
+        ({"arm": arm, "seed": seed}, Planted(logit), {"optim.lr": rate})
+        for arm, logit, rate in zip("ab", (20, 10), rates, strict=True)
+        for seed in range(6)
+    ]
+    arms = {arm: {"set": {"optim.lr": rate}} for arm, rate in zip("ab", rates, strict=True)}
+    for rule, expected in (("matched", verdict), ("own_best", "inconclusive")):
+        grid = {"arms": arms, "claims": [CLAIM | {"lr_rule": rule}]}
+        assert judge(load_study(write_grid(tmp_path / rule, grid, runs)))[0].verdict == expected
+
+
+def test_the_mean_of_what_is_trained_chooses_and_a_divergence_is_worst(tmp_path):
+    def tried(rate, excess, **more):
+        entry = {
+            "arm": f"a-{rate}",
+            "family": "a",
+            "seed": 0,
+            "role": "selection",
+            "point": {"optim.lr": rate},
+        }
+        return entry, Planted(1.0, excess=dict(zip(("text", "image"), excess, strict=True)), **more), {}
+
+    runs = [tried(0.1, (0.2, 0.2)), tried(0.2, (0.1, 0.28)), tried(0.4, (0.01, 0.01), diverges=150)]
+    made = write_grid(tmp_path / "made", {"arms": {"a": {}}, "claims": []}, runs)
+    found = choose(load_study(made).runs)
+    assert found.means == pytest.approx({0.1: 0.2, 0.2: 0.19, 0.4: math.inf}) and found.rate == 0.2
+    assert choose(load_study(made).runs, "final_excess/image").rate == 0.1
+    assert choose([]) is None
+    with pytest.raises(UserError, match="single run"):
+        choose(load_study(made).runs, "first_unstable_lr")
+
+
+def test_rates_are_told_apart_by_a_t_test_of_what_exchanging_them_costs():
+    rng = np.random.default_rng(0)
+    for gap in (0.004, 0.02, 0.05):
+        cells = {arm: {r: rng.normal(0.1, 0.01, 3) for r in RATES} for arm in "ab"}
+        cells["a"][0.04] += gap
+        cells["b"][0.01] += gap
+        means = {arm: {r: float(v.mean()) for r, v in c.items()} for arm, c in cells.items()}
+        first, second = (
+            Choice(best, means[arm], {r: tuple(v) for r, v in cells[arm].items()}, True)
+            for arm, best in (("a", 0.01), ("b", 0.04))
+        )
+        loss = means["a"][0.04] - means["a"][0.01] + means["b"][0.01] - means["b"][0.04]
+        sd = np.sqrt(np.mean([v.var(ddof=1) for c in cells.values() for v in c.values()]))
+        p = stats.t.sf(loss / (sd * math.sqrt(4 / 3)), 12)
+        assert told_apart(first, second, []) == (p < 0.01 / 6)
+    assert told_apart(first, second, []) and not told_apart(first, second, [[0.0, 1.0, 2.0]] * 2)
+
+
+# Axes --------------------------------------------------------------------------------------------------------------
+
+
+def crossed(tmp_path, claim, slopes=(0.5, 0.1), drop=()):
+    """Two families over an axis; log of the largest logit rises with its value at a slope."""
+    runs = []
+    for family, slope in zip("ab", slopes, strict=True):
+        for depth in (2, 4, 8):
+            for seed in range(4):
+                point = {"model.n_layers": depth}
+                entry = {"arm": f"{family}-n_layers{depth}", "family": family, "point": point, "seed": seed}
+                if (family, depth, seed) not in drop:
+                    runs.append((entry, Planted(10 * math.exp(slope * depth), spread=0.05), point))
+    grid = {"arms": {"a": {"label": "first"}, "b": {}}, "claims": [claim]}
+    return load_study(write_grid(tmp_path / "made", grid, runs))
+
+
+def test_axes_make_arms(tmp_path):
+    study = crossed(tmp_path, CLAIM | {"at": {"model.n_layers": 4}})
+    assert list(study.arms)[:2] == ["a-n_layers2", "a-n_layers4"]
+    assert study.label("a-n_layers4") == "first, n_layers 4" and study.label("a") == "first"
+    assert study.arms["a-n_layers2"].seeds == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("depth", [2, 8])
+def test_a_point_of_two_families_is_compared(tmp_path, depth):
+    found = judge(crossed(tmp_path, CLAIM | {"at": {"model.n_layers": depth}}))[0]
+    assert found.effect.value == pytest.approx(0.4 * depth) and len(found.runs) == 8
+    assert found.verdict == "reproduced"
+
+
+def test_a_family_without_a_point_is_refused(tmp_path):
+    with pytest.raises(UserError, match="has 3 points"):
+        crossed(tmp_path, CLAIM)
+    with pytest.raises(UserError, match=r"no point at model\.n_layers: 3"):
+        crossed(tmp_path / "b", CLAIM | {"at": {"model.n_layers": 3}})
+
+
+def test_a_number_of_a_family_is_compared_by_seed(tmp_path):
+    claim = CLAIM | {"metric": "dose_response(largest_attention_logit, model.n_layers)"}
+    found = judge(crossed(tmp_path / "a", claim))[0]
+    assert found.effect.value == pytest.approx(0.4, abs=0.02) and found.effect.n == 4
+    assert found.verdict == "reproduced" and len(found.runs) == 24
+    assert judge(crossed(tmp_path / "b", claim, slopes=(0.3, 0.3)))[0].verdict != "reproduced"
+
+
+def test_a_family_that_lacks_a_run_is_open(tmp_path):
+    claim = CLAIM | {"metric": "dose_response(largest_attention_logit, model.n_layers)"}
+    study = crossed(tmp_path, claim)
+    path = next(run.path for run in study.runs if run.arm == "b-n_layers8" and run.seed == 2)
+    (path / "status.json").write_text('{"status": "interrupted", "step": 3}')
+    found = judge(load_study(tmp_path / "made"))[0]
+    assert found.verdict == "inconclusive" and "11 of 12 planned runs of b finished." in found.notes

@@ -1,0 +1,80 @@
+"""docs/metrics.md says what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mmqk.analysis.metrics import (
+    FAMILY_METRICS,
+    METRICS,
+    losses,
+    outcome,
+    prediction,
+    probes,
+    rates,
+    scaling,
+)
+from mmqk.analysis.metrics.stability import WARNINGS
+from mmqk.analysis.metrics.table import DOSE
+from mmqk.store.alarms import NAMES, divergence, steps
+
+PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+TEXT = " ".join(PAGE.split())
+ROWS = {
+    cells[0].split("`")[1]: cells
+    for line in PAGE.splitlines()
+    if line.startswith("| `") and (cells := [cell.strip() for cell in line.strip("|").split("|")])
+}
+
+
+def test_every_metric_has_a_row():
+    assert list(ROWS) == [*METRICS, *FAMILY_METRICS, *DOSE]
+
+
+@pytest.mark.parametrize("name", [*METRICS, *FAMILY_METRICS])
+def test_a_row_says_what_the_metric_is(name):
+    metric = (METRICS | FAMILY_METRICS)[name]
+    first, formula, unit, scale, bad, needs, _ = ROWS[name]
+    assert (unit, scale, bad) == (metric.unit, metric.scale, metric.worst)
+    assert formula and needs
+    assert first.endswith("†") == getattr(metric, "counts_failures", False)
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        (r"median of the last (\d+) probes \|", probes.LAST_PROBES),
+        (r"mean of the last (\d+) training steps", losses.LOSS_WINDOW),
+        (r"never came ([\d.]+) nat below", losses.LEARNT_NATS),
+        (r"per ([\d,]+) steps \| linear \| high \| 3 probes", probes.SLOPE_STEPS),
+        (r"\| (\d+) probes in the window", probes.FEWEST_PROBES),
+        (r"at least (\d+) standard deviations", steps.SPIKE_STDS),
+        (r"mean of the (\d+) before them", steps.SPIKE_WINDOW),
+        (r"of (\d+) at least \| % of steps", steps.SPIKE_FEWEST),
+        (r"centred (\d+)-step median", steps.MEDIAN_WINDOW),
+        (r"more than ([\d.]+) nat above the centred", steps.ABOVE_MEDIAN_NATS),
+        (r"has been ([\d.]+) nat above its first value", divergence.ABOVE_INITIAL_NATS),
+        (r"first value for (\d+) steps", divergence.WINDOW),
+        (r"median ([\d.]+) nat above the best such", divergence.ABOVE_BEST_NATS),
+        (r"one ended more than ([\d.]+) nat above the best run", outcome.STALLED_NATS),
+        (r"ended ([\d.]+) nat above the best loss", rates.UNSTABLE_NATS),
+        (r"registered threshold of ([\d,]+)", scaling.LOGIT_THRESHOLD),
+        (r"needs (\d+) failures and", prediction.FEWEST_OF_EACH),
+        (r"median of its last (\d+) steps", prediction.GRAD_NORM_STEPS),
+        (r"`dose_response` \| .* \| (\d+) values, all", rates.FEWEST_DOSES),
+    ],
+)
+def test_numbers_on_the_page_are_those_of_the_code(said, value):
+    found = re.search(said, TEXT)
+    assert found is not None, said
+    assert float(found[1].replace(",", "")) == value
+
+
+def test_shares_of_a_run_are_the_words_of_the_page():
+    assert probes.SLOPE_FROM_SHARE == 0.2 and "last four fifths of the run" in TEXT
+    assert scaling.AT_SHARE == 0.2 and "the last probe up to a fifth of the run" in TEXT
+    assert probes.EARLY_SHARE == 0.25 and "to a quarter of the run" in TEXT
+    assert scaling.FEWEST_FITTED == 3 and "4 model sizes" in TEXT and "With three smaller models" in TEXT
+    assert f"{', '.join(WARNINGS[:-1])} and {WARNINGS[-1]}" in TEXT
+    assert set(WARNINGS) < set(NAMES)

@@ -1,0 +1,109 @@
+"""Model size against torch's own count, and extrapolation of planted curves."""
+
+import math
+
+import pytest
+from small_runs import config, small_run
+
+from mmqk.analysis.metrics import extrapolate, find_metric, model_size
+from mmqk.model import EarlyFusionTransformer, ModelConfig
+
+BLOCKS = {"text": 20, "image": 12}
+
+
+def sized(path, model, rate=0.01, logit=10.0, step=20, status="completed", **more):
+    probes = {0: 1.0, step: logit, 100: 3 * logit}
+    series = {
+        "attn_logit_absmax/text-text/layer00": probes,
+        "attn_logit_absmax/text-text/layer01": {step: 1e6},
+    }
+    series["loss/text"] = [3.0] * 100
+    cfg = config(100, 0, rate, model=model, **more)
+    return small_run(path, series, status=status, config=cfg)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"d_model": 32, "n_layers": 3, "n_heads": 4},
+        {"d_model": 24, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_head": 8, "mlp": "gelu"},
+        {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 40, "mlp": "geglu", "tie_embeddings": True},
+    ],
+)
+def test_model_size_is_that_of_the_matrices_of_the_blocks(tmp_path, model):
+    torch_model = EarlyFusionTransformer(ModelConfig(blocks=BLOCKS, **model))
+    matrices = sum(p.numel() for p in torch_model.blocks.parameters() if p.ndim == 2)
+    assert model_size(sized(tmp_path / "x", model | {"blocks": BLOCKS})) == matrices
+    # The control: embeddings are in torch's whole count.
+    assert sum(p.numel() for p in torch_model.parameters()) > matrices + 32 * model["d_model"] - 1
+
+
+def test_wortsmans_smallest_model_has_its_size(tmp_path):
+    model = {"d_model": 256, "n_layers": 3, "n_heads": 4, "mlp": "gelu"}
+    assert model_size(sized(tmp_path / "x", model)) == 12 * 3 * 256**2 == pytest.approx(2.4e6, rel=0.02)
+    assert math.isnan(model_size(sized(tmp_path / "y", {"d_model": 256})))
+
+
+SIZES = [{"d_model": d, "n_layers": 2, "n_heads": 4, "mlp": "gelu"} for d in (16, 32, 64, 128, 256)]
+
+
+def curve(model, a=2.0, b=0.3, c=0.05):
+    x = math.log(24 * model["d_model"] ** 2)
+    return math.exp(a + b * (x - 9) + c * (x - 9) ** 2)
+
+
+def test_a_quadratic_is_continued_exactly(tmp_path):
+    runs = [sized(tmp_path / str(i), model, logit=curve(model)) for i, model in enumerate(SIZES)]
+    (found,), why = extrapolate(runs)
+    assert why == "" and found.ratio == pytest.approx(1) and found.step == 20
+    assert found.sizes[-1] == 24 * 256**2 and found.predicted == pytest.approx(curve(SIZES[-1]))
+    metric, modality = find_metric("logit_extrapolation/text")
+    assert metric.measure(runs, modality) == pytest.approx(1)
+    # The control: a largest model that is 5 times off the curve is not part of the fit, and the ratio says so.
+    runs[-1] = sized(tmp_path / "off", SIZES[-1], logit=5 * curve(SIZES[-1]))
+    assert metric.measure(runs, modality) == pytest.approx(1 / 5)
+    # A line would have missed it: the quadratic term is in the fit.
+    straight = [sized(tmp_path / f"line{i}", m, logit=curve(m, c=0)) for i, m in enumerate(SIZES[:4])]
+    assert metric.measure([*straight, runs[-1]], modality) < 1 / 5
+
+
+def test_every_learning_rate_has_its_own_curve_and_the_worst_counts(tmp_path):
+    runs = []
+    for rate, a, off in ((0.01, 2.0, 1.1), (0.1, 8.0, 0.25)):
+        for i, model in enumerate(SIZES):
+            last = model is SIZES[-1]
+            logit = curve(model, a) * (off if last else 1)
+            status = "diverged" if last and rate == 0.1 else "completed"
+            runs.append(sized(tmp_path / f"{rate}-{i}", model, rate, logit, status=status))
+    found, _ = extrapolate(runs)
+    assert [one.rate for one in found] == [0.01, 0.1]
+    assert [one.ratio for one in found] == pytest.approx([1 / 1.1, 4])
+    assert find_metric("logit_extrapolation")[0].measure(runs) == pytest.approx(4)
+    # Beyond the registered threshold of 1e4, and it did diverge; below it, and it did not.
+    assert found[0].predicted < 1e4 < found[1].predicted and all(one.right for one in found)
+    runs[-1].status = runs[0].status
+    assert [one.right for one in extrapolate(runs)[0]] == [True, False]
+
+
+def test_what_cannot_be_extrapolated_is_named(tmp_path):
+    metric = find_metric("logit_extrapolation")[0]
+    runs = [sized(tmp_path / str(i), model, logit=curve(model)) for i, model in enumerate(SIZES)]
+
+    def why(runs):
+        found = metric.measured(runs)
+        assert math.isnan(found.value)
+        return found.why
+
+    assert "there are 3 model sizes: 3 are fitted and one is predicted" in why(runs[:3])
+    assert "two runs have" in why([*runs, sized(tmp_path / "twice", SIZES[0])])
+    assert "probed at different steps" in why([*runs[:4], sized(tmp_path / "s", SIZES[4], step=15)])
+    assert "a smaller model is not finite" in why(
+        [sized(tmp_path / "n", SIZES[0], logit=math.nan), *runs[1:]]
+    )
+    assert "largest model's logit is not finite" in why(
+        [*runs[:4], sized(tmp_path / "i", SIZES[4], logit=math.inf)]
+    )
+    assert "is not recorded in bare" in why([*runs, small_run(tmp_path / "bare", {"lr": [1.0]})])
+    assert (
+        extrapolate(runs, step=19)[1].endswith("has no probe at step 19") and extrapolate(runs, step=100)[0]
+    )

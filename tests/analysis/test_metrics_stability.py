@@ -1,0 +1,201 @@
+"""Spikes, divergence and warnings of a run, against brute force and numbers worked out by hand."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy import ndimage
+from small_runs import config, small_run
+
+from mmqk.analysis.metrics import METRICS, divergence_step, find_metric, warnings_of
+from mmqk.store import UserError, alarms_of, read_metrics
+
+
+def noise(n, seed=0, size=0.02):
+    return 4.0 + size * np.random.default_rng(seed).standard_normal(n)
+
+
+def value(name, run, modality=None):
+    metric, wanted = find_metric(name)
+    return metric.measure(run, modality or wanted)
+
+
+def brute_spike_score(values, window=1000, fewest=100, stds=7.0):
+    """Per cent of values at least 7 sample deviations above the mean of the window before them."""
+    judged = [
+        (v, np.array(values[max(0, i - window) : i], dtype=np.float64))
+        for i, v in enumerate(values)
+        if i >= fewest
+    ]
+    return 100 * np.mean([v >= before.mean() + stds * before.std(ddof=1) for v, before in judged])
+
+
+def test_spike_score_is_that_of_brute_force(tmp_path):
+    losses = noise(1400)
+    losses[[300, 700, 1390]] += 0.5
+    grads = noise(1400, 1)
+    run = small_run(
+        tmp_path / "x",
+        {"loss": losses.tolist(), "loss/text": noise(1400, 2).tolist(), "grad_norm": grads.tolist()},
+    )
+    assert value("spike_score", run) == pytest.approx(brute_spike_score(losses.tolist()))
+    assert value("spike_score", run) == pytest.approx(100 * 3 / 1300)
+    # The controls: another series of the same run has none, and a fall of the same size is no spike.
+    assert value("spike_score/text", run) == 0 == value("grad_norm_spike_score", run)
+    down = noise(1400)
+    down[[300, 700]] -= 0.5
+    assert value("spike_score", small_run(tmp_path / "y", {"loss": down.tolist()})) == 0
+
+
+def test_spike_rate_is_that_of_a_median_filter(tmp_path):
+    losses = noise(500)
+    losses[[50, 150, 250, 251]] += 0.3  # the first one has no whole window around it
+    run = small_run(tmp_path / "x", {"loss/image": losses.tolist()})
+    above = losses > ndimage.median_filter(losses, size=201) + 0.1
+    assert (
+        value("spike_rate/image", run) == pytest.approx(1e4 * above[100:400].mean()) == pytest.approx(100.0)
+    )
+    assert value("spike_rate", small_run(tmp_path / "y", {"loss": noise(500).tolist()})) == 0
+    assert math.isnan(value("spike_rate", small_run(tmp_path / "z", {"loss": noise(200).tolist()})))
+
+
+def test_a_run_too_short_to_judge_has_no_spike_score(tmp_path):
+    assert math.isnan(value("spike_score", small_run(tmp_path / "x", {"loss": noise(100).tolist()})))
+    assert math.isnan(value("spike_score", small_run(tmp_path / "y", {"lr": [0.1]})))
+
+
+# Divergence ------------------------------------------------------------------------------------------------
+
+
+def rising(steps=200, at=80, by=0.2, start=5.0):
+    """From step ``at`` on, ``by`` above the first value."""
+    return [start if step < at else start + by for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [
+        # 0.1 nat above its first value for 50 steps: the 50th is 129.
+        (rising(at=80), 129),
+        (rising(at=80, by=0.09), None),
+        # The median of the last 50 steps 0.5 above its best: when 26 of 50 are up, which is step 105.
+        ([5.0] * 10 + [3.0] * 69 + [3.6] * 121, 105),
+        ([5.0] * 10 + [3.0] * 69 + [3.4] * 121, None),
+        ([5.0] * 60 + [math.nan] * 3, 61),
+        ([5.0] * 60 + [math.inf], 61),
+    ],
+)
+def test_step_of_divergence_by_hand(tmp_path, losses, step):
+    run = small_run(tmp_path / "x", {"loss/text": losses}, config=config(len(losses)))
+    assert divergence_step(run) == step
+    assert value("time_of_divergence", run) == (1.0 if step is None else step / len(losses))
+    assert value("diverged", run) == (step is not None)
+
+
+def test_warm_up_does_not_count_as_above_the_start(tmp_path):
+    run = small_run(tmp_path / "x", {"loss/text": rising(at=80)}, config=config(200, warmup=100))
+    assert divergence_step(run) == 150
+
+
+def test_only_what_is_trained_diverges(tmp_path):
+    series = {"loss/text": [4.0] * 200, "loss/image": rising(at=80, by=3)}
+    off = config(200, loss={"weights": {"image": 0.0}})
+    assert divergence_step(small_run(tmp_path / "off", series, config=off)) is None
+    assert divergence_step(small_run(tmp_path / "on", series, config=config(200))) is not None
+
+
+def test_the_excess_decides_where_there_is_one(tmp_path):
+    # The data got harder by 0.2 nat at step 80, and the model keeps up with it.
+    series = {"loss/text": rising(at=80), "excess/text": [1.0] * 200}
+    assert divergence_step(small_run(tmp_path / "x", series, config=config(200))) is None
+    del series["excess/text"]
+    assert divergence_step(small_run(tmp_path / "y", series, config=config(200))) == 129
+
+
+def test_what_ended_the_run_counts_too(tmp_path):
+    # A gradient norm that is not finite ends a run whose losses are fine.
+    series = {"loss/text": [4.0] * 60}
+    run = small_run(tmp_path / "x", series, status="diverged", step=57, config=config(100))
+    assert divergence_step(run) == 57 and value("time_of_divergence", run) == 0.57
+    # A run that was stopped says nothing about what would have come.
+    run = small_run(tmp_path / "y", series, status="interrupted", config=config(100))
+    assert math.isnan(value("time_of_divergence", run)) and math.isnan(value("diverged", run))
+
+
+# Warnings --------------------------------------------------------------------------------------------------
+
+ALARMS = [
+    ("non_finite", 3, "grad_norm"),
+    ("growth", 20, "attn_logit_absmax/text-image/layer01"),
+    ("collapse", 30, "attn_entropy/image/layer01"),
+    ("growth", 50, "q_norm/image/layer00"),
+    ("divergence", 57, "loss/text"),
+]
+
+
+def test_lead_time_by_hand(tmp_path):
+    series = {"loss/text": [4.0] * 60, "loss/image": [4.0] * 60}
+    run = small_run(tmp_path / "x", series, status="diverged", step=57, config=config(100), alarms=ALARMS)
+    assert value("alarm_lead_time", run) == 37
+    assert value("alarm_lead_time/text", run) == 37  # text queries
+    assert value("alarm_lead_time/image", run) == 27
+    assert value("alarm_lead_time(collapse)", run) == 27
+    assert value("alarm_lead_time(growth)/image", run) == 7
+    assert value("alarm_lead_time(growth, collapse)/image", run) == 27
+    # Unwarned: of a kind that did not ring, or that rang with the divergence alone.
+    assert value("alarm_lead_time(spike)", run) == 0
+    late = small_run(
+        tmp_path / "late",
+        series,
+        status="diverged",
+        step=57,
+        config=config(100),
+        alarms=[("spike", 57, "loss")],
+    )
+    assert value("alarm_lead_time", late) == 0
+    survived = small_run(tmp_path / "well", series, config=config(100), alarms=ALARMS[:4])
+    assert math.isnan(value("alarm_lead_time", survived))
+    with pytest.raises(UserError, match="names the alarm 'divergence': use one of"):
+        find_metric("alarm_lead_time(divergence)")
+
+
+def test_warnings_are_counted_with_the_false_ones(tmp_path):
+    series = {"loss/text": [4.0] * 60}
+
+    def one(name, status, alarms):
+        return small_run(tmp_path / name, series, status=status, step=57, config=config(100), alarms=alarms)
+
+    runs = [
+        one("a", "diverged", ALARMS),
+        one("b", "diverged", ALARMS[4:]),
+        one("c", "completed", ALARMS[1:2]),
+        one("d", "completed", ALARMS[:1]),
+        one("e", "interrupted", ALARMS),
+    ]
+    found = warnings_of(runs)
+    assert (found.warned, found.unwarned, found.false, found.quiet) == (1, 1, 1, 1)
+
+
+def test_without_a_file_the_alarms_are_those_of_the_numbers(tmp_path):
+    entropy = {0: 3.5} | {step: 3.5 if step < 40 else 0.1 for step in range(10, 61, 10)}
+    series = {"loss/text": [4.0] * 60, "attn_entropy/text/layer00": entropy}
+    run = small_run(tmp_path / "x", series, status="diverged", step=57, config=config(100))
+    rang = [a for a in alarms_of(read_metrics(run.path / "metrics.jsonl")) if a.name == "collapse"]
+    assert rang[0].step == 40 and value("alarm_lead_time", run) == 17
+    # The control: the file, where there is one, is what the run saw.
+    (run.path / "alarms.jsonl").write_text(
+        json.dumps({"name": "collapse", "step": 50, "tag": "x", "value": 1, "threshold": 1, "sentence": ""})
+        + "\n"
+    )
+    assert value("alarm_lead_time", run) == 7
+
+
+def test_what_they_say_of_a_failed_run_is_the_value(tmp_path):
+    counted = {name for name, metric in METRICS.items() if metric.counts_failures}
+    assert counted == {
+        *("spike_score", "grad_norm_spike_score", "spike_rate"),
+        *("diverged", "time_of_divergence", "alarm_lead_time"),
+    }
+    run = small_run(tmp_path / "x", {"loss/text": [4.0] * 60}, status="diverged", step=25, config=config(100))
+    assert METRICS["time_of_divergence"].worst_seen(run, None) == 0.25
