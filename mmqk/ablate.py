@@ -73,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         options.rerun_stale,
     )
     session.look()
+    _check_claims(grid, session)
     if options.dry_run:
         outcomes = session.outcomes()
         print("\n".join([table(outcomes), *session.remarks(), time_left(outcomes, jobs)]))
@@ -123,6 +124,15 @@ def main(argv: list[str] | None = None) -> int:
             f"{options.max_minutes:g} minutes are over: the same command goes on from here", file=sys.stderr
         )
     return 130
+
+
+def _check_claims(grid: Grid, session: Session) -> None:
+    """Refuse now what would be refused when the runs are judged."""
+    from mmqk.analysis.study import study_of
+
+    assert session.plan is not None
+    record = {"name": grid.name, "grid": grid.raw, "runs": session.plan.entries}
+    study_of(session.out, record, (), grid.path)
 
 
 def _grid(options: argparse.Namespace) -> Grid:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -182,9 +183,15 @@ def _parse(argv: list[str]) -> Namespace:
         raise UserError(sentence_of(str(error), parser)) from error
 
 
+@cache
+def trainer_defaults() -> dict[str, Any]:
+    """Trainer's flags as they are when nobody sets them."""
+    return vars(build_parser().get_defaults().trainer)
+
+
 def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
     trainer = {k: v for k, v in vars(parsed.trainer).items() if k not in OWN_TRAINER_FLAGS}
-    defaults = vars(build_parser().get_defaults().trainer)
+    defaults = trainer_defaults()
     for flag in sorted(OWN_TRAINER_FLAGS & vars(parsed.trainer).keys()):  # Trainer's flags differ by version
         if getattr(parsed.trainer, flag) != defaults[flag]:
             raise UserError(f"trainer.{flag} is decided by mmqk and cannot be set: leave it out.")

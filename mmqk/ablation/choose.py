@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,59 +34,50 @@ class Choice:
         return {**asdict(self), "values": values}
 
 
-def choose(arm: str, metric: str, tried: Mapping[float, Sequence[Path]]) -> Choice:
-    """The best learning rate: by the mean over seeds, at the end of the metric that is not its worst.
+def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> Choice:
+    """The best learning rate, by the rule with which verdicts check it (`mmqk.analysis.learning_rates.choose`).
 
-    A run that has no such number, or none that is finite, ranks worst. The smaller of two equal ones is chosen.
+    Where every run diverged it is the smallest.
 
     Args:
-        tried: finished run folders, one a seed, by learning rate.
+        tried: finished run folders, and the learning rate of each.
 
     Raises:
-        UserError: there is no such metric, or no run has it.
+        UserError: there is no such metric, or no run has a finite one.
     """
-    values = {lr: _mean([_measure(metric, path) for path in paths]) for lr, paths in sorted(tried.items())}
-    if all(math.isnan(value) for value in values.values()):
+    from mmqk.analysis.learning_rates import choose as best_of
+    from mmqk.analysis.runs import load_runs
+
+    runs = [
+        replace(run, point={"optim.lr": lr})
+        for path, lr in tried.items()
+        for run in load_runs(path)
+        if run.path.resolve() == path.resolve()
+    ]
+    found = best_of(runs, metric)
+    if found is None and all(run.status.status == "diverged" for run in runs):
+        return Choice(arm, min(tried.values()), metric, dict.fromkeys(sorted(tried.values()), math.nan))
+    if found is None:
         raise UserError(
-            f"no run that should choose the learning rate of {arm} has a {metric}: name another lr.metric, such as"
-            " final_loss"
+            f"no run that should choose the learning rate of {arm} ended with a finite {metric}: name another"
+            " lr.metric, such as final_loss, or lower learning rates"
         )
-    sign = -1.0 if _metric(metric).worst == "low" else 1.0
-    best = min(values, key=lambda lr: (sign * values[lr] if math.isfinite(values[lr]) else math.inf, lr))
-    return Choice(arm, best, metric, values)
+    return Choice(arm, found.rate, metric, found.means)
 
 
 def check_metric(name: str) -> None:
-    """Refuse a metric that is none.
+    """Refuse a metric that cannot choose.
 
     Raises:
-        UserError: it is unknown.
+        UserError: it is unknown, or a number of several runs.
     """
-    _metric(name)
-
-
-def _metric(name: str) -> Any:
-    from mmqk.analysis.metrics import find_metric
+    from mmqk.analysis.metrics import FamilyMetric, find_metric
 
     try:
-        return find_metric(name)[0]
+        found = find_metric(name)[0]
     except UserError:
         if "/" in name:
             raise
-        return find_metric(f"{name}/text")[0]  # it needs a modality: the mean over them
-
-
-def _measure(name: str, folder: Path) -> float:
-    from mmqk.analysis.runs import load_runs
-
-    run = next(run for run in load_runs(folder) if run.path.resolve() == folder.resolve())
-    metric = _metric(name)
-    modality = name.partition("/")[2]
-    if modality or not metric.by_modality:
-        return float(metric.measure(run, modality or None))
-    modalities = sorted({t.modality for t in run.tags.values() if t.statistic == "loss" and t.modality})
-    return _mean([float(metric.measure(run, m)) for m in modalities])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+        found = find_metric(f"{name}/text")[0]  # it needs a modality: the mean over them
+    if isinstance(found, FamilyMetric):
+        raise UserError(f"lr.metric is {name}, a number of several runs: name one of a single run")

@@ -17,7 +17,7 @@ CLAIM_KEYS = (
     *("finding", "estimand", "negative_control", "alpha_family", "test", "seeds", "exclusions"),
     *("stopping", "lr_rule", "at", "manipulation_check"),
 )
-REPORT_KEYS = ("hero", "shown", "headline", "cannot_tell", "command")
+REPORT_KEYS = ("hero", "shown", "headline", "cannot_tell", "command", "figures")
 
 
 def claims_hash(grid: Mapping[str, Any]) -> str:

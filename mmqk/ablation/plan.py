@@ -138,23 +138,22 @@ class _Planner:
     def _choice(self, job: Job, rule: LrRule) -> Choice | Waiting:
         if job.arm in self.choices:
             return self.choices[job.arm]
-        tried: dict[float, list[Path]] = {}
+        tried: dict[Path, float] = {}
         open_ones = []
         for other in self.jobs.values():
             rest = {name: value for name, value in other.point.items() if name != LR}
             if other.role == SELECTION and other.family is job.family and rest == job.point:
                 known = self._find(other)
                 assert isinstance(known, Known)
-                tried.setdefault(other.point[LR], []).append(known.folder)
+                tried[known.folder] = other.point[LR]
                 if not standing(known.task()).finished:
                     open_ones.append(known.folder)
         args = (*job.args, f"--{LR}={rule.grid[0]!r}")
         draft = Known(job, args, self.resolver(args, _where(job)), self.out)
         if open_ones:
-            count = sum(map(len, tried.values()))
-            said = f"waits for {len(open_ones)} of the {count} runs that choose its learning rate"
+            said = f"waits for {len(open_ones)} of the {len(tried)} runs that choose its learning rate"
             return self._wait(draft, said, tuple(open_ones))
-        folders = tuple(path for paths in tried.values() for path in paths)
+        folders = tuple(tried)
         if folders not in self.resolver.choices:
             try:
                 self.resolver.choices[folders] = choose(job.arm, rule.metric, tried)

@@ -21,3 +21,8 @@ import mmqk.training.loggers
 import mmqk.training.module
 import mmqk.training.outcome
 import mmqk.training.steps
+from mmqk.store import code_hash
+
+# What runs is what was imported here, whatever becomes of the files.
+code_hash()
+mmqk.config.trainer_defaults()

@@ -152,13 +152,13 @@ def load_study(folder: str | Path) -> Study:
     return study_of(folder, ablation, runs)
 
 
-def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run]) -> Study:
-    """The study that the record of an ablation describes, of these runs.
+def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], where: object = None) -> Study:
+    """The study that the record of an ablation describes, of these runs; ``where`` names the record in a sentence.
 
     Raises:
         UserError: the record says what cannot be.
     """
-    grid, where = ablation["grid"], f"{folder / 'ablation.json'}"
+    grid, where = ablation["grid"], str(where or folder / "ablation.json")
     name = str(ablation.get("name") or grid.get("name") or folder.resolve().name)
     families = _families(grid.get("arms") or {})
     planned = [entry for entry in ablation["runs"] if entry.get("role", "verdict") == "verdict"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@cache
 def code_hash(rooms: tuple[str, ...] = CODE_ROOMS) -> str:
-    """Hash of the sources under these folders of the mmqk that is running (10 hex digits)."""
+    """Hash of the sources under these folders of the mmqk that is running (10 hex digits), as they were at first."""
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for room in rooms:
