@@ -10,6 +10,7 @@ import math
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from mmqk.ablation.choose import check_metric
@@ -145,7 +146,11 @@ def _grid(options: argparse.Namespace) -> Grid:
     grid = load_grids(options.config)
     for metric in {arm.lr.metric for arm in grid.arms if arm.lr}:
         check_metric(metric)
-    return grid
+    report = grid.raw.get("report") or {}
+    if {"command", "commands"} & report.keys() or any(Path(path).is_absolute() for path in options.config):
+        return grid
+    command = " ".join(["python -m mmqk.ablate", *(f"--config {path}" for path in options.config)])
+    return replace(grid, raw={**grid.raw, "report": {**report, "command": command}})
 
 
 def _default_out(options: argparse.Namespace, grid: Grid) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Columns(Mapping[str, Series]):
     def __len__(self) -> int:
         return len(self._parts)
 
-    @property
+    @cached_property
     def last_step(self) -> int:
         """The last step that any line has, 0 without one."""
         return max((int(steps.max()) for parts in self._parts.values() for steps, _, _ in parts), default=0)

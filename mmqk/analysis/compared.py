@@ -99,7 +99,7 @@ def measure(compared: Mapping[str, Group], name: str) -> Outcomes:
             measured = _measured(metric, modality, name, runs, members.arms)
             value = metric.on_scale(measured.value)
             found.raw[key].append(measured.value)
-            towards = _bound(metric, runs, measured.value)
+            towards = measured.towards or _bound(metric, runs, measured.value)
             if towards:
                 found.bounds.setdefault(key, {})[seed] = towards
                 seen.append(value)

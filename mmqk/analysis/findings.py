@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmqk.analysis.metrics import METRICS, final_loss
+from mmqk.analysis.replays import ReplayVerdict, replay_verdicts
 from mmqk.analysis.study import Study
 from mmqk.analysis.verdicts import Verdict, detectable_in_words, middle
 from mmqk.analysis.words import capital, listed, nats, number, plural
@@ -142,6 +143,8 @@ def threshold_in_words(verdict: Verdict) -> str:
 
 
 def _plain_headline(study: Study) -> str:
+    if replayed := [_of_replays(study, found) for found in replay_verdicts(study.runs)]:
+        return "; ".join(replayed)
     metric = METRICS["largest_attention_logit"]
     ends = {arm: middle(metric.measure(run, None) for run in study.of_arm(arm)) for arm in study.arms}
     measured = {arm: value for arm, value in ends.items() if not math.isnan(value)}
@@ -162,6 +165,13 @@ def _plain_headline(study: Study) -> str:
         f"Over {runs} the largest attention logit ended between {number(measured[low])} ({study.label(low)}) "
         f"and {number(measured[high])} ({study.label(high)})"
     )
+
+
+def _of_replays(study: Study, found: ReplayVerdict) -> str:
+    who, run = found.of, next((run for run in study.runs if run.name == found.of), None)
+    if run is not None:
+        who = f"{capital(study.label(run.arm))}, seed {run.seed}, diverged at step {run.status.step}"
+    return f"{who}: replays call it {found.label}. {found.sentence.rstrip('.')}"
 
 
 def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:

@@ -104,7 +104,10 @@ def _verdict(name: str, original: Run | None, replays: Sequence[Run]) -> ReplayV
     if not against:
         words = "Every replay diverged, and the fp32 times lie among the bf16 times, from every depth."
         return ReplayVerdict(name, "dynamics", words, rows)
-    return ReplayVerdict(name, "undecided", f"From {'; from '.join(against)}.", rows)
+    said = f"From {'; from '.join(against)}."
+    if not any(row.survived for row in rows if row.numerics == FP32):
+        said += " Every fp32 replay diverged: it does not take bf16."
+    return ReplayVerdict(name, "undecided", said, rows)
 
 
 def _not_judged(

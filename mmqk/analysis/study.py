@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Study:
     families: Mapping[str, Arm] = field(default_factory=dict)
     rate_metrics: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def modalities(self) -> tuple[str, ...]:
         """Names of the modalities that have a loss, or, of a watched model without one, a query norm; text first."""
         return modalities_of(self.runs)

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+
 from mmqk.analysis.replays import BF16, FP32, replay_verdicts
 from mmqk.analysis.runs import Run
 from mmqk.store import Status
@@ -49,7 +50,7 @@ SAME = {"bf16-fused": [990, 1010, 1100], "bf16-math": [970, 1005, 1040], "fp32":
 def test_times_of_one_distribution_are_dynamics():
     found = verdict(replays_of(SAME))
     assert found.label == "dynamics"
-    assert [(row.numerics, row.diverged) for row in found.rows][0] == ("bf16-fused", (990, 1010, 1100))
+    assert (found.rows[0].numerics, found.rows[0].diverged) == ("bf16-fused", (990, 1010, 1100))
 
 
 def test_fp32_that_lives_where_bf16_fails_is_numerics():
@@ -72,6 +73,8 @@ def test_everything_else_is_undecided_and_says_why(changed, words):
     found = verdict(replays_of({**SAME, **changed}))
     assert found.label == "undecided"
     assert words in found.sentence
+    judged_without_a_survivor = "at least" not in words and None not in changed.get("fp32", ())
+    assert ("it does not take bf16" in found.sentence) == judged_without_a_survivor
 
 
 def test_every_depth_must_agree():
@@ -113,6 +116,10 @@ def test_how_often_times_of_one_distribution_look_different():
         bf16 = [i for i in range(9) if i not in fp32]
         # Far apart, so that the slack does nothing.
         at = [STEP + 40 + 60 * i for i in range(9)]
-        times = {BF16[0]: [at[i] for i in bf16[:3]], BF16[1]: [at[i] for i in bf16[3:]], FP32: [at[i] for i in fp32]}
+        times = {
+            BF16[0]: [at[i] for i in bf16[:3]],
+            BF16[1]: [at[i] for i in bf16[3:]],
+            FP32: [at[i] for i in fp32],
+        }
         looks_different += verdict(replays_of(times)).label != "dynamics"
     assert (looks_different, math.comb(9, 3)) == (2, 84)

@@ -185,4 +185,6 @@ def test_attention_rank_by_blocks_of_what_is_reached_is_that_of_the_whole(window
     assert together is not None and float(together.mean()) == pytest.approx(expected, rel=1e-4)
     if not causal:  # the control: a reach that is too short
         short = [(rows, keys // 2) for rows, keys in seen.reach]
-        assert float(attention_rank(q, k, 0.4, visible_BTS, reach=short).mean()) != pytest.approx(expected, rel=1e-2)
+        assert float(attention_rank(q, k, 0.4, visible_BTS, reach=short).mean()) != pytest.approx(
+            expected, rel=1e-2
+        )

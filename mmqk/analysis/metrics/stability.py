@@ -88,8 +88,11 @@ def time_of_divergence(run: Run, modality: str | None = None) -> float:
 
 
 def alarms(run: Run) -> list[Alarm]:
-    """Those that the run gave; by the same rules from its numbers where it left no file of them."""
-    if (run.path / ALARMS_NAME).exists():
+    """Those that the run gave; by the same rules from its numbers where it left no file of them.
+
+    Of a fork without a file there are none: its rules began with what its parent had seen.
+    """
+    if (run.path / ALARMS_NAME).exists() or run.fork:
         return run.alarms
     lines = read_metrics(run.path / "metrics.jsonl")
     length = run.setting("trainer.max_steps", 0)
