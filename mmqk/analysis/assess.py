@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmqk.analysis.claims import Claim
-from mmqk.analysis.compared import Group, Outcomes, groups, measure, middle, of_run, spread_outcomes
+from mmqk.analysis.compared import (
+    Group,
+    Outcomes,
+    groups,
+    measure,
+    middle,
+    of_run,
+    one_history,
+    spread_outcomes,
+)
 from mmqk.analysis.controls import (
     Control,
     numerics_agree,
@@ -92,7 +101,9 @@ def assess(study: Study, claim: Claim) -> Assessment:
         shown = paired_effect(treatment, control, None)
         return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
     spread = pooled_spread(spread_outcomes(study, claim, compared, outcomes))
-    effect = paired_effect(outcomes.values[claim.treatment], outcomes.values[claim.control], spread)
+    both = claim.treatment, claim.control
+    treatment, control = (outcomes.values[name] for name in both)
+    effect = paired_effect(treatment, control, spread, one_history(*(compared[name] for name in both)))
     controls, said = _controls(study, claim, compared)
     open_ = _registered(claim, compared) or _measured(outcomes, effect)
     found = Assessment(claim, compared, effect, spread, medians, controls, (*notes, *said), open_)

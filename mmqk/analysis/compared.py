@@ -73,6 +73,21 @@ def group(study: Study, claim: Claim, name: str) -> Group:
     return Group(name, study.label(name), arms, by_seed, sum(len(arm.seeds) for arm in arms))
 
 
+def one_history(treatment: Group, control: Group) -> bool:
+    """Whether the runs of every seed are one run until a fork: forks of one checkpoint, or a fork and its parent."""
+    both = [
+        (treatment.runs[seed], control.runs[seed]) for seed in treatment.runs.keys() & control.runs.keys()
+    ]
+    return bool(both) and all(len(a) == len(b) == 1 and _forked(a[0], b[0]) for a, b in both)
+
+
+def _forked(a: Run, b: Run) -> bool:
+    if a.fork and b.fork:
+        return a.fork == b.fork
+    fork, parent = (a.fork or b.fork or {}), (b if a.fork else a)
+    return fork.get("parent") == parent.name
+
+
 def groups(study: Study, claim: Claim) -> dict[str, Group]:
     """Everything that a claim compares, by name."""
     return {name: group(study, claim, name) for name in claim.compared}

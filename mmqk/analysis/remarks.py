@@ -45,11 +45,11 @@ def about_spread(spread: Spread | None, effect: Effect | Counts | None) -> list[
     if spread is None or effect is None or not effect.has_interval:
         return []
     sds = ", ".join(f"{sd:.2g}" for sd in spread.by_arm.values())
-    method = (
-        "the pooled one"
-        if effect.pooled
-        else "Welch's, of the two arms alone, whose standard error is larger"
-    )
+    method = {
+        "pooled": "the pooled one",
+        "two arms": "Welch's, of the two arms alone, whose standard error is larger",
+        "differences": "that of the differences by seed, as the runs of a seed are one until the fork",
+    }[effect.of]
     return [
         f"Seed spread by arm {sds}, pooled {spread.sd:.2g} (equal spread p = {spread.p_equal:.2g}); the interval is "
         f"{method} ({effect.df:.3g} degrees of freedom)."

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from scipy import special
@@ -47,7 +48,7 @@ class Effect:
         error: its standard error, NaN where there is no spread to take it from.
         n: seeds that both arms have.
         df: degrees of freedom of the interval.
-        pooled: whether the interval is the pooled one, or Welch's of the two arms alone.
+        of: what the error was taken from: the spread "pooled" over arms, the "two arms" alone, or the "differences".
         differences: treatment - control by seed.
     """
 
@@ -55,7 +56,7 @@ class Effect:
     error: float
     n: int
     df: float
-    pooled: bool
+    of: Literal["pooled", "two arms", "differences"]
     differences: tuple[float, ...] = ()
 
     @property
@@ -132,13 +133,23 @@ def _bartlett(variances: np.ndarray, dofs: np.ndarray, pooled: float) -> float:
 
 
 def paired_effect(
-    treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None
+    treatment: Mapping[int, float],
+    control: Mapping[int, float],
+    spread: Spread | None,
+    one_history: bool = False,
 ) -> Effect | None:
     """Treatment - control over the seeds that both have; None when they share none.
 
     The interval is that of two independent means, although the arms share data order and initial weights:
     taking the pairing into account would leave n - 1 degrees of freedom. Where outcomes of a seed agree between
     arms the interval is wider than it need be; were they to run against each other it would be too narrow.
+
+    Args:
+        treatment: outcome by seed.
+        control: the same.
+        spread: over seeds, pooled.
+        one_history: the two runs of a seed are one run until a fork. What seeds differ in is then the same in both,
+            so that the spread is that of the differences, with n - 1 degrees of freedom.
     """
     seeds = sorted(treatment.keys() & control.keys())
     if not seeds:
@@ -146,12 +157,15 @@ def paired_effect(
     a, b = (np.array([values[s] for s in seeds]) for values in (treatment, control))
     n = len(seeds)
     value = float((a - b).mean())
-    error, df, pooled = math.nan, 0.0, False
+    if one_history:
+        error = float((a - b).std(ddof=1)) / math.sqrt(n) if n >= 2 else math.nan
+        return Effect(value, error, n, n - 1.0, "differences", tuple((a - b).tolist()))
+    error, df, of_two = math.nan, 0.0, True
     if n >= 2:
         va, vb = float(a.var(ddof=1)) / n, float(b.var(ddof=1)) / n
         df = (va + vb) ** 2 * (n - 1) / (va**2 + vb**2) if va + vb > 0 else 2.0 * (n - 1)
         error = math.sqrt(va + vb)
     # Rounding must not decide between two that are equal.
     if spread is not None and not error > (of_pool := spread.sd * math.sqrt(2 / n)) * (1 + 1e-9):
-        error, df, pooled = of_pool, float(spread.df), True
-    return Effect(value, error, n, df, pooled, tuple((a - b).tolist()))
+        error, df, of_two = of_pool, float(spread.df), False
+    return Effect(value, error, n, df, "two arms" if of_two else "pooled", tuple((a - b).tolist()))

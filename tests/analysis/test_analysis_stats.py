@@ -20,7 +20,7 @@ def test_two_arms_pooled_are_the_two_sample_t_interval():
     expected = stats.ttest_ind(A, B).confidence_interval(0.95)
     assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
     assert effect.value == pytest.approx(np.mean(A) - np.mean(B))
-    assert effect.n == 3 and effect.df == 4 and effect.pooled
+    assert effect.n == 3 and effect.df == 4 and effect.of == "pooled"
 
 
 def test_more_arms_give_degrees_of_freedom():
@@ -44,12 +44,24 @@ def test_the_interval_is_welchs_where_the_two_arms_are_wilder_than_the_pool():
     spread = pooled_spread({"wild": wild, "b": B, "c": C})
     effect = paired_effect(by_seed(wild), by_seed(B), spread)
     expected = stats.ttest_ind(wild, B, equal_var=False).confidence_interval(0.95)
-    assert not effect.pooled
+    assert effect.of == "two arms"
     assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
     # Two quiet arms beside a wild one borrow its spread.
     effect = paired_effect(by_seed(B), by_seed(C), spread)
-    assert effect.pooled
+    assert effect.of == "pooled"
     assert effect.high - effect.value == pytest.approx(stats.t.ppf(0.975, 6) * spread.sd * math.sqrt(2 / 3))
+
+
+def test_runs_of_one_history_are_compared_by_their_differences():
+    """Seeds far apart, a small difference in each: the paired test, which the other rule cannot see."""
+    a, b = [5.12, 5.21, 5.10, 4.7], [5.16, 5.25, 5.145, 4.735]
+    spread = pooled_spread({"a": a, "b": b})
+    effect = paired_effect(by_seed(a), by_seed(b), spread, one_history=True)
+    expected = stats.ttest_rel(a, b).confidence_interval(0.95)
+    assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
+    assert effect.of == "differences" and effect.df == 3 and effect.high < 0
+    assert paired_effect(by_seed(a), by_seed(b), spread).high > 0
+    assert not paired_effect({0: 1.0}, {0: 2.0}, None, one_history=True).has_interval
 
 
 def misses(sds, draws=4000):

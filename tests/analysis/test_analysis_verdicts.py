@@ -331,7 +331,7 @@ def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
 
 def test_unlike_spreads_are_not_pooled(tmp_path):
     found = verdicts(tmp_path, {"mixed": replace(DEMO["mixed"], spread=0.5)})["C10"]
-    assert not found.effect.pooled
+    assert found.effect.of == "two arms"
     assert any("Welch's, of the two arms alone" in note for note in found.notes)
     assert not verdicts(tmp_path / "b")["C10"].effect.df < 6
 
