@@ -24,6 +24,7 @@ from mmqk.training.loss import LossConfig
 from mmqk.training.optim import OptimConfig
 from mmqk.training.qk_clip import check_qk_clip
 from mmqk.training.steps import CheckpointConfig
+from mmqk.training.world import check_sharded, world_size
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
@@ -36,7 +37,8 @@ SECTIONS: dict[str, type] = {
 }
 # Trainer's flags that --help shows; --help-all shows every one.
 SHOWN_TRAINER_FLAGS = (
-    "accelerator", "max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val",
+    "accelerator", "devices", "num_nodes", "strategy", "max_steps", "precision", "accumulate_grad_batches",
+    "gradient_clip_val",
 )  # fmt: skip
 # What mmqk decides itself, or what would make a run something else than its configuration says.
 OWN_TRAINER_FLAGS = {
@@ -45,7 +47,7 @@ OWN_TRAINER_FLAGS = {
     "reload_dataloaders_every_n_epochs", "log_every_n_steps", "enable_model_summary", "fast_dev_run",
     "overfit_batches", "limit_train_batches", "limit_val_batches", "limit_test_batches",
     "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_algorithm",
-    "plugins", "barebones", "model_registry", "strategy", "num_nodes", "sync_batchnorm",
+    "plugins", "barebones", "model_registry", "sync_batchnorm",
 }  # fmt: skip
 IDENTITY_TRAINER_FLAGS = ("max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -80,6 +82,16 @@ class RunConfig:
     @property
     def id(self) -> str:
         return identity_hash(self.identity)
+
+    @property
+    def processes(self) -> int:
+        """How many train it together."""
+        return self.trainer["devices"] * self.trainer["num_nodes"]
+
+    @property
+    def ranks(self) -> dict[str, Any]:
+        """How many processes, and how; a resume is exact among the same."""
+        return {"strategy": self.trainer["strategy"], "processes": self.processes}
 
     def nested(self) -> dict[str, Any]:
         """The configuration as plain data, which the parser reads back as ``--config``."""
@@ -203,14 +215,11 @@ def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
         )
     if trainer["accumulate_grad_batches"] < 1:
         raise UserError("trainer.accumulate_grad_batches must be at least 1.")
-    if str(trainer["devices"]) != "1":
-        raise UserError(
-            f"trainer.devices is {trainer['devices']}: a run trains on one device, so leave it at 1."
-        )
     for name in ("seed", "threads"):
         if getattr(parsed, name) < 0:
             raise UserError(f"{name} is {getattr(parsed, name)}: it cannot be negative.")
     try:
+        world = world_size(trainer)
         sections = {name: _build(section, getattr(parsed, name), name) for name, section in SECTIONS.items()}
         blocks = layout(sections["data"]).blocks
         given = sections["model"].blocks
@@ -221,12 +230,14 @@ def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
             )
         sections["model"] = dataclasses.replace(sections["model"], blocks=blocks)
         sections["loss"].weights_of(sections["model"].modalities)
-        _check_probe(sections["monitor"], sections["data"], trainer["accumulate_grad_batches"])
+        _check_batches(sections["monitor"], sections["data"], trainer["accumulate_grad_batches"], world)
         model = sections["model"]
         if fork is not None:
             check_forkable(ModelConfig.from_dict(fork.parent.config["model"]), model)
         check_backend(parsed.backend, model.attn_softcap, model.attention)
         check_qk_clip(sections["optim"], model)
+        if trainer["strategy"] == "fsdp":
+            check_sharded(model, sections["optim"], sections["monitor"])
         _check_steps(trainer["max_steps"], sections["checkpoint"].at, fork)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -270,14 +281,21 @@ def _check_steps(max_steps: int, at: list[int], fork: Fork | None) -> None:
             )
 
 
-def _check_probe(monitor: MonitorConfig, data: DataConfig, accumulate: int) -> None:
+def _check_batches(monitor: MonitorConfig, data: DataConfig, accumulate: int, world: int) -> None:
+    if data.batch_size % (accumulate * world):
+        over = f" times {world} processes" if world > 1 else ""
+        raise UserError(
+            f"data.batch_size {data.batch_size} is not a multiple of trainer.accumulate_grad_batches"
+            f" {accumulate}{over}: choose one that is."
+        )
     room = data.val_sequences if monitor.batch == "heldout" else data.batch_size // accumulate
     if monitor.sequences > room:
         what = "held-out sequences" if monitor.batch == "heldout" else "sequences of a micro-batch"
         raise UserError(f"monitor.sequences {monitor.sequences} is more than the {room} {what}: lower it.")
-    if monitor.gradient_agreement and data.batch_size // accumulate < 2:
+    if monitor.gradient_agreement and data.batch_size // (accumulate * world) < 2:
         raise UserError(
-            "monitor.gradient_agreement needs two sequences in a micro-batch: raise data.batch_size or leave it off."
+            "monitor.gradient_agreement needs two sequences in a micro-batch of each process: raise data.batch_size"
+            " or leave it off."
         )
 
 

@@ -21,13 +21,17 @@ from mmqk.store import (
     run_main,
     write_json,
 )
+from mmqk.store.errors import USER_ERROR_EXIT
+from mmqk.store.folder import METRICS_NAME
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
     from mmqk.data.module import TokenDataModule
+    from mmqk.training.ranks import Ranks
 
 FLUSH_EVERY = 10
 MOST_PADDING = 0.02
+ONE = {"strategy": "auto", "processes": 1}  # what wrote a checkpoint that does not say
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,10 +41,25 @@ def main(argv: list[str] | None = None) -> int:
         UserError: a mistake in the configuration, the data or the folder.
     """
     argv = sys.argv[1:] if argv is None else argv
-    from mmqk.config import print_yaml, resolve
-    from mmqk.training.fork_parent import note
+    from mmqk.config import resolve
+    from mmqk.training.ranks import Ranks
 
     run = resolve(argv)
+    _quieten()
+    with Ranks(run, argv) as ranks:
+        if ranks.first:
+            return _first(run, argv, ranks)
+        try:
+            return _fit(run, None, ranks)
+        except UserError:
+            return USER_ERROR_EXIT  # the first process says it
+
+
+def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
+    """The process that owns the folder: the only one of a run on one device."""
+    from mmqk.config import print_yaml
+    from mmqk.training.fork_parent import note
+
     details = {"config": run.nested(), "command": ["python", "-m", "mmqk.train", *argv], **_environment()}
     if run.fork is not None:
         details["fork"] = note(run.fork)
@@ -53,14 +72,16 @@ def main(argv: list[str] | None = None) -> int:
         if not folder.config_path.exists():
             folder.config_path.write_text(print_yaml(run))
         try:
-            return _fit(run, folder)
+            return _fit(run, folder, ranks)
         except Exception as error:
+            ranks.end()
             if folder.status().status == "running":  # it broke before or after Lightning's own hooks
                 folder.set_status("failed", folder.status().step, " ".join(str(error).split())[:300])
             raise
 
 
-def _fit(run: RunConfig, folder: RunFolder) -> int:
+def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
+    """Train; ``folder`` is None in the processes that do not write."""
     import torch
 
     from mmqk.data.module import TokenDataModule
@@ -71,29 +92,38 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
     from mmqk.training.module import TrainingModule
     from mmqk.training.steps import Checkpoints, StepLog, Validation, step_of
 
-    _quieten()
     if run.threads:
         torch.set_num_threads(run.threads)
     data = TokenDataModule(run.data, run.seed)
     data.setup()
-    _fork(run, folder, data)
-    resume_from = _last_checkpoint(run, folder)
-    resumed_at = step_of(resume_from) if resume_from is not None else None
-    if resumed_at is not None and resumed_at >= run.trainer["max_steps"]:
-        # Killed between its last checkpoint, which comes after the last validation and probe, and its last word.
-        folder.set_status("completed", resumed_at)
+    resume_from = None
+    if folder is not None:
+        _fork(run, folder, data)
+        resume_from = _last_checkpoint(run, folder)
+        if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
+            # Killed between its last checkpoint, which comes after the last validation and probe, and its last word.
+            folder.set_status("completed", step_of(resume_from))
+            return EXIT_CODES["completed"]
+    there_is_more, resume_from = ranks.start(resume_from)
+    if not there_is_more:
         return EXIT_CODES["completed"]
+    resumed_at = step_of(resume_from) if resume_from is not None else None
+    if run.threads:
+        torch.set_num_threads(run.threads)  # Lightning has shared the cores out
     module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
-    module.run_record = run.record()
+    module.run_record, module.ranks = run.record(), run.ranks
     heldout = data.probe_batch(run.monitor.sequences) if run.monitor.batch == "heldout" else None
 
     every = (run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)
-    step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, _at_start(run, data), _first_step(run))
-    write_json(folder.path / "data.json", data.statistics())
-    checkpoints = Checkpoints(folder.checkpoints, run.checkpoint, step_log)
-    monitor = RunMonitor(run.monitor, heldout)
+    at_start: dict[str, float] = {}
+    if folder is not None:
+        at_start = _at_start(run, data)
+        write_json(folder.path / "data.json", data.statistics())
+    step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, at_start, _first_step(run))
+    checkpoints = Checkpoints(run.out / "checkpoints", run.checkpoint, step_log)
+    monitor = RunMonitor(run.monitor, heldout, data.step_rows)
     rules = AlarmRules(run.optim.warmup_steps, run.trainer["max_steps"], module.trained_modalities)
-    alarms = Alarms(folder.path, run.alarm, rules, step_log, monitor, checkpoints)
+    alarms = Alarms(run.out, run.alarm, rules, step_log, monitor, checkpoints)
     callbacks = [  # in this order: the numbers of a step are written before the checkpoint that ends it
         step_log,
         monitor,
@@ -105,14 +135,18 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
     if not run.quiet:
         callbacks.append(ProgressLine(step_log))
     loggers: list[Any] = [
-        RunLogger(folder.metrics_path),
-        StoryLogger(folder.path, run.model.modalities, run.monitor.tensorboard_layers, resumed_at),
+        RunLogger(run.out / METRICS_NAME),
+        StoryLogger(run.out, run.model.modalities, run.monitor.tensorboard_layers, resumed_at),
         alarms.tap,
     ]
-    trainer = _trainer(run, loggers, callbacks)
+    trainer = ranks.trainer
+    trainer.callbacks += callbacks  # type: ignore[attr-defined]
+    trainer.loggers = loggers
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     except Interrupted as stop:
+        if folder is None:
+            return EXIT_CODES["completed"]  # Lightning ends all at once where one of them ends otherwise
         print(
             f"interrupted at step {trainer.global_step}; the same command goes on from there.",
             file=sys.stderr,
@@ -120,6 +154,8 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
         return 128 + stop.signum
     except SystemExit:  # how Lightning leaves on a second Ctrl-C
         return EXIT_CODES["interrupted"]
+    if folder is None:
+        return EXIT_CODES["completed"]
     status = folder.status()
     if status.status == "diverged":
         print(f"diverged at step {status.step}: {status.reason}", file=sys.stderr)
@@ -127,26 +163,6 @@ def _fit(run: RunConfig, folder: RunFolder) -> int:
         print(f"{status.status} at step {status.step} in {folder.path}")
         print(dashboards(folder.path))
     return EXIT_CODES[status.status]
-
-
-def _trainer(run: RunConfig, loggers: list[Any], callbacks: list[Any]) -> Any:
-    import lightning as L
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-    try:
-        return L.Trainer(
-            **run.trainer,
-            max_epochs=-1,
-            logger=loggers,
-            callbacks=callbacks,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            log_every_n_steps=1,
-        )
-    except (MisconfigurationException, ValueError, TypeError) as error:
-        raise UserError(f"Lightning refuses the trainer flags: {error}") from error
 
 
 def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
@@ -194,8 +210,9 @@ def _last_checkpoint(run: RunConfig, folder: RunFolder) -> Path | None:
     from mmqk.training.steps import checkpoints_in, step_of
 
     found = checkpoints_in(folder.checkpoints)
+    ranks = {}
     if found:
-        check_checkpoint(found[-1], run.model)
+        ranks = check_checkpoint(found[-1], run.model).get("mmqk_ranks", ONE)
     step = step_of(found[-1]) if found else 0
     for partial in folder.checkpoints.glob("*.partial"):
         partial.unlink()
@@ -207,7 +224,19 @@ def _last_checkpoint(run: RunConfig, folder: RunFolder) -> Path | None:
     if folder.state == "resume":
         mixed = "; part of it was made by other code" if "+" in folder.record["code"] else ""
         print(f"resuming from step {step} in {folder.path}{mixed}", file=sys.stderr)
+    if ranks and ranks != run.ranks:
+        print(
+            f"step {step} was reached by {_said(ranks)} and goes on with {_said(run.ranks)}: the same numbers up to"
+            " rounding, and other masks where there is dropout; not bit for bit.",
+            file=sys.stderr,
+        )
     return found[-1] if found else None
+
+
+def _said(ranks: dict[str, Any]) -> str:
+    return (
+        "one process" if ranks["processes"] == 1 else f"{ranks['processes']} processes ({ranks['strategy']})"
+    )
 
 
 def _environment() -> dict[str, Any]:

@@ -56,13 +56,21 @@ class MicroBatches(Dataset):
         return self.steps * self.accumulate
 
     def __getitem__(self, i: int) -> TokenBatch:
-        step, micro = divmod(i, self.accumulate)
+        micro = i % self.accumulate
+        return self._batch(i, (micro * self.world + self.rank) * self.size, self.size)
+
+    def first_rows(self, i: int, n: int) -> TokenBatch:
+        """The first ``n`` sequences of micro-batch ``i`` of all ranks together, whichever of them trains on these."""
+        return self._batch(i, i % self.accumulate * self.world * self.size, n)
+
+    def _batch(self, i: int, first: int, n: int) -> TokenBatch:
+        """``n`` sequences of the step that micro-batch ``i`` is of, from the ``first`` on."""
+        step = i // self.accumulate
         if self._step != step:
             start = step * self.batch_size + self.ahead
             self._step, self._rows = step, [self.order.row(n) for n in range(start, start + self.batch_size)]
-        mine = (micro * self.world + self.rank) * self.size
         step_targets = sum(row.targets for row in self._rows)
-        return self.order.builder.batch(self._rows[mine : mine + self.size], step_targets, self.documents)
+        return self.order.builder.batch(self._rows[first : first + n], step_targets, self.documents)
 
 
 class PositionedLoader:
@@ -154,13 +162,8 @@ class TokenDataModule(L.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         accumulate, world = trainer.accumulate_grad_batches, trainer.world_size
-        if self.config.batch_size % (accumulate * world):
-            raise UserError(
-                f"data.batch_size {self.config.batch_size} is not a multiple of accumulate_grad_batches {accumulate}"
-                f" times {world} devices: choose one that is."
-            )
         documents = self.config.pack == "documents" and self.config.document_mask
-        dataset = MicroBatches(
+        self._micro_batches = MicroBatches(
             self.order,
             self.config.batch_size,
             accumulate,
@@ -169,7 +172,11 @@ class TokenDataModule(L.LightningDataModule):
             trainer.max_steps,
             documents,
         )
-        return PositionedLoader(dataset, self.config.workers, pin_memory=_on_gpu(trainer))
+        return PositionedLoader(self._micro_batches, self.config.workers, pin_memory=_on_gpu(trainer))
+
+    def step_rows(self, i: int, n: int) -> TokenBatch:
+        """`MicroBatches.first_rows` of the training that is going on."""
+        return self._micro_batches.first_rows(i, n)
 
     def val_batches(self) -> Iterator[TokenBatch]:
         """The whole validation set, a micro-batch at a time, on every rank: it is small."""

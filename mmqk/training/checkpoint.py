@@ -14,8 +14,8 @@ from mmqk.store import UserError, differing_fields
 from mmqk.training.steps import checkpoints_in
 
 
-def check_checkpoint(path: Path, model: ModelConfig) -> None:
-    """Refuse a file that is damaged or of another model, before anything of the run is touched.
+def check_checkpoint(path: Path, model: ModelConfig) -> dict[str, Any]:
+    """Its content; refuse a file that is damaged or of another model, before anything of the run is touched.
 
     Attention scale, caps and dropout have no parameters: nothing but the stored configuration tells two such
     models apart.
@@ -23,7 +23,8 @@ def check_checkpoint(path: Path, model: ModelConfig) -> None:
     Raises:
         UserError: the file cannot be read, was not written by mmqk.train, or its model differs.
     """
-    stored = load_checkpoint(path).get("mmqk_model")
+    content = load_checkpoint(path)
+    stored = content.get("mmqk_model")
     if stored is None:
         raise UserError(
             f"The checkpoint {path} has no model configuration: it was not written by mmqk.train."
@@ -32,6 +33,7 @@ def check_checkpoint(path: Path, model: ModelConfig) -> None:
     if differing:
         named = ", ".join(f"model.{name}" for name in differing)
         raise UserError(f"The checkpoint {path} is of another model ({named} differ): remove it.")
+    return content
 
 
 def load_checkpoint(

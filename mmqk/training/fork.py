@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 PROBE_SEQUENCES = 16
 FORK_NAME = "fork.json"
 # Where and how fast a run goes, which is no part of what it is.
-NOT_CHANGES = ("checkpoint.", "threads", "data.workers", "data.cache", "fork")
+NOT_CHANGES = ("checkpoint.", "threads", "data.workers", "data.cache", "fork", "trainer.devices", "trainer.num_nodes",
+               "trainer.strategy")  # fmt: skip
 
 
 def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:

@@ -1,4 +1,4 @@
-"""How a run stands, written while it happens, and an orderly end on Ctrl-C and SIGTERM."""
+"""How a run stands, written while it happens, and an orderly end on Ctrl-C, SIGTERM and SIGUSR1."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from types import FrameType
 from typing import Any
 
 import lightning as L
+import torch
 
+from mmqk.monitors.ranks import largest
 from mmqk.store import RunFolder, clock
 from mmqk.training.module import TrainingModule
 from mmqk.training.steps import Checkpoints, StepLog, ends_step
+
+# The last is what a cluster sends some time before its limit (docs/cluster.md).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interrupted(BaseException):
@@ -27,20 +32,28 @@ class Interrupted(BaseException):
 class Lifecycle(L.Callback):
     """Keeps status.json; turns the first signal into a checkpoint and an end, leaves the second to Python.
 
+    On several ranks all end after the same step, whichever of them was told: they ask each other where a flush waits
+    for the device anyway.
+
     Comes after `Checkpoints` in the list of callbacks.
+
+    Args:
+        folder: None in the processes that do not write.
+        step_log: says where a flush comes.
+        checkpoints: what writes them.
     """
 
-    def __init__(self, folder: RunFolder, step_log: StepLog, checkpoints: Checkpoints):
+    def __init__(self, folder: RunFolder | None, step_log: StepLog, checkpoints: Checkpoints):
         self.folder, self.step_log, self.checkpoints = folder, step_log, checkpoints
         self._signal: int | None = None
         self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero:
+        if self.folder is not None:
             self.folder.set_status("running", trainer.global_step)
         if threading.current_thread() is threading.main_thread():
             # Here and not earlier: Lightning puts its own handlers in place just before.
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in SIGNALS:
                 self._before[signum] = signal.signal(signum, self._note)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -51,14 +64,21 @@ class Lifecycle(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         assert isinstance(pl_module, TrainingModule)
         last = trainer.global_step >= trainer.max_steps
-        if self._signal is not None and not last and ends_step(trainer, batch_idx):
+        if last or not ends_step(trainer, batch_idx):
+            return
+        signum = self._signal
+        if trainer.world_size > 1:
+            if not self.step_log.flushes(trainer.global_step, trainer.max_steps):
+                return
+            signum = int(largest(torch.tensor(signum or 0, device=pl_module.device))) or None
+        if signum is not None:
             self.checkpoints.save(trainer, pl_module)
             if self.step_log.divergence is None:
-                raise Interrupted(self._signal)
+                raise Interrupted(signum)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restore()
-        if not trainer.is_global_zero:
+        if self.folder is None:
             return
         for logger in trainer.loggers:
             logger.save()  # the numbers are on disk before the run calls itself finished
@@ -72,7 +92,7 @@ class Lifecycle(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         self._restore()
-        if not trainer.is_global_zero:
+        if self.folder is None:
             return
         stopped = isinstance(exception, (Interrupted, KeyboardInterrupt))
         reason = " ".join(str(exception).split())[:300] or type(exception).__name__

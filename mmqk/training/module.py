@@ -15,10 +15,12 @@ from torch import Tensor
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, power_step
 from mmqk.model.transformer import Sink
+from mmqk.monitors.ranks import summed
 from mmqk.store import tag
 from mmqk.training.loss import LossConfig, LossSums, loss_parts, modality_losses, total_loss
 from mmqk.training.optim import OptimConfig, lr_multiplier, make_optimizer
 from mmqk.training.qk_clip import QKClip
+from mmqk.training.sharding import shard, whole, whole_model
 from mmqk.training.split_adam import SplitAdamW
 
 
@@ -112,11 +114,13 @@ class TrainingModule(L.LightningModule):
         step_record: of the latest optimizer step, until it is taken.
         step_watch: looks at every step; None for nobody.
         run_record: id and configuration of the run, which travel in its checkpoints: what a fork starts from.
+        ranks: how many processes train it together and how (`RunConfig.ranks`), which travels too.
     """
 
     def __init__(self, model: ModelConfig, loss: LossConfig, optim: OptimConfig, seed: int, backend: str):
         super().__init__()
         self.model_config, self.loss_config, self.optim_config, self.seed = model, loss, optim, seed
+        self.backend = backend
         self.model = EarlyFusionTransformer(model, backend=backend, seed=seed)
         self.loss_weights_M: Tensor
         weights = torch.tensor(loss.weights_of(model.modalities))
@@ -128,7 +132,17 @@ class TrainingModule(L.LightningModule):
         self._broken: Tensor | None = None
         self.step_watch: StepWatch | None = None
         self.run_record: dict[str, Any] | None = None
+        self.ranks: dict[str, Any] | None = None
         self._clip = None if optim.qk_clip is None else QKClip(self.model, optim.qk_clip)
+
+    def configure_model(self) -> None:
+        """Lightning's word that a model may be cut up, where the strategy does so."""
+        if self.device_mesh is not None:
+            shard(self.model, self.device_mesh["data_parallel"])
+
+    def whole_model(self) -> EarlyFusionTransformer:
+        """What is trained, in one piece; a collective call."""
+        return whole_model(self.model, self.backend)
 
     @property
     def trained_modalities(self) -> tuple[str, ...]:
@@ -167,8 +181,10 @@ class TrainingModule(L.LightningModule):
             self.step_watch.before_backward(parts_M)
         super().backward(loss, *args, **kwargs)
 
-    def _losses(self, batch: TokenBatch, sink: Sink | None = None) -> LossSums:
-        logits_BTV = self.model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
+    def _losses(
+        self, batch: TokenBatch, sink: Sink | None = None, model: EarlyFusionTransformer | None = None
+    ) -> LossSums:
+        logits_BTV = (model or self.model)(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
         return modality_losses(
             logits_BTV,
             batch.targets_BT,
@@ -180,11 +196,11 @@ class TrainingModule(L.LightningModule):
     def _weighing(self, batch: TokenBatch) -> tuple[Tensor, float, Tensor]:
         return self.loss_weights_M, self.loss_config.z_loss, batch.step_targets
 
-    def modality_loss_parts(self, batch: TokenBatch) -> Tensor:
+    def modality_loss_parts(self, batch: TokenBatch, model: EarlyFusionTransformer | None = None) -> Tensor:
         """What each modality's targets add to the loss of ``batch``, (M,), in the run's precision; dropout is left to
-        the mode that the model is in."""
+        the mode that ``model`` is in: a copy, or (None) the one that is trained."""
         with self.trainer.precision_plugin.train_step_context():
-            return loss_parts(self._losses(batch), *self._weighing(batch))
+            return loss_parts(self._losses(batch, model=model), *self._weighing(batch))
 
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
         """`first_bad_site` of a step whose gradient was not finite, from its micro-batches with their numbers.
@@ -193,14 +209,15 @@ class TrainingModule(L.LightningModule):
         """
         from mmqk.monitors.lab.bad_site import first_bad_site
 
+        model = self.whole_model()
         for index, batch in batches:
             self._seed_dropout(index)
 
             def loss(sink: Sink, batch: TokenBatch = batch) -> Tensor:
-                return total_loss(self._losses(batch, sink), *self._weighing(batch))
+                return total_loss(self._losses(batch, sink, model), *self._weighing(batch))
 
             with self.trainer.precision_plugin.train_step_context():
-                found = first_bad_site(self.model, batch, loss)
+                found = first_bad_site(model, batch, loss)
             if found is not None:
                 return found
         return None
@@ -214,10 +231,12 @@ class TrainingModule(L.LightningModule):
         self, optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Once an optimizer step, before the update: clips by global norm and closes the step's record."""
+        if isinstance(optimizer, SplitAdamW):
+            optimizer.sum_ranks()
         reached = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
         # The way of torch.nn.utils.get_total_norm, which does not give the norms of the parameters away.
         norms = torch._foreach_norm([p.grad for p in reached.values() if p.grad is not None])
-        grad_norm = torch.linalg.vector_norm(torch.stack(norms))
+        grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
         factor: Tensor | None = None
         if gradient_clip_val:
             torch.nn.utils.clip_grads_with_norm_(reached.values(), gradient_clip_val, grad_norm)
@@ -230,8 +249,9 @@ class TrainingModule(L.LightningModule):
         assert self._sums_RM is not None and self._loss is not None
         values = torch.cat([self._loss.float().view(1), self._sums_RM.flatten()])
         self._sums_RM = self._loss = None
-        if self.trainer.world_size > 1:
-            values = self.trainer.strategy.reduce(values, reduce_op="sum")
+        values = summed(
+            values
+        )  # Lightning's own `reduce` waits for a barrier of its own first, in every step
         measured = [] if self._clip is None else [self._clip.measured().float()]
         values = torch.cat([values[:1], grad_norm.float().view(1), values[1:], *measured])
         lr = optimizer.param_groups[0]["lr"]
@@ -291,6 +311,8 @@ class TrainingModule(L.LightningModule):
         checkpoint["mmqk_model"] = asdict(self.model_config)
         if self.run_record is not None:
             checkpoint["mmqk_run"] = self.run_record
+        if self.ranks is not None:
+            checkpoint["mmqk_ranks"] = self.ranks
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:

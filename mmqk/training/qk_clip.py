@@ -17,6 +17,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.attention import visible_keys
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Block
+from mmqk.monitors.ranks import largest as largest_of
 from mmqk.training.optim import OptimConfig
 
 CHUNK_ELEMENTS = 2**24
@@ -85,7 +86,7 @@ def gamma_of(largest_H: Tensor, threshold: float) -> Tensor:
 
 
 class QKClip:
-    """Collects the largest logits while a step's forwards run, and clips after its update. One device.
+    """Collects the largest logits while a step's forwards run, and clips after its update.
 
     Nothing lives from one step to the next, so there is nothing to save.
 
@@ -121,8 +122,14 @@ class QKClip:
         return sink
 
     def measured(self) -> Tensor:
-        """By layer, the largest logit of its heads, then by layer the smallest gamma: (2L,), on the device."""
-        largest_LH = torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))])
+        """By layer, the largest logit of its heads, then by layer the smallest gamma: (2L,), on the device.
+
+        Of all ranks, which clip alike from here on; a collective call.
+        """
+        largest_LH = largest_of(
+            torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))])
+        )
+        self._largest = dict(enumerate(largest_LH))
         return torch.cat([largest_LH.amax(1), gamma_of(largest_LH, self.threshold).amin(1)])
 
     @torch.no_grad()

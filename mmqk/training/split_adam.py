@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from mmqk.monitors.ranks import summed, world_size
+
 
 class SplitAdamW(optim.Optimizer):
     """AdamW with first and second moments of each modality's own gradient, the step being their sum.
@@ -22,7 +24,7 @@ class SplitAdamW(optim.Optimizer):
     in AdamW ("Adam heterogeneity"; gradients of modalities differ, arXiv 2605.16165), splitting it removes that.
     With one modality, or where a parameter is reached by one alone, this is AdamW. Where several reach a parameter
     the step can be up to as many times as long, so judge the arm at its own best learning rate. It costs one
-    backward pass for each modality and that many times the optimizer's state. One device.
+    backward pass for each modality and that many times the optimizer's state.
 
     A modality absent from a step has a gradient of 0 in it, as a row of the embedding that no token uses has under
     AdamW: its moments decay, its last momentum is still walked out, and the count of steps goes on.
@@ -62,6 +64,16 @@ class SplitAdamW(optim.Optimizer):
                     self._gradients[p][a] += gradient
         for p, by_modality in self._gradients.items():
             p.grad = by_modality.sum(0)
+
+    @torch.no_grad()
+    def sum_ranks(self) -> None:
+        """Add up what `backward` found in each process, once before a step; a collective call.
+
+        DistributedDataParallel sees ``loss.backward()`` alone, and not the gradients that are taken here.
+        """
+        if world_size() > 1:
+            for p, by_modality in self._gradients.items():
+                p.grad = summed(by_modality).sum(0)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:

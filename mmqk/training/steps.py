@@ -16,6 +16,7 @@ import lightning as L
 import torch
 
 from mmqk.data.batch import TokenBatch
+from mmqk.monitors.ranks import first_said
 from mmqk.store import DivergenceRule
 from mmqk.training.module import StepRecord, TrainingModule
 
@@ -67,11 +68,18 @@ class StepLog(L.Callback):
             return  # in the middle of an accumulated step
         pl_module.step_record = None
         self._records.append(record)
-        if record.step == trainer.max_steps or any(record.step % n == 0 for n in self.flush_at):
+        if self.flushes(record.step, trainer.max_steps):
             self.flush(trainer, pl_module)
 
-    def flush(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
-        """Write what was collected; stop the trainer if the run has diverged in it."""
+    def flushes(self, step: int, max_steps: int) -> bool:
+        """Whether a flush comes at ``step``."""
+        return step == max_steps or any(step % n == 0 for n in self.flush_at)
+
+    def flush(self, trainer: L.Trainer, pl_module: TrainingModule, alone: bool = False) -> None:
+        """Write what was collected; stop the trainer if the run has diverged in it.
+
+        ``alone`` is whether the other ranks may be elsewhere.
+        """
         if not self._records:
             return
         rows = torch.stack([record.values for record in self._records]).tolist()
@@ -83,7 +91,7 @@ class StepLog(L.Callback):
                 self._tokens, self._since = 0, now
             for logger in trainer.loggers:
                 logger.log_metrics(self.latest, record.step)
-            reason = self._diverged(record.step, pl_module)
+            reason = self._diverged(record.step, pl_module, alone)
             if reason is not None and self.divergence is None:
                 self.divergence = (record.step, reason)
                 trainer.should_stop = True
@@ -92,22 +100,23 @@ class StepLog(L.Callback):
         self._records.clear()
         self._batches.clear()
 
-    def _diverged(self, step: int, pl_module: TrainingModule) -> str | None:
+    def _diverged(self, step: int, pl_module: TrainingModule, alone: bool) -> str | None:
         if not math.isfinite(self.latest["grad_norm"]):
-            return f"the gradient norm became {self.latest['grad_norm']}{self._where(step, pl_module)}"
+            # Where it was may be in another rank's batch, and its weights in every rank's hands.
+            together = not alone or pl_module.trainer.world_size == 1
+            site = first_said(self._where(step, pl_module)) if together else None
+            return f"the gradient norm became {self.latest['grad_norm']}{f': {site}' if site else ''}"
         losses = {
             m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest
         }
         return self.rule.update(step, losses)
 
-    def _where(self, step: int, pl_module: TrainingModule) -> str:
+    def _where(self, step: int, pl_module: TrainingModule) -> str | None:
         """The first bad site of a step, where its forward can be taken again."""
         accumulate = pl_module.trainer.accumulate_grad_batches
         with contextlib.suppress(RuntimeError):  # no memory left: the reason still has to be written
-            site = pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
-            if site is not None:
-                return f": {site}"
-        return ""
+            return pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
+        return None
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
@@ -115,7 +124,7 @@ class StepLog(L.Callback):
         assert isinstance(pl_module, TrainingModule)
         # What broke the run may break this too (a full disk, a lost device): its status still has to be written.
         with contextlib.suppress(OSError, RuntimeError):
-            self.flush(trainer, pl_module)
+            self.flush(trainer, pl_module, alone=True)
 
     def state_dict(self) -> dict[str, Any]:
         return self.rule.state_dict()

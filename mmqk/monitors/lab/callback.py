@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,6 @@ from mmqk.monitors.lab.mechanism import Mechanism
 from mmqk.monitors.lab.residual import residual_absorption
 from mmqk.monitors.measures.pairs import Pairs
 from mmqk.monitors.probe import pairs_of, probe
-from mmqk.monitors.ranks import world_size
 from mmqk.monitors.record import Probe
 
 # Pairs of tokens that are listed once for all probes of the held-out batch; they take about 12 bytes each.
@@ -24,8 +24,8 @@ KEPT_PAIRS = 2**20
 class RunMonitor(L.Callback):
     """Probes the model every N optimizer steps, at the start and at the end, and logs to every logger.
 
-    On several ranks a probe of the current batch is of the parts that all of them hold, merged; the held-out batch,
-    which is the same everywhere, is probed by the first. The first logs.
+    On several ranks a probe looks at the sequences that it would look at on one: the first rank probes and logs,
+    while the others wait for it.
 
     Comes before whatever writes checkpoints: a window of the radial budget that is open then is saved and goes on
     after a resume.
@@ -33,12 +33,18 @@ class RunMonitor(L.Callback):
     Args:
         config: when and on which tokens.
         heldout: the fixed batch, where ``config.batch`` is heldout.
+        step_rows: the first n sequences of micro-batch i of all ranks together, where there are several.
     """
 
-    def __init__(self, config: MonitorConfig, heldout: TokenBatch | None = None):
+    def __init__(
+        self,
+        config: MonitorConfig,
+        heldout: TokenBatch | None = None,
+        step_rows: Callable[[int, int], TokenBatch] | None = None,
+    ):
         if config.batch == "heldout" and heldout is None:
             raise ValueError("monitor.batch heldout needs the batch to probe.")
-        self.config, self.heldout = config, heldout
+        self.config, self.heldout, self.step_rows = config, heldout, step_rows
         self._pairs: dict[int, Pairs] | None = None  # of the held-out batch
         self._probed = -1
         self._mechanism: Mechanism | None = None
@@ -96,33 +102,45 @@ class RunMonitor(L.Callback):
         self._probed = trainer.global_step
         if not (c.every_n_steps or asked):
             return
-        model = module.model
+        model = module.whole_model()  # type: ignore[operator]
         assert isinstance(model, EarlyFusionTransformer)
-        if c.batch == "heldout":
-            assert self.heldout is not None
-            looked_at, collective = self.heldout.to(module.device).first(c.sequences), False
-            if self._pairs is None and looked_at.ids_BT.numel() * looked_at.ids_BT.shape[1] <= KEPT_PAIRS:
-                self._pairs = pairs_of(model.config, looked_at)
-        else:
-            assert current is not None
-            looked_at, collective = current.first(sequences_of_a_rank(c.sequences)), world_size() > 1
         values: dict[str, float] = {}
-        if collective or trainer.is_global_zero:
-            values = self._values(trainer, model, looked_at, collective)
+        if trainer.is_global_zero:
+            values = self._values(trainer, model, self._looked_at(trainer, module, current))
         if c.gradient_agreement and current is not None:
-            values |= gradient_agreement(model, current, module.modality_loss_parts)  # type: ignore[arg-type]
+            values |= gradient_agreement(
+                model,
+                current,
+                lambda half: module.modality_loss_parts(half, model),  # type: ignore[operator]
+            )
         if self._mechanism is not None:
             values |= self._mechanism.sizes()
         _log(trainer, values)
 
+    def _looked_at(
+        self, trainer: L.Trainer, module: L.LightningModule, current: TokenBatch | None
+    ) -> TokenBatch:
+        n = self.config.sequences
+        if self.config.batch == "heldout":
+            assert self.heldout is not None
+            looked_at = self.heldout.to(module.device).first(n)
+            if self._pairs is None and looked_at.ids_BT.numel() * looked_at.ids_BT.shape[1] <= KEPT_PAIRS:
+                self._pairs = pairs_of(module.model.config, looked_at)  # type: ignore[union-attr, arg-type]
+            return looked_at
+        assert current is not None
+        if n <= len(current.ids_BT) or self.step_rows is None:
+            return current.first(n)  # the first rank has the first sequences
+        latest = trainer.global_step * trainer.accumulate_grad_batches - 1
+        return self.step_rows(latest, n).to(module.device)
+
     def _values(
-        self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch, collective: bool
+        self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch
     ) -> dict[str, float]:
-        found = [probe(model, batch, self.config.heads, collective, self._pairs)]
+        found = [probe(model, batch, self.config.heads, pairs=self._pairs)]
         if self.config.precision:
             with trainer.precision_plugin.val_step_context():
                 found.append(residual_absorption(model, batch))
-        return flat_of_all_ranks(found) if collective else flat(found)
+        return flat(found)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._mechanism is None else self._mechanism.state_dict()
@@ -131,19 +149,9 @@ class RunMonitor(L.Callback):
         self._saved = state_dict
 
 
-def sequences_of_a_rank(sequences: int) -> int:
-    """How many sequences each rank probes, so that all together are at least as many as were asked for."""
-    return -(-sequences // world_size())
-
-
 def flat(probes: list[Probe]) -> dict[str, float]:
     """All their numbers by tag."""
     return {name: value for found in probes for name, value in found.flat().items()}
-
-
-def flat_of_all_ranks(probes: list[Probe]) -> dict[str, float]:
-    """The same of all ranks together; a collective call."""
-    return flat([found.merged() for found in probes])
 
 
 def _log(trainer: L.Trainer, values: dict[str, float]) -> None:

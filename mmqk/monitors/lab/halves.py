@@ -11,7 +11,7 @@ from torch import Tensor
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
 from mmqk.monitors.measures.agreement import Agreement, Gradients, HalfProducts, half_products
-from mmqk.monitors.ranks import summed
+from mmqk.monitors.ranks import rank, summed
 from mmqk.store.tags import tag
 
 # What the targets of each modality add to the loss of a batch, (M,), over its own `step_targets`.
@@ -23,9 +23,10 @@ def gradient_agreement(
 ) -> dict[str, float]:
     """Cosine, signal and noise of the modalities' gradients by layer and over all parameters, as tags.
 
-    The halves are the even and the odd sequences. Nothing of training is touched: evaluation mode (so no dropout),
-    no gradient into ``.grad``. On several ranks, of the halves of all of them; a collective call. It costs two
-    forwards and a backward pass for each half and modality, and keeps as many gradients of every parameter.
+    The halves are the even and the odd sequences of all ranks together, whose batches are of one size. Nothing of
+    training is touched: evaluation mode (so no dropout), no gradient into ``.grad``. A collective call on several
+    ranks. It costs two forwards and a backward pass for each half and modality, and keeps as many gradients of every
+    parameter.
 
     A modality without a target in one of the halves is left out, and so is a cosine that the batch is too small to
     tell (`Agreement.cosine`).
@@ -43,7 +44,8 @@ def gradient_agreement(
             "monitor.gradient_agreement needs two sequences in a micro-batch: raise data.batch_size."
         )
     names = model.config.modalities
-    halves = [_half(batch, start) for start in (0, 1)]
+    before = rank() * len(batch.ids_BT)  # sequences of the ranks before this one
+    halves = [_half(batch, (before + start) % 2) for start in (0, 1)]
     counts_2M = [summed(_targets(half, len(names))) for half in halves]
     there = (torch.stack(counts_2M) > 0).all(0).nonzero()[:, 0].tolist()
     if not there:

@@ -105,6 +105,8 @@ class BudgetWindow:
         self._squares = [p.detach().double().square().sum() for p in self.parameters]
         self._gradients = [{} for _ in self.parameters]
         self._before = []
+        if self.there_M is not None:
+            self.there_M = summed(self.there_M.long()) > 0  # the batches of other ranks have others
 
     def _by_modality(self, p: Tensor, known: dict[int, Tensor]) -> list[Tensor | None]:
         """Clipped, in fp64, of all ranks; they sum to the gradient that the optimizer took."""
@@ -158,7 +160,7 @@ class BudgetWindow:
         """The window's sums by tag, copies of a layer's matrix together; a modality without a part in the loss is an
         absent key."""
         assert self.there_M is not None
-        there = summed(self.there_M.long()).tolist()
+        there = self.there_M.tolist()
         tags: list[str] = []
         values: list[Tensor] = []
         budgets = iter(self.budgets)

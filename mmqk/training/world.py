@@ -1,0 +1,45 @@
+"""How many processes train a run and how, as far as its configuration says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmqk.model import ModelConfig
+from mmqk.monitors import MonitorConfig
+from mmqk.training.optim import OptimConfig
+
+STRATEGIES = ("auto", "ddp", "fsdp")
+
+
+def world_size(trainer: dict[str, Any]) -> int:
+    """How many processes train together; ``trainer``, Trainer's flags, is left with what Lightning understands.
+
+    Raises:
+        ValueError: a number that nobody knows yet, such as "auto", or another strategy.
+    """
+    for flag, what in (("devices", "a machine; CUDA_VISIBLE_DEVICES says which"), ("num_nodes", "the run")):
+        if not str(trainer[flag]).isdecimal() or int(trainer[flag]) < 1:
+            raise ValueError(f"trainer.{flag} is {trainer[flag]}: give the number of them of {what}.")
+        trainer[flag] = int(trainer[flag])
+    world = trainer["devices"] * trainer["num_nodes"]
+    if trainer["strategy"] not in STRATEGIES:
+        raise ValueError(f"trainer.strategy is {trainer['strategy']}: choose one of {', '.join(STRATEGIES)}.")
+    if world > 1 and trainer["strategy"] == "auto":
+        trainer["strategy"] = "ddp"
+    return world
+
+
+def check_sharded(model: ModelConfig, optim: OptimConfig, monitor: MonitorConfig) -> None:
+    """Raise ValueError for what looks at whole weights or gradients inside a step, where only shards are."""
+    wanted = {
+        "model.weight_reparam sigma": model.weight_reparam == "sigma",
+        "optim.qk_clip": optim.qk_clip is not None,
+        "optim.split_second_moment": optim.split_second_moment,
+        "monitor.parameters": monitor.parameters,
+        "monitor.budget_every_n_steps": monitor.budget_every_n_steps > 0,
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise ValueError(
+                f"{name} needs whole matrices within a step, of which trainer.strategy fsdp has shards: use ddp."
+            )

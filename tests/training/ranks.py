@@ -1,0 +1,64 @@
+"""Two processes that train one run, as srun starts them, forked ready to train so that each costs a second."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from mmqk.ablation.child import BLOCKED
+from mmqk.ablation.pool import PRELOAD, start_server
+
+RANKS = 2
+SECONDS = 180.0
+
+
+def start(args: Sequence[str], log: Path, strategy: str = "ddp") -> list[ForkServerProcess]:
+    """Both processes, the first first; what they say goes to ``log`` with their numbers."""
+    start_server(PRELOAD)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = [*args, f"--trainer.devices={RANKS}", f"--trainer.strategy={strategy}"]
+    both = [get_context("forkserver").Process(target=_rank, args=(rank, port, flags, f"{log}{rank}"))
+            for rank in range(RANKS)]  # fmt: skip
+    for process in both:
+        process.start()
+    return both
+
+
+def end(both: Sequence[ForkServerProcess]) -> list[int | None]:
+    """Their exit codes; the test fails where they do not end."""
+    for process in both:
+        process.join(SECONDS)
+    alive = [rank for rank, process in enumerate(both) if process.is_alive()]
+    for rank in alive:
+        both[rank].kill()
+    assert not alive, f"ranks {alive} hang"
+    return [process.exitcode for process in both]
+
+
+def train(args: Sequence[str], log: Path, strategy: str = "ddp") -> list[int | None]:
+    """Run to the end."""
+    return end(start(args, log, strategy))
+
+
+def _rank(rank: int, port: int, args: list[str], log: str) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "run", "SLURM_NTASKS": str(RANKS), "SLURM_NTASKS_PER_NODE": str(RANKS),
+        "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+    }  # fmt: skip
+    sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (until the process ends)
+    from mmqk.store import front_door
+    from mmqk.train import main
+
+    sys.exit(front_door(main)(args))

@@ -1,0 +1,206 @@
+"""Two processes train the run that one trains: numbers, checkpoints between them, resumes, forks, ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.store import is_locked, read_metrics, read_status
+from mmqk.train import main
+from mmqk.training.checkpoint import load_model
+from mmqk.training.module import TrainingModule
+from tests.training.ranks import end, start, train
+from tests.training.test_resume import rewind, series, state
+from tests.training.toy import MODEL, module_of
+
+# Two micro-batches of two sequences in each process; a probe's third sequence is the second process's.
+STEP = ['--data.mix={"dial": 1}', "--data.seq_len=96", "--data.batch_size=8", "--trainer.accumulate_grad_batches=2",
+        "--loss.z_loss=1e-3", "--monitor.batch=current", "--monitor.sequences=3", "--monitor.gradient_agreement=true",
+        "--checkpoint.keep=9"]  # fmt: skip
+INSIDE = ["--monitor.parameters=true", "--monitor.budget_every_n_steps=4", "--monitor.budget_steps=3"]
+# Nothing but rounding is left of the first, and means of either sign of the second.
+CANCELS = ("_growth_rest/", "_growth_unattributed/", "logit_mean/")
+
+RUNS = {
+    "ddp": ("ddp", INSIDE),
+    "ddp, qk-clip and split moments": (
+        "ddp",
+        [*INSIDE, "--optim.qk_clip=0.1", "--optim.split_second_moment=true"],
+    ),
+    "ddp, sigma reparam and untied": (
+        "ddp",
+        [*INSIDE, "--model.weight_reparam=sigma", "--model.untie.norms=true"],
+    ),
+    "fsdp": ("fsdp", ["--model.tie_embeddings=true", "--model.qk_norm.kind=rms"]),
+}
+
+
+@pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
+def pair(request, tiny_args, tmp_path_factory) -> tuple[str, Path, Path]:
+    """(strategy, the run of one process, that of two)."""
+    strategy, extra = request.param
+    folder = tmp_path_factory.mktemp("pair")
+    args = [*tiny_args, *STEP, *extra]
+    assert main([*args, f"--out={folder / 'one'}"]) == 0
+    out = [*args, f"--out={folder / 'two'}"]
+    if extra is INSIDE:  # as a user does it on one machine: Lightning starts the second process
+        flags = [f"--trainer.strategy={strategy}", "--trainer.devices=2"]
+        done = subprocess.run(
+            [sys.executable, "-m", "mmqk.train", *out[:-1], *flags, out[-1]],
+            capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("captions are longer") <= 1
+    else:
+        assert train(out, folder / "log", strategy) == [0, 0]
+    return strategy, folder / "one", folder / "two"
+
+
+def close(ours: list[dict], theirs: list[dict], rtol: float = 2e-3) -> None:
+    """Every number of every step, up to rounding."""
+    assert [line.keys() for line in ours] == [line.keys() for line in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        for name in a:
+            tolerance = 1e-5 if any(c in name for c in CANCELS) else 1e-6
+            assert a[name] == pytest.approx(b[name], rel=rtol, abs=tolerance), (name, a["step"])
+
+
+def test_two_processes_train_what_one_does(pair):
+    _, one, two = pair
+    close(series(two), series(one))
+    names = set().union(*series(one))
+    for wanted in ("loss/image", "log_z/text", "excess/text", "grad_norm", "val_loss/text", "q_norm/image/layer01",
+                   "grad_noise/text"):  # fmt: skip
+        assert wanted in names
+    ours, theirs = state(two), state(one)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        torch.testing.assert_close(ours[name].float(), theirs[name].float(), rtol=2e-2, atol=2e-5)
+    assert [p.name for p in sorted((two / "checkpoints").iterdir())] == [
+        "step00000004.ckpt", "step00000008.ckpt", "step00000012.ckpt"]  # fmt: skip
+    assert len(list(two.glob("events.out*"))) == 1
+    assert read_status(two).status == "completed" and not is_locked(two)
+    assert (
+        json.loads((two / "run.json").read_text())["id"] == json.loads((one / "run.json").read_text())["id"]
+    )
+    assert json.loads((two / "run.json").read_text())["details"]["config"]["trainer"]["devices"] == 2
+
+
+def test_half_of_the_batch_is_another_run(tiny_args, tmp_path):
+    """The control of the comparison: what a process would train on that did not hear from the other."""
+    args = [*tiny_args, *STEP, "--monitor.sequences=2"]
+    for size in (8, 4):
+        assert main([*args, f"--data.batch_size={size}", f"--out={tmp_path / str(size)}"]) == 0
+    half, whole = (series(tmp_path / name)[-1] for name in ("4", "8"))
+    for name in ("loss/image", "excess/text", "grad_norm", "q_norm/image/layer01"):
+        assert half[name] != pytest.approx(whole[name], rel=5e-3), name
+
+
+def test_resume_is_exact_among_as_many(pair, tmp_path):
+    strategy, _, two = pair
+    args = rewind(two, tmp_path / "again", 8)
+    args = [a for a in args if not a.startswith(("--trainer.devices", "--trainer.strategy"))]
+    assert train([*args, f"--out={tmp_path / 'again'}"], tmp_path / "log", strategy) == [0, 0]
+    assert series(tmp_path / "again") == series(two)
+    ours, theirs = state(tmp_path / "again"), state(two)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    said = (tmp_path / "log0").read_text()
+    assert "resuming from step 8" in said and "bit for bit" not in said
+    assert (tmp_path / "log1").read_text() == ""
+
+
+def test_a_checkpoint_goes_on_with_one_process_or_another_strategy(pair, tmp_path, capsys):
+    strategy, one, two = pair
+    args = rewind(two, tmp_path / "alone", 4)
+    args = [a for a in args if not a.startswith(("--trainer.devices", "--trainer.strategy"))]
+    assert main([*args, f"--out={tmp_path / 'alone'}"]) == 0
+    said = capsys.readouterr().err
+    assert f"2 processes ({strategy}) and goes on with one process" in said and "not bit for bit" in said
+    close(series(tmp_path / "alone"), series(one))
+    if strategy == "fsdp":
+        rewind(one, tmp_path / "more", 4)
+        assert train([*args, f"--out={tmp_path / 'more'}"], tmp_path / "log", strategy) == [0, 0]
+        close(series(tmp_path / "more"), series(one))
+        assert "one process and goes on with 2 processes (fsdp)" in (tmp_path / "log0").read_text()
+        assert torch.equal(load_model(two).embed.weight, state(two)["model.embed.weight"])
+
+
+def test_a_fork_leaves_it(pair, tmp_path, capsys):
+    _, one, two = pair
+    for parent in (one, two):
+        fork = [
+            f"--fork={parent / 'checkpoints/step00000008.ckpt'}",
+            "--trainer.devices=1",
+            "--trainer.strategy=auto",
+        ]
+        assert main([*fork, "--quiet", "--loss.z_loss=1e-2", f"--out={tmp_path / parent.name}"]) == 0
+    close(series(tmp_path / "two"), series(tmp_path / "one"))
+    said = [json.loads((tmp_path / n / "fork.json").read_text())["changed"] for n in ("one", "two")]
+    assert said[0] == said[1] == [{"field": "loss.z_loss", "from": 0.001, "to": 0.01}]
+
+
+LONG = ["--trainer.max_steps=100000", "--checkpoint.every_n_steps=0", "--monitor.every_n_steps=0",
+        "--data.val_every_n_steps=0"]  # fmt: skip
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_any_process_ends_all_in_order(tiny_args, tmp_path, signum):
+    out = tmp_path / "run"
+    args = [*tiny_args, *LONG, f"--out={out}"]
+    both = start(args, tmp_path / "log", "ddp" if signum == signal.SIGTERM else "fsdp")
+    until = time.monotonic() + 120
+    while not (out / "metrics.jsonl").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    os.kill(both[1].pid, signum)  # the one that owns nothing
+    assert end(both) == [128 + signum, 0]
+    status = read_status(out)
+    assert status.status == "interrupted" and not is_locked(out) and status.step % 10 == 0
+    steps = [line["step"] for line in read_metrics(out / "metrics.jsonl")]
+    assert max(steps) == status.step == int(next(iter((out / "checkpoints").iterdir())).stem[4:])
+    assert (out / "run.lock").read_text().strip() == str(both[0].pid)
+
+
+def test_a_divergence_ends_all_in_order(tiny_args, tmp_path):
+    args = [*tiny_args, "--optim.lr=1e18", "--optim.warmup_steps=1", "--trainer.gradient_clip_val=0"]
+    assert main([*args, f"--out={tmp_path / 'one'}"]) == 3
+    assert train([*args, f"--out={tmp_path / 'two'}"], tmp_path / "log") == [3, 0]
+    one, two = (read_status(tmp_path / name) for name in ("one", "two"))
+    assert two.status == one.status == "diverged" and two.step == one.step and " is " in two.reason
+    assert not list((tmp_path / "two/checkpoints").glob("*.partial"))
+
+
+def test_a_mistake_is_said_once_and_nobody_waits(tiny_args, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/letter.txt").write_text("mine")  # only the first process looks at the folder
+    assert train([*tiny_args, f"--out={tmp_path / 'run'}"], tmp_path / "log") == [2, 0]
+    assert "holds other files" in (tmp_path / "log0").read_text()
+    assert (tmp_path / "log1").read_text() == ""
+
+
+def test_dropout_is_another_in_each_process(monkeypatch):
+    module = module_of(MODEL)
+    drawn = []
+    for rank, index in ((0, 0), (1, 0), (0, 1), (1, 0)):
+        monkeypatch.setattr(TrainingModule, "global_rank", rank)
+        module._seed_dropout(index)
+        drawn.append(float(torch.rand(())))
+    assert drawn[1] == drawn[3] and len(set(drawn)) == 3 and all(math.isfinite(x) for x in drawn)
+
+
+@pytest.mark.parametrize("dropout", ["--model.residual_dropout=0.1"])
+def test_dropout_resumes_exactly(tiny_args, tmp_path, dropout):
+    args = [*tiny_args, dropout, "--checkpoint.keep=9"]
+    whole = tmp_path / "whole"
+    assert train([*args, f"--out={whole}"], tmp_path / "log") == [0, 0]
+    rewind(whole, tmp_path / "again", 4)
+    assert train([*args, f"--out={tmp_path / 'again'}"], tmp_path / "log") == [0, 0]
+    assert series(tmp_path / "again") == series(whole)
