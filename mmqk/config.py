@@ -233,6 +233,8 @@ def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
     identity = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor")}
     if sections["optim"].schedule_steps in (None, trainer["max_steps"]):  # two ways to say the same
         del identity["optim"]["schedule_steps"]
+    if sections["loss"].chunk is None:
+        del identity["loss"]["chunk"]
     if sections["alarm"].acts:  # one that only reports changes nothing in the run
         identity["alarm"] = asdict(sections["alarm"])
     identity["data"] = data_identity(sections["data"])
