@@ -23,7 +23,7 @@ demo: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # The monitors install into environments with an older torch than the rest of mmqk needs.
 test-oldest-torch:

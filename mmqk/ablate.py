@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 import time
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     tasks = session.begin()
-    todo = sum(not outcome.finished for outcome in session.outcomes().values())
+    todo = sum(not o.finished and o.status != "never" for o in session.outcomes().values())
     where = f"slice {options.slice[0]} of {options.slice[1]}, " if options.slice != (1, 1) else ""
     print(
         f"{grid.title}: {where}{len(session.tasks) + len(session.waiting)} runs in {out}, {todo} to train,"
@@ -110,10 +111,9 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + pool.signal_received
     if session.error is not None:
         raise session.error
-    never = {wait.task for wait in session.waiting if not wait.possible}
-    statuses = {outcome.status for task, outcome in outcomes.items() if task not in never}
+    statuses = {outcome.status for outcome in outcomes.values()} - {"never"}
     if any(wait.mistake for wait in session.waiting):
-        print("a learning rate could not be chosen: the table says why", file=sys.stderr)
+        print("a run cannot begin: the table says why", file=sys.stderr)
         return 1
     if "failed" in statuses:
         print(f"a run failed: its {LOG_NAME} says more; the same command tries again", file=sys.stderr)
@@ -155,7 +155,8 @@ def _grid(options: argparse.Namespace) -> Grid:
 
 def _default_out(options: argparse.Namespace, grid: Grid) -> Path:
     if options.replay:
-        return options.replay.with_name(f"{options.replay.name}-replays")
+        run = Path(os.path.abspath(options.replay)) if options.replay.name in ("", "..") else options.replay
+        return run.with_name(f"{run.name}-replays")
     return Path("runs") / grid.name
 
 

@@ -237,13 +237,15 @@ def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
         check_backend(parsed.backend, model.attn_softcap, model.attention)
         check_qk_clip(sections["optim"], model)
         if trainer["strategy"] == "fsdp":
-            check_sharded(model, sections["optim"], sections["monitor"])
+            check_sharded(model, sections["optim"], sections["loss"], sections["monitor"])
         _check_steps(trainer["max_steps"], sections["checkpoint"].at, fork)
     except ValueError as error:
         raise UserError(str(error)) from error
     identity = {name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor")}
     if sections["optim"].schedule_steps in (None, trainer["max_steps"]):  # two ways to say the same
         del identity["optim"]["schedule_steps"]
+    if sections["loss"].chunk is None:
+        del identity["loss"]["chunk"]
     if sections["alarm"].acts:  # one that only reports changes nothing in the run
         identity["alarm"] = asdict(sections["alarm"])
     identity["data"] = data_identity(sections["data"])

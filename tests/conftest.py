@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
+
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # one of several that test side by side: a thread each, children included
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

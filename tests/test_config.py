@@ -27,6 +27,7 @@ from mmqk.train import main
         (["--model.attn_softcap=30"], "sdpa cannot apply model.attn_softcap"),
         (["--optim.lr=-1"], "optim.lr is -1.0"),
         (["--loss.weights.video=0"], "loss.weights names 'video'"),
+        (["--loss.chunk=0"], "loss.chunk is 0: a chunk has at least 1 token; null is all at once"),
         (["--data.mix.video=1"], "data.mix knows pair, text, image"),
         (["--data.seq_len=40"], "data.seq_len 40 is too short"),
         (["--data.batch_size=6", "--trainer.accumulate_grad_batches=4"], "not a multiple of"),
@@ -55,6 +56,7 @@ from mmqk.train import main
             "model.weight_reparam sigma needs whole",
         ),
         (["--trainer.strategy=fsdp", "--monitor.parameters=true"], "monitor.parameters needs whole"),
+        (["--trainer.strategy=fsdp", "--loss.chunk=64"], "loss.chunk needs whole matrices"),
         (
             ["--trainer.strategy=fsdp", "--monitor.budget_every_n_steps=60"],
             "monitor.budget_every_n_steps needs",
@@ -128,7 +130,8 @@ def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
         assert resolve([*tiny_args, same]).id == base.id, same
     for other in ("--seed=1", "--optim.lr=0.5", "--data.mix.text=2", "--backend=math", "--monitor.sequences=2",
                   "--trainer.max_steps=13", "--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=2",
-                  "--model.post_norm=true", "--loss.z_loss=1e-4", "--optim.schedule_steps=6"):  # fmt: skip
+                  "--model.post_norm=true", "--loss.z_loss=1e-4", "--loss.chunk=64",
+                  "--optim.schedule_steps=6"):  # fmt: skip
         changed = resolve([*tiny_args, other])
         assert changed.id != base.id
         field = other.removeprefix("--").split("=")[0]

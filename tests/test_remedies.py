@@ -41,8 +41,8 @@ NOT_REMEDIES = {
     " tie_embeddings window global_every rope_theta local_rope_theta qk_norm.eps qk_norm.scale_init"
     " rope_scaling.kind rope_scaling.factor rope_scaling.low_freq_factor rope_scaling.high_freq_factor"
     " rope_scaling.original_length",
-    "loss": "weights",
-    "optim": "lr beta1 schedule final_lr",
+    "loss": "weights chunk",
+    "optim": "lr beta1 schedule final_lr schedule_steps",
 }
 
 

@@ -17,7 +17,7 @@ from mmqk.store import UserError
 ARM_KEYS = ("label", "block", "seeds", "set", "axes", "fork")
 LR = "optim.lr"
 # These come from the grid itself.
-_NOT_SET = ("seed", "out", "config", "fork")
+_NOT_SET = ("seed", "out", "config", "fork", "print_config")
 _OF_A_FORK = ("fork_skip", "fork_perturb", "fork_draw")
 
 
@@ -145,9 +145,10 @@ def check_fields(arm: Arm, where: str) -> None:
             raise UserError(f"{where}: {key!r} is not for an arm to set: the grid decides it")
         if key in _OF_A_FORK and arm.fork is None:
             raise UserError(f"{where}: {key!r} is of a fork, and the arm has no fork: leave it out")
-        if key in crossed and key in arm.fields:
+        group = next((other for other in arm.fields if f"{key}.".startswith(f"{other}.")), None)
+        if key in crossed and group is not None:
             raise UserError(f"{where}: {key} is set and an axis too: leave it out, or write axes: {{}} there")
-    if arm.lr and LR in {*arm.fields, *crossed}:
+    if arm.lr and any(f"{LR}.".startswith(f"{key}.") for key in (*arm.fields, *crossed)):
         raise UserError(f"{where}: {LR} is set, and lr: own_best chooses it: leave out one of the two")
     if arm.lr and (both := set(arm.lr.seeds) & set(arm.seeds)):
         raise UserError(
@@ -159,7 +160,9 @@ def _fork(value: Any, where: str, path: Path) -> Fork:
     record = read.mapping(value, f"{where}.fork")
     read.known(record, ("arm", "step", "checkpoint"), f"{where}.fork")
     if set(record) == {"checkpoint"}:
-        [name] = read.strings(record["checkpoint"], f"{where}.fork.checkpoint")[:1]
+        name = record["checkpoint"]
+        if not isinstance(name, str):
+            raise UserError(f"{where}.fork.checkpoint must be one path, not {name!r}")
         file = Path(os.path.normpath(path.parent / name))
         if not file.exists():
             raise UserError(f"{where}.fork: there is no {name} (looked in {path.parent})")

@@ -42,8 +42,8 @@ def check_claims(raw: Mapping[str, Any], names: Iterable[str], path: object) -> 
     for number, value in enumerate(claims):
         claim = mapping(value, f"{path}: claims[{number}]")
         known(claim, CLAIM_KEYS, f"{path}: claims[{number}]")
-        if "id" not in claim or claim["id"] in ids:
-            raise UserError(f"{path}: claims[{number}] has no id of its own")
+        if not isinstance(claim.get("id"), str) or claim["id"] in ids:
+            raise UserError(f"{path}: claims[{number}] has no id of its own: give it one, as text")
         ids.append(claim["id"])
     for claim in claims:
         where = f"{path}: claim {claim['id']}"
@@ -61,5 +61,5 @@ def check_claims(raw: Mapping[str, Any], names: Iterable[str], path: object) -> 
 
 def _exist(names: Iterable[Any], arms: set[str], where: str) -> None:
     for name in names:
-        if name not in arms:
+        if not isinstance(name, str) or name not in arms:
             raise UserError(f"{where}: there is no arm {name!r} (arms: {', '.join(sorted(arms))})")

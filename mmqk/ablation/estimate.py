@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from statistics import median
 
 from mmqk.ablation.task import Outcome, Task
@@ -13,9 +13,11 @@ def time_left(outcomes: Mapping[Task, Outcome], jobs: int) -> str:
     """One sentence: the time that the unfinished runs take, so many at a time.
 
     A step takes what it took in finished runs of the same arm, else of the same family, else of the same grid (the
-    median over runs; both with start and validation).
+    median over runs; both with start and validation). A fork has only the steps from its beginning on.
     """
-    open_runs = [task for task, outcome in outcomes.items() if not outcome.finished]
+    open_runs = [
+        task for task, outcome in outcomes.items() if not outcome.finished and outcome.status != "never"
+    ]
     if not open_runs:
         return "nothing to train"
     seconds = 0.0
@@ -25,7 +27,7 @@ def time_left(outcomes: Mapping[Task, Outcome], jobs: int) -> str:
         if paces is None:
             return f"time to train {_runs(len(open_runs))}: unknown, as none of this grid has finished"
         pace, own = paces
-        seconds += pace * max(0, task.max_steps - outcomes[task].step)
+        seconds += pace * max(0, task.max_steps - max(outcomes[task].step, task.first))
         borrowed += not own
     from_others = f" ({borrowed} by the pace of other arms)" if borrowed else ""
     at_once = f", {jobs} at a time" if jobs > 1 else ""
@@ -37,9 +39,9 @@ def _paces(outcomes: Mapping[Task, Outcome], task: Task) -> tuple[float, bool] |
     """Seconds a step, and whether they are of the task's own arm or family."""
     family = task.entry.get("family", task.arm)
     alike = (
-        [o for t, o in outcomes.items() if t.arm == task.arm],
-        [o for t, o in outcomes.items() if t.entry.get("family", t.arm) == family],
-        list(outcomes.values()),
+        {t: o for t, o in outcomes.items() if t.arm == task.arm},
+        {t: o for t, o in outcomes.items() if t.entry.get("family", t.arm) == family},
+        outcomes,
     )
     for place, group in enumerate(alike):
         if (pace := _pace(group)) is not None:
@@ -47,8 +49,12 @@ def _paces(outcomes: Mapping[Task, Outcome], task: Task) -> tuple[float, bool] |
     return None
 
 
-def _pace(outcomes: Iterable[Outcome]) -> float | None:
-    paces = [o.seconds / o.step for o in outcomes if o.finished and o.step > 0 and o.seconds > 0]
+def _pace(outcomes: Mapping[Task, Outcome]) -> float | None:
+    paces = [
+        o.seconds / (o.step - t.first)
+        for t, o in outcomes.items()
+        if o.finished and o.step > t.first and o.seconds > 0
+    ]
     return median(paces) if paces else None
 
 

@@ -24,6 +24,11 @@ def inherit(arms: Sequence[Arm], named: Mapping[str, Any], path: Path) -> list[A
         if not ready:
             arm = next(iter(left.values()))
             assert arm.fork is not None
+            if arm.fork.arm in left or any(arm.fork.arm in other.points for other in left.values()):
+                raise UserError(
+                    f"{path}: arms.{arm.name}.fork: it begins in {arm.fork.arm}, which begins in it: fork one of them"
+                    " from an arm that is no fork"
+                )
             every = sorted({*(a.name for a in arms), *(name for a in done.values() for name in a.points)})
             raise UserError(
                 f"{path}: arms.{arm.name}.fork: there is no arm {arm.fork.arm!r} to begin in"

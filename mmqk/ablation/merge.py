@@ -58,6 +58,10 @@ def _together(one: Arm | None, other: Arm) -> Arm:
         raise UserError(
             f"{other.path}: arm {other.name} is not what it is in {one.path}: rename one, or make them equal"
         )
+    if one.replay and other.replay and one.replay != other.replay:
+        raise UserError(
+            f"{other.path}: arm {other.name} has another replay rule in {one.path}: rename one, or make them equal"
+        )
     seeds = (*one.seeds, *(seed for seed in other.seeds if seed not in one.seeds))
     return replace(one, seeds=seeds, replay=one.replay or other.replay)
 

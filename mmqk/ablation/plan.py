@@ -6,7 +6,7 @@ that are judged at it, a parent before its forks, a diverged run before its cont
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,17 @@ from mmqk.ablation.arms import LR, Job, parts_of
 from mmqk.ablation.choose import Choice, choose
 from mmqk.ablation.grid import Grid
 from mmqk.ablation.replays import replays_of
-from mmqk.ablation.resolver import Known, Plan, Resolver, Start, Waiting, checkpoint_of
+from mmqk.ablation.resolver import (
+    Beginning,
+    Known,
+    Plan,
+    Resolver,
+    Start,
+    Waiting,
+    by_variant,
+    checkpoint_of,
+    threads_of,
+)
 from mmqk.ablation.rules import LrRule
 from mmqk.ablation.task import Task, standing
 from mmqk.store import UserError, identity_hash, read_json
@@ -30,16 +40,6 @@ def plan(grid: Grid, out: Path, resolver: Resolver) -> Plan:
         UserError: a field that an arm sets is wrong, two arms are the same run, a fork begins after its parent's end.
     """
     return _Planner(grid, out, resolver).plan()
-
-
-@dataclass(frozen=True)
-class _Beginning:
-    """The checkpoint that a fork begins in, or why there is none yet."""
-
-    file: Path | None = None
-    reason: str = ""
-    on: tuple[Path, ...] = ()
-    possible: bool = True
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Planner:
     def __post_init__(self) -> None:
         self.jobs = {job.key: job for job in self.grid.jobs}
         self.parts = parts_of(self.jobs.values())
-        self.folders = _by_variant(self.out)
+        self.folders = by_variant(self.out)
 
     def plan(self) -> Plan:
         for job in self.jobs.values():
@@ -105,6 +105,11 @@ class _Planner:
         if step > parent.max_steps:
             raise UserError(
                 f"{_where(job)}: {job.parent} has {parent.max_steps} steps, so nothing begins at its step {step}"
+            )
+        if step <= (begun := parent.first):
+            raise UserError(
+                f"{_where(job)}: {job.parent} is a fork from step {begun}, so nothing begins at its step {step}: fork"
+                f" at a later step, or from what {job.parent} is forked from"
             )
         run = self.resolver(job.args, _where(job), parent, step)
         known = Known(job, job.args, run, self.out, Start(parent, step))
@@ -167,7 +172,8 @@ class _Planner:
         job = draft.job
         self.drafts[job.arm, job.seed] = draft
         folder = self.out / job.arm / f"seed{draft.seed}"
-        task = Task(job.arm, draft.seed, (), folder, "", draft.max_steps, _entry(job), self.parts[job.key])
+        entry, part = _entry(job), self.parts[job.key]
+        task = Task(job.arm, draft.seed, (), folder, "", draft.max_steps, entry, part, draft.first)
         return Waiting(task, reason, on, possible)
 
     def _add(self, job: Job) -> None:
@@ -186,29 +192,33 @@ class _Planner:
             return task
         begin = self._beginning(known.start)
         if begin.file is None:
-            return Waiting(task, begin.reason, begin.on, begin.possible)
+            return Waiting(task, begin.reason, begin.on, begin.possible, begin.mistake, begin.at)
         return self._task(known, begin.file)
 
-    def _beginning(self, start: Start) -> _Beginning:
+    def _beginning(self, start: Start) -> Beginning:
         """The checkpoint of a run at a step, or what it waits for."""
         parent, step = start.known, start.step
         if file := checkpoint_of(parent.folder, step):
-            return _Beginning(file)
+            return Beginning(file)
         now = standing(parent.task())
         if now.status == "diverged" and now.step < step:
             said = f"{parent.job.arm} seed {parent.seed} diverged at step {now.step}, before step {step}"
-            return _Beginning(reason=said, possible=False)
+            return Beginning(reason=said, possible=False)
         said = f"waits for step {step} of {parent.job.arm} seed {parent.seed}"
         if not now.finished:
-            before = self._beginning(parent.start) if parent.start else _Beginning()
-            return _Beginning(reason=said, on=(parent.folder, *before.on), possible=before.possible)
+            before = self._beginning(parent.start) if parent.start else Beginning()
+            on = (parent.folder, *before.on)
+            return Beginning(reason=said, on=on, possible=before.possible, at=(parent.folder, step))
         # It finished without this checkpoint: it is made again beside itself.
-        before = self._beginning(parent.start) if parent.start else _Beginning()
+        before = self._beginning(parent.start) if parent.start else Beginning()
         if parent.start and before.file is None:
             return before
         again = self._again(parent, before.file)
         file = checkpoint_of(again.folder, step)
-        return _Beginning(file, said, (again.folder,), not standing(again).finished)
+        if file is None and standing(again).finished:
+            said = f"{again.name} kept no checkpoint of step {step}: remove {again.folder} to make it again"
+            return Beginning(reason=said, possible=False, mistake=True)
+        return Beginning(file, said, (again.folder,), at=(again.folder, step))
 
     def _again(self, parent: Known, file: Path | None) -> Task:
         task = self._beside(parent, file)
@@ -241,7 +251,8 @@ class _Planner:
             args = (*args, self._at(known))
         entry = _entry(known.job, fork)
         part = self.parts[known.job.key]
-        return Task(known.job.arm, known.seed, args, known.folder, known.run.id, known.max_steps, entry, part)
+        task = known.task()
+        return replace(task, args=args, entry=entry, part=part, first=known.first)
 
     def _at(self, known: Known) -> str:
         """The checkpoints that its forks begin in, beside those that its configuration names."""
@@ -251,8 +262,14 @@ class _Planner:
         return f"--checkpoint.at={steps}"
 
     def _threads(self, known: Known) -> tuple[str, ...]:
-        """Without a word of the configuration, each run gets its share of the cores."""
-        return () if known.run.threads else (f"--threads={self.resolver.threads}",)
+        """Without a word of the configuration, each run gets its share of the cores.
+
+        One that was begun keeps what it had, and a fork has what its parent had, as sums depend on it.
+        """
+        if known.run.threads:
+            return ()
+        had = threads_of(known.folder) or (threads_of(known.start.known.folder) if known.start else 0)
+        return (f"--threads={had or self.resolver.threads}",)
 
     def _replay(self, known: Known) -> None:
         rule = known.job.family.replay
@@ -289,11 +306,3 @@ def _entry(job: Job, fork: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "fork": fork,
         "replay": None,
     }
-
-
-def _by_variant(out: Path) -> dict[str, Sequence[Path]]:
-    """Folders of arms by the hash at the end of their names."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(out.glob("*-*")):
-        found.setdefault(path.name.rpartition("-")[2], []).append(path)
-    return dict(found)

@@ -54,6 +54,7 @@ class Pool:
         tick: called several times a second with this pool.
         grace: seconds that interrupted runs have to end in order.
         more: called whenever a run has ended, here or in another process; returns every task that is known by then.
+        ready: says, while there is room, whether `more` has something new although no run has ended.
         devices: values of CUDA_VISIBLE_DEVICES, of which each run gets the one with the fewest runs; none: no word.
         until: second of the monotonic clock at which runs are asked to stop, as by a signal.
 
@@ -68,6 +69,7 @@ class Pool:
     tick: Callable[[Pool], None] | None = None
     grace: float = GRACE_SECONDS
     more: Callable[[], Sequence[Task]] | None = None
+    ready: Callable[[], bool] | None = None
     devices: Sequence[str] = ()
     until: float = math.inf
     to_come: int = 0
@@ -124,8 +126,11 @@ class Pool:
         return left
 
     def _new(self) -> list[Task]:
-        """Tasks that are known now that a run has ended, and were not before."""
-        if not self._news or self.more is None or self.stopping:
+        """Tasks that are known now that a run has ended, or has written what others begin in."""
+        if self.more is None or self.stopping:
+            return []
+        room = len(self.running) < self.jobs
+        if not self._news and not (room and self.ready is not None and self.ready()):
             return []
         self._news = False
         new = [task for task in self.more() if task not in self.outcomes]

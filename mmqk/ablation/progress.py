@@ -59,7 +59,7 @@ class Progress:
         """The line as it stands at ``now`` (seconds of a monotonic clock)."""
         last = {task: last_metrics(task.folder / "metrics.jsonl", having="loss") for task in pool.running}
         steps = {
-            task: last[task].get("step", 0) if task in last else out.step
+            task: max(task.first, last[task].get("step", 0) if task in last else out.step)
             for task, out in pool.outcomes.items()
         }
         open_ended = [task for task, out in pool.outcomes.items() if not out.ended]

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.ablation.arms import Arm, Job, flags
-from mmqk.ablation.resolver import Known, Plan, Resolver, Start, Waiting, checkpoint_of, checkpoints_of
+from mmqk.ablation.resolver import (
+    Known,
+    Plan,
+    Resolver,
+    Start,
+    Waiting,
+    checkpoint_of,
+    checkpoints_of,
+    threads_of,
+)
 from mmqk.ablation.rules import ReplayRule
 from mmqk.ablation.task import Task, standing
 from mmqk.store import UserError, differing_fields, read_json, read_status
@@ -42,7 +51,7 @@ def replays_of(
     Returns:
         the tasks that can begin (or have ended); then (a stand-in, why, whether they can still begin) for the rest.
     """
-    steps = steps_before(diverged, rule, _first(known))
+    steps = steps_before(diverged, rule, known.first)
     if not steps:
         said = f"diverged at step {diverged}: there is nothing before it to replay from"
         return [], (_task(original, "", (), Path(), "", 0, {}), said, False)
@@ -81,7 +90,7 @@ def replays_of(
                 run = resolver(args, f"replays of {original.name}", control, step)
                 name = f"d{depth:g}-{numerics}-{number}"
                 entry = {"of": of, "depth": depth, "step": step, "numerics": numerics, "number": number}
-                args = ("--fork", str(file), *args, *_threads(run, resolver))
+                args = ("--fork", str(file), *args, *_threads(run, known, resolver))
                 folder = root / f"{name}-{run.id}"
                 tasks.append(_task(original, name, args, folder, run.id, ends[step], entry))
     return tasks, None
@@ -146,7 +155,7 @@ def _control(
 ) -> tuple[Known, int]:
     """The run again from its nearest earlier checkpoint, or from its own beginning, and the step it begins at."""
     at = f"--checkpoint.at={sorted(steps.values())}"
-    first = _first(known)
+    first = known.first
     kept = {s: f for s, f in checkpoints_of(known.folder).items() if first < s < min(steps.values())}
     # One that was begun goes on as it began.
     for folder in sorted(root.glob(f"{CONTROL}-*")):
@@ -161,13 +170,8 @@ def _control(
         return Known(known.job, args, known.run, root / f"{CONTROL}-{known.run.id}", known.start), first
     start, file = list(kept.items())[-1]
     run = resolver((), f"replays of {original.name}", known, start)
-    args = ("--fork", str(file), at, *_threads(run, resolver))
+    args = ("--fork", str(file), at, *_threads(run, known, resolver))
     return Known(known.job, args, run, root / f"{CONTROL}-{run.id}", Start(known, start)), start
-
-
-def _first(known: Known) -> int:
-    """The step at which the run itself began: that of its checkpoint, of a fork."""
-    return (known.run.identity.get("fork") or {}).get("step", 0)
 
 
 def _schedule(identity: Mapping[str, Any]) -> int:
@@ -175,8 +179,9 @@ def _schedule(identity: Mapping[str, Any]) -> int:
     return identity.get("optim", {}).get("schedule_steps") or identity["trainer"]["max_steps"]
 
 
-def _threads(run: Any, resolver: Resolver) -> tuple[str, ...]:
-    return () if run.threads else (f"--threads={resolver.threads}",)
+def _threads(run: Any, of: Known, resolver: Resolver) -> tuple[str, ...]:
+    """As the run that is replayed had: sums depend on how many there are."""
+    return () if run.threads else (f"--threads={threads_of(of.folder) or resolver.threads}",)
 
 
 def _task(
@@ -190,4 +195,5 @@ def _task(
 ) -> Task:
     arm = f"{original.arm}-replay" + (f"-{name}" if name else "")
     entry = {**original.entry, "role": "replay", "replay": dict(replay), "fork": None}
-    return Task(arm, original.seed, args, folder, id, max_steps, entry, original.part)
+    first = replay.get("step", 0)
+    return Task(arm, original.seed, args, folder, id, max_steps, entry, original.part, first)

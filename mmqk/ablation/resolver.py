@@ -10,7 +10,7 @@ from typing import Any
 from mmqk.ablation.arms import Job
 from mmqk.ablation.choose import Choice
 from mmqk.ablation.task import Task
-from mmqk.store import UserError
+from mmqk.store import UserError, read_json
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,11 @@ class Known:
     def max_steps(self) -> int:
         return self.run.identity["trainer"]["max_steps"]
 
+    @property
+    def first(self) -> int:
+        """The step at which it begins: that of its checkpoint, of a fork."""
+        return (self.run.identity.get("fork") or {}).get("step", 0)
+
     def task(self) -> Task:
         """What says how it stands."""
         return Task(self.job.arm, self.seed, (), self.folder, self.run.id, self.max_steps)
@@ -52,6 +57,18 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """The checkpoint that a fork begins in, or why there is none yet."""
+
+    file: Path | None = None
+    reason: str = ""
+    on: tuple[Path, ...] = ()
+    possible: bool = True
+    at: tuple[Path, int] | None = None
+    mistake: bool = False
+
+
+@dataclass(frozen=True)
 class Waiting:
     """A run that cannot begin yet.
 
@@ -61,6 +78,7 @@ class Waiting:
         on: folders of the runs it waits for.
         possible: whether it can still begin.
         mistake: whether that it cannot is for the grid's author to mend.
+        at: run folder and step of the checkpoint that it begins in, if that is all it waits for.
     """
 
     task: Task
@@ -68,6 +86,7 @@ class Waiting:
     on: tuple[Path, ...] = ()
     possible: bool = True
     mistake: bool = False
+    at: tuple[Path, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +142,12 @@ def _resolve(args: list[str], parent: Known | None, step: int) -> Any:
     return config.resolve(args, parent=config.Parent(parent.run.id, step, parent.run.nested()))
 
 
+def threads_of(folder: Path) -> int:
+    """CPU threads that the run of a folder was begun with, 0 if nothing says so."""
+    details = (read_json(folder / "run.json") or {}).get("details") or {}
+    return int((details.get("config") or {}).get("threads") or 0)
+
+
 def checkpoint_of(folder: Path, step: int) -> Path | None:
     """The checkpoint of a step, if the run has kept it."""
     return checkpoints_of(folder).get(step)
@@ -136,3 +161,11 @@ def checkpoints_of(folder: Path) -> dict[int, Path]:
         if path.stem.removeprefix("step").isdecimal()
     }
     return dict(sorted(found.items()))
+
+
+def by_variant(out: Path) -> dict[str, Sequence[Path]]:
+    """Folders of arms by the hash at the end of their names."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(out.glob("*-*")):
+        found.setdefault(path.name.rpartition("-")[2], []).append(path)
+    return dict(found)

@@ -8,6 +8,8 @@ from typing import Any
 from mmqk.ablation import language as read
 from mmqk.store import UserError
 
+# As `mmqk.training.fork_parent` has it, which imports torch.
+SMALLEST_PERTURBATION = 1e-7
 DEPTHS = (0.01, 0.05, 0.2)
 
 
@@ -70,7 +72,8 @@ def read_replay(value: Any, where: str) -> ReplayRule:
     """The rule for replays, with the defaults of what is left out.
 
     Raises:
-        UserError: an unknown key, a depth outside 0 to 1, no whole number of replays, a horizon of 1 or less.
+        UserError: an unknown key, a depth outside 0 to 1, no whole number of replays, a perturbation
+            that no fork takes, a horizon of 1 or less.
     """
     record = read.mapping({} if value is None else value, where)
     read.known(record, tuple(ReplayRule.__dataclass_fields__), where)
@@ -81,9 +84,15 @@ def read_replay(value: Any, where: str) -> ReplayRule:
     horizon = read.number(record.get("horizon", default.horizon), f"{where}.horizon")
     if horizon <= 1:
         raise UserError(f"{where}.horizon is {horizon}: a replay must last longer than until the divergence")
+    perturb = read.number(record.get("perturb", default.perturb), f"{where}.perturb")
+    if not SMALLEST_PERTURBATION <= perturb <= 1:
+        raise UserError(
+            f"{where}.perturb is {perturb:g}: choose a share of the weights' RMS between {SMALLEST_PERTURBATION:g},"
+            " below which fp32 rounds it away, and 1"
+        )
     return ReplayRule(
         tuple(sorted(depths)),
         read.whole(record.get("replays", default.replays), f"{where}.replays"),
-        read.number(record.get("perturb", default.perturb), f"{where}.perturb"),
+        perturb,
         horizon,
     )

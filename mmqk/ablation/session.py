@@ -9,7 +9,7 @@ from pathlib import Path
 from mmqk.ablation.grid import Grid
 from mmqk.ablation.pool import Pool
 from mmqk.ablation.record import code_of, set_aside, write_record
-from mmqk.ablation.resolver import Plan, Waiting
+from mmqk.ablation.resolver import Plan, Waiting, checkpoint_of
 from mmqk.ablation.task import Outcome, Task, standing
 from mmqk.store import UserError, code_hash, is_locked
 
@@ -76,7 +76,13 @@ class Session:
     def follow(self, pool: Pool) -> None:
         """Keep the pool informed of how many runs are to come."""
         self.pool = pool
+        pool.ready = self.ready
         self._tell()
+
+    def ready(self) -> bool:
+        """Whether a running parent has written what a fork waits for."""
+        at = [wait.at for wait in self.waiting if wait.at]
+        return self.error is None and any(checkpoint_of(folder, step) for folder, step in at)
 
     @property
     def tasks(self) -> list[Task]:
@@ -93,7 +99,8 @@ class Session:
         here = here or {}
         found = {task: here.get(task) or standing(task) for task in self.tasks}
         found |= {task: outcome for task, outcome in here.items() if task not in found}
-        return found | {wait.task: Outcome("waiting", reason=wait.reason) for wait in self.waiting}
+        how = {True: "waiting", False: "never"}
+        return found | {w.task: Outcome(how[w.possible], reason=w.reason) for w in self.waiting}
 
     def remarks(self) -> list[str]:
         """Sentences about runs of other code, those put aside, and learning rates at an end of their grid."""

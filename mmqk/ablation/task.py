@@ -21,6 +21,7 @@ class Task:
         max_steps: length of the run in optimizer steps, 0 if unknown.
         entry: what ablation.json says of it besides: family, point, role, fork, replay.
         part: number by which slices share runs out.
+        first: step at which it begins: 0, or that of its fork.
     """
 
     arm: str
@@ -32,6 +33,7 @@ class Task:
     max_steps: int = 0
     entry: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     part: int = field(default=0, compare=False)
+    first: int = field(default=0, compare=False)
 
     @property
     def name(self) -> str:
@@ -45,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a task stands: status "waiting" before it ran, "running", or as status.json says."""
+    """How a task stands: status "waiting" before it ran, "never" if it cannot, "running", or as status.json says."""
 
     status: str
     step: int = 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,9 +33,10 @@ from mmqk.analysis.multiple import p_over_looks
 from mmqk.analysis.runs import Run
 from mmqk.analysis.stats import Effect, Spread, paired_effect, pooled_spread
 from mmqk.analysis.study import Study
-from mmqk.analysis.words import plural
+from mmqk.analysis.words import listed, plural
 
 FEWEST_FLIPPED = 6
+MOST_NAMED = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Assessment:
         p: two-sided p-value of a true effect of just that size.
         sign_flip: that of the exact sign-flip test.
         counts: of a claim that counts runs.
+        failures: how many runs count with the worst value seen.
     """
 
     claim: Claim
@@ -71,6 +73,7 @@ class Assessment:
     p: float = math.nan
     sign_flip: float = math.nan
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    failures: int = 0
 
     @property
     def p_in_family(self) -> float:
@@ -106,14 +109,15 @@ def assess(study: Study, claim: Claim) -> Assessment:
     effect = paired_effect(treatment, control, spread, one_history(*(compared[name] for name in both)))
     controls, said = _controls(study, claim, compared)
     open_ = _registered(claim, compared) or _measured(outcomes, effect)
-    found = Assessment(claim, compared, effect, spread, medians, controls, (*notes, *said), open_)
+    failures = sum(map(len, outcomes.bounds.values()))
+    found = Assessment(
+        claim, compared, effect, spread, medians, controls, (*notes, *said), open_, failures=failures
+    )
     if open_ or effect is None:
         return found
     holds, nearest, p = _side(claim, effect)
-    return Assessment(
-        claim, compared, effect, spread, medians, controls, (*notes, *said), open_,
-        _bounded(claim, outcomes, effect, holds), holds, p, _flipped(effect, nearest),
-    )  # fmt: skip
+    bounded = _bounded(claim, outcomes, effect, holds)
+    return replace(found, bounded=bounded, holds=holds, p=p, sign_flip=_flipped(effect, nearest))
 
 
 def _side(claim: Claim, effect: Effect | Counts) -> tuple[bool, float, float]:
@@ -152,12 +156,21 @@ def _registered(claim: Claim, compared: Mapping[str, Group]) -> str:
 
 def _measured(outcomes: Outcomes, effect: Effect | None) -> str:
     if outcomes.unmeasured:
-        return f"Without a value: {', '.join(outcomes.unmeasured)}."
+        return _without(outcomes.unmeasured)
     if effect is None:
         return "The two arms share no seed."
     if not effect.has_interval:
         return "Too few seeds for an interval."
     return ""
+
+
+def _without(unmeasured: Sequence[str]) -> str:
+    """Which runs have no value, the first two by name; empty when all have one."""
+    if not unmeasured:
+        return ""
+    more = len(unmeasured) - MOST_NAMED
+    named = [*unmeasured[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
+    return f"Without a value: {listed(named)}."
 
 
 def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> str:
@@ -193,24 +206,35 @@ def _controls(
 
 def _counted(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Assessment:
     """A claim about how many runs diverge, or reach a value."""
-    counts = {name: (sum(_counts(claim, run) for run in g.all), len(g.all)) for name, g in compared.items()}
+    counted = {name: [_counts(claim, run) for run in g.all] for name, g in compared.items()}
+    unmeasured = [
+        f"{compared[name].label} seed {run.seed}"
+        for name, seen in counted.items()
+        for run, one in zip(compared[name].all, seen, strict=True)
+        if one is None
+    ]
+    counts = {name: (sum(one is True for one in seen), len(seen)) for name, seen in counted.items()}
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
     controls, said = _controls(study, claim, compared)
     holds, _, p = _side(claim, effect)
     # Beyond delta it must also not be equal: Fisher's test has the last word where delta is small.
     p = max(p, effect.fisher) if holds else p
     medians = {name: count / n for name, (count, n) in counts.items()}
+    open_ = _registered(claim, compared) or _without(unmeasured)
     return Assessment(
-        claim, compared, effect, None, medians, controls, tuple(said), _registered(claim, compared), "", holds, p,
+        claim, compared, effect, None, medians, controls, tuple(said), open_, "", holds, p,
         counts=counts,
     )  # fmt: skip
 
 
-def _counts(claim: Claim, run: Run) -> bool:
+def _counts(claim: Claim, run: Run) -> bool | None:
+    """Whether a run is one of those that are counted; None where that was not measured."""
     if run.status.status == "diverged":
         return True
     metric, _ = find_metric(claim.metric)
     if math.isnan(claim.at_least) or not isinstance(metric, Metric):
         return False
     value = of_run(run, claim.metric)
+    if math.isnan(value):
+        return None
     return value >= claim.at_least if metric.worst == "high" else value <= claim.at_least

@@ -149,14 +149,12 @@ def _tick(label: str) -> str:
 
 def _of_families(study: Study, verdict: Verdict, runs: Sequence[Run]) -> Panel | None:
     """A dot a family and seed: the number that the claim compares."""
-    metric, modality = find_metric(verdict.claim.metric)
-    assert isinstance(metric, FamilyMetric)
     names = list(dict.fromkeys(run.family for run in runs))
     lines: list[Line] = []
     for i, name in enumerate(names):
         own = [run for run in runs if run.family == name]
         for seed in sorted({run.seed for run in own}):
-            value = metric.measure([run for run in own if run.seed == seed], modality)
+            value = _of_family(study, verdict, own, seed)
             if math.isfinite(value):
                 at = np.array([float(i)])
                 arm = own[-1].arm
@@ -167,6 +165,14 @@ def _of_families(study: Study, verdict: Verdict, runs: Sequence[Run]) -> Panel |
     return Panel(
         verdict.claim.metric, "By seed", "", tuple(lines), xlabel="", x="family", ticks=ticks, shared=False
     )
+
+
+def _of_family(study: Study, verdict: Verdict, runs: Sequence[Run], seed: int) -> float:
+    """What the verdict takes for a family at one seed: NaN where one of its planned points is not there."""
+    metric, modality = find_metric(verdict.claim.metric)
+    assert isinstance(metric, FamilyMetric)
+    points = [arm.point for arm in study.arms_of(runs[0].family, verdict.claim.at)]
+    return metric.measured([run for run in runs if run.seed == seed], modality, points).value
 
 
 def outcome_rows(study: Study, verdict: Verdict) -> tuple[list[int], list[dict[str, Any]]]:
@@ -186,7 +192,7 @@ def outcome_rows(study: Study, verdict: Verdict) -> tuple[list[int], list[dict[s
         if isinstance(metric, FamilyMetric) and study.arms[arm].family != family:
             family = study.arms[arm].family
             own = [run for run in runs if run.family == family]
-            found = [metric.measure([run for run in own if run.seed == seed], modality) for seed in seeds]
+            found = [_of_family(study, verdict, own, seed) for seed in seeds]
             cells = [[{"run": None, "text": number(value), "diverged": False}] for value in found]
             rows.append({"label": f"{study.label(family)}: {metric.label}", "arm": arm, "cells": cells})
         rows.append(

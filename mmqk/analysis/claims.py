@@ -15,6 +15,8 @@ STATUSES = ("confirmatory", "exploratory", "shown", "control")
 TESTS = ("superiority", "equivalence", "count")
 LR_RULES = ("matched", "own_best")
 MOST_CONFIRMATORY = 6
+# What a grid's own sentence about its claim may name.
+NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Claim:
         exclusions: which runs were to be left out, in words; nothing is left out by it.
         falsifier: what would speak against it, as registered.
         note: anything to add to the verdict.
-        finding: sentences by verdict, with {ratio} {low} {high} {n} {seeds} in them.
+        finding: sentences by verdict, with `NUMBERS` in braces.
     """
 
     id: str
@@ -108,7 +110,9 @@ class Claim:
     @property
     def measured(self) -> Metric | FamilyMetric:
         """What it measures; of a count, the share of runs."""
-        metric, _ = find_metric(self.metric)
+        metric, modality = find_metric(self.metric)
+        if modality:
+            metric = replace(metric, label=f"{metric.label} ({modality})")
         if self.test != "count" or not self.decided or isinstance(metric, FamilyMetric):
             return metric
         what = "that diverged"
@@ -179,6 +183,14 @@ def _claim(value: Any, name: str, where: str) -> Claim:
     for key in ("at", "stopping", "finding"):
         if not isinstance(known.get(key, {}), Mapping):
             raise UserError(f"{where}: {key} of {here} is {known[key]!r}, not a mapping of names to values")
+    for verdict, sentence in known.get("finding", {}).items():
+        try:
+            str(sentence).format(**dict.fromkeys(NUMBERS, ""))
+        except (KeyError, IndexError, ValueError):
+            raise UserError(
+                f"{where}: finding.{verdict} of {here} may have {', '.join(f'{{{n}}}' for n in NUMBERS)} in it "
+                "and no other braces"
+            ) from None
     if "arms" in known:
         known["arms"] = tuple([known["arms"]] if isinstance(known["arms"], str) else known["arms"])
     # A claim from another grid that was merged into this one shares its level with those it came with.

@@ -159,7 +159,11 @@ def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> 
 def spread_outcomes(
     study: Study, claim: Claim, compared: Mapping[str, Group], outcomes: Outcomes
 ) -> dict[str, list[float]]:
-    """Outcomes for the seed spread: of what is compared, and of every other arm of its block at the same point."""
+    """Outcomes for the seed spread: of what is compared, and of every other arm of its block at the same point.
+
+    Arms that are one run until a fork have one spread between them, which must not count twice: the first stands for
+    the others.
+    """
     metric, _ = find_metric(claim.metric)
     by_name = {name: outcomes.only_bounded(name) for name in compared}
     known = {arm.name for members in compared.values() for arm in members.arms} | set(compared)
@@ -168,12 +172,27 @@ def spread_outcomes(
         others = [f for f in study.families.values() if f.block == mine.block]
     else:
         others = [a for a in study.arms.values() if a.block == mine.block and a.point == mine.point]
+    runs = {run.name: run for run in study.runs}
+    begun = {_origin(run, runs) for members in compared.values() for run in members.all}
     for other in others:
         if other.name not in known:
             beside = group(study, claim, other.name)
-            if beside.arms:
+            origins = {_origin(run, runs) for run in beside.all}
+            if beside.arms and not origins & begun:
+                begun |= origins
                 by_name[other.name] = measure({other.name: beside}, claim.metric).only_bounded(other.name)
     return by_name
+
+
+def _origin(run: Run, runs: Mapping[str, Run]) -> str:
+    """The name of the run in which this one began, of forks of forks the first."""
+    name = run.name
+    for _ in runs:
+        parent = (runs[name].fork or {}).get("parent") if name in runs else None
+        if parent is None:
+            break
+        name = str(parent)
+    return name
 
 
 def middle(values: Iterable[float]) -> float:

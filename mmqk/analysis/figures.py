@@ -217,13 +217,13 @@ def norms(study: Study) -> Figure | None:
         return None
     top = _changed_most(growth)
     reading = (
-        f"From first to last probe {top[0]} of {top[1]} tokens in {study.label(top[2])} changed most of "
-        f"these norms, ×{number(growth[top])}"
+        f"Of these norms {top[0]} of {top[1]} tokens in “{study.label(top[2])}” changed most from first to last "
+        f"probe: ×{number(growth[top])}"
     )
     values = {key: v for key, v in growth.items() if key[0] == NORMS["v_norm"]}
     if values and top not in values:
         most = number(values[_changed_most(values)])
-        reading += f"; ‖v‖, which is outside the logit product, by ×{most} at most"
+        reading += f"; ‖v‖, which is outside the logit product, at most ×{most}"
     caption = (
         f"{lines_caption(study, arms)} Mean over tokens, heads and layers. q and k are what enters the "
         "dot product: after QK-Norm, where there is one."

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mmqk.analysis.metrics import METRICS, final_loss
+from mmqk.analysis.exact import Counts
+from mmqk.analysis.metrics import METRICS, Metric, final_loss
 from mmqk.analysis.replays import ReplayVerdict, replay_verdicts
+from mmqk.analysis.stats import Effect
 from mmqk.analysis.study import Study
 from mmqk.analysis.verdicts import Verdict, detectable_in_words, middle
-from mmqk.analysis.words import capital, listed, nats, number, plural
+from mmqk.analysis.words import capital, decimals, fixed, listed, nats, number, plural
 
+# Of a ratio whose interval reaches further than this on the logarithm, two digits are enough.
+ROUGH = 0.35
 MARKS = {
     "V": "the source's own text or code was read",
     "S": "a detailed secondary source was read, not the paper itself",
@@ -47,30 +51,54 @@ def finding(study: Study, verdict: Verdict) -> str:
     claim, effect = verdict.claim, verdict.effect
     if verdict.verdict == "not run":
         return f"{claim.id} was not run: {capital(claim.statement).rstrip('.')}."
-    if not claim.decided or effect is None:
+    if not claim.decided:
         values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
         return f"{capital(verdict.metric.label)}: {listed(values)}; shown, not decided."
-    words = numbers_here(verdict)
-    if template := claim.finding.get(verdict.verdict):
-        return template.format(**words)
+    if effect is None:
+        return f"{claim.id} stays open: {_lower(verdict.open) or 'nothing was measured'}."
+    said = _measured(study, verdict, effect)
+    if verdict.bounds:
+        runs, count = plural(verdict.bounds, "failed run"), "counts" if verdict.bounds == 1 else "count"
+        said += f"; a bound, as {runs} {count} with the worst value seen"
+    decided = verdict.verdict in ("reproduced", "contradicted")
+    return f"Exploratory: {said}." if decided and claim.status == "exploratory" else f"{said}."
+
+
+def _measured(study: Study, verdict: Verdict, effect: Effect | Counts) -> str:
+    """What a decided claim measured, without a full stop."""
+    claim, words = verdict.claim, numbers_here(verdict)
+    template = claim.finding.get(verdict.verdict)
+    # The grid's words have an interval in them.
+    if template and effect.has_interval:
+        because = f"; {_lower(verdict.open)}" if verdict.open else ""
+        return template.format(**words).strip().rstrip(".") + because
     tail = _tail(verdict)
     if claim.test == "count":
         shares = [f"{a} of {n} runs of “{study.label(arm)}”" for arm, (a, n) in verdict.counts.items()]
         what = verdict.metric.label.removeprefix("share of runs ")
         interval = f"95 % interval {words['low']} to {words['high']}"
-        return f"{capital(listed(shares))} are ones {what} (difference {words['ratio']}, {interval}){tail}."
-    amount = "{ratio} times as high in" if verdict.metric.scale == "log" else "{size} higher in"
-    if verdict.metric.scale == "linear" and effect.value < 0:
-        amount = "{size} lower in"
-    than = "as" if verdict.metric.scale == "log" else "than"
+        return f"{capital(listed(shares))} are ones {what} (difference {words['ratio']}, {interval}){tail}"
+    metric = verdict.metric
+    verb = "ended" if isinstance(metric, Metric) and not metric.counts_failures else "was"
+    low, high, than = words["low"], words["high"], "as"
+    amount = f"{words['ratio']} times as high in"
+    if metric.scale == "linear":
+        # Size and interval look the way of the effect: "lower by 0.04 (0.03 to 0.05)".
+        size, low, high = _linear(effect, math.copysign(1, effect.value), metric.unit, sign="-")
+        amount, than = f"{size} {'lower' if effect.value < 0 else 'higher'} in", "than"
     interval = (
-        "95 % interval {low} to {high}, {seeds} an arm" if effect.has_interval else "{seeds}, no interval"
+        f"95 % interval {low} to {high}, {words['seeds']} an arm"
+        if effect.has_interval
+        else f"{words['seeds']}, no interval"
     )
-    sentence = (
-        f"The {verdict.metric.label} ended {amount} “{study.label(claim.treatment)}” {than} in "
-        f"“{study.label(claim.control)}” ({interval}){tail}."
+    return (
+        f"The {metric.label} {verb} {amount} “{study.label(claim.treatment)}” {than} in "
+        f"“{study.label(claim.control)}” ({interval}){tail}"
     )
-    return sentence.format(**words)
+
+
+def _lower(sentence: str) -> str:
+    return (sentence[:1].lower() + sentence[1:]).rstrip(".")
 
 
 def _tail(verdict: Verdict) -> str:
@@ -86,30 +114,51 @@ def _tail(verdict: Verdict) -> str:
 
 
 def _because(verdict: Verdict) -> str:
+    if verdict.open:
+        return f": {_lower(verdict.open)}"
     failed = [c.name for c in verdict.controls if not c.passed and not c.name.startswith("positive control")]
     return f": “{failed[0]}” did not hold" if failed else ""
 
 
 def numbers_here(verdict: Verdict) -> dict[str, str]:
-    """An effect in words: ratio or difference, low, high, n, seeds, size (without its sign)."""
+    """An effect in words, to the precision of its interval: ratio or difference, low, high, n, seeds, and the size of
+    a difference: positive where it is as claimed, and of an equivalence always."""
     effect = verdict.effect
     if effect is None:
         return {}
+    claim, unit = verdict.claim, verdict.metric.unit
     if verdict.metric.scale == "log":
-        shown = [number(math.exp(v)) for v in (effect.value, effect.low, effect.high)]
+        half = effect.high - effect.low if effect.has_interval else math.inf
+        digits = 3 if half < 2 * ROUGH else 2
+        value, low, high = (number(_exp(v), digits) for v in (effect.value, effect.low, effect.high))
+        size = value
     else:
-        shown = [f"{v:+.2f} {verdict.metric.unit}".strip() for v in (effect.value, effect.low, effect.high)]
-    value, low, high = shown
-    size = number(abs(effect.value))
+        value, low, high = _linear(effect, 1, unit, sign="+")
+        way = math.copysign(1, effect.value) if claim.test == "equivalence" else claim.sign
+        size, *_ = _linear(effect, way, unit, sign="-")
     return {
         "ratio": value,
         "difference": value.lstrip("+"),
-        "size": f"{size} {verdict.metric.unit}".strip(),
+        "size": size,
         "low": low,
         "high": high,
         "n": str(effect.n),
         "seeds": plural(effect.n, "seed"),
     }
+
+
+def _linear(effect: Effect | Counts, way: float, unit: str, sign: str) -> tuple[str, str, str]:
+    """(difference with its unit, low, high with the unit), seen the way of the effect (1) or against it (-1)."""
+    ends = sorted((way * effect.low, way * effect.high)) if effect.has_interval else [math.nan, math.nan]
+    places = decimals((ends[1] - ends[0]) / 2)
+    value, low, high = (
+        fixed(v, places, sign) if math.isfinite(v) else number(v) for v in (way * effect.value, *ends)
+    )
+    return f"{value} {unit}".strip(), low, f"{high} {unit}".strip()
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
 
 
 def number_here(study: Study, verdict: Verdict) -> tuple[str, str]:
@@ -133,8 +182,8 @@ def _threshold(verdict: Verdict) -> str:
     sign = 1 if either else verdict.claim.sign
     way = " either way" if either else ""
     if verdict.metric.scale == "log":
-        return f"a factor of {number(math.exp(sign * delta))}{way}"
-    return f"{number(sign * delta)} {verdict.metric.unit}".strip() + way
+        return f"a factor of {math.exp(sign * delta):.3g}{way}"
+    return f"{sign * delta:.3g} {verdict.metric.unit}".strip() + way
 
 
 def threshold_in_words(verdict: Verdict) -> str:
@@ -146,7 +195,7 @@ def _plain_headline(study: Study) -> str:
     if replayed := [_of_replays(study, found) for found in replay_verdicts(study.runs)]:
         return "; ".join(replayed)
     metric = METRICS["largest_attention_logit"]
-    ends = {arm: middle(metric.measure(run, None) for run in study.of_arm(arm)) for arm in study.arms}
+    ends = {arm: middle(metric.measure(run, None) for run in study.ended(arm)) for arm in study.arms}
     measured = {arm: value for arm, value in ends.items() if not math.isnan(value)}
     runs = plural(len(study.runs), "run")
     if not measured:
@@ -154,9 +203,9 @@ def _plain_headline(study: Study) -> str:
     if len(measured) == 1:
         (arm, value), *_ = measured.items()
         losses = [
-            f"{m} {nats(middle(final_loss(run, m).value for run in study.of_arm(arm)))}"
+            f"{m} {nats(middle(final_loss(run, m).value for run in study.ended(arm)))}"
             for m in study.modalities
-            if any(math.isfinite(final_loss(run, m).value) for run in study.of_arm(arm))
+            if any(math.isfinite(final_loss(run, m).value) for run in study.ended(arm))
         ]
         ended = f" and the losses at {listed(losses)} nats" if losses else ""
         return f"{study.label(arm)}: the largest attention logit ended at {number(value)}{ended} ({runs})"
@@ -201,6 +250,11 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
 
 def _about_runs(study: Study) -> list[str]:
     items = []
+    if not study.registered:
+        items.append(
+            "Whether a difference is more than chance. Nothing was claimed before these runs were made, so nothing "
+            "here is decided and no number has an interval."
+        )
     unfinished = [run for run in study.runs if not run.status.finished]
     if study.missing or unfinished:
         parts = []

@@ -36,16 +36,16 @@ def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], 
 
 
 def at_end(study: Study, arm: str, measure: Callable, modality: str | None = None) -> float:
-    """A metric of an arm: the median over its runs."""
-    return middle(measure(run, modality) for run in study.of_arm(arm))
+    """A metric of an arm: the median over its finished runs, over all where none is finished."""
+    return middle(measure(run, modality) for run in study.ended(arm))
 
 
 def listed_ends(
     study: Study, arms: Collection[str], measure: Callable, modality: str | None = None
 ) -> list[str]:
-    """Each arm's value at the end, with its label where there are several."""
+    """Each arm's value at the end, with its label where the study has several."""
     values = [number(at_end(study, arm, measure, modality)) for arm in arms]
-    if len(values) == 1:
+    if len(values) == 1 and len(study.arms) == 1:
         return values
     return [f"{value} ({study.label(arm)})" for value, arm in zip(values, arms, strict=True)]
 
@@ -82,12 +82,17 @@ def hero_reading(study: Study, arms: Sequence[str]) -> str:
         ends = listed_ends(study, dict.fromkeys((measured[0], measured[-1])), LOGIT)
         where = f"between {ends[-1]} and {ends[0]}" if len(ends) > 1 else f"at {ends[0]}"
         return f"The largest attention logit of {plural(len(arms), 'arm')} ended {where}."
-    ends = listed_ends(study, arms, LOGIT)
-    reading = f"The largest attention logit ended at {listed(ends)}"
+    ends = listed_ends(study, [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))], LOGIT)
+    verb = "ended" if any(study.finished(arm) for arm in arms) else "stood last"
+    reading = (
+        f"The largest attention logit {verb} at {listed(ends)}"
+        if ends
+        else "Attention logits were not measured"
+    )
     gaps = []
     for modality in study.modalities:
         losses = [
-            middle(final_loss(run, modality).value for run in study.of_arm(arm))
+            middle(final_loss(run, modality).value for run in study.ended(arm))
             for arm in arms
             if all(is_trained(run, modality) for run in study.of_arm(arm))
         ]

@@ -8,7 +8,7 @@ from mmqk.analysis.claims import Claim
 from mmqk.analysis.exact import Counts, clopper_pearson
 from mmqk.analysis.multiple import Adjusted
 from mmqk.analysis.stats import Effect, Spread
-from mmqk.analysis.words import number, plural
+from mmqk.analysis.words import decimals, fixed, number, plural
 
 ENOUGH_SEEDS = 6
 
@@ -22,7 +22,7 @@ def about_family(claim: Claim, effect: Effect | Counts | None, adjusted: Adjuste
         return said
     looks = f", and {claim.seeds} to {claim.max_seeds} seeds" if claim.stopping else ""
     if adjusted.claims > 1 or looks:
-        low, high = (_on_paper(claim, end) for end in effect.interval(adjusted.alpha))
+        low, high = _on_paper(claim, *effect.interval(adjusted.alpha))
         said.append(
             f"p {_p(p)} against the smallest effect of interest, adjusted p {_p(adjusted.p)} by "
             f"{adjusted.method} over {plural(adjusted.claims, f'{claim.status} claim')}{looks}; decided by the "
@@ -44,11 +44,16 @@ def about_spread(spread: Spread | None, effect: Effect | Counts | None) -> list[
         ]
     if spread is None or effect is None or not effect.has_interval:
         return []
+    if effect.of == "differences":
+        sd = effect.error * math.sqrt(effect.n)
+        return [
+            f"The interval is that of the differences by seed, whose spread is {sd:.2g}, as the runs of a seed are "
+            f"one until the fork ({effect.df:.3g} degrees of freedom)."
+        ]
     sds = ", ".join(f"{sd:.2g}" for sd in spread.by_arm.values())
     method = {
         "pooled": "the pooled one",
         "two arms": "Welch's, of the two arms alone, whose standard error is larger",
-        "differences": "that of the differences by seed, as the runs of a seed are one until the fork",
     }[effect.of]
     return [
         f"Seed spread by arm {sds}, pooled {spread.sd:.2g} (equal spread p = {spread.p_equal:.2g}); the interval is "
@@ -78,12 +83,13 @@ def about_power(claim: Claim, size: str) -> str:
     return f"To reproduce the claim with 80 % power these seeds need a true effect of {size}."
 
 
-def _on_paper(claim: Claim, value: float) -> str:
-    """A value on the metric's scale as a reader has it: a ratio, or a difference with its unit."""
+def _on_paper(claim: Claim, low: float, high: float) -> tuple[str, str]:
+    """The ends of an interval as a reader has them: ratios, or differences with their unit."""
     metric = claim.measured
     if metric.scale == "log":
-        return number(math.exp(value))
-    return f"{value:+.2f} {metric.unit}".strip()
+        return number(math.exp(low)), number(math.exp(high))
+    places = decimals((high - low) / 2)
+    return fixed(low, places, "+"), f"{fixed(high, places, '+')} {metric.unit}".strip()
 
 
 def _p(value: float) -> str:

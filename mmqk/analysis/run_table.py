@@ -85,11 +85,14 @@ def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def tokens(run: Run) -> int:
-    """Tokens that the run has read: steps times sequences a step times their length; 0 where not recorded."""
+    """Tokens that the run has read by itself, without those before its fork: steps times sequences a step times
+    their length; 0 where not recorded."""
     size, length = run.setting("data.batch_size"), run.setting("data.seq_len")
     if not isinstance(size, int) or not isinstance(length, int):
         return 0
-    return max(run.status.step, run.last_step) * size * length
+    start = (run.fork or run.replay or {}).get("step")
+    steps = max(run.status.step, run.last_step) - (start if isinstance(start, int) else 0)
+    return max(0, steps) * size * length
 
 
 def totals(study: Study) -> str:

@@ -234,11 +234,11 @@ def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] |
     notes = []
     record = read_json(path / "run.json")
     if record is None:
-        notes.append("run.json is missing or cannot be read")
+        notes.append("its run.json is missing or cannot be read")
         record = {}
     status = read_status(path)
     if status is None:
-        notes.append("status.json is missing or cannot be read")
+        notes.append("its status.json is missing or cannot be read")
         status = Status("failed", reason="no status was written")
     if status.status == "running":
         notes.append("still running, or cut off")

@@ -109,6 +109,10 @@ class Study:
         """Those that completed or diverged: the ones that count."""
         return tuple(run for run in self.of_arm(arm) if run.status.finished)
 
+    def ended(self, arm: str) -> tuple[Run, ...]:
+        """The runs of which it may be said where they ended: the finished ones, or all where none is."""
+        return self.finished(arm) or self.of_arm(arm)
+
     def selection(self, arm: Arm) -> tuple[Run, ...]:
         """The runs that chose the learning rate of an arm; they count in no verdict."""
 

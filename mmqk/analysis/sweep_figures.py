@@ -65,7 +65,7 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
                 )
                 for sweep in found
             ]
-        panel, sentence = _sensitivity(found, modality)
+        panel, sentence = _sensitivity(study, found, modality)
         if panel.lines:
             row.append(panel)
             said.append(sentence)
@@ -78,12 +78,13 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
     reading = f"{capital('; '.join(said))}." if said else "Final loss against the learning rate."
     caption = (
         f"{_dots(found)} A run that diverged (×) is given its loss at initialisation. Sensitivity: mean over the "
-        "learning rates of min(final loss, loss at initialisation) less the best of them (the source's Section 2.2)."
+        "learning rates of min(final loss, loss at initialisation) less the best of them (the source's Section 2.2), "
+        "of the seeds that have every learning rate."
     )
     return Figure("lr_sensitivity", reading, caption, tuple(rows), _arms(found), tuple(keys), like)
 
 
-def _sensitivity(found: Sequence[Sweep], modality: str) -> tuple[Panel, str]:
+def _sensitivity(study: Study, found: Sequence[Sweep], modality: str) -> tuple[Panel, str]:
     """The panel of LR sensitivity against size, and a sentence on the largest size."""
     lines, ends = [], []
     sensitivity = FAMILY_METRICS["lr_sensitivity"].measure
@@ -92,8 +93,10 @@ def _sensitivity(found: Sequence[Sweep], modality: str) -> tuple[Panel, str]:
         for size in sweep.sizes:
             runs = [run for run in sweep.at(size=size) if run.status.finished]
             for seed in sorted({run.seed for run in runs}):
-                value = sensitivity([run for run in runs if run.seed == seed], modality)
-                if math.isfinite(value):
+                own = [run for run in runs if run.seed == seed]
+                value = sensitivity(own, modality)
+                # A seed that lacks some learning rates would be another number.
+                if math.isfinite(value) and _rates(study, sweep, size) <= {rate(run) for run in own}:
                     points.setdefault(size, []).append(value)
         if points:
             at = np.array(list(points))
@@ -116,6 +119,14 @@ def _sensitivity(found: Sequence[Sweep], modality: str) -> tuple[Panel, str]:
         f"the LR sensitivity of the {modality} loss is {listed([words for _, words in ends])} nats at "
         f"{_size(max(size for size, _ in ends))}"
     )
+
+
+def _rates(study: Study, sweep: Sweep, size: float) -> set[float]:
+    """The learning rates that a sweep has or was planned to have at a size."""
+    runs = sweep.at(size=size)
+    families = {run.family for run in runs}
+    planned = {arm.point.get(RATE["x"]) for arm in study.arms.values() if arm.family in families}
+    return {rate(run) for run in runs} | {float(lr) for lr in planned if isinstance(lr, int | float)}
 
 
 def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure | None:

@@ -109,10 +109,14 @@ def arm_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
     """One row an arm and modality: where its loss began, where it ended, and whether that is learning."""
     rows = []
     for arm in study.arms:
-        runs = [run for run in study.of_arm(arm) if run.tags]
+        runs = [run for run in study.ended(arm) if run.tags]
         for modality in study.modalities if runs else ():
             ends = [final_loss(run, modality) for run in runs]
             values = [end.value for end in ends if math.isfinite(end.value)]
+            # A watched model has no losses: it cannot be said to have learnt nothing.
+            losses = any(
+                len(run.series(f"{name}/{modality}")[0]) for run in runs for name in ("loss", "val_loss")
+            )
             star = "" if all(end.held_out for end in ends) else "*"
             rows.append(
                 {
@@ -126,8 +130,12 @@ def arm_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
                     "final": _nats(middle(values)) + (star if values else ""),
                     "excess": _nats(middle(final_loss(run, modality, "excess").value for run in runs)),
                     "range": f"{nats(min(values))} to {nats(max(values))}" if len(values) > 1 else DASH,
-                    "learnt": f"{sum(learnt(run, modality) for run in runs)} of {len(runs)}",
-                    "trained": "yes" if all(is_trained(run, modality) for run in runs) else "no",
+                    "learnt": f"{sum(learnt(run, modality) for run in runs)} of {len(runs)}"
+                    if losses
+                    else DASH,
+                    "trained": ("yes" if all(is_trained(run, modality) for run in runs) else "no")
+                    if losses
+                    else DASH,
                 }
             )
     return rows

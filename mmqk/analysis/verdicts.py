@@ -56,6 +56,8 @@ class Verdict:
         detectable: the true effect at which these seeds reach the verdict "reproduced" with 80 % power; NaN where
             not known. Of an equivalence: the smallest delta at which no true effect is found to be none.
         counts: of a claim that counts runs, how many of how many by arm.
+        open: why nothing could be decided, whatever the effect; empty otherwise.
+        bounds: how many runs count with the worst value seen, so that the effect is a bound.
     """
 
     claim: Claim
@@ -70,6 +72,8 @@ class Verdict:
     sign_flip: float = math.nan
     detectable: float = math.nan
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    open: str = ""
+    bounds: int = 0
 
     @property
     def metric(self) -> Metric | FamilyMetric:
@@ -120,7 +124,7 @@ def judge(study: Study) -> list[Verdict]:
         waiting = {claim.id for claim in pending}
         ready = [c for c in pending if not (set(c.leans_on) - {c.id}) & waiting]
         for claim in ready or pending:
-            verdicts[claim.id] = _judge(study, assessed[claim.id], adjusted.get(claim.id), verdicts)
+            verdicts[claim.id] = _judge(study, assessed, adjusted.get(claim.id), verdicts, claim.id)
         pending = [c for c in pending if c.id not in verdicts]
     return [verdicts[claim.id] for claim in claims]
 
@@ -141,8 +145,13 @@ def _adjust(claims: list[Claim], assessed: Mapping[str, Assessment]) -> dict[str
 
 
 def _judge(
-    study: Study, found: Assessment, adjusted: Adjusted | None, others: Mapping[str, Verdict]
+    study: Study,
+    assessed: Mapping[str, Assessment],
+    adjusted: Adjusted | None,
+    others: Mapping[str, Verdict],
+    id: str,
 ) -> Verdict:
+    found = assessed[id]
     claim, effect = found.claim, found.effect
     notes = [_sentence(claim.note)] if claim.note else []
     names = tuple(run.name for members in found.groups.values() for run in members.all)
@@ -154,14 +163,14 @@ def _judge(
         n = max(len(members.runs) for members in found.groups.values())
         notes.insert(0, f"Shown, {plural(n, 'seed')}: not decided.")
         return Verdict(claim, "inconclusive", effect, found.medians, names, found.controls, tuple(notes))
-    controls = (*found.controls, *_leaning(study, claim, others))
+    controls = (*found.controls, *_leaning(study, claim, others, assessed))
     verdict, why = _decide(found, adjusted, controls)
     notes += [*why, *about_family(claim, effect, adjusted, found.p), *about_spread(found.spread, effect)]
     notes += about_seeds(claim, effect, found.sign_flip)
     detectable = _detectable(claim, effect, adjusted)
     made = Verdict(
         claim, verdict, effect, found.medians, names, controls, tuple(notes), adjusted, found.p, found.sign_flip,
-        detectable, found.counts,
+        detectable, found.counts, found.open, found.failures,
     )  # fmt: skip
     if verdict == "inconclusive" and (words := about_power(claim, detectable_in_words(made))):
         made = replace(made, notes=(*made.notes, words))
@@ -189,9 +198,9 @@ def _decide(
         return "inconclusive", [f"Not satisfied: {', '.join(failed)}."]
     if found.bounded:
         return "inconclusive", [found.bounded]
-    if found.holds and negative is not None and not negative.passed:
+    if negative is not None and not negative.passed:
         return "inconclusive", [
-            "What was claimed shows also where it cannot be: the negative control did not pass."
+            "It is not shown that the effect is absent where it cannot be: the negative control did not pass."
         ]
     if not found.holds or claim.test == "equivalence":
         lies = "within" if found.holds else "outside" if claim.test == "equivalence" else "short of"
@@ -208,7 +217,9 @@ def _decide(
     return ("reproduced" if found.holds else "contradicted"), []
 
 
-def _leaning(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> list[Control]:
+def _leaning(
+    study: Study, claim: Claim, others: Mapping[str, Verdict], assessed: Mapping[str, Assessment]
+) -> list[Control]:
     """The controls that are claims of their own."""
     found = []
     for name, other in (
@@ -219,20 +230,37 @@ def _leaning(study: Study, claim: Claim, others: Mapping[str, Verdict]) -> list[
         wanted = name != "negative control"
         if other in others:
             seen = others[other]
-            passed = seen.verdict == "reproduced" if wanted else _shows_nothing(seen)
-            found.append(Control(f"{name} {other}", passed, seen.verdict))
+            why = _shows_it(seen) if wanted else _shows_nothing(seen, assessed[other])
+            found.append(Control(f"{name} {other}", not why, why or seen.verdict))
+        elif other in assessed:
+            found.append(Control(f"{name} {other}", False, f"it leans on {claim.id} in its turn"))
         found += [
             reaches(study, c, name, wanted) for c in study.claims if c.id == other and c.status == "control"
         ]
     return found
 
 
-def _shows_nothing(seen: Verdict) -> bool:
-    """Whether the whole 95 % interval lies short of the effect that must not be there: no evidence is not enough."""
-    if seen.effect is None or not seen.effect.has_interval:
-        return False
+def _shows_it(seen: Verdict) -> str:
+    """Why a claim is no positive control: it must have been reproduced, and be one of an effect. Empty if it is."""
+    if seen.verdict != "reproduced":
+        return seen.verdict
+    return "no difference was found, which shows nothing" if seen.claim.test == "equivalence" else ""
+
+
+def _shows_nothing(seen: Verdict, found: Assessment) -> str:
+    """Why a claim is no negative control; empty if it is.
+
+    The whole 95 % interval must lie short of the effect that must not be there, of runs that could have shown it: no
+    evidence is not enough.
+    """
+    if found.open or seen.effect is None or not seen.effect.has_interval:
+        return _sentence(found.open or "no interval").rstrip(".")
+    if failed := [control.name for control in found.controls if not control.passed]:
+        return f"not satisfied: {', '.join(failed)}"
+    if found.bounded:
+        return found.bounded.rstrip(".")
     ends = (seen.claim.sign * seen.effect.low, seen.claim.sign * seen.effect.high)
-    return max(ends) < seen.claim.delta
+    return "" if max(ends) < seen.claim.delta else "its interval reaches the smallest effect of interest"
 
 
 def _detectable(claim: Claim, effect: Effect | Counts | None, adjusted: Adjusted) -> float:
@@ -252,8 +280,8 @@ def detectable_in_words(verdict: Verdict) -> str:
     if not verdict.claim.decided or not math.isfinite(size):
         return ""
     if verdict.metric.scale == "log":
-        return f"a factor of {number(math.exp(size))}"
-    return f"{number(size)} {verdict.metric.unit}".strip()
+        return f"a factor of {number(math.exp(size), 2)}"
+    return f"{number(size, 2)} {verdict.metric.unit}".strip()
 
 
 def _rounded(value: float) -> float | None:

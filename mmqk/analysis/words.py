@@ -28,6 +28,21 @@ def number(value: float, digits: int = 3) -> str:
     return f"{rounded:.{digits - 1 - size}f}"
 
 
+def decimals(error: float) -> int:
+    """How many decimals a number with this error deserves: two digits of an error that begins with less than 3.5, one
+    of others (Review of Particle Physics, section 5.3)."""
+    if not (math.isfinite(error) and error > 0):
+        return 2
+    size = math.floor(math.log10(error))
+    return -size + (error / 10**size < 3.5)
+
+
+def fixed(value: float, places: int, sign: str = "-") -> str:
+    """A number with so many decimals, tens and hundreds rounded where they are fewer than none."""
+    rounded = round(value, places) + 0.0  # no "-0.00"
+    return f"{rounded:{sign},.{max(0, places)}f}"
+
+
 def nats(value: float) -> str:
     """A loss or an entropy, to a hundredth of a nat."""
     return f"{value:.2f}" if math.isfinite(value) else number(value)

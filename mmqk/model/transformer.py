@@ -168,6 +168,7 @@ class EarlyFusionTransformer(nn.Module):
         modality_BT: Tensor | None = None,
         document_BT: Tensor | None = None,
         sink: Sink | None = None,
+        head: bool = True,
     ) -> Tensor:
         """Logits of the next token at every position.
 
@@ -184,9 +185,11 @@ class EarlyFusionTransformer(nn.Module):
                 added to the residual stream, before dropout; resid, the stream after the layer. With layer -1: final
                 (B, T, D), the last layer's output before the final norm; logits (B, T, V), before the final
                 softcap.
+            head: False stops before the head, for a loss that applies head and softcap itself.
 
         Returns:
-            logits_BTV in fp32 (fp64 in an fp64 model), whatever autocast makes of the head.
+            logits_BTV in fp32 (fp64 in an fp64 model), whatever autocast makes of the head. Without the head, the
+            output of the final norm, (B, T, D); no site logits then.
         """
         c, T, device = self.config, ids_BT.shape[1], ids_BT.device
         if self.reads_modality:
@@ -207,9 +210,13 @@ class EarlyFusionTransformer(nn.Module):
             tap = no_tap if sink is None else partial(_at_layer, sink, layer)
             turn = local_rope if c.window_of(layer) else rope
             x_BTD = block(x_BTD, turn, document_BT, modality_BT, tap)
-        logits_BTV = at_least_fp32(self.head(through(self.final_norm, x_BTD, modality_BT)))
         if sink is not None:
             sink("final", -1, x_BTD)
+        hidden_BTD = through(self.final_norm, x_BTD, modality_BT)
+        if not head:
+            return hidden_BTD
+        logits_BTV = at_least_fp32(self.head(hidden_BTD))
+        if sink is not None:
             sink("logits", -1, logits_BTV)
         cap = c.final_softcap
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)

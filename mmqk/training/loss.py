@@ -18,15 +18,23 @@ class LossConfig:
     Attributes:
         z_loss: Coefficient of log(Z)^2, Z the normaliser of the output softmax (PaLM, arXiv 2204.02311).
         weights: Weight of each modality's loss and z-loss by name, 1 where left out; 0 switches it off.
+        chunk: Tokens whose logits exist at once: the head and the loss take a chunk after the other, so that their
+            memory does not grow with batch times vocabulary; the loss is the same up to rounding. A few thousand
+            are usual on a GPU with a large vocabulary. Null is all of them at once.
     """
 
     z_loss: float = 0.0
     weights: dict[str, float] = field(default_factory=dict)
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in [("z_loss", self.z_loss), *((f"weights.{m}", w) for m, w in self.weights.items())]:
             if not (value >= 0.0 and math.isfinite(value)):
                 raise ValueError(f"loss.{name} must be a finite number, 0 or above, but is {value}.")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(
+                f"loss.chunk is {self.chunk}: a chunk has at least 1 token; null is all at once."
+            )
 
     def weights_of(self, modalities: Sequence[str]) -> list[float]:
         """The weight of each modality, in the order given; ValueError for a name that is not among them."""
@@ -35,6 +43,23 @@ class LossConfig:
                 known = ", ".join(modalities)
                 raise ValueError(f"loss.weights names {name!r}, but the modalities here are {known}.")
         return [self.weights.get(name, 1.0) for name in modalities]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a loss in chunks differentiates; weights and z-loss had to be known when its gradients were computed.
+
+    Attributes:
+        total: `sum_m w_m (ce_m + z_loss * log_z_sq_m)`.
+        parts_M: Each term of it, or None where nobody asked.
+        weights_M: w, the very tensor.
+        z_loss: Coefficient of log(Z)^2.
+    """
+
+    total: Tensor
+    parts_M: Tensor | None
+    weights_M: Tensor
+    z_loss: float
 
 
 @dataclass(frozen=True)
@@ -48,12 +73,14 @@ class LossSums:
         ce: Cross-entropy, nats.
         log_z: Log of the output softmax's normaliser, nats.
         log_z_sq: Its square.
+        objective: Where the loss came in chunks: what has the gradient, which the sums then have not.
     """
 
     count: Tensor
     ce: Tensor
     log_z: Tensor
     log_z_sq: Tensor
+    objective: Objective | None = None
 
 
 def modality_losses(
@@ -82,14 +109,23 @@ def modality_losses(
     ce_BT = -torch.log_softmax(wide_BTV, dim=-1).gather(-1, index_BT1)[..., 0]
     log_z_BT = wide_BTV.gather(-1, index_BT1)[..., 0] + ce_BT
 
-    modality_M = torch.arange(n_modalities, device=logits_BTV.device)
-    selected_BTM = target_mask_BT[..., None] & (target_modality_BT[..., None] == modality_M)
+    return sum_by_modality(ce_BT, log_z_BT, selected_of(target_modality_BT, target_mask_BT, n_modalities))
+
+
+def selected_of(target_modality_BT: Tensor, target_mask_BT: Tensor, n_modalities: int) -> Tensor:
+    """Whether a target is a trained one of this modality: (B, T, M)."""
+    modality_M = torch.arange(n_modalities, device=target_modality_BT.device)
+    return target_mask_BT[..., None] & (target_modality_BT[..., None] == modality_M)
+
+
+def sum_by_modality(ce_BT: Tensor, log_z_BT: Tensor, selected_BTM: Tensor) -> LossSums:
+    """Sums of every target's cross-entropy and log Z; what is not selected is never read."""
 
     def total_M(value_BT: Tensor) -> Tensor:
         return torch.where(selected_BTM, value_BT[..., None], 0.0).sum(dim=(0, 1))
 
     return LossSums(
-        count=selected_BTM.sum(dim=(0, 1)).to(wide_BTV.dtype),
+        count=selected_BTM.sum(dim=(0, 1)).to(ce_BT.dtype),
         ce=total_M(ce_BT),
         log_z=total_M(log_z_BT),
         log_z_sq=total_M(log_z_BT.square()),
@@ -100,19 +136,34 @@ def total_loss(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Ten
     """`sum_m w_m (ce_m + z_loss * log_z_sq_m) / normalizer`, a scalar in nats.
 
     Args:
-        sums: What `modality_losses` returned.
+        sums: What `modality_losses` or `chunked_losses` returned.
         weights_M: Weight of each modality.
         z_loss: Coefficient of log(Z)^2.
         normalizer: Usually the trained targets of the whole optimizer step, over micro-batches and ranks.
     """
-    return _weighted(sums, weights_M, z_loss).sum() / normalizer
+    objective = _objective(sums, weights_M, z_loss)
+    total = _weighted(sums, weights_M, z_loss).sum() if objective is None else objective.total
+    return total / normalizer
 
 
 def loss_parts(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Tensor | float) -> Tensor:
     """What each modality's targets add to `total_loss`, (M,): the denominator is that of all of them."""
-    return _weighted(sums, weights_M, z_loss) / normalizer
+    objective = _objective(sums, weights_M, z_loss)
+    parts_M = _weighted(sums, weights_M, z_loss) if objective is None else objective.parts_M
+    if parts_M is None:
+        raise ValueError("this chunked loss has no parts: call chunked_losses with by_modality=True.")
+    return parts_M / normalizer
 
 
 def _weighted(sums: LossSums, weights_M: Tensor, z_loss: float) -> Tensor:
     per_modality_M = sums.ce + z_loss * sums.log_z_sq if z_loss else sums.ce
     return weights_M * per_modality_M
+
+
+def _objective(sums: LossSums, weights_M: Tensor, z_loss: float) -> Objective | None:
+    found = sums.objective
+    if found is not None and (found.weights_M is not weights_M or found.z_loss != z_loss):
+        raise ValueError(
+            "a chunked loss has the weights and z_loss that chunked_losses was given: pass the same."
+        )
+    return found

@@ -17,6 +17,7 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, power_step
 from mmqk.model.transformer import Sink
 from mmqk.monitors.ranks import summed
 from mmqk.store import tag
+from mmqk.training.chunked_loss import chunked_losses
 from mmqk.training.loss import LossConfig, LossSums, loss_parts, modality_losses, total_loss
 from mmqk.training.optim import OptimConfig, lr_multiplier, make_optimizer
 from mmqk.training.qk_clip import QKClip
@@ -159,11 +160,12 @@ class TrainingModule(L.LightningModule):
     def training_step(self, batch: TokenBatch, index: int) -> Tensor:
         if self.model_config.residual_dropout or self.model_config.attn_dropout:
             self._seed_dropout(index)
-        sums = self._losses(batch, None if self._clip is None else self._clip.sink(batch))
+        attributing = self.step_watch is not None and self.step_watch.attributing
+        by_modality = self.optim_config.split_second_moment or attributing
+        sums = self._losses(batch, None if self._clip is None else self._clip.sink(batch), by_modality)
         weighing = self._weighing(batch)
         loss = total_loss(sums, *weighing)
-        attributing = self.step_watch is not None and self.step_watch.attributing
-        if self.optim_config.split_second_moment or attributing:
+        if by_modality:
             self._parts_M = loss_parts(sums, *weighing)
         self._sums_RM = _add(self._sums_RM, modality_sums(sums, batch))
         self._loss = _add(self._loss, loss.detach())
@@ -182,15 +184,31 @@ class TrainingModule(L.LightningModule):
         super().backward(loss, *args, **kwargs)
 
     def _losses(
-        self, batch: TokenBatch, sink: Sink | None = None, model: EarlyFusionTransformer | None = None
+        self,
+        batch: TokenBatch,
+        sink: Sink | None = None,
+        by_modality: bool = False,
+        model: EarlyFusionTransformer | None = None,
     ) -> LossSums:
-        logits_BTV = (model or self.model)(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
-        return modality_losses(
-            logits_BTV,
-            batch.targets_BT,
-            batch.target_modality_BT,
-            batch.target_mask_BT,
-            len(self.model_config.modalities),
+        """Of ``model``, or (None) the one that is trained.
+
+        ``by_modality`` says whether `loss_parts` will be wanted, which costs a loss in chunks a little more.
+        """
+        model = model or self.model
+        inputs = batch.ids_BT, batch.modality_BT, batch.document_BT, sink
+        targets = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
+        c = self.loss_config
+        if c.chunk is None:
+            return modality_losses(model(*inputs), *targets, len(self.model_config.modalities))
+        return chunked_losses(
+            model(*inputs, head=False),
+            model.head.weight,
+            *targets,
+            self.loss_weights_M,
+            c.z_loss,
+            c.chunk,
+            softcap=self.model_config.final_softcap,
+            by_modality=by_modality,
         )
 
     def _weighing(self, batch: TokenBatch) -> tuple[Tensor, float, Tensor]:
@@ -200,7 +218,7 @@ class TrainingModule(L.LightningModule):
         """What each modality's targets add to the loss of ``batch``, (M,), in the run's precision; dropout is left to
         the mode that ``model`` is in: a copy, or (None) the one that is trained."""
         with self.trainer.precision_plugin.train_step_context():
-            return loss_parts(self._losses(batch, model=model), *self._weighing(batch))
+            return loss_parts(self._losses(batch, by_modality=True, model=model), *self._weighing(batch))
 
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
         """`first_bad_site` of a step whose gradient was not finite, from its micro-batches with their numbers.
@@ -214,7 +232,7 @@ class TrainingModule(L.LightningModule):
             self._seed_dropout(index)
 
             def loss(sink: Sink, batch: TokenBatch = batch) -> Tensor:
-                return total_loss(self._losses(batch, sink, model), *self._weighing(batch))
+                return total_loss(self._losses(batch, sink, model=model), *self._weighing(batch))
 
             with self.trainer.precision_plugin.train_step_context():
                 found = first_bad_site(model, batch, loss)

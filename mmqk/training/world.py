@@ -6,6 +6,7 @@ from typing import Any
 
 from mmqk.model import ModelConfig
 from mmqk.monitors import MonitorConfig
+from mmqk.training.loss import LossConfig
 from mmqk.training.optim import OptimConfig
 
 STRATEGIES = ("auto", "ddp", "fsdp")
@@ -29,12 +30,13 @@ def world_size(trainer: dict[str, Any]) -> int:
     return world
 
 
-def check_sharded(model: ModelConfig, optim: OptimConfig, monitor: MonitorConfig) -> None:
+def check_sharded(model: ModelConfig, optim: OptimConfig, loss: LossConfig, monitor: MonitorConfig) -> None:
     """Raise ValueError for what looks at whole weights or gradients inside a step, where only shards are."""
     wanted = {
         "model.weight_reparam sigma": model.weight_reparam == "sigma",
         "optim.qk_clip": optim.qk_clip is not None,
         "optim.split_second_moment": optim.split_second_moment,
+        "loss.chunk": loss.chunk is not None,
         "monitor.parameters": monitor.parameters,
         "monitor.budget_every_n_steps": monitor.budget_every_n_steps > 0,
     }

@@ -216,6 +216,17 @@ def test_time_left_is_what_a_step_took_in_runs_of_the_same_arm():
     assert "unknown" in time_left(open_runs, 1)
 
 
+def test_time_left_of_a_fork_is_that_of_its_own_steps():
+    def task(seed, first):
+        return Task("late", seed, (), Path(str(seed)), "id", 500, first=first)
+
+    done = {task(0, 300): Outcome("completed", 500, 1.0, 200.0)}  # 1 s a step
+    assert "about 3:20" in time_left(done | {task(1, 300): Outcome("waiting")}, 1)
+    assert "about 1:00" in time_left(done | {task(1, 300): Outcome("interrupted", 440)}, 1)
+    assert "about 8:20" in time_left(done | {task(1, 0): Outcome("waiting")}, 1), "one from the beginning"
+    assert time_left(done | {task(1, 300): Outcome("never")}, 1) == "nothing to train"
+
+
 def test_a_dry_run_says_how_long_it_will_take(world, tmp_path, capsys):
     assert world("--dry-run", grid=GRID) == 0
     assert "time to train 6 runs: unknown, as none of this grid has finished" in capsys.readouterr().out
@@ -237,6 +248,7 @@ def test_a_dry_run_says_how_long_it_will_take(world, tmp_path, capsys):
         (("--max-minutes", "0"), "'0' is not a number of minutes above 0"),
         (("--replay", "x", "--config", "toy.yaml"), "not allowed with"),
         (("--replay", "nowhere"), "nowhere holds no run"),
+        (("--replay", "."), ". holds no run"),
     ],
 )
 def test_a_mistake_is_one_sentence(world, capsys, argv, sentence):

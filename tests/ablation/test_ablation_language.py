@@ -141,7 +141,7 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
         ("arms: {a: {fork: {arm: b, step: 1}}}", "there is no arm 'b' to begin in"),
         (
             "arms: {a: {fork: {arm: b, step: 1}}, b: {fork: {arm: a, step: 1}}}",
-            "there is no arm 'b' to begin in",
+            "it begins in b, which begins in it",
         ),
         ("arms: {a: , b: {fork: {arm: a}}}", "must name an arm and a step, or a checkpoint"),
         ("arms: {a: , b: {fork: {arm: a, step: 0}}}", "step must be a whole number from 1 on"),
@@ -152,6 +152,17 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
             "axes: {x: [1, 2]}\narms: {a: , b: {axes: {}, fork: {arm: a, step: 1}}}",
             "a has more than one run of a seed: name one of a-x1, a-x2",
         ),
+        ("arms: {b: {fork: {checkpoint: []}}}", r"fork\.checkpoint must be one path, not \[\]"),
+        ("arms: {a: {set: {print_config: ''}}}", "'print_config' is not for an arm to set"),
+        ("axes: {optim.lr: [0.1]}\narms: {a: {set: {optim: {lr: 1}}}}", "optim.lr is set and an axis too"),
+        (
+            "seeds: [1]\nlr: {rule: own_best, grid: [0.1]}\narms: {a: {set: {optim: {lr: 1}}}}",
+            "lr: own_best chooses it",
+        ),
+        ("replay: {perturb: 5}\narms: {a: }", r"replay\.perturb is 5: choose a share"),
+        ("replay: {perturb: 1.0e-9}\narms: {a: }", r"replay\.perturb is 1e-09: choose a share"),
+        ("claims: [{id: [1]}]\narms: {a: }", r"claims\[0\] has no id of its own"),
+        ("claims: [{id: x, treatment: [a]}]\narms: {a: }", r"there is no arm \['a'\]"),
         ("replay: {depth: [0.1]}\narms: {a: }", "replay: unknown key 'depth'"),
         ("replay: {depths: 0.1}\narms: {a: }", r"replay\.depths must be a list of numbers"),
         ("replay: {depths: [1.5]}\narms: {a: }", "1.5 is not below 1"),
@@ -192,10 +203,17 @@ def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
     assert grid.raw["report"] == {"hero": ["a", "c"], "command": "make it"}
     assert json.loads(json.dumps(grid.raw)) == grid.raw
     alone = load_grids([tmp_path / "toy.yaml"])
+    text = (tmp_path / "toy.yaml").read_text()
+    (tmp_path / "toy.yaml").write_text(f"{text}\nreplay: {{}}\n")  # a rule on one side only is that of both
+    assert load_grids([tmp_path / "toy.yaml", tmp_path / "two.yaml"]).arms[0].replay is not None
     assert alone.name == "toy" and alone.raw["claims"][0]["grid"] == "toy"
     assert claims_hash(alone.raw) == claims_hash(load_grid(tmp_path / "toy.yaml").raw)
     for text, sentence in (
         (other.replace("{a: ,", "{a: {set: {x: 3}},"), "arm a is not what it is in .*toy.yaml"),
+        (
+            other.replace("seeds: [1, 2]", "replay: {replays: 2}"),
+            "arm a has another replay rule in .*toy.yaml",
+        ),
         (other.replace("two", "toy"), "another of the grids is called toy too"),
         (other + "claims: [{id: A, arms: [c]}]", "claim A is another one in toy"),
     ):

@@ -150,7 +150,7 @@ def test_a_fork_after_the_end_of_its_parent_is_said_and_stops_nothing(world, tmp
     grid = FORKS.replace("{size: 1}", "{act: diverge, bad: 2}") + "  other: {set: {size: 5}}\n"
     assert world(grid=grid) == 0
     said = capsys.readouterr().out
-    assert "late seed 1 waiting: plain seed 1 diverged at step 2, before step 3" in said
+    assert "late seed 1 never: plain seed 1 diverged at step 2, before step 3" in said
     assert "other" in said and said.count("completed") == 1
     assert world("--out", "b", grid=FORKS.replace("step: 3", "step: 9")) == 2
     assert "plain has 4 steps, so nothing begins at its step 9" in capsys.readouterr().err

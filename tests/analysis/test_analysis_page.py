@@ -17,10 +17,13 @@ from fake_runs import DEMO, Planted, write_demo, write_run
 from mmqk.ablation.grid import claims_hash
 from mmqk.analysis import load_study, write_report
 from mmqk.analysis.curves import binned, layer_map
-from mmqk.analysis.figures import hero
+from mmqk.analysis.figures import figures, hero
 from mmqk.analysis.findings import cannot_tell, finding, headline
+from mmqk.analysis.page import Drawn, page_content
+from mmqk.analysis.render import css, render
 from mmqk.analysis.style import arm_colours
-from mmqk.analysis.tables import data_rows
+from mmqk.analysis.tables import arm_rows, data_rows
+from mmqk.analysis.together import read
 from mmqk.analysis.verdicts import judge
 from mmqk.analysis.words import duration, listed, number
 
@@ -173,13 +176,13 @@ def test_the_page_says_when_claims_were_changed(tmp_path, registered):
     if registered == "other":
         record["grid"]["claims"][0]["delta"] = 0.5
     path.write_text(json.dumps(record))
-    write_report(runs, tmp_path / "report")
+    content = page_content(read([runs]), Drawn([], {}, [], None), []) | {"css": css()}
     for name, note in (("index.html", r'<p class="note[^"]*">(.*)</p>'), ("report.md", r"(.*Marks: .*)")):
-        text = (tmp_path / "report" / name).read_text()
+        text = render(name, content)
         said = "Claims were changed after they were first registered." in text
         assert said == (registered == "other")
         assert not said or "Claims were changed" in re.search(note, text)[1]
-    for verdict in json.loads((tmp_path / "report" / "verdicts.json").read_text()):
+    for verdict in (found.as_record() for found in judge(load_study(runs))):
         assert "claim" in verdict and "registered" not in verdict
 
 
@@ -272,7 +275,7 @@ def test_a_loss_is_worded_as_a_difference(tmp_path):
 
     study = load_study(write_demo(tmp_path / "demo", change=change))
     (verdict,) = [v for v in judge(study) if v.claim.id == "C10"]
-    assert "0.100 nats higher in “mixed, no QK-Norm” than in" in finding(study, verdict)
+    assert "0.10 nats higher in “mixed, no QK-Norm” than in" in finding(study, verdict)
 
 
 def test_what_cannot_be_told_is_generated(tmp_path):
@@ -421,8 +424,8 @@ def test_layers_join_pairs_by_step_when_probes_lack_one(tmp_path):
             ]
             assert value == pytest.approx(float(np.median(worst)), rel=1e-12)
     assert np.isinf(values).sum() == 1 and np.isinf(values[2, 5])  # NaN in two of three seeds, at step 120
-    write_report(runs, tmp_path / "report")
-    rows = csv.DictReader(io.StringIO((tmp_path / "report/figures/layers.csv").read_text()))
+    (figure,) = (figure for figure in figures(load_study(runs)) if figure.name == "layers")
+    rows = csv.DictReader(io.StringIO(figure.csv()))
     assert {r["step"] for r in rows if (r["arm"], r["modality"]) == ("mixed", "text")} <= set(
         map(str, steps.astype(int))
     )
@@ -449,7 +452,7 @@ def test_layers_take_the_median_of_the_seeds_that_have_one(tmp_path):
         rewrite(runs, "mixed", seed, lambda line, half=half: line["step"] % 40 == half and _forget(line))
     assert layer_map(load_study(runs), "mixed", "attn_logit_absmax", "text") is None
     assert layer_map(load_study(runs), "mixed", "attn_logit_absmax", "audio") is None
-    write_report(runs, tmp_path / "report")
+    assert "layers" in {figure.name for figure in figures(load_study(runs))}  # of the arms that have one
 
 
 def _forget(line: dict) -> None:
@@ -488,3 +491,7 @@ def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
     page = (tmp_path / "report/report.md").read_text()
     assert "largest attention logit ended at" in page and "figures/hero.png" in page
     assert "nats (1 run)" not in page and "not trained" not in page
+    study = load_study(run)
+    # It is not known to have learnt nothing, and its records are not called "Run.json".
+    assert {(row["learnt"], row["trained"]) for row in arm_rows(study, arm_colours(study))} == {("–", "–")}
+    assert "Its run.json is missing" in page

@@ -317,7 +317,7 @@ def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
     """The interval must clear delta, not 0: simulated with the spread that these seeds have."""
     found = verdicts(tmp_path, {"image-off": Planted(60 / math.exp(0.5))})["C10"]
     needed = found.claim.delta + found.effect.margin
-    assert f"a factor of {number(math.exp(needed))}" in found.notes[-1]
+    assert f"a factor of {number(math.exp(needed), 2)}" in found.notes[-1]
     rng, draws, half = np.random.default_rng(1), 4000, found.effect.high - found.effect.value
 
     def power(effect):

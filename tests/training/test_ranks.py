@@ -36,9 +36,9 @@ RUNS = {
         "ddp",
         [*INSIDE, "--optim.qk_clip=0.1", "--optim.split_second_moment=true"],
     ),
-    "ddp, sigma reparam and untied": (
+    "ddp, sigma reparam, untied, loss in chunks": (
         "ddp",
-        [*INSIDE, "--model.weight_reparam=sigma", "--model.untie.norms=true"],
+        [*INSIDE, "--model.weight_reparam=sigma", "--model.untie.norms=true", "--loss.chunk=50"],
     ),
     "fsdp": ("fsdp", ["--model.tie_embeddings=true", "--model.qk_norm.kind=rms"]),
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
+from mmqk.model.linear import through
 from mmqk.model.transformer import Sink
 from mmqk.monitors.measures.pairs import visible_pairs
 from mmqk.monitors.measures.reduce import selection
@@ -42,6 +43,7 @@ def first_bad_site(
         return look.first
     with torch.enable_grad():
         value = loss(look.forward)
+        look.unseen_logits()
         if look.first is not None:
             return look.first
         if said := _kind(value.detach()):
@@ -72,6 +74,7 @@ class _Look:
         own_MBT = selection(batch.modality_BT, batch.valid_BT, len(model.config.modalities))
         self.of_MBT = torch.cat([own_MBT, ~batch.valid_BT[None]])
         self.q_BHTK: Tensor | None = None
+        self.final_BTD: Tensor | None = None
 
     def forward(self, site: str, layer: int, tensor: Tensor) -> None:
         if self.first is not None:
@@ -81,8 +84,26 @@ class _Look:
             self.q_BHTK = tensor.detach()
         elif site == "k" and self.first is None:
             self._logits(layer, tensor.detach())
+        elif site in ("final", "logits"):
+            self.final_BTD = tensor.detach() if site == "final" else None
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self._see(f"the gradient at {site}", layer, gradient))
+
+    @torch.no_grad()
+    def unseen_logits(self) -> None:
+        """Those of a forward that stopped before the head, as for a loss in chunks, a sequence at a time."""
+        if self.first is not None or self.final_BTD is None:
+            return
+        bad, nan = [], []
+        for b in range(len(self.final_BTD)):
+            row = slice(b, b + 1)
+            hidden_1TD = through(self.model.final_norm, self.final_BTD[row], self.batch.modality_BT[row])
+            logits_1TV = self.model.head(hidden_1TD)
+            bad.append((~torch.isfinite(logits_1TV)).any(-1))
+            nan.append(torch.isnan(logits_1TV).any())
+        bad_BT = torch.cat(bad)
+        if bad_BT.any():
+            self._name("logits", -1, bad_BT, torch.stack(nan).any())
 
     def _see(self, site: str, layer: int, tensor: Tensor) -> None:
         if self.first is not None or bool(torch.isfinite(tensor).all()):

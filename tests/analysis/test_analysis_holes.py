@@ -1,0 +1,115 @@
+"""Ways in which a verdict could be had without its evidence, each closed."""
+
+import math
+
+import pytest
+from fake_runs import DEMO, Planted, write_demo
+
+from mmqk.analysis import judge, load_study
+from mmqk.analysis.claims import Claim
+from mmqk.analysis.compared import groups, measure, spread_outcomes
+
+
+def verdicts(folder, planted=None, change=None):
+    study = load_study(write_demo(folder, planted, change=change))
+    return {verdict.claim.id: verdict for verdict in judge(study)}
+
+
+def control(verdict, kind):
+    return next(control for control in verdict.controls if control.name.startswith(kind))
+
+
+def negative(**fields):
+    """C2 with C10 as its negative control, C10 with fields of its own and leaning on nothing."""
+
+    def change(grid):
+        grid["claims"][0]["negative_control"] = "C10"
+        grid["claims"][2] |= {"positive_control": None} | fields
+
+    return change
+
+
+def test_a_negative_control_shows_nothing_only_where_something_could_show(tmp_path):
+    alike = {"image-off": Planted(60.0)}
+    found = verdicts(tmp_path / "sound", alike, negative())
+    assert control(found["C2"], "negative").passed and found["C2"].verdict == "reproduced"
+    # As small an effect, of runs that learnt nothing.
+    unlearnt = {"image-off": Planted(60.0, {"text": 5.7, "image": 6.35})}
+    found = verdicts(tmp_path / "unlearnt", unlearnt, negative())
+    assert found["C10"].effect.high < found["C10"].claim.delta
+    assert not control(found["C2"], "negative").passed and found["C2"].verdict == "inconclusive"
+    # And of fewer runs than were registered.
+    found = verdicts(tmp_path / "few", alike, negative(seeds=6))
+    assert not control(found["C2"], "negative").passed
+
+
+def test_a_contradiction_needs_its_negative_control_too(tmp_path):
+    opposite = {"mixed-qk": Planted(120.0)}
+    assert (
+        verdicts(tmp_path / "sound", opposite | {"image-off": Planted(60.0)}, negative())["C2"].verdict
+        == "contradicted"
+    )
+    shows = verdicts(tmp_path / "shows", opposite | {"image-off": Planted(20.0)}, negative())
+    assert shows["C10"].verdict == "reproduced" and shows["C2"].verdict == "inconclusive"
+
+
+def test_no_difference_is_no_positive_control(tmp_path):
+    """C10 leans on C2: once as the effect that it is, once as an equivalence that was found."""
+    assert verdicts(tmp_path / "effect")["C10"].verdict == "contradicted"
+
+    def change(grid):
+        grid["claims"][0] |= {"test": "equivalence"}
+
+    found = verdicts(tmp_path / "equal", {"mixed-qk": Planted(60.0)}, change)
+    assert found["C2"].verdict == "reproduced"
+    assert not control(found["C10"], "positive").passed and found["C10"].verdict == "inconclusive"
+
+
+def test_claims_that_lean_on_each_other_have_no_control(tmp_path):
+    def change(grid):
+        grid["claims"][0]["negative_control"] = "C10"
+        grid["claims"][2] |= {"positive_control": None, "negative_control": "C2"}
+
+    found = verdicts(tmp_path / "demo", None, change)
+    assert found["C2"].verdict == "inconclusive" and not control(found["C2"], "negative").passed
+
+
+def test_runs_that_were_not_measured_do_not_count_as_not_reached(tmp_path):
+    def change(grid):
+        grid["claims"][0] |= {"test": "count", "at_least": 40.0, "delta": 0.05}
+
+    seeds = tuple(range(6))
+    study = load_study(write_demo(tmp_path / "demo", seeds=seeds, change=change))
+    found = judge(study)[0]
+    assert found.counts == {"mixed": (6, 6), "mixed-qk": (0, 6)} and found.verdict == "reproduced"
+    for path in (tmp_path / "demo").glob("mixed-qk*/seed*/metrics.jsonl"):
+        path.write_text(path.read_text().replace("attn_logit_absmax", "attn_logit_other"))
+    found = judge(load_study(tmp_path / "demo"))[0]
+    assert found.verdict == "inconclusive"
+    assert found.open == "Without a value: mixed, QK-Norm seed 0, mixed, QK-Norm seed 1 and 4 more."
+
+
+@pytest.mark.parametrize(("forked", "arms"), [(False, 5), (True, 3)])
+def test_forks_of_one_run_give_the_spread_once(tmp_path, forked, arms):
+    """Otherwise each fork would add degrees of freedom that no seed stands for."""
+    planted = DEMO | {"late": Planted(60.0), "later": Planted(60.0)}
+
+    def change(grid):
+        for arm in ("late", "later"):
+            grid["arms"][arm] = {"label": arm, "block": "decided", "set": {}}
+
+    import fake_runs
+
+    fake = {arm: fake_runs.SETTINGS["mixed"] for arm in ("late", "later")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake_runs, "SETTINGS", fake_runs.SETTINGS | fake)
+        patch.setattr(fake_runs, "LABELS", fake_runs.LABELS | {arm: arm for arm in fake})
+        study = load_study(write_demo(tmp_path / "demo", planted, change=change))
+    parents = {run.seed: run.name for run in study.runs if run.arm == "mixed"}
+    for run in study.runs:
+        if forked and run.arm.startswith("late"):
+            run.fork = {"parent": parents[run.seed], "step": 100}
+    claim = Claim("T", "", metric="largest_attention_logit", treatment="mixed", control="mixed-qk")
+    compared = groups(study, claim)
+    spread = spread_outcomes(study, claim, compared, measure(compared, claim.metric))
+    assert len(spread) == arms and math.isfinite(sum(map(sum, spread.values())))

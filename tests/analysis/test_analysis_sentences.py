@@ -1,0 +1,186 @@
+"""Sentences of a page: digits as the interval deserves, the right way round, and nothing that is not so."""
+
+import dataclasses
+import math
+import shutil
+
+import pytest
+from fake_runs import Planted, write_demo
+from report_runs import RATES, write_forks, write_sweep
+
+from mmqk.analysis import judge, load_study
+from mmqk.analysis.claim_figures import outcome_rows
+from mmqk.analysis.findings import cannot_tell, finding, headline, number_here
+from mmqk.analysis.readings import LOGIT, at_end, hero_reading
+from mmqk.analysis.run_table import tokens, totals
+from mmqk.analysis.sweep_figures import lr_sensitivity
+from mmqk.analysis.words import decimals, fixed
+from mmqk.store import UserError
+
+WORDS = {
+    v: "Text: {size} more ({low} to {high}, n = {n})." for v in ("reproduced", "inconclusive", "contradicted")
+}
+
+
+def text_loss(**fields):
+    """C2 as a claim about the text loss, with fields of its own."""
+
+    def change(grid):
+        grid["claims"][0] |= {"metric": "final_loss/text", "delta": 0.05, "positive_control": None} | fields
+
+    return change
+
+
+def of_claim(tmp_path, planted=None, **kwargs):
+    study = load_study(write_demo(tmp_path / "demo", planted, **kwargs))
+    return study, {verdict.claim.id: verdict for verdict in judge(study)}
+
+
+@pytest.mark.parametrize(
+    ("error", "value", "shown"),
+    # Examples of the Review of Particle Physics: 0.827 with 0.119 is 0.83 with 0.12, with 0.367 it is 0.8 with 0.4.
+    [(0.119, 0.827, "0.83"), (0.367, 0.827, "0.8"), (0.0096, 0.0384, "0.038"), (12.0, 463.2, "463"),
+     (52.0, 463.2, "460"), (0.1, -0.001, "0.00")],
+)  # fmt: skip
+def test_digits_are_those_of_the_error(error, value, shown):
+    assert fixed(value, decimals(error)) == shown
+
+
+def with_effect(verdict, value, half, df=2.0):
+    """The verdict with another effect, whose 95 % interval reaches ``half`` to each side."""
+    effect = verdict.effect
+    scale = half / (effect.high - effect.value)
+    made = dataclasses.replace(effect, value=value, error=effect.error * scale)
+    return dataclasses.replace(verdict, effect=made)
+
+
+def test_an_effect_is_rounded_like_its_interval_and_named_by_modality(tmp_path):
+    study, found = of_claim(tmp_path, change=text_loss())
+    sentence = finding(study, with_effect(found["C2"], 0.0650875, 0.1014508))
+    assert "The final loss (text) ended 0.07 nats higher in" in sentence
+    assert "95 % interval -0.04 to 0.17 nats" in sentence
+    assert number_here(study, with_effect(found["C2"], 0.0650875, 0.1014508))[0].startswith(
+        "+0.07 nats (-0.04 to +0.17 nats)"
+    )
+
+
+def test_size_and_interval_look_the_same_way(tmp_path):
+    study, found = of_claim(tmp_path, change=text_loss())
+    sentence = finding(study, with_effect(found["C2"], -0.0384154, 0.0095518))
+    assert "ended 0.038 nats lower in" in sentence and "0.029 to 0.048 nats" in sentence
+    assert "-0." not in sentence
+
+
+@pytest.mark.parametrize(
+    ("direction", "value", "size"),
+    [("greater", -0.3, "-0.30"), ("greater", 0.3, "0.30"), ("less", -0.3, "0.30")],
+)
+def test_a_size_in_the_grids_words_has_the_sign_of_the_claim(tmp_path, direction, value, size):
+    """ "{size} higher" of an effect that went the other way must not read as if it had not."""
+    study, found = of_claim(tmp_path, change=text_loss(finding=WORDS, direction=direction))
+    sentence = finding(study, with_effect(found["C2"], value, 0.2))
+    assert f"Text: {size} nats more" in sentence
+
+
+def test_without_an_interval_the_grids_words_are_not_used(tmp_path):
+    study, found = of_claim(tmp_path, change=text_loss(finding=WORDS), seeds=(0,))
+    sentence = finding(study, found["C2"])
+    assert not found["C2"].effect.has_interval
+    assert "nan" not in sentence and "not measured" not in sentence
+    assert "1 seed, no interval" in sentence and sentence.endswith(
+        "does not decide C2: too few seeds for an interval."
+    )
+    study, found = of_claim(tmp_path / "three", change=text_loss(finding=WORDS))
+    assert finding(study, found["C2"]).startswith("Text:")
+
+
+def test_runs_that_failed_and_runs_that_lack_are_said_in_the_sentence(tmp_path):
+    study, found = of_claim(tmp_path, {"mixed": Planted(60.0, diverges=150)})
+    assert found["C2"].bounds == 3
+    assert "a bound, as 3 failed runs count with the worst value seen" in finding(study, found["C2"])
+    assert "bound" not in finding(study, of_claim(tmp_path / "fine")[1]["C2"])
+    folder = write_demo(tmp_path / "cut")
+    shutil.rmtree(next(folder.glob("mixed-0000000000/seed2")))
+    study = load_study(folder)
+    sentence = finding(study, judge(study)[0])
+    assert sentence.endswith("which does not decide C2: 2 of 3 planned runs of mixed, no QK-Norm finished.")
+
+
+def test_exploratory_findings_are_called_so(tmp_path):
+    study, found = of_claim(tmp_path, change=lambda grid: grid["claims"][0].update(status="exploratory"))
+    assert headline(study, list(found.values()))[0].startswith("Exploratory: ")
+    study, found = of_claim(tmp_path / "confirmatory")
+    assert "Exploratory" not in headline(study, list(found.values()))[0]
+
+
+def test_what_was_not_measured_is_not_called_shown(tmp_path):
+    nan = {arm: Planted(60.0, nan_from=None) for arm in ("mixed", "mixed-qk")}
+    folder = write_demo(tmp_path / "demo", nan)
+    for path in folder.glob("*/seed*/metrics.jsonl"):
+        path.write_text(path.read_text().replace("attn_logit_absmax", "attn_logit_other"))
+    study = load_study(folder)
+    found = judge(study)
+    assert finding(study, found[0]).startswith("C2 stays open: without a value: mixed, no QK-Norm seed 0,")
+    assert finding(study, found[0]).endswith("and 4 more.")
+    assert hero_reading(study, ("mixed", "mixed-qk")).startswith("Attention logits were not measured")
+
+
+def test_words_of_a_grid_that_name_what_is_not_there_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"finding\.reproduced of claim C2 may have \{ratio\}"):
+        of_claim(tmp_path, change=text_loss(finding={"reproduced": "{effect} more"}))
+
+
+def test_a_run_that_is_going_on_has_not_ended(tmp_path):
+    folder = write_demo(tmp_path / "demo")
+    study = load_study(folder)
+    finished = at_end(study, "mixed", LOGIT)
+    path = folder / "mixed-0000000000/seed2/status.json"
+    path.write_text(path.read_text().replace("completed", "running"))
+    values = [LOGIT(run, None) for run in load_study(folder).of_arm("mixed")]
+    assert finished == pytest.approx(sorted(values)[1])
+    assert at_end(load_study(folder), "mixed", LOGIT) == pytest.approx((values[0] + values[1]) / 2)
+    assert hero_reading(load_study(folder), ("mixed",)).startswith("The largest attention logit ended at")
+    for path in folder.glob("mixed-0000000000/seed*/status.json"):
+        path.write_text(path.read_text().replace("completed", "running"))
+    reading = hero_reading(load_study(folder), ("mixed",))
+    assert reading.startswith("The largest attention logit stood last at 60.0 (mixed, no QK-Norm)")
+
+
+def test_forks_cost_what_they_read_themselves(tmp_path):
+    study = load_study(write_forks(tmp_path / "forks"))
+    read = {run.name: tokens(run) for run in study.runs}
+    # 8 sequences of 128 tokens a step: 100 steps, 60 after step 40, 20 after step 70.
+    assert (read["plain"], read["late"], read["hot"]) == (102_400, 61_440, 20_480)
+    assert f"{round(sum(read.values()) / 1000)}k tokens" in totals(study)
+
+
+def test_without_claims_a_page_says_that_nothing_is_decided(tmp_path):
+    study = load_study(write_forks(tmp_path / "forks"))
+    assert any("Nothing was claimed before" in item for item in cannot_tell(study, []))
+    study, found = of_claim(tmp_path)
+    assert not any("Nothing was claimed" in item for item in cannot_tell(study, list(found.values())))
+
+
+def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
+    """Neither the table of its claim nor the figure may show what the verdict does not take."""
+    folder = write_sweep(tmp_path / "sweep", widths=(64,))
+
+    def shown():
+        study = load_study(folder)
+        rows = outcome_rows(study, judge(study)[0])[1]
+        cells = {
+            row["label"]: [cell[0]["text"] for cell in row["cells"]] for row in rows if cell_is_family(row)
+        }
+        points = lr_sensitivity(study, ["plain"], "")
+        [panel] = [p for p in points.rows[0] if p.statistic.startswith("lr_sensitivity")]
+        return cells["no QK-Norm: first unstable learning rate"], len(panel.lines)
+
+    def cell_is_family(row):
+        return row["cells"][0][0]["run"] is None
+
+    assert "not measured" not in shown()[0] and shown()[1] == 2  # the median and the two seeds
+    gone = next(folder.glob(f"plain-lr{RATES[1]}-*/seed1"))
+    shutil.rmtree(gone)
+    cells, lines = shown()
+    assert cells[1] == "not measured" and cells[0] != "not measured" and lines == 1
+    assert math.isfinite(float(cells[0]))

@@ -1,0 +1,312 @@
+"""The loss in chunks against the dense one, which is tested against torch's: values, gradients, training, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mmqk.model import EarlyFusionTransformer
+from mmqk.monitors import MonitorConfig
+from mmqk.monitors.lab.bad_site import first_bad_site
+from mmqk.monitors.lab.callback import RunMonitor
+from mmqk.monitors.lab.halves import gradient_agreement
+from mmqk.training.chunked_loss import chunked_losses
+from mmqk.training.loss import LossConfig, LossSums, loss_parts, modality_losses, total_loss
+from mmqk.training.split_adam import SplitAdamW
+from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
+
+B, T, D, V, M, Z = 3, 7, 6, 13, 3, 0.05
+N = B * T
+CHUNKS = [1, 4, 7, N, 10 * N]
+WEIGHTS = (1.0, 0.3, 2.0)
+BOTH = {"z_loss": 0.01, "weights": {"image": 0.5}}
+
+
+def inputs(dtype=torch.float64):
+    """Hidden states, head, targets (-100 where ignored), their modalities (two of three occur) and mask."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_BTD = torch.randn(B, T, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    head_VD = 2 * torch.randn(V, D, generator=generator, dtype=torch.float64)
+    targets_BT = torch.randint(0, V, (B, T), generator=generator)
+    mask_BT = torch.rand(B, T, generator=generator) < 0.7
+    modality_BT = (targets_BT >= 8).long()
+    return (
+        hidden_BTD,
+        head_VD.to(dtype).requires_grad_(),
+        targets_BT.where(mask_BT, -100),
+        modality_BT,
+        mask_BT,
+    )
+
+
+def capped(logits, softcap):
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def dense(hidden, head, targets, modality, mask, softcap=None):
+    return modality_losses(capped(F.linear(hidden, head), softcap), targets, modality, mask, M)
+
+
+def gradients(loss, hidden, head):
+    return torch.autograd.grad(loss, (hidden, head), retain_graph=True)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("z_loss", [0.0, Z])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_equals_the_dense_form_for_any_chunk(chunk, dtype, tolerance, z_loss, softcap):
+    hidden, head, *of = inputs(dtype)
+    weighing = torch.tensor(WEIGHTS, dtype=dtype), z_loss, of[-1].sum()
+    here = chunked_losses(hidden, head, *of, *weighing[:2], chunk, softcap, by_modality=True)
+    there = dense(hidden, head, *of, softcap)
+
+    def close(a, b):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+    for name in ("count", "ce", "log_z", "log_z_sq"):
+        torch.testing.assert_close(
+            getattr(here, name), getattr(there, name), rtol=tolerance, atol=tolerance, check_dtype=True
+        )
+    loss, expected = total_loss(here, *weighing), total_loss(there, *weighing)
+    close(loss, expected)
+    close(gradients(loss, hidden, head), gradients(expected, hidden, head))
+    parts, expected_parts = loss_parts(here, *weighing), loss_parts(there, *weighing)
+    close(parts, expected_parts)
+    for m in range(M):
+        close(gradients(parts[m], hidden, head), gradients(expected_parts[m], hidden, head))
+    # The controls: without the cap, with another mask, with another z-loss, it is another number.
+    for other, z in (
+        (dense(hidden, head, *of, softcap=1.0), z_loss),
+        (dense(hidden, head, of[0].clamp_min(0), of[1], of[2].roll(1, 1), softcap), z_loss),
+        (there, z_loss + Z),
+    ):
+        assert abs(float((total_loss(other, weighing[0], z, weighing[2]) - loss).detach())) > 1e-3
+
+
+@pytest.mark.parametrize("by_modality", [False, True])
+def test_gradcheck(by_modality):
+    hidden, head, *of = inputs()
+    given = torch.tensor(WEIGHTS, dtype=torch.float64), Z
+
+    def loss(hidden, head):
+        sums = chunked_losses(hidden, head, *of, *given, 4, 3.0, by_modality)
+        return loss_parts(sums, *given, 7.0) if by_modality else total_loss(sums, *given, 7.0)
+
+    assert torch.autograd.gradcheck(loss, (hidden, head))
+
+    def wrong(hidden, head):  # the control: a gradient that is missing
+        return loss(hidden, head.detach())
+
+    assert not torch.autograd.gradcheck(wrong, (hidden, head), raise_exception=False)
+
+
+def test_the_total_is_the_same_bit_for_bit_with_and_without_parts():
+    hidden, head, *of = inputs(torch.float32)
+    given = torch.tensor(WEIGHTS), Z
+    both = [chunked_losses(hidden, head, *of, *given, 4, by_modality=asked) for asked in (False, True)]
+    plain, asked = (gradients(total_loss(sums, *given, 7.0), hidden, head) for sums in both)
+    assert all(torch.equal(a, b) for a, b in zip(plain, asked, strict=True))
+    by_parts = gradients(loss_parts(both[1], *given, 7.0).sum(), hidden, head)
+    assert not torch.equal(by_parts[1], asked[1])  # the control: added up in another order it would differ
+
+
+def test_what_it_cannot_do_is_refused():
+    hidden, head, *of = inputs()
+    given = torch.tensor(WEIGHTS, dtype=torch.float64), Z
+    sums = chunked_losses(hidden, head, *of, *given, 4)
+    with pytest.raises(ValueError, match="no parts: call chunked_losses with by_modality"):
+        loss_parts(sums, *given, 7.0)
+    for other in ((given[0].clone(), Z), (given[0], 0.0)):
+        with pytest.raises(ValueError, match="pass the same"):
+            total_loss(sums, *other, 7.0)
+    with pytest.raises(ValueError, match=r"loss\.chunk is 0"):
+        LossConfig(chunk=0)
+    assert not sums.ce.requires_grad and total_loss(sums, *given, 7.0).requires_grad
+    with torch.no_grad():
+        measured = chunked_losses(hidden, head, *of, *given, 4)
+    assert torch.equal(measured.ce, sums.ce) and not total_loss(measured, *given, 7.0).requires_grad
+
+
+def test_in_bf16_autocast_it_is_as_near_to_the_exact_gradient_as_the_dense_form():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(4, 64, 32, generator=generator, requires_grad=True)
+    head = torch.randn(50, 32, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 50, (4, 64), generator=generator)
+    of = targets, (targets >= 30).long(), torch.rand(4, 64, generator=generator) < 0.8
+    given, n = (torch.tensor(WEIGHTS), Z), of[-1].sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        here = chunked_losses(hidden, head, *of, *given, 48)
+        there = dense(hidden, head, *of)
+    assert {here.ce.dtype, here.objective.total.dtype} == {torch.float32}
+    for name in ("ce", "log_z", "log_z_sq"):  # of the same bf16 logits
+        torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=1e-5, atol=1e-5)
+    exact = gradients(
+        total_loss(dense(hidden.double(), head.double(), *of), given[0].double(), Z, n), hidden, head
+    )
+    narrow, known = (gradients(total_loss(sums, *given, n), hidden, head) for sums in (here, there))
+    for own, other, true in zip(narrow, known, exact, strict=True):
+        assert own.dtype == torch.float32
+        error, of_dense = (float((g - true).norm() / true.norm()) for g in (own, other))
+        assert 1e-4 < error < 1.1 * of_dense < 0.02  # and it did run in bf16
+
+
+def test_compiles_into_one_graph():
+    hidden, head, *of = inputs()
+    given = torch.tensor(WEIGHTS, dtype=torch.float64), Z
+
+    def loss(hidden, head):
+        return total_loss(chunked_losses(hidden, head, *of, *given, 4, 3.0), *given, 7.0)
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")(hidden, head)
+    torch.testing.assert_close(gradients(compiled, hidden, head), gradients(loss(hidden, head), hidden, head))
+
+
+# In the model and in training ------------------------------------------------------------------------------
+
+
+def test_the_model_stops_before_the_head():
+    batch = toy_batch(0, documents=True)
+    model = EarlyFusionTransformer(replace(MODEL, final_softcap=2.0))
+    sites: dict[bool, list] = {True: [], False: []}
+    logits_BTV, hidden_BTD = (
+        model(batch.ids_BT, None, batch.document_BT, lambda s, i, x, h=h: sites[h].append((s, i)), head=h)
+        for h in (True, False)
+    )
+    assert hidden_BTD.shape == (*batch.ids_BT.shape, 16)
+    torch.testing.assert_close(capped(model.head(hidden_BTD), 2.0), logits_BTV, rtol=0, atol=0)
+    assert sites[True] == [*sites[False], ("logits", -1)]
+
+
+@pytest.mark.parametrize("model", [{}, {"tie_embeddings": True}, {"final_softcap": 1.5}], ids=str)
+def test_a_step_of_the_model_has_the_gradients_of_the_dense_one(model):
+    batch, found = toy_batch(0, padding=3), []
+    for chunk in (None, 5):
+        module = module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk=chunk))
+        loss = total_loss(module._losses(batch), *module._weighing(batch))
+        found.append(torch.autograd.grad(loss, list(module.model.parameters())))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+    if "tie_embeddings" in model:  # the control: the head's part alone is not all of it
+        hidden = module.model(batch.ids_BT, head=False).detach()
+        of = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
+        sums = chunked_losses(hidden, module.model.head.weight, *of, module.loss_weights_M, 0.01, 5)
+        (head,) = torch.autograd.grad(total_loss(sums, *module._weighing(batch)), module.model.head.weight)
+        assert float((head - found[0][0]).abs().max()) > 1e-3
+
+
+RUNS = {
+    "plain": ({}, {}),
+    "split moments": ({}, {"split_second_moment": True}),
+    "clipped logits": ({}, {"qk_clip": 1e-3}),
+    "dropout, tied": ({"residual_dropout": 0.2, "tie_embeddings": True}, {}),
+}
+
+
+@pytest.mark.parametrize(("model", "optim"), RUNS.values(), ids=RUNS)
+def test_a_run_in_chunks_is_the_dense_run(model, optim):
+    batches = [part for seed in range(4) for part in cut(toy_batch(seed), 2)]
+    modules = [module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk=c), **optim) for c in (None, 7)]
+    lines = [fit(module, batches, accumulate=2, clip=0.5) for module in modules]
+    assert apart(*map(weights, modules)) < 1e-9
+    assert lines[0] == [pytest.approx(line, rel=1e-6) for line in lines[1]]
+    # The control: without the z-loss it is another run.
+    other = module_of(replace(MODEL, **model), LossConfig(weights=BOTH["weights"], chunk=7), **optim)
+    fit(other, batches, accumulate=2, clip=0.5)
+    assert apart(weights(other), weights(modules[1])) > 1e-4
+
+
+def test_the_monitors_see_the_same_and_change_no_bit(monkeypatch):
+    """The radial budget and the agreement of gradients want the loss by modality, each with its gradient."""
+    logged: list[dict[str, float]] = []
+    monkeypatch.setattr("mmqk.monitors.lab.callback._log", lambda trainer, values: logged.append(values))
+    config = MonitorConfig(
+        every_n_steps=2, sequences=2, gradient_agreement=True, budget_every_n_steps=2, budget_steps=2
+    )
+    batches, found, modules = [toy_batch(seed) for seed in range(4)], [], []
+    for chunk in (None, 7):
+        modules.append(module_of(loss=LossConfig(**BOTH, chunk=chunk)))
+        fit(modules[-1], batches, callbacks=[RunMonitor(config)])
+        found.append({(i, k): v for i, line in enumerate(logged) for k, v in line.items()})
+        logged.clear()
+    names = {name.split("/")[0] for _, name in found[0]}
+    assert {"grad_signal", "w_q_growth", "budget_window"} <= names
+    assert found[1] == pytest.approx(found[0], rel=1e-6, abs=1e-10)
+    alone = module_of(loss=LossConfig(**BOTH, chunk=7))
+    fit(alone, batches)
+    assert apart(weights(alone), weights(modules[1])) == 0 < apart(weights(modules[0]), weights(modules[1]))
+    batch = toy_batch(9)
+    a, b = (gradient_agreement(m.model, batch, m.modality_loss_parts) for m in (alone, modules[0]))
+    assert a == pytest.approx(b, rel=1e-6)
+
+
+def test_parts_reach_the_split_optimizer():
+    batch, found = toy_batch(0), []
+    for chunk in (None, 7):
+        module = module_of(loss=LossConfig(**BOTH, chunk=chunk))
+        optimizer = SplitAdamW(module.model.parameters(), lr=0.1)
+        sums = module._losses(batch, by_modality=True)
+        optimizer.backward(list(loss_parts(sums, *module._weighing(batch))))
+        found.append([optimizer._gradients[p] for p in module.model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+    assert float((found[0][-1][0] - found[0][-1][1]).abs().max()) > 1e-3  # the control: the two differ
+
+
+def test_a_bad_logit_is_named_as_in_the_dense_form():
+    batch, said = toy_batch(0), []
+    for chunk in (None, 7):
+        module = module_of(loss=LossConfig(chunk=chunk))
+
+        def loss(sink, module=module):
+            return total_loss(module._losses(batch, sink), *module._weighing(batch))
+
+        assert first_bad_site(module.model, batch, loss) is None
+        with torch.no_grad():  # finite weights, and infinite logits where the first channel is large
+            module.model.head.weight[3] = 1e308 * torch.eye(16, dtype=torch.float64)[0]
+        said.append(first_bad_site(module.model, batch, loss))
+    assert said == ["logits, at text and image tokens, is infinite"] * 2
+
+
+# Memory ----------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def largest(chunk: int | None, **optim) -> int:
+    """In a forward and backward pass over 96 tokens with 500 ids, width 16."""
+    module = module_of(
+        replace(MODEL, blocks={"text": 300, "image": 200}, final_softcap=5.0),
+        LossConfig(z_loss=0.1, chunk=chunk), **optim,
+    )  # fmt: skip
+    batch = toy_batch(0, B=4, T=24)
+    with Largest() as seen:
+        sums: LossSums = module._losses(batch, by_modality=bool(optim))
+        weighing = module._weighing(batch)
+        (loss_parts(sums, *weighing).sum() if optim else total_loss(sums, *weighing)).backward()
+    return seen.elements
+
+
+@pytest.mark.parametrize("chunk", [20, 48])
+def test_no_tensor_is_larger_than_the_logits_of_a_chunk(chunk):
+    assert largest(chunk) == chunk * 500
+    # The head's gradients, of all and of each of two modalities, are (3, V, D).
+    assert largest(chunk, split_second_moment=True) == max(chunk, 3 * 16) * 500
+    assert largest(None) == 96 * 500  # the control: the dense form makes all logits
