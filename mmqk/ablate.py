@@ -147,7 +147,7 @@ def _grid(options: argparse.Namespace) -> Grid:
     for metric in {arm.lr.metric for arm in grid.arms if arm.lr}:
         check_metric(metric)
     report = grid.raw.get("report") or {}
-    if {"command", "commands"} & report.keys() or any(Path(path).is_absolute() for path in options.config):
+    if "command" in report or any(Path(path).is_absolute() for path in options.config):
         return grid
     command = " ".join(["python -m mmqk.ablate", *(f"--config {path}" for path in options.config)])
     return replace(grid, raw={**grid.raw, "report": {**report, "command": command}})

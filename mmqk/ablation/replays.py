@@ -27,7 +27,6 @@ from mmqk.ablation.task import Task, standing
 from mmqk.store import UserError, differing_fields, read_json, read_status
 
 CONTROL = "control"
-FUSED = ("sdpa", "flex")
 
 
 def replays_of(
@@ -139,12 +138,12 @@ def steps_before(diverged: int, rule: ReplayRule, first: int = 0) -> dict[float,
 
 
 def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The fields of each numerics: bf16 by the run's fused backend, bf16 by the dense one, fp32."""
-    model, backend = identity.get("model", {}), identity["backend"]
+    """The fields of each numerics: bf16 by the fused backend, where it can compute this attention, bf16 by the dense
+    one, fp32."""
+    model = identity.get("model", {})
+    fused = {"bf16-fused": {"trainer.precision": "bf16-mixed", "backend": "sdpa"}}
     dense_only = model.get("attn_softcap") is not None or model.get("attention", "softmax") != "softmax"
-    fused = backend if backend in FUSED else "flex" if dense_only else "sdpa"
-    return {
-        "bf16-fused": {"trainer.precision": "bf16-mixed", "backend": fused},
+    return ({} if dense_only else fused) | {
         "bf16-math": {"trainer.precision": "bf16-mixed", "backend": "math"},
         "fp32": {"trainer.precision": "32-true", "backend": "math"},
     }

@@ -99,10 +99,6 @@ class TokenWriter:
         self.folder, self.kind, self.layout, self.tokenizers = folder, kind, layout, tokenizers
         self.dtype = np.uint16 if layout.size <= 2**16 else np.uint32
 
-    def has_part(self, split: str, name: str) -> bool:
-        """Whether a part is whole: its lengths are written last."""
-        return (self.folder / split / f"{name}.lengths.npy").exists()
-
     def add_part(self, split: str, name: str, documents: Sequence[np.ndarray]) -> None:
         """Write one part; documents without a token are refused, as are ids outside the layout.
 

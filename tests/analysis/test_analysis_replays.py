@@ -123,3 +123,14 @@ def test_how_often_times_of_one_distribution_look_different():
         }
         looks_different += verdict(replays_of(times)).label != "dynamics"
     assert (looks_different, math.comb(9, 3)) == (2, 84)
+
+
+@pytest.mark.parametrize(("fp32", "label"), [([980, 1020, 1200], "dynamics"), ([None] * 3, "numerics")])
+def test_an_attention_without_a_fused_form_is_judged_by_the_dense_one(fp32, label):
+    assert verdict(replays_of({"bf16-math": SAME["bf16-math"], "fp32": fp32})).label == label
+
+
+def test_a_depth_that_lacks_what_others_have_is_not_judged():
+    lacking = {"bf16-math": SAME["bf16-math"], "fp32": SAME["fp32"]}
+    found = verdict(replays_of(SAME), replays_of(lacking, depth=0.05, step=950))
+    assert found.label == "undecided" and "0 replays of bf16-fused from 5 %" in found.sentence
