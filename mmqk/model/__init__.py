@@ -1,10 +1,10 @@
 """TokenBatch to logits. Pure torch: nothing of the rest of mmqk, no logging, no files."""
 
-from .attention import BACKENDS, check_backend
 from .config import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
 from .init import init_weights
+from .kernels import BACKENDS, Rows, check_backend, kernel_name
 from .linear import power_step
-from .transformer import EarlyFusionTransformer, modality_of_ids
+from .transformer import EarlyFusionTransformer, compile_blocks, modality_of_ids
 
 __all__ = [
     "BACKENDS",
@@ -12,9 +12,12 @@ __all__ = [
     "ModelConfig",
     "QKNormConfig",
     "RopeScalingConfig",
+    "Rows",
     "UntieConfig",
     "check_backend",
+    "compile_blocks",
     "init_weights",
+    "kernel_name",
     "modality_of_ids",
     "power_step",
 ]

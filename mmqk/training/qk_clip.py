@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.model.attention import visible_keys
+from mmqk.model.kernels import visible_keys
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Block
 from mmqk.monitors.ranks import largest as largest_of
