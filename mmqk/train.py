@@ -58,9 +58,12 @@ def main(argv: list[str] | None = None) -> int:
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """The process that owns the folder: the only one of a run on one device."""
     from mmqk.config import print_yaml
+    from mmqk.training.device import said, settle
     from mmqk.training.fork_parent import note
 
+    settled = settle(run, ranks.trainer.strategy.root_device)
     details = {"config": run.nested(), "command": ["python", "-m", "mmqk.train", *argv], **_environment()}
+    details["device"] = settled
     if run.fork is not None:
         details["fork"] = note(run.fork)
     with RunFolder.open(run.out, run.identity, details) as folder:
@@ -69,6 +72,8 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
             stale = "; its code has changed since" if folder.stale else ""
             print(f"{run.out} is {status.status} at step {status.step}{stale}: nothing to train.", flush=True)
             return 0
+        if not run.quiet:
+            print(said(settled), flush=True)
         if not folder.config_path.exists():
             folder.config_path.write_text(print_yaml(run))
         try:
@@ -112,6 +117,10 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         torch.set_num_threads(run.threads)  # Lightning has shared the cores out
     module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
     module.run_record, module.ranks = run.record(), run.ranks
+    module.model.recompute = run.recompute
+    if run.compile:
+        by_modality = run.monitor.gradient_agreement or run.monitor.budget_every_n_steps
+        module.compile_step(again=bool(run.optim.split_second_moment or by_modality))
     heldout = data.probe_batch(run.monitor.sequences) if run.monitor.batch == "heldout" else None
 
     every = (run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)

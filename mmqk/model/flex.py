@@ -10,7 +10,13 @@ from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 # fp32 tanh is 1 from here on, so that a capped logit does not say how much larger the raw one was.
 SATURATED = 9.0
@@ -41,6 +47,7 @@ def flex_rows(
         enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1],
         return_aux=AuxRequest(lse=True, max_scores=True),
     )
+    assert aux.max_scores is not None and aux.lse is not None
     return out_BHTK, uncapped(aux.max_scores.detach(), softcap), aux.lse.detach()
 
 
@@ -92,6 +99,6 @@ def sees(window: int) -> Callable[..., Tensor]:
 
 
 @cache
-def _compiled() -> Callable[..., tuple[Tensor, object]]:
+def _compiled() -> Callable[..., tuple[Tensor, AuxOutput]]:
     # Outside of a compiled block it would make all T x T logits.
     return torch.compile(flex_attention, dynamic=False)

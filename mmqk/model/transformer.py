@@ -3,7 +3,8 @@
 Shapes are in the names: B batch, T tokens, D width, H heads, K head width, L layers, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any, cast
@@ -11,6 +12,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch import _dynamo as dynamo
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from .attention import Attention, Tap, no_tap, output_init_scale
@@ -101,7 +104,8 @@ class Block(nn.Module):
         self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None = None, tap: Tap = no_tap
     ) -> tuple[Tensor, Rows | None]:
         """`x + dropout(scale(post(sublayer(pre(x)))))`, for attention and then for the MLP; and attention's rows."""
-        return self.run(self, x_BTD, rope, mask, modality_BT, tap)
+        run = self.run if tap is no_tap else Block.compute  # a compiled one shows nobody what is inside
+        return run(self, x_BTD, rope, mask, modality_BT, tap)
 
     def compute(
         self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None, tap: Tap
@@ -245,6 +249,19 @@ class EarlyFusionTransformer(nn.Module):
         cap = c.final_softcap
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
 
+    @contextmanager
+    def by(self, backend: str) -> Iterator[None]:
+        """Attention by another backend, for as long as this lasts."""
+        holders: list[Any] = [self, *(cast(Block, block).attention for block in self.blocks)]
+        before = self.backend
+        try:
+            for holder in holders:
+                holder.backend = backend
+            yield
+        finally:
+            for holder in holders:
+                holder.backend = before
+
     def _again(self, block: nn.Module, inputs: tuple[Any, ...]) -> Any:
         drops = self.training and (self.config.residual_dropout or self.config.attn_dropout)
         return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=bool(drops))
@@ -266,15 +283,21 @@ def _at_layer(sink: Sink, layer: int, site: str, tensor: Tensor) -> None:
     sink(site, layer, tensor)
 
 
-def compile_blocks(model: EarlyFusionTransformer) -> None:
+def compile_blocks(model: EarlyFusionTransformer, again: bool = False) -> None:
     """Compile what a block computes, once for all blocks that are alike, and the final norm.
 
     Names of parameters and modules stay as they are. Each graph is whole: what would break it is an error. Hooks on a
-    block itself still run, those on its parts only if they were there before the first forward.
+    block itself still run; a forward with a sink runs as if nothing were compiled.
+
+    Args:
+        model: in place.
+        again: Whether more than one backward pass goes through the same forward; it keeps a little more memory.
     """
     run = torch.compile(Block.compute, fullgraph=True, dynamic=False)
     for block in model.blocks:
         cast(Block, block).run = run
-    # Training, validation and a shorter last batch have one each, and blocks may differ by window.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     model.final_norm.compile(fullgraph=True, dynamic=False)
+    # Training, validation and a shorter last batch have one graph each, and blocks may differ by window.
+    dynamo.config.recompile_limit = max(64, dynamo.config.recompile_limit)
+    if again:
+        functorch_config.donated_buffer = False
