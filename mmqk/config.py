@@ -228,6 +228,10 @@ def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
         )
     if trainer["accumulate_grad_batches"] < 1:
         raise UserError("trainer.accumulate_grad_batches must be at least 1.")
+    if trainer.get("deterministic") == "warn":
+        raise UserError(
+            "trainer.deterministic warn leaves attention as it is: set it to true, or leave it out."
+        )
     for name in ("seed", "threads"):
         if getattr(parsed, name) < 0:
             raise UserError(f"{name} is {getattr(parsed, name)}: it cannot be negative.")
@@ -276,6 +280,8 @@ def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
     identity["data"] = data_identity(sections["data"])
     identity |= {"backend": parsed.backend, "seed": parsed.seed}
     identity["trainer"] = {flag: trainer[flag] for flag in IDENTITY_TRAINER_FLAGS}
+    if trainer.get("deterministic"):  # other kernels, and their sums in another order
+        identity["trainer"]["deterministic"] = True
     if fork is not None:
         identity["fork"] = fork.identity
     files = [str(path) for path in parsed.config or [] if path is not None]  # None: a parent's

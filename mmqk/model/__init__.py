@@ -1,10 +1,11 @@
 """TokenBatch to logits. Pure torch: nothing of the rest of mmqk, no logging, no files."""
 
+from .compiling import compile_blocks, keep_graphs
 from .config import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
 from .init import init_weights
 from .kernels import BACKENDS, Rows, check_backend, kernel_name
 from .linear import power_step
-from .transformer import EarlyFusionTransformer, compile_blocks, modality_of_ids
+from .transformer import EarlyFusionTransformer, modality_of_ids
 
 __all__ = [
     "BACKENDS",
@@ -17,6 +18,7 @@ __all__ = [
     "check_backend",
     "compile_blocks",
     "init_weights",
+    "keep_graphs",
     "kernel_name",
     "modality_of_ids",
     "power_step",

@@ -18,7 +18,10 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-# fp32 tanh is 1 from here on, so that a capped logit does not say how much larger the raw one was.
+from .compiling import allow_many_graphs
+
+# Of a capped logit in fp32, the raw one is known to a thousandth of the cap up to 5 caps and to a twentieth up to 7;
+# from about 9 on tanh is 1.
 SATURATED = 9.0
 
 
@@ -33,8 +36,8 @@ def flex_rows(
     """Attention and what each row's softmax was.
 
     Returns:
-        out_BHTK; max_BHT, the largest raw logit of each row (fp32, after the scale, before the cap; from 9 caps on a
-        lower bound: tanh is 1 there); lse_BHT, the log-sum-exp of its capped logits (fp32). Without a gradient
+        out_BHTK; max_BHT, the largest raw logit of each row (fp32, after the scale, before the cap, which it is
+        computed back from: `SATURATED`); lse_BHT, the log-sum-exp of its capped logits (fp32). Without a gradient
         through the last two.
     """
     out_BHTK, aux = _compiled()(
@@ -55,7 +58,8 @@ def uncapped(capped: Tensor, softcap: float | None) -> Tensor:
     """The logit whose cap this is; at most `SATURATED` caps."""
     if softcap is None:
         return capped
-    return softcap * torch.atanh(capped / softcap).clamp(-SATURATED, SATURATED)
+    # The kernel's base 2 and back may end a rounding above the cap.
+    return softcap * torch.atanh((capped / softcap).clamp(-1.0, 1.0)).clamp(-SATURATED, SATURATED)
 
 
 @cache
@@ -100,5 +104,6 @@ def sees(window: int) -> Callable[..., Tensor]:
 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, AuxOutput]]:
-    # Outside of a compiled block it would make all T x T logits.
-    return torch.compile(flex_attention, dynamic=False)
+    # Outside of a compiled block it would make all T x T logits; as it would beyond the limit of shapes.
+    allow_many_graphs()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)

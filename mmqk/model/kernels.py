@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .flex import flex_mask, flex_rows
 from .norms import at_least_fp32
 
 # Dense, torch's fused one by the kernel that fits or by a named one, and FlexAttention.
@@ -21,7 +20,7 @@ _KERNELS = {
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-FLEX_BLOCK = 128
+BLOCK = 128  # tokens
 
 
 class Rows(NamedTuple):
@@ -71,14 +70,19 @@ def check_backend(
                 "backend sdpa_flash sees all earlier tokens: with model.window or with data.document_mask use sdpa,"
                 " sdpa_efficient, flex or math."
             )
+        if backend == "sdpa_cudnn" and masked and tokens is not None and tokens % BLOCK:
+            raise ValueError(
+                f"backend sdpa_cudnn with a mask wants data.seq_len to be a multiple of {BLOCK}, but it is"
+                f" {tokens}: at others its backward pass has given NaN; use sdpa."
+            )
         return
     if dropout:
         raise ValueError(
             f"backend flex cannot drop attention weights (model.attn_dropout {dropout}); use sdpa or math."
         )
-    if tokens is not None and tokens % FLEX_BLOCK:
+    if tokens is not None and tokens % BLOCK:
         raise ValueError(
-            f"backend flex wants data.seq_len to be a multiple of {FLEX_BLOCK}, but it is {tokens}: at others its"
+            f"backend flex wants data.seq_len to be a multiple of {BLOCK}, but it is {tokens}: at others its"
             " backward pass has given NaN."
         )
 
@@ -147,6 +151,8 @@ def mask_of(
         for all earlier tokens. flex: a BlockMask.
     """
     if backend == "flex":
+        from .flex import flex_mask  # of torch 2.9 and later: the monitors import this file under older ones
+
         return flex_mask(T, device, window, document_BT)
     if backend != "math" and document_BT is None and not window:
         return None
@@ -203,6 +209,8 @@ def attention(
     check_backend(backend, softcap, kind, dropout=dropout, masked=mask is not None)
     _check_dtypes(q_BHTK, k_BHTK, v_BHTK)
     if backend == "flex":
+        from .flex import flex_rows
+
         out_BHTK, max_BHT, lse_BHT = flex_rows(q_BHTK, k_BHTK, v_BHTK, mask, scale, softcap)
         return out_BHTK, Rows(max_BHT, lse_BHT)
     if backend != "math":

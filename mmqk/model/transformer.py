@@ -12,8 +12,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch import _dynamo as dynamo
-from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from .attention import Attention, Tap, no_tap, output_init_scale
@@ -281,23 +279,3 @@ _PLAIN = ModelConfig()
 
 def _at_layer(sink: Sink, layer: int, site: str, tensor: Tensor) -> None:
     sink(site, layer, tensor)
-
-
-def compile_blocks(model: EarlyFusionTransformer, again: bool = False) -> None:
-    """Compile what a block computes, once for all blocks that are alike, and the final norm.
-
-    Names of parameters and modules stay as they are. Each graph is whole: what would break it is an error. Hooks on a
-    block itself still run; a forward with a sink runs as if nothing were compiled.
-
-    Args:
-        model: in place.
-        again: Whether more than one backward pass goes through the same forward; it keeps a little more memory.
-    """
-    run = torch.compile(Block.compute, fullgraph=True, dynamic=False)
-    for block in model.blocks:
-        cast(Block, block).run = run
-    model.final_norm.compile(fullgraph=True, dynamic=False)
-    # Training, validation and a shorter last batch have one graph each, and blocks may differ by window.
-    dynamo.config.recompile_limit = max(64, dynamo.config.recompile_limit)
-    if again:
-        functorch_config.donated_buffer = False

@@ -78,8 +78,8 @@ COSTS: dict[str, tuple[str, str]] = {
     "validation": ("`data.val_every_n_steps`", "forwards over the held-out sequences"),
     "start": ("always", "counted once, before the first step"),
     "alarms": ("always", "rules over numbers that are logged anyway, on the host (docs/alarms.md)"),
-    "flex": ("every step with `--backend flex`", "numbers that the kernel has anyway; a pass over one for each row"),
-    "QK-Clip": ("`optim.qk_clip`", "all attention logits of every step; with backend flex what the kernel has anyway"),
+    "flex": ("every step with `--backend flex`", "numbers that the kernel has anyway, one for each row"),
+    "QK-Clip": ("`optim.qk_clip`", "all attention logits of every step; under flex what the kernel has anyway"),
     "forward": ("`monitor.every_n_steps`", "the forward of a probe, which all of its statistics share"),
     "norms": ("with each probe", "a pass over each activation of that forward; no matrix product"),
     "attention": (

@@ -40,23 +40,36 @@ def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
         UserError: the device cannot do what is asked of it.
     """
     import torch
+    from torch.utils import deterministic
 
     dtype = torch.float32 if run.trainer["precision"] == "32-true" else torch.bfloat16
-    masked = is_masked(run.model, run.data)
+    apart = run.data.pack == "documents" and run.data.document_mask
+    windows = sorted({run.model.window_of(layer) for layer in range(run.model.n_layers)})
     try:
-        kernel = kernel_name(run.backend, device.type, dtype, masked, run.model.attn_dropout)
+        kernels = [
+            kernel_name(run.backend, device.type, dtype, apart or window > 0, run.model.attn_dropout)
+            for window in windows
+        ]
     except ValueError as error:
         raise UserError(str(error)) from error
-    if device.type == "cuda":
-        _try(run, device, dtype)
+    if device.type == "cuda" and run.backend.startswith("sdpa"):
+        for window in windows:
+            _try(run, device, dtype, window, apart)
     if run.compile and not _has_compiler(device):
         raise UserError(
             "compile needs Triton, which is not installed: install it or leave compile off."
             if device.type == "cuda"
             else "compile needs a C++ compiler on a CPU: install g++ or clang++, or leave compile off."
         )
+    # Deterministic training would fill every new tensor, to find reads of what nothing wrote.
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"name": name, "attention": kernel, "compiled": run.compile, "recomputed": run.recompute}
+    return {
+        "name": name,
+        "attention": " and ".join(dict.fromkeys(kernels)),
+        "compiled": run.compile,
+        "recomputed": run.recompute,
+    }
 
 
 def said(settled: dict[str, Any]) -> str:
@@ -67,8 +80,8 @@ def said(settled: dict[str, Any]) -> str:
     )
 
 
-def _try(run: RunConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """One attention of this shape, as a kernel says no only when it is called; flex compiles whatever it is given."""
+def _try(run: RunConfig, device: torch.device, dtype: torch.dtype, window: int, apart: bool) -> None:
+    """One attention of this shape: a kernel says no only when it is called."""
     import torch
 
     from mmqk.model.kernels import attention, mask_of

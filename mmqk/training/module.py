@@ -18,7 +18,14 @@ from mmqk.model.transformer import Sink
 from mmqk.monitors.ranks import summed
 from mmqk.store import tag
 from mmqk.training.chunked_loss import chunked_losses
-from mmqk.training.loss import LossConfig, LossSums, loss_parts, modality_losses, total_loss
+from mmqk.training.loss import (
+    LossConfig,
+    LossSums,
+    loss_parts,
+    modality_losses,
+    selected_of,
+    total_loss,
+)
 from mmqk.training.optim import OptimConfig, lr_multiplier, make_optimizer
 from mmqk.training.qk_clip import QKClip
 from mmqk.training.rows import RowLog
@@ -69,11 +76,9 @@ def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
     knows the probability of its tokens, the summed cross-entropy of that knowledge."""
     rows = [sums.count, sums.ce, sums.log_z]
     if batch.target_surprise_BT is not None:
-        known_BT = batch.target_surprise_BT * batch.target_mask_BT
-        floor_M = torch.zeros_like(sums.count).index_add(
-            0, batch.target_modality_BT.flatten(), known_BT.flatten().to(sums.count.dtype)
-        )
-        rows.append(floor_M)
+        selected_BTM = selected_of(batch.target_modality_BT, batch.target_mask_BT, len(sums.count))
+        known_BTM = torch.where(selected_BTM, batch.target_surprise_BT[..., None], 0.0)
+        rows.append(known_BTM.sum((0, 1)).to(sums.count.dtype))
     return torch.stack(rows).detach().float()
 
 
@@ -139,9 +144,9 @@ class TrainingModule(L.LightningModule):
         self._rows = RowLog(model.modalities) if backend == "flex" else None
         self._modality_losses, self._compiled = modality_losses, False
 
-    def compile_step(self, again: bool = False) -> None:
-        """Compile blocks, norms and loss; ``again`` as of `compile_blocks`."""
-        compile_blocks(self.model, again)
+    def compile_step(self) -> None:
+        """Compile blocks, final norm and loss."""
+        compile_blocks(self.model)
         self._modality_losses = torch.compile(modality_losses, fullgraph=True, dynamic=False)
         self._compiled = True
 
@@ -237,7 +242,9 @@ class TrainingModule(L.LightningModule):
         """What each modality's targets add to the loss of ``batch``, (M,), in the run's precision; dropout is left to
         the mode that ``model`` is in: a copy, or (None) the one that is trained."""
         with self.trainer.precision_plugin.train_step_context():
-            return loss_parts(self._losses(batch, by_modality=True, model=model), *self._weighing(batch))
+            # A sink that looks at nothing: halves of a batch are no reason to compile.
+            sums = self._losses(batch, lambda *_: None, by_modality=True, model=model)
+            return loss_parts(sums, *self._weighing(batch))
 
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
         """`first_bad_site` of a step whose gradient was not finite, from its micro-batches with their numbers.
@@ -262,7 +269,12 @@ class TrainingModule(L.LightningModule):
     def _seed_dropout(self, index: int) -> None:
         """Dropout is a function of (seed, micro-batch, rank), so a resumed run draws what it would have drawn."""
         key = f"{self.seed}/{index}/{self.global_rank}".encode()
-        torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1)
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed takes 0.8 ms, for devices that are not there
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def configure_gradient_clipping(
         self, optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -272,7 +284,8 @@ class TrainingModule(L.LightningModule):
             optimizer.sum_ranks()
         reached = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
         # The way of torch.nn.utils.get_total_norm, which does not give the norms of the parameters away.
-        norms = torch._foreach_norm([p.grad for p in reached.values() if p.grad is not None])
+        gradients = [p.grad for p in reached.values() if p.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, torch.promote_types(gradients[0].dtype, torch.float32))
         grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
         factor: Tensor | None = None
         if gradient_clip_val:
