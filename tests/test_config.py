@@ -172,8 +172,8 @@ def test_the_table_of_commands():
     [
         ("cpu", ()),
         ("dial", ("--monitor.sequences=8",)),
-        ("gpu_25m", ()),
-        ("gpu_124m", ("--model.n_layers=1",)),
+        ("gpu_25m", ("--compile=false",)),  # half a minute of a C++ compiler; tests/model/test_compiled.py has that
+        ("gpu_124m", ("--model.n_layers=1", "--compile=false")),
     ],
 )
 def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data, tmp_path):

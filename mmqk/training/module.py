@@ -249,7 +249,8 @@ class TrainingModule(L.LightningModule):
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
         """`first_bad_site` of a step whose gradient was not finite, from its micro-batches with their numbers.
 
-        The weights are those that it had, and dropout draws what it drew.
+        The weights are those that it had, and dropout draws what it drew, but for compiled blocks, whose masks are their
+        own.
         """
         from mmqk.monitors.lab.bad_site import first_bad_site
 
