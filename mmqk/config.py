@@ -19,7 +19,7 @@ from mmqk.data.config import DataConfig, data_identity, layout
 from mmqk.model import BACKENDS, ModelConfig, check_backend
 from mmqk.monitors import MonitorConfig
 from mmqk.store import AlarmConfig, UserError, identity_hash
-from mmqk.training.device import check_compiled, is_masked
+from mmqk.training.device import check_shown, is_masked
 from mmqk.training.fork_parent import Fork, Parent, base_of, check_forkable, read_parent
 from mmqk.training.loss import LossConfig
 from mmqk.training.optim import OptimConfig
@@ -260,7 +260,7 @@ def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
             tokens=sections["data"].seq_len,
         )
         check_qk_clip(sections["optim"], model)
-        check_compiled(parsed.compile, parsed.backend, sections["optim"])
+        check_shown(parsed.compile, parsed.recompute, parsed.backend, sections["optim"])
         if trainer["strategy"] == "fsdp":
             check_sharded(model, sections["optim"], sections["loss"], sections["monitor"])
         _check_steps(trainer["max_steps"], sections["checkpoint"].at, fork)

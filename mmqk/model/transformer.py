@@ -154,7 +154,7 @@ class EarlyFusionTransformer(nn.Module):
 
     Attributes:
         recompute: Whether a block forgets its activations and computes them again in the backward pass (activation
-            checkpointing; Chen et al. 2016, arXiv 1604.06174): a fourth more operations for a fraction of the memory.
+            checkpointing; Chen et al. 2016, arXiv 1604.06174): a third more operations for a fraction of the memory.
 
     Raises:
         ValueError: empty `config.blocks`, unknown backend, or a backend that cannot compute this attention.
@@ -228,7 +228,7 @@ class EarlyFusionTransformer(nn.Module):
             window: mask_of(self.backend, T, device, window, document_BT)
             for window in {c.window_of(layer) for layer in range(c.n_layers)}
         }
-        again = self.recompute and torch.is_grad_enabled()
+        again = self.recompute and sink is None and torch.is_grad_enabled()  # a sink would see everything twice
         for layer, block in enumerate(self.blocks):
             tap = no_tap if sink is None else partial(_at_layer, sink, layer)
             window = c.window_of(layer)

@@ -147,7 +147,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
         Statistic(("alarm/KIND",), "on how many series an alarm of this kind begins at this step", "series", NOBODY,
             "absent [I]", "docs/alarms.md; alarms.jsonl has the series and the sentence", "alarms"),
         Statistic(("attn_row_max/QUERY/layerNN",),
-            "largest z (as attn_logit_max) of the step's queries, exact; from 9 caps on a lower bound", "–", QUERY,
+            "largest z (as attn_logit_max) of the step's queries, exact; from 8 caps on a lower bound", "–", QUERY,
             _LOGIT_RANGE,
             "attention goes one-hot; attn_logit_max says to whose keys", "flex"),
         Statistic(("attn_row_lse/QUERY/layerNN",),

@@ -158,7 +158,7 @@ def _terms(
     # d ce = softmax - onehot, d log Z = softmax; in place, as each of them is the largest tensor here. The target's
     # own comes last, so that the rest is one pass over the chunk.
     scale_C1 = 1 + 2 * z_loss * log_z_C[:, None] if z_loss else torch.ones_like(weight_C1)
-    target_C1 = (torch.exp(-ce_C[:, None]) * scale_C1 - 1) * weight_C1
+    target_C1 = (torch.expm1(-ce_C[:, None]) + (scale_C1 - 1) * torch.exp(-ce_C[:, None])) * weight_C1
     grad_CV = grad_CV.exp_().mul_(scale_C1 * weight_C1)
     if softcap is not None:
         slope_CV = 1 - (wide_CV / softcap).square()

@@ -24,13 +24,14 @@ def is_masked(model: ModelConfig, data: DataConfig) -> bool:
     return windows or (data.pack == "documents" and data.document_mask)
 
 
-def check_compiled(compiled: bool, backend: str, optim: OptimConfig) -> None:
-    """Raise ValueError for what looks into a block in every step, which a compiled one does not show."""
-    if compiled and optim.qk_clip is not None and backend != "flex":
-        raise ValueError(
-            "optim.qk_clip looks at queries and keys in every step, which compiled blocks do not show: use backend"
-            " flex, which gives the largest logits itself, or leave compile off."
-        )
+def check_shown(compiled: bool, recompute: bool, backend: str, optim: OptimConfig) -> None:
+    """Raise ValueError for what looks into a block in every step, where that shows nothing, or shows it twice."""
+    for name, is_set in (("compile", compiled), ("recompute", recompute)):
+        if is_set and optim.qk_clip is not None and backend != "flex":
+            raise ValueError(
+                f"optim.qk_clip looks at queries and keys in every step, which {name} does not allow: use backend"
+                f" flex, which gives the largest logits itself, or leave {name} off."
+            )
 
 
 def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:

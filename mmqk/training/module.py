@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig, Rows, compile_blocks, power_step
+from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink
 from mmqk.monitors.ranks import summed
 from mmqk.store import tag
@@ -249,8 +250,7 @@ class TrainingModule(L.LightningModule):
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
         """`first_bad_site` of a step whose gradient was not finite, from its micro-batches with their numbers.
 
-        The weights are those that it had, and dropout draws what it drew, but for compiled blocks, whose masks are their
-        own.
+        The weights are those that it had, and dropout draws what it drew; compiled blocks have drawn masks of their own.
         """
         from mmqk.monitors.lab.bad_site import first_bad_site
 
@@ -285,8 +285,9 @@ class TrainingModule(L.LightningModule):
             optimizer.sum_ranks()
         reached = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
         # The way of torch.nn.utils.get_total_norm, which does not give the norms of the parameters away.
-        gradients = [p.grad for p in reached.values() if p.grad is not None]
-        norms = torch._foreach_norm(gradients, 2, torch.promote_types(gradients[0].dtype, torch.float32))
+        # In at least fp32; the norm of shards takes no dtype.
+        gradients = [at_least_fp32(p.grad) for p in reached.values() if p.grad is not None]
+        norms = torch._foreach_norm(gradients)
         grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
         factor: Tensor | None = None
         if gradient_clip_val:

@@ -1,4 +1,7 @@
-"""Two processes that train one run, as srun starts them on one machine or on two, forked ready to train so that each costs a second."""
+"""Two processes that train one run, as srun starts them on one machine or on two.
+
+They are forked ready to train, so that each costs a second.
+"""
 
 from __future__ import annotations
 

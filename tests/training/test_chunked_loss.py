@@ -15,6 +15,7 @@ from mmqk.monitors import MonitorConfig
 from mmqk.monitors.lab.bad_site import first_bad_site
 from mmqk.monitors.lab.callback import RunMonitor
 from mmqk.monitors.lab.halves import gradient_agreement
+from mmqk.training import chunked_loss
 from mmqk.training.chunked_loss import chunked_losses
 from mmqk.training.loss import LossConfig, LossSums, loss_parts, modality_losses, total_loss
 from mmqk.training.split_adam import SplitAdamW
@@ -310,3 +311,60 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(chunk):
     # The head's gradients, of all and of each of two modalities, are (3, V, D).
     assert largest(chunk, split_second_moment=True) == max(chunk, 3 * 16) * 500
     assert largest(None) == 96 * 500  # the control: the dense form makes all logits
+
+
+# Compiled --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """The compiled form through torch's tracing and its own autograd, without a compiler of C++."""
+    compiled, frames = torch.compile, []
+
+    def compile_(function, **options):
+        assert options.pop("fullgraph")
+        frames.append(function)
+        return compiled(function, fullgraph=True, backend="aot_eager", **options)
+
+    chunked_loss._compiled.cache_clear()
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", compile_)
+    yield frames
+    chunked_loss._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("by_modality", [False, True])
+@pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (None, Z), (3.0, Z)])
+def test_the_compiled_form_equals_the_dense_one(traced, softcap, z_loss, by_modality):
+    """A last chunk that is shorter, a mask, weights by modality, and a forward without a gradient."""
+    hidden, head, *of = inputs()
+    weighing = torch.tensor(WEIGHTS, dtype=torch.float64), z_loss, of[-1].sum()
+    arguments = (hidden, head, *of, *weighing[:2], 8, softcap, by_modality)
+    here, there = chunked_losses(*arguments, compiled=True), dense(hidden, head, *of, softcap)
+    assert [f.__name__ for f in traced] == ["_terms"]
+    for name in ("count", "ce", "log_z", "log_z_sq"):
+        torch.testing.assert_close(getattr(here, name), getattr(there, name), rtol=1e-12, atol=1e-12)
+    losses = [total_loss(sums, *weighing) for sums in (here, there)]
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+    torch.testing.assert_close(*(gradients(x, hidden, head) for x in losses), rtol=0, atol=1e-12)
+    if by_modality:
+        parts = [loss_parts(sums, *weighing) for sums in (here, there)]
+        for m in range(M):
+            torch.testing.assert_close(*(gradients(x[m], hidden, head) for x in parts), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        measured = chunked_losses(*arguments, compiled=True)
+    torch.testing.assert_close(measured.ce, there.ce.detach(), rtol=0, atol=1e-12)
+    assert not total_loss(measured, *weighing).requires_grad
+    # The control: the compiled form of other arguments is another number.
+    other = chunked_losses(*arguments[:-2], 1.0, by_modality, compiled=True)
+    assert abs(float((total_loss(other, *weighing) - losses[1]).detach())) > 1e-3
+
+
+def test_the_compiled_form_is_the_plain_one_bit_for_bit_in_bf16(traced):
+    hidden, head, *of = inputs(torch.float32)
+    given = torch.tensor(WEIGHTS), Z
+    with torch.autocast("cpu", torch.bfloat16):
+        both = [chunked_losses(hidden, head, *of, *given, 8, 3.0, compiled=on) for on in (True, False)]
+    assert torch.equal(both[0].ce, both[1].ce) and len(traced) == 1
+    for a, b in zip(*(gradients(total_loss(sums, *given, 7.0), hidden, head) for sums in both), strict=True):
+        assert torch.equal(a, b)

@@ -30,6 +30,7 @@ INSIDE = ["--monitor.parameters=true", "--monitor.budget_every_n_steps=4", "--mo
 # Nothing but rounding is left of the first, and means of either sign of the second.
 CANCELS = ("_growth_rest/", "_growth_unattributed/", "logit_mean/")
 
+WHERE = ("--trainer.devices", "--trainer.num_nodes", "--trainer.strategy")
 RUNS = {
     "ddp": ("ddp", INSIDE),
     "ddp on two machines, qk-clip and split moments": (
@@ -110,7 +111,7 @@ def test_half_of_the_batch_is_another_run(tiny_args, tmp_path):
 def test_resume_is_exact_among_as_many(pair, tmp_path):
     strategy, _, two = pair
     args = rewind(two, tmp_path / "again", 8)
-    args = [a for a in args if not a.startswith(("--trainer.devices", "--trainer.strategy"))]
+    args = [a for a in args if not a.startswith(WHERE)]
     assert train([*args, f"--out={tmp_path / 'again'}"], tmp_path / "log", strategy) == [0, 0]
     assert series(tmp_path / "again") == series(two)
     ours, theirs = state(tmp_path / "again"), state(two)
@@ -123,7 +124,7 @@ def test_resume_is_exact_among_as_many(pair, tmp_path):
 def test_a_checkpoint_goes_on_with_one_process_or_another_strategy(pair, tmp_path, capsys):
     strategy, one, two = pair
     args = rewind(two, tmp_path / "alone", 4)
-    args = [a for a in args if not a.startswith(("--trainer.devices", "--trainer.strategy"))]
+    args = [a for a in args if not a.startswith(WHERE)]
     assert main([*args, f"--out={tmp_path / 'alone'}"]) == 0
     said = capsys.readouterr().err
     assert f"2 processes ({strategy}) and goes on with one process" in said and "not bit for bit" in said
@@ -142,6 +143,7 @@ def test_a_fork_leaves_it(pair, tmp_path, capsys):
         fork = [
             f"--fork={parent / 'checkpoints/step00000008.ckpt'}",
             "--trainer.devices=1",
+            "--trainer.num_nodes=1",
             "--trainer.strategy=auto",
         ]
         assert main([*fork, "--quiet", "--loss.z_loss=1e-2", f"--out={tmp_path / parent.name}"]) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ from mmqk.training.loss import LossConfig, loss_parts, total_loss
 from mmqk.training.optim import OptimConfig, make_optimizer
 from mmqk.training.split_adam import SplitAdamW
 from tests.peers import Peer
+from tests.training.test_no_sync import Methods, Operations
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
 TORCH = Peer(("split_second_moment",), "torch AdamW", 1e-12)
@@ -289,3 +292,56 @@ def test_the_switch_makes_it_with_the_same_groups():
         assert all(p is q for p, q in zip(a["params"], b["params"], strict=True))
         assert all(a[k] == b[k] for k in ("lr", "betas", "eps", "weight_decay"))
     assert not OptimConfig().split_second_moment
+
+
+# Held ------------------------------------------------------------------------------------------------------
+
+
+def held(found_inf: float | None, steps: int = 4, moments: bool = False):
+    """Weights (and moments) after steps of which the optimizer was told this; None for nothing."""
+    model = Three()
+    optimizer = SplitAdamW(model.parameters(), **SETTING)
+    for step in range(steps):
+        optimizer.zero_grad()
+        optimizer.backward(model.losses(step))
+        if found_inf is not None:
+            optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
+        with Operations(asked := Counter()), Methods(asked):
+            optimizer.step()
+        assert not asked
+    state = {
+        name: optimizer.state[p]["exp_avg_sq"] for name, p in model.named_parameters() if optimizer.state[p]
+    }
+    return (model, state) if moments else model
+
+
+def test_told_that_all_is_well_it_takes_the_same_step_bit_for_bit():
+    (told, of_told), (plain, of_plain) = held(0.0, moments=True), held(None, moments=True)
+    assert max(gaps(told, plain).values()) == 0
+    assert of_told.keys() == of_plain.keys() and all(torch.equal(of_told[n], of_plain[n]) for n in of_plain)
+
+
+def test_told_of_a_bad_gradient_no_parameter_changes():
+    assert max(gaps(held(1.0), Three()).values()) == 0
+    assert gaps(held(None), Three())["both"] > 1e-2  # the control
+    for poison in (float("nan"), float("inf")):
+        model = Three()
+        optimizer = SplitAdamW(model.parameters(), **SETTING)
+        optimizer.backward([poison * loss for loss in model.losses(0)])
+        optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+        optimizer.step()
+        assert max(gaps(model, Three()).values()) == 0
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_run_stands_still_from_its_first_bad_gradient_on(split):
+    good, bad = toy_batch(0), toy_batch(1)
+    bad.step_targets = bad.step_targets * 0.0  # the loss over no targets
+    stopped, whole = (module_of(split_second_moment=split, weight_decay=0.3, qk_clip=0.1) for _ in range(2))
+    lines = fit(stopped, [good, bad, good, good], clip=0.5)
+    fit(whole, [good], clip=0.5)
+    assert [math.isfinite(line["grad_norm"]) for line in lines] == [True, False, True, True]
+    assert apart(weights(stopped), weights(whole)) == 0
+    other = module_of(split_second_moment=split, weight_decay=0.3, qk_clip=0.1)  # the control
+    fit(other, [good, good], clip=0.5)
+    assert apart(weights(other), weights(whole)) > 1e-3

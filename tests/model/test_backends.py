@@ -1,0 +1,185 @@
+"""Backends of attention: which kernel runs, that no other does, and what is refused."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmqk.model import kernels
+from mmqk.model.kernels import check_backend, kernel_name
+from tests.model.attend import attention
+
+B, H, T, K = 2, 4, 40, 8
+SCALE = 0.4
+DOCUMENT_BT = torch.arange(T).expand(B, T) // 15
+
+
+def qkv(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(B, H, T, K, generator=generator, dtype=dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "dtype", "masked", "dropout", "name"),
+    [
+        ("math", "cpu", torch.float32, False, 0.0, "math (dense, fp32)"),
+        ("math", "cuda", torch.bfloat16, True, 0.1, "math (dense, fp32)"),
+        ("flex", "cuda", torch.bfloat16, True, 0.0, "flex (Triton)"),
+        ("sdpa", "cpu", torch.float32, False, 0.0, "flash (SDPA)"),
+        ("sdpa", "cpu", torch.float64, True, 0.0, "flash (SDPA)"),
+        ("sdpa", "cpu", torch.bfloat16, False, 0.1, "math (SDPA)"),
+        ("sdpa_flash", "cpu", torch.float32, False, 0.0, "flash (SDPA)"),
+        ("sdpa", "cuda", torch.bfloat16, False, 0.0, "flash (SDPA)"),
+        ("sdpa", "cuda", torch.float16, False, 0.1, "flash (SDPA)"),
+        ("sdpa", "cuda", torch.bfloat16, True, 0.1, "efficient (SDPA)"),
+        ("sdpa", "cuda", torch.float32, False, 0.0, "efficient (SDPA)"),
+        ("sdpa", "cuda", torch.float64, False, 0.0, "math (SDPA)"),
+        ("sdpa_flash", "cuda", torch.bfloat16, False, 0.1, "flash (SDPA)"),
+        ("sdpa_efficient", "cuda", torch.float32, True, 0.0, "efficient (SDPA)"),
+        ("sdpa_efficient", "cuda", torch.bfloat16, False, 0.0, "efficient (SDPA)"),
+        ("sdpa_cudnn", "cuda", torch.float16, True, 0.0, "cudnn (SDPA)"),
+    ],
+)
+def test_the_kernel_of_each_backend(backend, device, dtype, masked, dropout, name):
+    assert kernel_name(backend, device, dtype, masked, dropout) == name
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "dtype", "dropout", "words"),
+    [
+        ("flex", "cpu", torch.float32, 0.0, r"backend flex is compiled for CUDA GPUs and this is cpu; use"),
+        (
+            "sdpa_efficient",
+            "cpu",
+            torch.float32,
+            0.0,
+            r"sdpa_efficient exists on CUDA GPUs only and this is cpu",
+        ),
+        (
+            "sdpa_cudnn",
+            "cpu",
+            torch.bfloat16,
+            0.0,
+            r"sdpa_cudnn exists on CUDA GPUs only and this is cpu; use",
+        ),
+        (
+            "sdpa_flash",
+            "cpu",
+            torch.float32,
+            0.1,
+            r"sdpa_flash has no dropout on a CPU \(model\.attn_dropout\)",
+        ),
+        (
+            "sdpa_flash",
+            "cuda",
+            torch.float32,
+            0.0,
+            r"sdpa_flash computes in 16 bits only and this is torch\.float32",
+        ),
+        ("sdpa_cudnn", "cuda", torch.float32, 0.0, r"sdpa_cudnn computes in 16 bits only .* bf16-mixed, or"),
+        ("sdpa_flash", "cuda", torch.float64, 0.0, r"16 bits only and this is torch\.float64"),
+    ],
+)
+def test_a_kernel_that_does_not_exist_is_refused(backend, device, dtype, dropout, words):
+    with pytest.raises(ValueError, match=words):
+        kernel_name(backend, device, dtype, dropout=dropout)
+
+
+class Calls(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("document_BT", [None, DOCUMENT_BT])
+def test_the_kernel_that_is_named_runs(dtype, document_BT):
+    q, k, v = qkv(dtype)
+    said = {"scale": SCALE, "document_BT": document_BT}
+    for backend, dropout in (("sdpa", 0.0), ("sdpa", 0.5), ("math", 0.0)):
+        with Calls() as calls:
+            attention(q, k, v, backend=backend, dropout=dropout, **said)
+        flash = kernel_name(backend, "cpu", dtype, document_BT is not None, dropout) == "flash (SDPA)"
+        assert (FUSED in calls.names) == flash
+        assert bool(calls.names & {"bmm", "matmul", "baddbmm"}) != flash
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's account of why not
+@pytest.mark.parametrize(
+    ("kernel", "dropout"), [(SDPBackend.FLASH_ATTENTION, 0.1), (SDPBackend.EFFICIENT_ATTENTION, 0.0),
+                            (SDPBackend.CUDNN_ATTENTION, 0.0)]
+)  # fmt: skip
+def test_nothing_falls_back_from_a_pinned_kernel(kernel, dropout, monkeypatch):
+    q, k, v = qkv()
+    monkeypatch.setattr(kernels, "_sdpa", lambda *said: kernel)
+    with pytest.raises(RuntimeError, match=r"[Nn]o (viable backend|available kernel)"):
+        attention(q, k, v, scale=SCALE, dropout=dropout, backend="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (("flash",), r"backend must be one of math, sdpa, .*flex, but is 'flash'\.$"),
+        (("sdpa", 30.0), r"backend sdpa cannot apply model\.attn_softcap 30\.0; use backend math, or flex"),
+        (("sdpa_cudnn", 30.0), r"backend sdpa_cudnn cannot apply model\.attn_softcap"),
+        (
+            ("sdpa", None, "sigmoid"),
+            r"backend sdpa cannot compute model\.attention sigmoid; use backend math\.$",
+        ),
+        (
+            ("flex", None, "sigmoid"),
+            r"backend flex cannot compute model\.attention sigmoid; use backend math\.$",
+        ),
+        (
+            ("sdpa_flash", {"masked": True}),
+            r"sdpa_flash sees all earlier tokens: .*model\.window .*document_mask",
+        ),
+        (
+            ("sdpa_cudnn", {"masked": True, "tokens": 1088}),
+            r"sdpa_cudnn with a mask wants data\.seq_len to be a multiple of 128, but it is 1088: .* use sdpa\.$",
+        ),
+        (
+            ("flex", {"dropout": 0.1}),
+            r"flex cannot drop attention weights \(model\.attn_dropout 0\.1\); use sdpa",
+        ),
+        (("flex", {"tokens": 1000}), r"flex wants data\.seq_len to be a multiple of 128, but it is 1000: "),
+    ],
+)
+def test_what_a_backend_cannot_compute_is_refused_in_one_sentence(said, words):
+    named = said[-1] if isinstance(said[-1], dict) else {}
+    with pytest.raises(ValueError, match=words) as error:
+        check_backend(*said[: len(said) - bool(named)], **named)
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_backend_can_compute_is_not_refused():
+    check_backend("math", 30.0, "sigmoid", dropout=0.1, masked=True, tokens=7)
+    check_backend("flex", 30.0, masked=True, tokens=1024)
+    check_backend("sdpa", dropout=0.1, masked=True, tokens=7)
+    check_backend("sdpa_flash", dropout=0.1, tokens=7)
+    check_backend("sdpa_efficient", masked=True, tokens=7)
+    check_backend("sdpa_cudnn", masked=True, tokens=1024)
+    check_backend("sdpa_cudnn", tokens=1088)
+
+
+@pytest.mark.parametrize("backend", ["math", "sdpa"])
+def test_under_autocast_attention_takes_its_dtype_alone(backend):
+    wide, narrow = qkv(), [x.bfloat16() for x in qkv()]
+    said = {"scale": SCALE, "backend": backend}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(*narrow, **said).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=r"float32 where autocast computes in torch\.bfloat16"):
+            attention(*wide, **said)
+        with pytest.raises(TypeError, match=r"one dtype: torch\.float32, torch\.float32, torch\.bfloat16"):
+            attention(*wide[:2], narrow[2], **said)
+        assert attention(*(x.double() for x in wide), **said).dtype == torch.float64
+    assert attention(*wide, **said).dtype == torch.float32

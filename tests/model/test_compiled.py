@@ -1,0 +1,338 @@
+"""Compiled and recomputed blocks against the same model run plainly: to the bit: the kernels are torch's."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import _dynamo as dynamo
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
+
+from mmqk.model import (
+    EarlyFusionTransformer,
+    QKNormConfig,
+    UntieConfig,
+    compile_blocks,
+    keep_graphs,
+    transformer,
+)
+from tests.model.small import L2, V, build, ids_of
+
+TWO = {"text": 15, "image": 6}
+VARIANTS = {
+    "rms after RoPE, sandwich, capped, two windows": {
+        "qk_norm": QKNormConfig("rms", gain="per_head", place="after_rope"),
+        "post_norm": True,
+        "attn_softcap": 0.8,
+        "n_kv_heads": 2,
+        "window": 4,
+        "global_every": 2,
+        "local_rope_theta": 30.0,
+    },
+    "layer over all heads, Swin, GELU, layer scale": {
+        "qk_norm": QKNormConfig("layer", "full", "per_head", bias=True, normalize_v=True),
+        "pre_norm": False,
+        "post_norm": True,
+        "mlp": "gelu",
+        "layer_scale": 0.4,
+    },
+    "cosine, sigmoid, sigma": {
+        "qk_norm": QKNormConfig("l2", gain="per_head", scale_max=11.0, eps=L2.eps),
+        "attention": "sigmoid",
+        "weight_reparam": "sigma",
+        "n_layers": 2,
+    },
+    "untied": {
+        "blocks": TWO,
+        "untie": UntieConfig(norms=True, qk_norm=True, qk=True, mlp=True),
+        "qk_norm": QKNormConfig("rms"),
+        "mlp": "gelu",
+        "n_layers": 2,
+    },
+}
+DROPPED = {"residual_dropout": 0.3, "attn_dropout": 0.2}
+IDS_BT = ids_of(2, 12)
+DOCUMENT_BT = torch.tensor([[0] * 5 + [1] * 7, [3] * 9 + [-1] * 3])
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    """`compile_blocks` by dynamo alone, with nothing left of other tests."""
+    captured_by(monkeypatch, "eager")
+    limit, donated = dynamo.config.recompile_limit, functorch_config.donated_buffer
+    dynamo.reset()
+    counters.clear()
+    with dynamo.config.patch(recompile_limit=limit), functorch_config.patch(donated_buffer=donated):
+        yield
+    dynamo.reset()
+
+
+def captured_by(monkeypatch, backend, real=torch.compile):
+    """aot_eager makes the graphs of both directions, and runs them as they are: inductor takes half a minute."""
+    monkeypatch.setattr(torch, "compile", functools.partial(real, backend=backend))
+
+
+def n_graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def compiled(model):
+    model = copy.deepcopy(model)
+    compile_blocks(model)
+    return model
+
+
+def step(model, ids_BT=IDS_BT, document_BT=None, seed=0):
+    """Logits, and the gradient of every parameter."""
+    torch.manual_seed(seed)
+    out = model(ids_BT, document_BT=document_BT)
+    weight = torch.linspace(-1, 1, V)
+    return [out.detach(), *torch.autograd.grad((out * weight).square().sum(), list(model.parameters()))]
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiled_equals_eager_to_the_bit(name, monkeypatch):
+    captured_by(monkeypatch, "aot_eager")
+    plain = build(**VARIANTS[name])
+    model = compiled(plain)
+    assert same(step(model, document_BT=DOCUMENT_BT), step(plain, document_BT=DOCUMENT_BT))
+    assert n_graphs() == 2 and not counters["graph_break"]  # the blocks are alike; and the final norm
+    with torch.no_grad():
+        for parameter in plain.blocks[1].attention.w_q.parameters():
+            parameter.mul_(-1.5)
+    assert not same(step(model, document_BT=DOCUMENT_BT)[:1], step(plain, document_BT=DOCUMENT_BT)[:1])
+
+
+def test_what_would_break_a_graph_is_an_error(monkeypatch):
+    model = compiled(build())
+    norm = transformer.MLP.forward
+
+    def breaks(self, x_BTD):
+        dynamo.graph_break()
+        return norm(self, x_BTD)
+
+    monkeypatch.setattr(transformer.MLP, "forward", breaks)
+    with pytest.raises(dynamo.exc.Unsupported):
+        model(IDS_BT)
+    assert torch.isfinite(build()(IDS_BT)).all()
+
+
+def test_compiled_dropout_has_the_masks_of_its_seed(monkeypatch):
+    captured_by(monkeypatch, "aot_eager")
+    plain = build(**DROPPED).train()
+    model = compiled(plain)
+    once = step(model, seed=1)
+    assert same(once, step(model, seed=1))
+    assert same(once, step(plain, seed=1))
+    assert not same(once[:1], step(model, seed=2)[:1])
+
+
+def graphs_of(backend="math", **fields):
+    dynamo.reset()
+    counters.clear()
+    model = compiled(build(backend=backend, **fields))
+    step(model)
+    step(model)
+    return n_graphs()
+
+
+def test_the_number_of_graphs_does_not_grow_with_layers():
+    assert graphs_of("sdpa", n_layers=3) == graphs_of("sdpa", n_layers=6) == 2
+    windows = {"window": 4, "global_every": 2}  # sdpa has no mask where all earlier tokens are seen
+    assert graphs_of("sdpa", n_layers=3, **windows) == graphs_of("sdpa", n_layers=6, **windows) == 3
+
+
+def test_training_validation_and_a_shorter_batch_have_a_graph_each():
+    model = compiled(build(n_layers=2, **DROPPED))
+    seen = []
+    for length, training in ((12, True), (12, False), (7, True), (12, True), (7, True), (12, False)):
+        model.train(training)
+        step(model, ids_of(2, length))
+        seen.append(n_graphs())
+    assert seen[0] < seen[1] < seen[2] == seen[-1]
+
+
+def test_names_stay_what_they_are():
+    plain = build(n_layers=2, qk_norm=QKNormConfig("rms"))
+    model = compiled(plain)
+    model(IDS_BT)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    other = build(seed=1, n_layers=2, qk_norm=QKNormConfig("rms"))
+    before = model(IDS_BT)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(IDS_BT), other(IDS_BT)) and not torch.equal(model(IDS_BT), before)
+
+
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
+    model = compiled(build(n_layers=2))
+    before = step(model)
+    twin, plain = copy.deepcopy(model), build(n_layers=2)
+    with torch.no_grad():
+        for one in (twin, plain):
+            for parameter in one.parameters():
+                parameter.mul_(1.25)
+    assert same(step(twin), step(plain))
+    assert same(step(model), before)
+    assert not same(step(twin)[:1], before[:1])
+
+
+def test_a_forward_that_is_watched_shows_every_site_and_compiles_nothing():
+    plain = build(n_layers=2, n_kv_heads=2, qk_norm=QKNormConfig("rms"))
+    model = compiled(plain)
+    of_block = copy.deepcopy(model)
+    of_block.final_norm = plain.final_norm  # compiled in both; its inside is no site
+    sites = []
+    for one in (of_block, plain):
+        seen = {}
+        one(IDS_BT, sink=lambda site, layer, tensor, seen=seen: seen.__setitem__((site, layer), tensor))
+        sites.append(seen)
+    ours, theirs = sites
+    names = ("attn_in", "q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out", "resid")
+    assert set(ours) == {(n, layer) for n in names for layer in (0, 1)} | {("final", -1), ("logits", -1)}
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert n_graphs() == 0
+    model(IDS_BT)
+    assert n_graphs() == 2
+
+
+def test_hooks_on_a_block_run():
+    plain = build(n_layers=2)
+    model = compiled(plain)
+    unhooked = model(IDS_BT)
+    fired = []
+    for one in (plain, model):
+        for layer, block in enumerate(one.blocks):
+            block.register_forward_pre_hook(lambda block, args, layer=layer: fired.append(layer))
+            block.register_forward_hook(lambda block, args, out: (1.5 * out[0], out[1]))
+    hooked = model(IDS_BT)
+    assert fired == [0, 1]
+    assert torch.equal(hooked, plain(IDS_BT))
+    assert not torch.equal(hooked, unhooked)
+
+
+def counted(model):
+    """How often a block of `model` is asked to compute, as a list that grows."""
+    calls = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, args: calls.append(block))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("dropped", "and_compiled"),
+    [
+        ({}, False),
+        ({"residual_dropout": 0.3}, False),
+        ({"attn_dropout": 0.2}, False),
+        (DROPPED, True),
+    ],
+)
+def test_recomputed_blocks_give_the_same_step_to_the_bit(dropped, and_compiled, monkeypatch):
+    captured_by(monkeypatch, "aot_eager")
+    model = build(n_layers=2, **dropped).train()
+    expected = step(model)
+    if and_compiled:
+        compile_blocks(model)
+    calls = counted(model)
+    model.recompute = True
+    assert same(step(model), expected)
+    assert len(calls) == 2 * 2
+    with torch.no_grad():
+        model(IDS_BT)
+    assert len(calls) == 2 * 2 + 2
+    model.recompute = False
+    assert same(step(model), expected)
+    assert len(calls) == 2 * 2 + 2 + 2
+
+
+def test_recomputing_with_other_masks_would_show(monkeypatch):
+    """The control of the test above: dropout's state has to be kept for it to hold."""
+
+    def forgetful(block, *inputs, preserve_rng_state, use_reentrant):
+        return checkpoint(block, *inputs, preserve_rng_state=False, use_reentrant=use_reentrant)
+
+    model = build(n_layers=2, residual_dropout=0.3).train()
+    expected = step(model)
+    model.recompute = True
+    monkeypatch.setattr(transformer, "checkpoint", forgetful)
+    ours = step(model)
+    assert torch.equal(ours[0], expected[0]) and not same(ours, expected)
+
+
+def test_a_recomputed_forward_that_is_watched_shows_every_site_once():
+    model = build(n_layers=2)
+    model.recompute = True
+    seen = []
+    out = model(IDS_BT, sink=lambda site, layer, tensor: seen.append((site, layer)))
+    out.square().sum().backward()
+    assert len(seen) == len(set(seen)) == 9 * 2 + 2
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_recomputed_blocks_keep_a_fraction():
+    def kept(recompute):
+        model = build(n_layers=6)
+        model.recompute = recompute
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            model(IDS_BT)
+        return sum(sizes)
+
+    assert kept(True) < kept(False) / 3
+
+
+def test_two_backward_passes_through_one_forward(monkeypatch):
+    captured_by(monkeypatch, "aot_eager")
+    plain, model = build(n_layers=2), build(n_layers=2)
+    keep_graphs()
+    compile_blocks(model)
+    twice = []
+    for one in (plain, model):
+        out = one(IDS_BT).square()
+        parameters = list(one.parameters())
+        first = torch.autograd.grad(out[..., :5].sum(), parameters, retain_graph=True)
+        twice.append([*first, *torch.autograd.grad(out[..., 5:].sum(), parameters)])
+    assert same(*twice)
+    assert not same(twice[0][: len(parameters)], twice[0][len(parameters) :])
+
+
+def backends(model):
+    return [model.backend, *(block.attention.backend for block in model.blocks)]
+
+
+def test_by_another_backend_lasts_as_long_as_it_is_said(monkeypatch):
+    used = []
+    real = transformer.mask_of
+    monkeypatch.setattr(transformer, "mask_of", lambda b, *said: used.append(b) or real(b, *said))
+    model, dense = build(backend="sdpa"), build()
+    fused = model(IDS_BT)
+    with model.by("math"):
+        assert backends(model) == ["math"] * 4
+        assert torch.equal(model(IDS_BT), dense(IDS_BT))
+    assert backends(model) == ["sdpa"] * 4
+    with pytest.raises(ZeroDivisionError), model.by("math"):
+        raise ZeroDivisionError
+    assert backends(model) == ["sdpa"] * 4
+    with model.by("math"):
+        with model.by("sdpa"):
+            assert torch.equal(model(IDS_BT), fused)
+        assert backends(model) == ["math"] * 4
+    assert torch.equal(model(IDS_BT), fused)
+    assert used == ["sdpa", "math", "math", "sdpa", "sdpa"]
+
+
+def test_by_another_backend_of_a_compiled_model():
+    model, dense = compiled(build(backend="sdpa", n_layers=2)), build(n_layers=2)
+    fused = step(model)
+    with model.by("math"):
+        assert same(step(model), step(dense))
+    assert same(step(model), fused)
+    assert isinstance(model, EarlyFusionTransformer) and not same(fused, step(dense))

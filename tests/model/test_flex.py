@@ -1,0 +1,209 @@
+"""FlexAttention on a CPU: its masks, cap, grouped heads and rows against `math` and sums written out."""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import _dynamo as dynamo
+from torch._dynamo.utils import counters
+from torch._higher_order_ops.flex_attention import math_attention
+from torch.nn.attention import flex_attention as torchs
+
+from mmqk.model import EarlyFusionTransformer, compile_blocks, flex, kernels
+from tests.model.attend import attention
+from tests.model.small import VARIANTS, build, ids_of
+
+B, H, G, T, K = 2, 4, 2, 256, 8
+SCALE = 0.4
+DOCUMENT_BT = torch.zeros(B, T, dtype=torch.long)
+DOCUMENT_BT[0, 100:], DOCUMENT_BT[1, 30:], DOCUMENT_BT[1, 131:] = 1, 7, 9
+DOCUMENT_BT[:, 240:] = -1  # padding
+DOCUMENTS = {"document_BT": DOCUMENT_BT}
+CPU = torch.device("cpu")
+CASES = {
+    "causal": {},
+    "a window within a block": {"window": 50},
+    "a window over a block": {"window": 130},
+    "documents": DOCUMENTS,
+    "capped": {"softcap": 1.5},
+    "all": {"window": 40, "softcap": 1.5, **DOCUMENTS},
+}
+
+
+def qkv(dtype=torch.float32, size=1.5, heads=G):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(B, n, T, K) for n in (H, heads, heads)]
+    return [size * torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def shared(x_BGTK):
+    return x_BGTK.repeat_interleave(H // x_BGTK.shape[1], dim=1)
+
+
+def dense(q, k, v, **said):
+    return attention(q, shared(k), shared(v), scale=SCALE, **said)
+
+
+@torch.no_grad()
+def by_torch(q, k, v, window=0, document_BT=None, softcap=None):
+    """torch's own flex_attention, dense as it is on a CPU."""
+    score_mod = None if softcap is None else flex.cap(softcap)
+    mask = flex.flex_mask(T, CPU, window, document_BT)
+    return torchs.flex_attention(q, k, v, score_mod, mask, SCALE, enable_gqa=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_masks_and_cap_of_flex_are_those_of_math(name):
+    torch.testing.assert_close(
+        by_torch(*qkv(), **CASES[name]), dense(*qkv(), **CASES[name]), rtol=0, atol=5e-6
+    )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_tells_masks_and_caps_apart():
+    q, k, v = qkv()
+    fused = by_torch(q, k, v, **CASES["all"])
+    packed_BT = DOCUMENT_BT.clone()
+    packed_BT[1, 131] = 7  # the first token of a document is the last of the one before
+    for wrong in ({"window": 41}, {"window": 39}, {"softcap": 1.6}, {"document_BT": packed_BT}):
+        assert (dense(q, k, v, **(CASES["all"] | wrong)) - fused).abs().max() > 1e-3
+    capped = by_torch(q, k, v, softcap=1.5)
+    logits = SCALE * q @ shared(k).transpose(-1, -2)
+    masked = logits.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -math.inf)
+    cap_after_mask = torch.softmax(1.5 * torch.tanh(masked / 1.5), -1) @ shared(v)
+    assert (cap_after_mask - capped).abs().max() > 0.1
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """What the compiled kernel computes, densely: on a CPU torch has neither its statistics nor its gradients."""
+
+    def attend(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux):
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        assert return_aux == torchs.AuxRequest(lse=True, max_scores=True)
+        score_mod = score_mod or (lambda score, b, h, query, key: score)
+        out, lse, largest = math_attention(q, k, v, score_mod, block_mask.as_tuple(), scale, {})
+        base_2 = math.log(2)
+        return out, torchs.AuxOutput(lse=base_2 * lse, max_scores=base_2 * largest)
+
+    monkeypatch.setattr(flex, "_compiled", lambda: attend)
+
+
+def rows_written_out(q, k, window=0, document_BT=None, softcap=None):
+    """Each query's largest raw logit and log-sum-exp of capped ones, one query after another, in float64."""
+    logits = SCALE * q.double() @ shared(k).double().transpose(-1, -2)
+    largest, lse = torch.empty(B, H, T).double(), torch.empty(B, H, T).double()
+    for b in range(B):
+        for t in range(T):
+            near = range(max(0, t + 1 - window) if window else 0, t + 1)
+            seen = [s for s in near if document_BT is None or document_BT[b, s] == document_BT[b, t]]
+            of_row = logits[b, :, t, seen]
+            largest[b, :, t] = of_row.amax(-1)
+            lse[b, :, t] = (
+                (of_row if softcap is None else softcap * (of_row / softcap).tanh()).exp().sum(-1).log()
+            )
+    return largest, lse
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_flex_are_the_written_out_maxima_and_sums(name, flex_on_cpu):
+    said = dict(CASES[name])
+    if "softcap" in said:
+        said["softcap"] = 4.0  # so that the largest logit is less than 5 caps
+    q, k, v = (x.requires_grad_() for x in qkv())
+    mask = kernels.mask_of("flex", T, CPU, said.get("window", 0), said.get("document_BT"))
+    out, rows = kernels.attention(q, k, v, mask, scale=SCALE, backend="flex", softcap=said.get("softcap"))
+    assert not rows.max_BHT.requires_grad and not rows.lse_BHT.requires_grad
+    largest, lse = rows_written_out(q, k, **said)
+    tolerance = 4e-3 if "softcap" in said else 1e-5
+    torch.testing.assert_close(rows.max_BHT.double(), largest, rtol=0, atol=tolerance)
+    torch.testing.assert_close(rows.lse_BHT.double(), lse, rtol=0, atol=1e-5)
+    assert (rows.max_BHT - rows.lse_BHT).abs().max() > 0.1
+    for other in ({"window": 30}, {"softcap": 2.0}):
+        assert (rows_written_out(q, k, **(said | other))[1] - lse).abs().max() > 1e-2
+
+    theirs = dense(q, k, v, **said)
+    weight = torch.linspace(-1, 1, K)
+    gradients = [torch.autograd.grad((x * weight).square().sum(), (q, k, v)) for x in (out, theirs)]
+    torch.testing.assert_close(out, theirs, rtol=0, atol=5e-6)
+    for ours, reference in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_a_saturated_cap_gives_a_finite_lower_bound(flex_on_cpu):
+    q, k, v = qkv(size=6.0)
+    mask = kernels.mask_of("flex", T, CPU)
+    raw, _ = rows_written_out(q, k)
+    found = kernels.attention(q, k, v, mask, scale=SCALE, backend="flex", softcap=7.2)[1].max_BHT.double()
+    saturated, known = raw > 9.1 * 7.2, raw.abs() < 5 * 7.2
+    assert min(saturated.sum(), known.sum()) > 30
+    assert (found[saturated] <= raw[saturated]).all() and (found[saturated] >= 7 * 7.2).all()
+    assert (found - raw)[known].abs().max() < 1e-3 * 7.2
+
+
+def test_every_cap_has_a_finite_raw_logit_after_the_kernel_s_base_2():
+    caps = torch.arange(1, 10001) / 100
+    for there, back in ((1 / math.log(2), math.log(2)), (1.44269504, math.log(2))):
+        most = caps * there * back
+        assert (most > caps).any()  # or this would show nothing
+        raw = torch.stack([flex.uncapped(x, float(c)) for x, c in zip(most, caps, strict=True)])
+        assert raw.isfinite().all() and (raw >= 7 * caps).all() and (raw <= 9.0001 * caps).all()
+
+
+@pytest.fixture
+def graphs_on_cpu(monkeypatch):
+    """Blocks compiled with flex inside, on a CPU: torch's checks of the device aside, by its dense graphs."""
+    options, compile_ = torchs._apply_kernel_options, torch.compile
+
+    def with_statistics(q, k, v, return_lse, given, return_aux=None):
+        return options(q, k, v, return_lse, given, None) | {"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": True}
+
+    def compiled(model):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", functools.partial(compile_, backend="aot_eager"))
+            compile_blocks(model)
+        return model
+
+    monkeypatch.setattr(torchs, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(torchs, "_apply_kernel_options", with_statistics)
+    dynamo.reset()
+    counters.clear()
+    flex._same_for_all.cache_clear()
+    with dynamo.config.patch(recompile_limit=dynamo.config.recompile_limit):
+        yield compiled
+    dynamo.reset()
+
+
+def gradients(model, ids_BT, document_BT=None, rows=None):
+    out = model(ids_BT, document_BT=document_BT, rows=rows)
+    return [out, *torch.autograd.grad(out.logsumexp(-1).sum(), list(model.parameters()))]
+
+
+def test_compiled_blocks_hold_flex_in_one_graph_a_window(graphs_on_cpu):
+    plain = build(**VARIANTS["gemma"], attn_softcap=4.0)
+    fused = EarlyFusionTransformer(plain.config, "flex").eval()
+    fused.load_state_dict(plain.state_dict())
+    fused, rows = graphs_on_cpu(fused), []
+    for i in range(3):  # other documents every time
+        document_BT = torch.arange(128).expand(2, 128) // (40 + i)
+        ours = gradients(fused, ids_of(2, 128), document_BT, rows)
+        for a, b in zip(ours, gradients(plain, ids_of(2, 128), document_BT), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert counters["stats"]["unique_graphs"] == 3  # a layer with a window, one without, the final norm
+    assert len(rows) == 3 * plain.config.n_layers
+    assert (gradients(fused, ids_of(2, 128))[0] - ours[0]).abs().max() > 1e-2
+
+
+def test_a_mask_made_while_validating_serves_training():
+    """Lightning validates in inference mode, whose tensors no backward pass may keep."""
+    flex._same_for_all.cache_clear()
+    with torch.inference_mode():
+        flex.flex_mask(T, CPU, window=50)
+        own = flex.flex_mask(T, CPU, 50, DOCUMENT_BT)  # of this batch alone
+    kept, own = (
+        [x for x in mask.as_tuple() if torch.is_tensor(x)] for mask in (flex.flex_mask(T, CPU, 50), own)
+    )
+    assert kept and not any(x.is_inference() for x in kept)
+    assert any(x.is_inference() for x in own)

@@ -1,0 +1,207 @@
+"""On a GPU: every fused kernel against `math` in float64, and no fp32 where autocast computes in 16 bits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, compile_blocks, flex, kernels
+from mmqk.model.norms import L2Norm, LayerNorm, LayerScale, RMSNorm
+from tests.model.small import BLOCKS, ids_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = "cuda"
+B, H, SCALE = 2, 4, 0.15
+CASES = {
+    "causal": {},
+    "window": {"window": 200},
+    "documents": {"documents": True},
+    "window and documents": {"window": 100, "documents": True},
+}
+CAPPED = {
+    "capped": {"softcap": 3.0},
+    "grouped": {"heads": 2},
+    "all": {"window": 100, "documents": True, "softcap": 3.0, "heads": 1},
+}
+KERNELS = [
+    *(
+        (backend, torch.bfloat16, "causal")
+        for backend in ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn")
+    ),
+    *((backend, torch.bfloat16, case) for backend in ("sdpa", "sdpa_efficient") for case in list(CASES)[1:]),
+    *((backend, torch.float32, case) for backend in ("sdpa", "sdpa_efficient") for case in CASES),
+    *(("flex", dtype, case) for dtype in (torch.bfloat16, torch.float32) for case in CASES | CAPPED),
+]
+# Of the norm of what is compared; sums of 16-bit products, or of fp32 ones, perhaps on tensor cores.
+TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 0.005}
+
+
+def documents(T):
+    """Three documents and padding in the first row, two in the second."""
+    place = torch.arange(T, device=DEVICE)
+    first = (place > T // 3).long() + (place > T // 2).long()
+    return torch.stack((first.where(place < T - 20, -1), (place > T // 5).long()))
+
+
+def qkv(T, K, dtype, heads=H):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(B, n, T, K) for n in (H, heads, heads)]
+    leaves = [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
+    return [leaf.requires_grad_() for leaf in leaves]
+
+
+def attended(leaves, T, backend, window=0, documents=None, softcap=None, scale=SCALE):
+    """Value, gradients and rows; a head of keys once for every query head, but for flex."""
+    q, k, v = leaves
+    if backend != "flex":
+        k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
+    mask = kernels.mask_of(backend, T, q.device, window, documents)
+    out, rows = kernels.attention(q, k, v, mask, scale=scale, softcap=softcap, backend=backend)
+    weight = torch.linspace(-1, 1, out.shape[-1], device=DEVICE, dtype=torch.float64)
+    return [out, *torch.autograd.grad((out.double() * weight).square().sum(), leaves)], rows
+
+
+def furthest(ours, theirs):
+    """The largest of the errors, each in units of the norm of what it is an error of."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+
+def prepared(T, K, dtype, case):
+    said = dict((CASES | CAPPED)[case])
+    leaves = qkv(T, K, dtype, said.pop("heads", H))
+    said["documents"] = documents(T) if said.get("documents") else None
+    return leaves, [leaf.detach().double().requires_grad_() for leaf in leaves], said
+
+
+@pytest.mark.parametrize(("backend", "dtype", "case"), KERNELS)
+@pytest.mark.parametrize(("T", "K"), [(256, 128), (1024, 64)])
+def test_a_fused_kernel_equals_math_in_float64(backend, dtype, case, T, K):
+    leaves, wide, said = prepared(T, K, dtype, case)
+    ours, rows = attended(leaves, T, backend, **said)
+    exact, _ = attended(wide, T, "math", **said)
+    assert all(x.dtype == dtype for x in ours)
+    assert furthest(ours, exact) < TOLERANCE[dtype]
+    other = said | {"scale": 1.15 * SCALE}
+    assert furthest(ours, attended(wide, T, "math", **other)[0]) > 2 * TOLERANCE[dtype]
+    assert (rows is not None) == (backend == "flex")
+
+
+@pytest.mark.parametrize("case", CASES | CAPPED)
+@pytest.mark.parametrize(("T", "K"), [(256, 64), (1024, 128)])
+def test_rows_of_flex_are_those_of_dense_logits_in_float64(case, T, K):
+    leaves, (q, k, _), said = prepared(T, K, torch.bfloat16, case)
+    _, rows = attended(leaves, T, "flex", **said)
+    logits = SCALE * q @ k.repeat_interleave(H // k.shape[1], dim=1).transpose(-1, -2)
+    hidden = ~kernels.visible_keys(T, q.device, said.get("window", 0), said["documents"])
+    cap = said.get("softcap")
+    capped = logits if cap is None else cap * torch.tanh(logits / cap)
+    assert float(logits.abs().max()) < 5 * (cap or 10)
+    for ours, exact in (
+        (rows.max_BHT, logits.masked_fill(hidden, -torch.inf).amax(-1)),
+        (rows.lse_BHT, capped.masked_fill(hidden, -torch.inf).logsumexp(-1)),
+    ):
+        assert ours.dtype == torch.float32 and not ours.requires_grad
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=5e-3)
+    assert (rows.lse_BHT.double() - logits.logsumexp(-1)).abs().max() > 0.1  # without the mask
+
+
+def test_compiled_blocks_with_flex_train_like_math():
+    config = ModelConfig(
+        blocks=BLOCKS, d_model=128, n_layers=3, n_heads=2, n_kv_heads=1, qk_norm=QKNormConfig("rms"), window=64,
+        global_every=2, attn_softcap=5.0,
+    )  # fmt: skip
+    ids_BT, document_BT = ids_of(B, 256).to(DEVICE), documents(256)
+    results = []
+    for backend in ("math", "flex"):
+        model = EarlyFusionTransformer(config, backend).to(DEVICE)
+        if backend == "flex":
+            compile_blocks(model)
+        with torch.inference_mode():  # a validation first; what it leaves behind must serve training
+            model(ids_BT)
+        rows = []
+        with torch.autocast(DEVICE, torch.bfloat16):
+            model(ids_BT)
+            out = model(ids_BT, document_BT=document_BT, rows=rows)
+        results.append([out, *torch.autograd.grad(out.logsumexp(-1).sum(), list(model.parameters()))])
+    assert len(rows) == config.n_layers and all(x.isfinite().all() for row in rows for x in row)
+    assert furthest(results[1], results[0]) < 0.1
+    assert furthest(results[1][:1], [results[0][0].flip(0)]) > 0.2
+
+
+@pytest.mark.parametrize(
+    "qk_norm",
+    [
+        QKNormConfig(),
+        QKNormConfig("rms"),
+        QKNormConfig("rms", place="after_rope"),
+        QKNormConfig("rms", "full", "per_head"),
+        QKNormConfig("rms", gain="zero_centred", normalize_v=True),
+        QKNormConfig("layer", gain="per_head", bias=True),
+        QKNormConfig("l2", eps=1e-6),
+        QKNormConfig("l2", eps=1e-6, gain="per_head", scale_max=11.0, normalize_v=True),
+    ],
+)
+def test_every_arm_attends_in_bf16_under_autocast(qk_norm):
+    config = ModelConfig(blocks=BLOCKS, d_model=128, n_layers=2, n_heads=2, qk_norm=qk_norm)
+    model, dtypes = EarlyFusionTransformer(config, "sdpa").to(DEVICE), {}
+    ids_BT = ids_of(B, 128).to(DEVICE)
+
+    def sink(site, layer, tensor):
+        dtypes.setdefault(site, set()).add(tensor.dtype)
+
+    with torch.autocast(DEVICE, torch.bfloat16):
+        model(ids_BT, sink=sink)
+    assert all(
+        dtypes[site] == {torch.bfloat16} for site in ("q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out")
+    )
+    assert dtypes["resid"] == dtypes["logits"] == {torch.float32}
+    model(ids_BT, sink=sink)
+    assert torch.float32 in dtypes["q"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_norms_return_the_dtype_of_their_input_under_autocast(dtype):
+    x = torch.randn(2, 5, 4, 32, device=DEVICE, dtype=dtype)
+    norms = [
+        RMSNorm((32,), 1e-5), RMSNorm((4, 32), 1e-5, gain="zero_centred"), LayerNorm((32,), 1e-5, bias=True),
+        L2Norm(32, 1e-6), LayerScale(32, 0.1),
+    ]  # fmt: skip
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert all(norm.to(DEVICE)(x).dtype == dtype for norm in norms)
+        if dtype != torch.float32:  # torch's own do not, which is why there are ours
+            assert F.layer_norm(x, (32,)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel"),
+    [
+        ("sdpa", "_scaled_dot_product_flash_attention"),
+        ("sdpa_flash", "_scaled_dot_product_flash_attention"),
+        ("sdpa_efficient", "_scaled_dot_product_efficient_attention"),
+        ("sdpa_cudnn", "_scaled_dot_product_cudnn_attention"),
+    ],
+)
+def test_the_kernel_that_is_named_runs(backend, kernel):
+    leaves = qkv(256, 64, torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attended(leaves, 256, backend)
+    ran = {event.key.removeprefix("aten::") for event in profile.key_averages()}
+    assert {name for name in ran if name.startswith("_scaled_dot_product") and "backward" not in name} == {
+        kernel
+    }
+
+
+def test_flex_is_fused_outside_of_compiled_blocks():
+    """No T x T tensor: of 16384 tokens, the logits alone would be 4 GiB in fp32."""
+    leaves = [x[:1, :1] for x in qkv(128, 64, torch.bfloat16)]
+    q, k, v = (x.repeat(1, 4, 128, 1).detach().requires_grad_() for x in leaves)
+    mask = flex.flex_mask(16384, torch.device(DEVICE))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, _ = kernels.attention(q, k, v, mask, scale=SCALE, backend="flex")
+    out.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**29

@@ -1,0 +1,158 @@
+"""Runs whose blocks are compiled, or computed again in the backward pass, from the command line to the folder.
+
+torch's tracing and its autograd are at work, the generator of kernels is not (aot_eager): it takes minutes. So
+what is compiled runs torch's own kernels, and the eager run is the reference.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import _dynamo as dynamo
+from torch._functorch import config as functorch_config
+
+from mmqk.model import transformer
+from mmqk.train import main
+from mmqk.training import chunked_loss, device
+from tests.training.test_resume import rewind, series, state
+
+COMPILED, RECOMPUTED = "--compile=true", "--recompute=true"
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch) -> list[str]:
+    """What was compiled, by name."""
+    plain, names = torch.compile, []
+
+    def compile_(function, **options):
+        names.append(function.__qualname__)
+        return plain(function, **{**options, "backend": "aot_eager"})
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(device.shutil, "which", lambda name: name)
+    chunked_loss._compiled.cache_clear()
+    torch.compiler.reset()
+    with dynamo.config.patch(recompile_limit=8), functorch_config.patch(donated_buffer=True):
+        yield names
+    chunked_loss._compiled.cache_clear()
+
+
+def trained(out: Path, args: list[str], *flags: str) -> Path:
+    assert main([*args, "--checkpoint.keep=9", *flags, f"--out={out}"]) == 0
+    return out
+
+
+def same(a: Path, b: Path) -> bool:
+    one, two = state(a), state(b)
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+def near(a: Path, b: Path) -> float:
+    one, two = state(a), state(b)
+    assert one.keys() == two.keys()  # names in checkpoints too
+    return max(float((one[k].float() - two[k].float()).abs().max()) for k in one)
+
+
+DROPOUT = "--model.residual_dropout=0.1"
+
+
+@pytest.fixture(scope="module")
+def eager(tiny_args, tmp_path_factory) -> Path:
+    return trained(tmp_path_factory.mktemp("eager") / "run", tiny_args, DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def compiled(tiny_args, tmp_path_factory) -> Path:
+    """Made by the first test that asks, whose `traced` is at work then."""
+    return tmp_path_factory.mktemp("compiled") / "run"
+
+
+def test_a_compiled_run_is_the_eager_one(tiny_args, compiled, eager, traced):
+    trained(compiled, tiny_args, COMPILED, DROPOUT)
+    assert traced == ["Block.compute", "Module._call_impl", "modality_losses"]
+    assert near(compiled, eager) < 1e-6
+    for ours, theirs in zip(series(compiled), series(eager), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    ids = [json.loads((run / "run.json").read_text())["id"] for run in (compiled, eager)]
+    assert ids[0] != ids[1]
+
+
+def test_it_resumes_exactly(tiny_args, compiled, tmp_path):
+    if not compiled.exists():
+        trained(compiled, tiny_args, COMPILED, DROPOUT)
+    args = rewind(compiled, tmp_path / "again", 8)
+    torch.compiler.reset()
+    assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
+    assert series(tmp_path / "again") == series(compiled) and same(tmp_path / "again", compiled)
+
+
+def test_a_fork_of_it_goes_on_compiled_and_one_without_says_so(tiny_args, compiled, tmp_path, traced):
+    if not compiled.exists():
+        trained(compiled, tiny_args, COMPILED, DROPOUT)
+    parent = f"--fork={compiled / 'checkpoints/step00000008.ckpt'}"
+    traced.clear()
+    assert main([parent, "--quiet", f"--out={tmp_path / 'same'}"]) == 0
+    assert "Block.compute" in traced and same(tmp_path / "same", compiled)
+    traced.clear()
+    assert main([parent, "--quiet", "--compile=false", RECOMPUTED, f"--out={tmp_path / 'eager'}"]) == 0
+    assert not traced and near(tmp_path / "eager", compiled) < 1e-6
+    changed = [
+        json.loads((tmp_path / name / "fork.json").read_text())["changed"] for name in ("same", "eager")
+    ]
+    assert changed == [[], [{"field": "compile", "from": True, "to": False}]]
+
+
+def test_probes_change_no_bit_and_see_a_compiled_model_as_an_eager_one(tiny_args, tmp_path):
+    flags = [COMPILED, "--monitor.batch=current", "--monitor.gradient_agreement=true", "--monitor.precision=true",
+             "--monitor.every_n_steps=2"]  # fmt: skip
+    on, off, eager = (tmp_path / name for name in ("on", "off", "eager"))
+    trained(on, tiny_args, *flags)
+    trained(off, tiny_args, COMPILED, "--monitor.every_n_steps=0")
+    trained(eager, tiny_args, *flags[1:])
+    assert same(on, off)
+    ours, theirs = ({line["step"]: line for line in series(run)} for run in (on, eager))
+    assert "attn_logit_absmax/text-image/layer01" in ours[2] and "grad_noise/text" in ours[2]
+    for step in range(13):
+        assert ours[step] == pytest.approx(theirs[step], rel=1e-4, abs=1e-5)
+    trained(tmp_path / "seed", tiny_args, "--monitor.every_n_steps=0", "--seed=1")
+    assert not same(tmp_path / "seed", off)  # the control
+
+
+RUNS = {
+    "dropout": [DROPOUT, "--model.attn_dropout=0.1"],
+    "split moments, loss in chunks": ["--optim.split_second_moment=true", "--loss.chunk=50", "--loss.z_loss=1e-3"],
+    "budget and agreement": ["--monitor.batch=current", "--monitor.sequences=2", "--monitor.gradient_agreement=true",
+                             "--monitor.parameters=true", "--monitor.budget_every_n_steps=4",
+                             "--monitor.budget_steps=3"],
+    "windows": ["--model.window=9", "--model.global_every=2"],
+    "sigma reparam, bf16": ["--model.weight_reparam=sigma", "--trainer.precision=bf16-mixed"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
+def test_recomputed_it_is_the_same_run_bit_for_bit(tiny_args, tmp_path, flags):
+    again = []
+    checkpoint = transformer.checkpoint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "checkpoint", lambda *a, **k: again.append(k) or checkpoint(*a, **k))
+        for name, recompute in (("once", []), ("again", [RECOMPUTED])):
+            assert not again
+            trained(tmp_path / name, tiny_args, *flags, *recompute, "--trainer.accumulate_grad_batches=2")
+    assert same(tmp_path / "once", tmp_path / "again") and series(tmp_path / "once") == series(
+        tmp_path / "again"
+    )
+    assert len(again) >= 2 * 2 * 12 and {k["preserve_rng_state"] for k in again} == {"dropout" in flags[0]}
+
+
+SEVERAL = {"split moments, loss in chunks": [COMPILED, RECOMPUTED], "budget and agreement": [COMPILED]}
+
+
+@pytest.mark.parametrize(("name", "flags"), SEVERAL.items(), ids=SEVERAL)
+def test_several_backward_passes_go_through_one_compiled_forward(tiny_args, tmp_path, name, flags):
+    one, two = (trained(tmp_path / str(len(own)), tiny_args, *RUNS[name], *own) for own in (flags, []))
+    assert near(one, two) < 1e-5 and [line.keys() for line in series(one)] == [
+        line.keys() for line in series(two)
+    ]

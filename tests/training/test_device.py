@@ -1,0 +1,212 @@
+"""What a run computes with: settled before there is a folder, recorded, and refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.config import RunConfig, resolve
+from mmqk.data.config import DataConfig
+from mmqk.model import BACKENDS, ModelConfig
+from mmqk.store import UserError, front_door
+from mmqk.train import main
+from mmqk.training import device
+from mmqk.training.device import check_shown, is_masked, said, settle
+from mmqk.training.fork import changes
+from mmqk.training.optim import OptimConfig
+
+CPU = torch.device("cpu")
+DEMO = Path(__file__).parents[2] / "configs/demo.yaml"
+
+
+@pytest.fixture
+def run(tiny_args) -> RunConfig:
+    return resolve([*tiny_args, "--data.seq_len=128"])
+
+
+def of(run: RunConfig, backend: str = "sdpa", **model) -> RunConfig:
+    return replace(run, backend=backend, model=replace(run.model, **model))
+
+
+# What is settled -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "kernel"),
+    [
+        ("math", {}, "math (dense, fp32)"),
+        ("sdpa", {}, "flash (SDPA)"),
+        ("sdpa", {"window": 3}, "flash (SDPA)"),
+        ("sdpa", {"attn_dropout": 0.1}, "math (SDPA)"),
+        ("sdpa_flash", {}, "flash (SDPA)"),
+    ],
+)
+def test_the_kernel_is_named(run, backend, model, kernel):
+    settled = settle(of(run, backend, **model), CPU)
+    assert settled == {"name": "cpu", "attention": kernel, "compiled": False, "recomputed": False}
+    assert said(settled) == f"cpu; attention: {kernel}"
+
+
+def test_the_kernel_that_is_named_is_the_one_that_runs(run):
+    """By the operation that torch calls."""
+    names = {
+        "flash": "_scaled_dot_product_flash_attention_for_cpu",
+        "math": "_scaled_dot_product_attention_math",
+    }
+    for model in ({}, {"attn_dropout": 0.1}):
+        chosen = of(run, "sdpa", **model)
+        from mmqk.model import EarlyFusionTransformer
+
+        own = EarlyFusionTransformer(chosen.model, "sdpa")
+        with torch.profiler.profile() as seen:
+            own(torch.zeros(1, 128, dtype=torch.long))
+        called = {event.key.removeprefix("aten::") for event in seen.key_averages()}
+        kernel = settle(chosen, CPU)["attention"].split()[0]
+        assert {word for word, name in names.items() if name in called} == {kernel}
+
+
+def test_a_line_says_what_is_compiled_and_recomputed(run, monkeypatch):
+    monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/g++")
+    settled = settle(replace(run, compile=True, recompute=True), CPU)
+    assert said(settled) == "cpu; attention: flash (SDPA); blocks compiled; blocks recomputed"
+
+
+@pytest.mark.parametrize(
+    ("config", "masked"),
+    [
+        (({}, {}), False),
+        (({"window": 4}, {}), True),
+        (({"window": 4, "global_every": 2}, {}), True),
+        (({}, {"pack": "documents"}), True),
+        (({}, {"pack": "documents", "document_mask": False}), False),
+    ],
+    ids=str,
+)
+def test_who_sees_less_than_all_before_it(config, masked):
+    assert is_masked(ModelConfig(n_layers=2, **config[0]), DataConfig(**config[1])) is masked
+
+
+# What is refused -------------------------------------------------------------------------------------------
+
+ON_THIS_DEVICE = {
+    "sdpa_efficient": ("sdpa_efficient", {}, r"^backend sdpa_efficient exists on CUDA GPUs only and this is cpu"),
+    "sdpa_cudnn": ("sdpa_cudnn", {}, r"^backend sdpa_cudnn exists on CUDA GPUs only and this is cpu"),
+    "flex": ("flex", {}, r"^backend flex is compiled for CUDA GPUs and this is cpu; use"),
+    "flash, dropout": ("sdpa_flash", {"attn_dropout": 0.1}, r"^backend sdpa_flash has no dropout on a CPU"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "model", "sentence"), ON_THIS_DEVICE.values(), ids=ON_THIS_DEVICE)
+def test_what_a_cpu_cannot_is_refused(run, backend, model, sentence):
+    with pytest.raises(UserError, match=sentence):
+        settle(of(run, backend, **model), CPU)
+    settle(of(run, "math", **model), CPU)  # the control
+
+
+def test_compiling_on_a_cpu_needs_a_compiler(run, monkeypatch):
+    compiled = replace(run, compile=True)
+    monkeypatch.delenv("CXX", raising=False)
+    for found in ({"g++"}, {"clang++"}):
+        monkeypatch.setattr(device.shutil, "which", lambda name, found=found: name if name in found else None)
+        assert settle(compiled, CPU)["compiled"] is True
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"^compile needs a C\+\+ compiler on a CPU: install g\+\+ or clang\+\+, or"
+    ):
+        settle(compiled, CPU)
+    assert settle(run, CPU)["compiled"] is False
+    monkeypatch.setenv("CXX", "mycc")
+    monkeypatch.setattr(device.shutil, "which", lambda name: name if name == "mycc" else None)
+    assert settle(compiled, CPU)["compiled"] is True
+
+
+def test_blocks_that_are_compiled_or_recomputed_and_qk_clip_want_flex():
+    for backend in BACKENDS:
+        check_shown(False, False, backend, OptimConfig(qk_clip=1.0))
+        check_shown(True, True, backend, OptimConfig())
+    check_shown(True, True, "flex", OptimConfig(qk_clip=1.0))
+    for word, on in (("compile", (True, False)), ("recompute", (False, True))):
+        with pytest.raises(ValueError, match=rf"^optim\.qk_clip looks at queries.*flex.*or leave {word} off"):
+            check_shown(*on, "sdpa", OptimConfig(qk_clip=1.0))
+
+
+FLEX = ["--backend=flex", "--data.seq_len=128"]
+REFUSED = {
+    "efficient": (["--backend=sdpa_efficient"], "exists on CUDA GPUs only"),
+    "cudnn": (["--backend=sdpa_cudnn"], "exists on CUDA GPUs only"),
+    "flex": (FLEX, "compiled for CUDA GPUs"),
+    "no such": (["--backend=triton"], "backend must be one of math, sdpa"),
+    "compile, QK-Clip": (["--compile=true", "--optim.qk_clip=1"], "optim.qk_clip looks at queries and keys"),
+    "recompute, QK-Clip": (
+        ["--recompute=true", "--optim.qk_clip=1"],
+        "optim.qk_clip looks at queries and keys",
+    ),
+    "flex, length": ([*FLEX, "--data.seq_len=96"], "data.seq_len to be a multiple of 128, but it is 96"),
+    "flex, dropout": ([*FLEX, "--model.attn_dropout=0.1"], "cannot drop attention weights"),
+    "flash, documents": (
+        ["--backend=sdpa_flash", "--data.pack=documents"],
+        "sdpa_flash sees all earlier tokens",
+    ),
+    "flash, window": (["--backend=sdpa_flash", "--model.window=4"], "sdpa_flash sees all earlier tokens"),
+    "a cap": (["--model.attn_softcap=5"], "backend sdpa cannot apply model.attn_softcap"),
+}
+
+
+@pytest.mark.parametrize(("flags", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_a_refused_run_is_one_sentence_and_no_folder(tiny_args, tmp_path, capsys, flags, sentence):
+    assert front_door(main)([*tiny_args, *flags, f"--out={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr()
+    assert sentence in said.err and len(said.err.strip().splitlines()) == 1 and not said.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_compiler_no_folder(tiny_args, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(device.shutil, "which", lambda name: None)
+    assert front_door(main)([*tiny_args, "--compile=true", f"--out={tmp_path / 'run'}"]) == 2
+    assert "compile needs a C++ compiler" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+# What is recorded ------------------------------------------------------------------------------------------
+
+
+def test_a_run_records_and_says_its_device(tiny_args, tmp_path, capsys):
+    args = [a for a in tiny_args if a != "--quiet"]
+    assert main([*args, "--recompute=true", "--trainer.max_steps=1", f"--out={tmp_path / 'run'}"]) == 0
+    assert "cpu; attention: flash (SDPA); blocks recomputed" in capsys.readouterr().out
+    details = json.loads((tmp_path / "run/run.json").read_text())["details"]
+    assert details["device"] == {
+        "name": "cpu", "attention": "flash (SDPA)", "compiled": False, "recomputed": True}  # fmt: skip
+    assert details["config"]["compile"] is False and details["config"]["recompute"] is True
+
+
+def test_compile_is_of_the_identity_where_it_is_on_and_recompute_never(tiny_args):
+    plain, compiled, off, recomputed = (
+        resolve([*tiny_args, *flags])
+        for flags in ([], ["--compile=true"], ["--compile=false"], ["--recompute=true"])
+    )
+    assert plain.identity == off.identity == recomputed.identity and plain.id == recomputed.id
+    assert compiled.identity == {**plain.identity, "compile": True} and compiled.id != plain.id
+
+
+def test_the_demonstration_is_the_run_that_it_was():
+    demo = resolve([f"--config={DEMO}"])
+    assert demo.id == "54b26df503"
+    assert resolve([f"--config={DEMO}", "--seed=1"]).id != demo.id  # the control
+
+
+def test_what_a_fork_changes():
+    """A parent that is older than the fields had neither."""
+    old = {"seed": 0}
+    new = {"seed": 0, "compile": False, "recompute": False}
+    assert (
+        changes(old, new)
+        == changes(old, {**new, "recompute": True})
+        == changes({**new, "recompute": True}, new)
+        == []
+    )
+    assert changes(old, {**new, "compile": True}) == [{"field": "compile", "from": False, "to": True}]
+    assert changes({**new, "compile": True}, new) == [{"field": "compile", "from": True, "to": False}]

@@ -1,0 +1,165 @@
+"""Between two flushes a training step asks the device for nothing: no number, no shape that depends on one.
+
+On a GPU each such question waits until all work before it is done. A CPU answers at once, so here they are counted:
+by a mode that sees every operation, those of the backward pass too, and by one that sees every call of a tensor's
+method, as reading a tensor into a list is no operation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+
+import lightning as L
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mmqk.training.loss import LossConfig
+from mmqk.training.steps import StepLog
+from tests.training import toy
+from tests.training.test_rows import written_out
+from tests.training.toy import MODEL, cut, fit, module_of, toy_batch
+
+# What gives the host a number, or has as many elements as the data say.
+OPERATIONS = {"_local_scalar_dense", "nonzero", "nonzero_numpy", "is_nonzero", "equal", "masked_select", "_unique2",
+              "unique_dim", "unique_consecutive", "repeat_interleave"}  # fmt: skip
+METHODS = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
+# A number of the host's becomes a tensor: on a GPU its copy is waited for.
+MAKERS = {"tensor", "as_tensor", "asarray", "from_numpy"}
+STEPS, FLUSH = 6, 3
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self, asked: Counter[str]) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        chosen = name in ("index", "index_put", "index_put_") and any(
+            isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1])
+        )
+        known = name == "repeat_interleave" and (kwargs or {}).get("output_size") is not None
+        if (name in OPERATIONS and not known) or chosen:
+            self.asked[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Methods(TorchFunctionMode):
+    def __init__(self, asked: Counter[str]) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in METHODS | MAKERS:
+            self.asked[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Questions(L.Callback):
+    """Counts them from the first micro-batch on, by step; modes are of this thread, and so is a CPU's backward."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.by_step: list[Counter[str]] = []
+        self._modes = ExitStack()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if batch_idx == 0:
+            self._modes.enter_context(Operations(self.asked))
+            self._modes.enter_context(Methods(self.asked))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.by_step.append(Counter(self.asked))
+            self.asked.clear()
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        self._modes.close()
+
+    def on_exception(self, trainer, pl_module, exception) -> None:
+        self._modes.close()
+
+
+class Nothing(L.Callback):
+    lines = ()
+
+
+class Asks(L.Callback):
+    """The control."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        outputs["loss"].item()
+
+
+def questions(monkeypatch, module, accumulate=1, callbacks=(), documents=False) -> list[Counter[str]]:
+    """By step of a run whose flushes are in every third."""
+    monkeypatch.setattr(toy, "Records", Nothing)
+    monkeypatch.setattr("mmqk.model.flex._compiled", lambda: written_out)
+    batches = [toy_batch(seed, padding=2, documents=documents) for seed in range(STEPS)]
+    found = Questions()
+    parts = [part for batch in batches for part in cut(batch, accumulate)]
+    fit(module, parts, accumulate, 0.5, [StepLog((FLUSH,), 2, {}), *callbacks, found])
+    return found.by_step
+
+
+RUNS = {
+    "plain": ({}, {}, {}, "sdpa"),
+    "dense": ({}, {}, {}, "math"),
+    "QK-Clip": ({}, {}, {"qk_clip": 0.1}, "sdpa"),
+    "QK-Clip, grouped keys": ({"n_kv_heads": 2}, {}, {"qk_clip": 0.1}, "sdpa"),
+    "split moments": ({}, {}, {"split_second_moment": True}, "sdpa"),
+    "loss in chunks": ({"final_softcap": 3.0}, {"chunk": 7, "z_loss": 0.01}, {}, "sdpa"),
+    "loss in chunks, split moments": ({}, {"chunk": 7}, {"split_second_moment": True}, "sdpa"),
+    "dropout": ({"residual_dropout": 0.1, "attn_dropout": 0.1}, {}, {}, "sdpa"),
+    "sigma reparam": ({"weight_reparam": "sigma"}, {}, {}, "sdpa"),
+    "modalities apart": ({"embed_scale": {"image": 0.5}}, {"weights": {"image": 0.0}}, {}, "sdpa"),
+    "windows": ({"window": 3, "global_every": 2}, {}, {}, "math"),
+    "rows": ({}, {}, {}, "flex"),
+    "rows, QK-Clip": ({"n_kv_heads": 2, "attn_softcap": 2.0}, {}, {"qk_clip": 0.1}, "flex"),
+}
+
+
+@pytest.mark.parametrize(("model", "loss", "optim", "backend"), RUNS.values(), ids=RUNS)
+def test_only_a_flush_asks_the_device_and_once(monkeypatch, model, loss, optim, backend):
+    accumulate = 1 if backend == "math" else 2
+    module = module_of(replace(MODEL, **model), LossConfig(**loss), backend=backend, **optim)
+    documents = backend != "sdpa" or "QK-Clip" in str(optim)
+    asked = questions(monkeypatch, module, accumulate, documents=documents)
+    assert asked == [{}, {}, {"tolist": 1}] * (STEPS // FLUSH)
+
+
+def test_whoever_asks_is_seen(monkeypatch):
+    asked = questions(monkeypatch, module_of(), callbacks=[Asks()])
+    assert all(step["_local_scalar_dense"] == step["item"] == 1 for step in asked)
+    every: Counter[str] = Counter()
+    x = torch.arange(4.0, requires_grad=True)
+    with Operations(every), Methods(every):
+        x[x > 1].sum()
+        x.detach().nonzero()
+        torch.unique(x.detach())
+        bool((x > 1).all())
+        torch.equal(x, x)
+        torch.tensor(1.0)
+        x.repeat_interleave(torch.tensor([1, 2, 1, 1]))
+    for name in ("index", "nonzero", "_unique2", "__bool__", "equal", "tensor", "repeat_interleave"):
+        assert every[name], name
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, up):
+            return up * up.sum().item()
+
+    every.clear()
+    with Operations(every):
+        Backward.apply(x).sum().backward()
+    assert every["_local_scalar_dense"] == 1

@@ -1,0 +1,246 @@
+"""What flex says of every row of attention: by layer and modality, in micro-batches, in files, and for QK-Clip.
+
+flex is compiled for GPUs alone, so it is written out densely here, with its contract; tests/model has it against
+torch's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput
+
+from mmqk.model import EarlyFusionTransformer, Rows
+from mmqk.monitors import probe
+from mmqk.store import parse_tag, read_metrics
+from mmqk.training.loggers import RunLogger
+from mmqk.training.rows import RowLog
+from mmqk.training.steps import StepLog
+from tests.training import toy
+from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
+
+NAMES = ("text", "image")
+
+
+def written_out(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux):
+    """flex_attention, dense: logits, cap, mask, softmax."""
+    assert return_aux.lse and return_aux.max_scores and enable_gqa == (q.shape[1] != k.shape[1])
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    B, H, T, _ = q.shape
+    logits = scale * q @ k.transpose(-1, -2)
+    places = torch.meshgrid(*(torch.arange(n) for n in (B, H, T, T)), indexing="ij")
+    if score_mod is not None:
+        logits = score_mod(logits, *places)
+    logits = logits.masked_fill(~block_mask.mask_mod(*places), -math.inf)
+    return logits.softmax(-1) @ v, AuxOutput(lse=logits.logsumexp(-1), max_scores=logits.amax(-1).detach())
+
+
+@pytest.fixture
+def flex(monkeypatch) -> None:
+    """Backend flex computes on this CPU."""
+    monkeypatch.setattr("mmqk.model.flex._compiled", lambda: written_out)
+
+
+def some_rows(B=3, L=2, H=2, T=12, seed=0) -> list[Rows]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Rows(*torch.randn(2, B, H, T, generator=generator, dtype=torch.float64)) for _ in range(L)]
+
+
+def by_hand(rows: list[Rows], batch) -> dict[str, float]:
+    """One query at a time; B and T of the batch."""
+    found: dict[str, float] = {}
+    for (layer, of), (m, name) in itertools.product(enumerate(rows), enumerate(NAMES)):
+        seen = [
+            (float(of.max_BHT[b, h, t]), float(of.lse_BHT[b, h, t]))
+            for b, h, t in itertools.product(*map(range, of.max_BHT.shape))
+            if batch.valid_BT[b, t] and batch.modality_BT[b, t] == m
+        ]
+        if seen:
+            found[f"attn_row_max/{name}/layer{layer:02d}"] = max(x for x, _ in seen)
+            found[f"attn_row_lse/{name}/layer{layer:02d}"] = sum(x for _, x in seen) / len(seen)
+    return found
+
+
+def together(parts: list[list[Rows]]) -> list[Rows]:
+    return [Rows(*(torch.cat(x) for x in zip(*layers, strict=True))) for layers in zip(*parts, strict=True)]
+
+
+# What is collected -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("only", [None, "text", "image"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_numbers_of_every_row_and_nothing_of_padding(n, only):
+    batch, rows = toy_batch(4, B=3, padding=3, only=only), some_rows()
+    for of in rows:  # padding holds the largest
+        of.max_BHT[..., -3:] += 100
+        of.lse_BHT[..., -3:] -= 100
+    log = RowLog(NAMES)
+    heads = [
+        log.see([Rows(*(x[i : i + 3 // n] for x in of)) for of in rows], part)
+        for i, part in zip(range(0, 3, 3 // n), cut(batch, n), strict=True)
+    ]
+    expected = by_hand(rows, batch)
+    assert log.values(log.measured().tolist()) == pytest.approx(expected, rel=1e-12)
+    assert {parse_tag(t).modality for t in expected} == ({only} if only else set(NAMES))  # absent: no key
+    # By head, whatever the modality: what QK-Clip takes.
+    kept = torch.stack([r.max_BHT.masked_fill(~batch.valid_BT[:, None], -math.inf) for r in rows])
+    torch.testing.assert_close(torch.stack(heads).amax(0), kept.amax((1, 3)), rtol=0, atol=0)
+    # The controls: with padding counted, or modalities changed over, they are other numbers.
+    for wrong in (
+        replace(batch, valid_BT=batch.valid_BT | True),
+        replace(batch, modality_BT=1 - batch.modality_BT),
+    ):
+        assert by_hand(rows, wrong) != pytest.approx(expected, rel=1e-3)
+    log.see(rows, batch)  # nothing lives from one step to the next
+    assert log.values(log.measured().tolist()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_modality_that_is_only_in_one_micro_batch_counts_there():
+    text, image = toy_batch(0, only="text"), toy_batch(1, only="image")
+    parts = [some_rows(4, seed=seed) for seed in range(2)]
+    log = RowLog(NAMES)
+    for rows, batch in zip(parts, (text, image), strict=True):
+        log.see(rows, batch)
+    found = log.values(log.measured().tolist())
+    assert found == pytest.approx({**by_hand(parts[0], text), **by_hand(parts[1], image)}, rel=1e-12)
+    assert len(found) == 8
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_bad_number_stays_with_its_modality_and_layer(poison):
+    batch, rows = toy_batch(4, B=3, padding=2), some_rows()
+    b, t = (batch.modality_BT == 1).nonzero()[0].tolist()
+    rows[1].max_BHT[b, 0, t] = rows[1].lse_BHT[b, 1, t] = poison
+    rows[0].max_BHT[..., -1] = rows[0].lse_BHT[..., -1] = poison  # padding
+    log = RowLog(NAMES)
+    heads_LH = log.see(rows, batch)
+    found = log.values(log.measured().tolist())
+    bad = {name for name, value in found.items() if not math.isfinite(value)}
+    assert bad == {"attn_row_max/image/layer01", "attn_row_lse/image/layer01"} and len(found) == 8
+    assert heads_LH.isfinite().tolist() == [[True, True], [False, True]]
+
+
+# In training -----------------------------------------------------------------------------------------------
+
+
+def dense_rows(model: EarlyFusionTransformer, batch) -> list[Rows]:
+    """From queries and keys that a forward shows."""
+    seen: dict[tuple[str, int], Tensor] = {}
+    with torch.no_grad(), model.by("math"):
+        model(*(batch.ids_BT, batch.modality_BT, batch.document_BT), lambda s, i, x: seen.update({(s, i): x}))
+    rows, c = [], model.config
+    for layer in range(c.n_layers):
+        logits = model.attn_scale_value * seen["q", layer] @ seen["k", layer].transpose(-1, -2)
+        hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        if window := c.window_of(layer):
+            hidden = hidden | torch.ones_like(hidden).tril(-window)
+        if batch.document_BT is not None:
+            hidden = hidden | (batch.document_BT[:, None, :, None] != batch.document_BT[:, None, None, :])
+        cap = c.attn_softcap
+        capped = logits if cap is None else cap * torch.tanh(logits / cap)
+        logits, capped = (x.masked_fill(hidden, -math.inf) for x in (logits, capped))
+        rows.append(Rows(logits.amax(-1), capped.logsumexp(-1)))
+    return rows
+
+
+VARIANTS = {
+    "plain": {},
+    "a cap": {"attn_softcap": 2.0},
+    "shared keys": {"n_kv_heads": 2},
+    "windows": {"window": 3, "global_every": 2},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_step_logs_the_attention_that_it_computed(flex, variant):
+    module = module_of(replace(MODEL, **variant), backend="flex")
+    batch = toy_batch(2, padding=3, documents=True)
+    expected = by_hand(dense_rows(module.model, batch), batch)
+    [line] = fit(module, cut(batch, 2), accumulate=2)
+    found = {name: value for name, value in line.items() if name.startswith("attn_row")}
+    assert found == pytest.approx(expected, rel=1e-5)  # the numbers of a step are fp32
+    other = by_hand(dense_rows(module.model, batch), batch)  # the control: after the update they are others
+    assert found != pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", [{}, {"n_kv_heads": 2}, {"window": 3}], ids=str)
+def test_qk_clip_takes_them_and_clips_as_where_it_looks_itself(flex, variant):
+    batches = [part for seed in range(4) for part in cut(toy_batch(seed, padding=2, documents=True), 2)]
+    modules = {
+        name: module_of(replace(MODEL, **variant), backend=backend, qk_clip=tau)
+        for name, backend, tau in (("flex", "flex", 0.1), ("sdpa", "sdpa", 0.1), ("free", "flex", 1e9))
+    }
+    lines = {name: fit(module, batches, accumulate=2) for name, module in modules.items()}
+    assert apart(weights(modules["flex"]), weights(modules["sdpa"])) < 1e-9
+    assert apart(weights(modules["flex"]), weights(modules["free"])) > 1e-3  # the control: it did clip
+    for ours, theirs in zip(lines["flex"], lines["sdpa"], strict=True):
+        own = {name for name in ours if name.startswith("attn_row")}
+        assert len(own) == 8 and ours.keys() - own == theirs.keys()
+        assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-5)
+        for layer in ("layer00", "layer01"):
+            most = max(ours[f"attn_row_max/{name}/{layer}"] for name in NAMES)
+            assert ours[f"qk_clip_logit/{layer}"] == pytest.approx(most, rel=1e-6)
+    assert min(line["qk_clip_gamma/layer00"] for line in lines["flex"]) < 0.9
+
+
+def test_they_arrive_in_the_metrics_file(flex, tmp_path, monkeypatch):
+    class Nobody(toy.Records):
+        def on_train_batch_end(self, *_) -> None: ...
+
+    monkeypatch.setattr(toy, "Records", Nobody)
+    logger = RunLogger(tmp_path / "metrics.jsonl")
+
+    class Writes(StepLog):
+        def on_train_start(self, trainer, pl_module) -> None:
+            trainer.loggers = [logger]
+            super().on_train_start(trainer, pl_module)
+
+    batches = [toy_batch(0), toy_batch(1, only="text"), toy_batch(2)]
+    fit(module_of(backend="flex", qk_clip=0.1), batches, callbacks=[Writes((2,), 1, {})])
+    logger.finalize("success")
+    lines = {line["step"]: line for line in read_metrics(tmp_path / "metrics.jsonl")}
+    rows = [{name for name in lines[step] if name.startswith("attn_row")} for step in (1, 2, 3)]
+    every = {
+        f"attn_row_{what}/{name}/layer{i:02d}" for what in ("max", "lse") for name in NAMES for i in range(2)
+    }
+    assert rows == [every, {name for name in every if "text" in name}, every]
+    for step in (1, 2, 3):
+        assert {
+            "loss",
+            "loss/text",
+            "log_z/text",
+            "grad_norm",
+            "qk_clip_logit/layer01",
+            "qk_clip_gamma/layer00",
+        } <= (lines[step].keys())
+    assert not any("row" in name for line in fit_sdpa(batches) for name in line)  # the control
+
+
+def fit_sdpa(batches) -> list[dict[str, float]]:
+    module = module_of(backend="sdpa")
+    fit(module, batches)
+    assert module.step_record is not None
+    return [module.named_values(module.step_record.values.tolist())]
+
+
+# The probe -------------------------------------------------------------------------------------------------
+
+
+def test_the_probe_of_a_flex_model_is_the_dense_one_and_leaves_the_backend():
+    """Without a stand-in: the probe never gets to flex."""
+    batch = toy_batch(3, padding=2, documents=True)
+    models = {name: EarlyFusionTransformer(replace(MODEL, n_kv_heads=2), name) for name in ("flex", "math")}
+    found = {name: probe(model, batch).flat() for name, model in models.items()}
+    assert found["flex"] == found["math"] and "attn_logit_absmax/text-image/layer01" in found["flex"]
+    model = models["flex"]
+    assert {model.backend, *(block.attention.backend for block in model.blocks)} == {"flex"}
+    with pytest.raises(IndexError):  # also where the forward breaks
+        probe(model, replace(batch, ids_BT=batch.ids_BT + 100))
+    assert {model.backend, *(block.attention.backend for block in model.blocks)} == {"flex"}
+    assert all(module.training for module in model.modules())
