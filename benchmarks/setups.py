@@ -1,0 +1,107 @@
+"""Runs to measure, resolved by the parser of mmqk.train, and what they are made of."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+import mmqk.model
+from benchmarks.flops import step_flops
+from benchmarks.harness import Context
+from mmqk.config import RunConfig, resolve
+from mmqk.data.batch import TokenBatch
+from mmqk.data.module import MicroBatches, TokenDataModule
+from mmqk.model import EarlyFusionTransformer
+from mmqk.training.module import TrainingModule
+
+# Width, layers, heads of 64 channels. With the head tied to the embedding of 32,768 ids these are 25.0, 124.3 and
+# 348.6 million parameters, all of them counted, and 124M does as much arithmetic a token as GPT-2 of that name.
+SIZES = {"25M": (384, 7, 6), "124M": (768, 14, 12), "350M": (1024, 25, 16)}
+QK_NORM = "--model.qk_norm={kind: rms}"
+BATCHES = 8  # that a loop goes round on
+
+
+def toy(context: Context, *flags: str) -> RunConfig:
+    """The demonstration on a CPU."""
+    threads = f"--threads={context.threads}"
+    return resolve([*context.toy, threads, "--trainer.accelerator=cpu", "--quiet", *flags])
+
+
+def full(size: str, *flags: str, tokens: int = 1024, batch: int = 32, vocabulary: int = 32768) -> RunConfig:
+    """One of `SIZES` on a GPU: bf16-mixed, blocks compiled, documents of the dial in three of four text ids."""
+    width, layers, heads = SIZES[size]
+    text, image = vocabulary * 3 // 4, vocabulary // 4
+    half = tokens // 2
+    return resolve([
+        f"--model.d_model={width}", f"--model.n_layers={layers}", f"--model.n_heads={heads}",
+        "--model.tie_embeddings=true", "--data.mix={dial: 1.0}", "--data.workers=4", "--data.val_sequences=32",
+        f"--data.dial.vocabulary={{text: {text}, image: {image}}}",
+        "--data.dial.entropy={text: 6.0, image: 6.0}",
+        f"--data.dial.tokens={{text: {half}, image: {half}}}",
+        f"--data.seq_len={tokens}", f"--data.batch_size={batch}", "--optim.lr=6e-4", "--optim.warmup_steps=500",
+        "--trainer.precision=bf16-mixed", "--trainer.accelerator=gpu", "--trainer.max_steps=100000", "--quiet",
+        *stack(), *flags,
+    ])  # fmt: skip
+
+
+def stack() -> list[str]:
+    """How a run on a GPU asks for compiled blocks, where there is a flag for it."""
+    return ["--compile=true"] if "compile" in {f.name for f in fields(RunConfig)} else []
+
+
+def compile_in_place(model: EarlyFusionTransformer) -> None:
+    """What that flag does to the model of a run."""
+    mmqk.model.compile_blocks(model)
+
+
+def module_of(run: RunConfig, compiled: bool) -> TrainingModule:
+    """What Lightning trains of a run."""
+    module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
+    if compiled:
+        compile_in_place(module.model)
+    return module
+
+
+def model_of(run: RunConfig, device: str, compiled: bool = False) -> EarlyFusionTransformer:
+    """The model by itself, with the weights that the run begins with."""
+    model = EarlyFusionTransformer(run.model, run.backend, run.seed).to(device)
+    if compiled:
+        compile_in_place(model)
+    return model.train()
+
+
+def batches_of(run: RunConfig, n: int = BATCHES) -> list[TokenBatch]:
+    """The first batches that the run trains on, in memory."""
+    data = TokenDataModule(run.data, run.seed)
+    data.setup()
+    documents = run.data.pack == "documents" and run.data.document_mask
+    made = MicroBatches(data.order, run.data.batch_size, 1, 0, 1, n, documents)
+    return [made[i] for i in range(n)]
+
+
+def labels_of(batch: TokenBatch) -> Tensor:
+    """Targets as cross-entropy takes them: -100 where none is trained on."""
+    return torch.where(batch.target_mask_BT, batch.targets_BT, -100)
+
+
+def work_of(run: RunConfig) -> dict[str, float]:
+    """What one step does."""
+    B, T = run.data.batch_size, run.data.seq_len
+    return {"steps": 1, "tokens": B * T, "flops": step_flops(run.model, B, T)}
+
+
+def facts_of(run: RunConfig) -> dict[str, object]:
+    """What a reader has to know of a run."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in EarlyFusionTransformer(run.model, run.backend).parameters())
+    c = run.model
+    return {
+        "parameters": parameters,
+        "model": f"d_model {c.d_model}, {c.n_layers} layers, {c.n_heads} heads, {c.vocab_size:,} ids",
+        "tokens_a_step": f"{run.data.batch_size} x {run.data.seq_len}",
+        "precision": run.trainer["precision"],
+        "backend": run.backend,
+        "qk_norm": c.qk_norm.kind,
+    }
