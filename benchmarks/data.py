@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.harness import Context, Row, Unit, Way, compare, seconds_of
 from benchmarks.others import needs
+from benchmarks.setups import toy
 from mmqk.data.config import DataConfig
 from mmqk.data.dial import Dial, DialConfig
 from mmqk.data.images import load_image
@@ -45,8 +46,9 @@ def _measure(context: Context, batches: int = BATCHES) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as cache:
-            shard = str(checked_shards("data/emoji", "val")[0][0])
-            takes = {name: Take(make) for name, make in ways_of(shard, Path(cache), batches).items()}
+            config = replace(toy(context).data, seq_len=SEQ_LEN, batch_size=BATCH)
+            shard = str(checked_shards(config.pairs, "val")[0][0])
+            takes = {name: Take(make) for name, make in ways_of(shard, config, Path(cache), batches).items()}
             cpu = replace(context, device="cpu")
             ways = [Way(name, take.open, memory=False) for name, take in takes.items()]
             rows: list[Row] = compare(ways, cpu, repeat=1, rounds=5)
@@ -78,8 +80,10 @@ class Take:
         return lambda repeat: seconds_of(once, repeat, "cpu")
 
 
-def ways_of(shard: str, cache: Path, batches: int = BATCHES) -> dict[str, Make]:
+def ways_of(shard: str, config: DataConfig, cache: Path, batches: int = BATCHES) -> dict[str, Make]:
     """What is timed, by name: each makes what does its work once and returns (samples, tokens)."""
+
+    tokenizers = Path(config.tokenizers)
 
     def webdataset() -> Callable[[], Work]:
         needs("webdataset")
@@ -105,17 +109,17 @@ def ways_of(shard: str, cache: Path, batches: int = BATCHES) -> dict[str, Make]:
         return read
 
     def tokenized_online() -> Callable[[], Work]:
-        pairs = open_online(shard, Path("data/tokenizers"), cache, 0.5)["train"]
+        pairs = open_online(shard, tokenizers, cache, 0.5)["train"]
         n = min(len(pairs), ONLINE)
         return lambda: (n, sum(len(pairs[i]) for i in range(n)))
 
     def tokenized() -> Callable[[], Work]:
-        encoder = Encoder(Job("pair", Path("data/tokenizers"), cache / "tokens", 0.01, "crop", 2**26, None))
+        encoder = Encoder(Job("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None))
         return lambda: (encoder.shard(Shard("00000", Path(shard)), lambda *_: None)["samples"], 0)
 
-    def arrays(config: DataConfig) -> Make:
+    def arrays(of: DataConfig) -> Make:
         def make() -> Callable[[], Work]:
-            data = TokenDataModule(config, seed=0)
+            data = TokenDataModule(of, seed=0)
             data.setup()
             return reader(data, batches)
 
@@ -130,7 +134,6 @@ def ways_of(shard: str, cache: Path, batches: int = BATCHES) -> dict[str, Make]:
 
         return read
 
-    config = DataConfig(seq_len=SEQ_LEN, batch_size=BATCH)
     return {
         PLAIN: webdataset,
         "shards by member offset, images decoded": by_offset,

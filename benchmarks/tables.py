@@ -179,7 +179,8 @@ def one(unit: Unit) -> str:
             said = row["reason"] if row["status"] in row["reason"] else said
             lines.append(f"| {row['name']} | {said} |" + " |" * (len(cells) - 1))
     notes = [f"{row['name']}: {row['note']}" for row in rows if row["note"]]
-    return "\n".join([*lines, *(["", *notes] if notes else []), *_losses(rows)])
+    same = _losses(rows) if unit["table"] == "peers" else []  # elsewhere the arms differ
+    return "\n".join([*lines, *(["", *notes] if notes else []), *same])
 
 
 def _about(unit: Unit) -> str:
