@@ -46,7 +46,7 @@ def _measure(context: Context, batches: int = BATCHES) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as cache:
-            config = replace(toy(context).data, seq_len=SEQ_LEN, batch_size=BATCH)
+            config = replace(toy(context).data, seq_len=SEQ_LEN, batch_size=BATCH, val_sequences=1)
             shard = str(checked_shards(config.pairs, "val")[0][0])
             takes = {name: Take(make) for name, make in ways_of(shard, config, Path(cache), batches).items()}
             cpu = replace(context, device="cpu")

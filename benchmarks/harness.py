@@ -33,7 +33,8 @@ class Way:
     Attributes:
         name: what it says.
         build: makes what is timed: called with n it does n repetitions and returns the seconds of one. Its
-            attributes `first_seconds` (of the very first repetition) and `first_loss` are kept where it has them.
+            attributes `first_seconds` (of the very first repetition) and `first_loss` are kept where it has them;
+            one that `warms_up` does more than it is asked for.
         work: what one repetition does.
         repeat: repetitions in a round; None for those of the comparison.
         against: the row that it is compared with; None for that of the comparison.
@@ -151,17 +152,21 @@ def _built(way: Way, row: Row, context: Context, warm: int) -> Callable[[int], f
     cuda = context.device == "cuda"
     if way.memory and (cuda or not way.compiled):
         with CudaPeak() if cuda else Peak() as peak:
-            take = way.build()
-            take(1)
-            take(warm - 1)
+            take = _warmed(way, warm)
         row["peak_bytes"] = peak.bytes
     else:
-        take = way.build()
-        take(1)
-        take(warm - 1)
+        take = _warmed(way, warm)
     if way.compiled:
         row["first_seconds"] = getattr(take, "first_seconds", None)
     row["first_loss"] = getattr(take, "first_loss", None)
+    return take
+
+
+def _warmed(way: Way, warm: int) -> Callable[[int], float]:
+    take = way.build()
+    take(1)
+    if not getattr(take, "warms_up", False):
+        take(warm - 1)
     return take
 
 

@@ -178,6 +178,8 @@ class Stack:
         compiled: whether a new module's blocks are compiled.
     """
 
+    warms_up = True
+
     def __init__(
         self,
         run: RunConfig,

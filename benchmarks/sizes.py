@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,8 +24,8 @@ def units(context: Context) -> list[Unit]:
     return [Unit("sizes", name, SECONDS.get(name, 30), partial(_measure, size=name)) for name in names]
 
 
-def _measure(context: Context, size: str) -> dict[str, Any]:
-    lengths = (1024, 4096) if context.full else (128, 512)
+def _measure(context: Context, size: str, lengths: Sequence[int] = ()) -> dict[str, Any]:
+    lengths = lengths or ((1024, 4096) if context.full else (128, 512))
     vocabularies = (16384, 65536) if context.full else (1024, 4096)
     ways: list[Way] = []
     facts: dict[str, Any] = {}

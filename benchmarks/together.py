@@ -52,16 +52,22 @@ def rows_of(context: Context, counts: Sequence[int], repeat: int, rounds: int) -
         for i in range(rounds + 1):
             for name in rotated([str(n) for n in counts], i):
                 n = int(name)
-                if rows[n]["status"] != MEASURED:
-                    continue
                 try:
                     seconds = pool.turn(n, repeat)
                 except RuntimeError as error:
                     rows[n] |= {"status": FAILED, "reason": str(error), "seconds": []}
-                    continue
+                    return _given_up(rows, counts)
                 if i:
                     rows[n]["seconds"].append(seconds)
     return list(rows.values())
+
+
+def _given_up(rows: dict[int, Row], counts: Sequence[int]) -> list[Row]:
+    """A process that failed may still be at work beside the others: what has no round yet gets none."""
+    for n in counts:
+        if rows[n]["status"] == MEASURED:
+            rows[n] |= {"status": FAILED, "reason": "another row's process failed first", "seconds": []}
+    return [rows[n] for n in counts]
 
 
 def _row(n: int, repeat: int) -> Row:
@@ -77,12 +83,12 @@ class Pool:
 
     def __init__(self, context: Context, counts: Sequence[int]):
         spawn = multiprocessing.get_context("spawn")
-        gates = {n: spawn.Barrier(n) for n in counts}
+        self.gates = {n: spawn.Barrier(n) for n in counts}
         self.ends: list[Connection] = []
         self.processes = []
         for seed in range(max(counts)):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_work, args=(theirs, context, seed, gates), daemon=True)
+            process = spawn.Process(target=_work, args=(theirs, context, seed, self.gates), daemon=True)
             process.start()
             theirs.close()
             self.ends.append(ours)
@@ -105,18 +111,18 @@ class Pool:
         Raises:
             RuntimeError: one of them failed, with its reason.
         """
-        for end in self.ends[:n]:
-            end.send((n, repeat))
-        spans = [self._answer(end) for end in self.ends[:n]]
+        try:
+            for end in self.ends[:n]:
+                end.send((n, repeat))
+            spans = [self._answer(end) for end in self.ends[:n]]
+        except (EOFError, OSError):
+            raise RuntimeError("a process died") from None
         return max(end for _, end in spans) - min(start for start, _ in spans)
 
     def _answer(self, end: Connection) -> tuple[float, float]:
-        try:
-            if not end.poll(PATIENCE):
-                raise RuntimeError(f"a process did not answer within {PATIENCE:.0f} s")
-            answer = end.recv()
-        except EOFError:
-            raise RuntimeError("a process died") from None
+        if not end.poll(PATIENCE):
+            raise RuntimeError(f"a process did not answer within {PATIENCE:.0f} s")
+        answer = end.recv()
         if isinstance(answer, str):
             raise RuntimeError(answer)
         return answer

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import data, together
+from benchmarks import data, loss, sizes, together, variants
 from benchmarks.__main__ import measured, units_of
 from benchmarks.harness import MEASURED, Context, Unit
 from benchmarks.others import bare_loop, litgpt_loop, to_litgpt, transformers_loop
 from benchmarks.record import keep, read
-from benchmarks.setups import QK_NORM, toy
+from benchmarks.setups import QK_NORM, SIZES, facts_of, full, toy
 from benchmarks.tables import one
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 
@@ -50,15 +50,17 @@ def check(unit: Unit, context: Context, tmp_path) -> dict:
     return found
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["variants/qk-norm", "variants/placement", "variants/loss", "monitors/demonstration", "sizes/demonstration",
-     "loss/4k-ids"],
-)  # fmt: skip
-def test_table(path, context, tmp_path):
-    (unit,) = units_of(context, [path])
-    found = check(unit, context, tmp_path)
-    assert all(row["status"] == MEASURED for row in found["rows"])
+def test_monitors(context, tmp_path):
+    (unit,) = units_of(context, ["monitors"])
+    rows = check(unit, context, tmp_path)["rows"]
+    assert [row["status"] for row in rows] == [MEASURED] * 5
+    assert len({row["first_loss"] for row in rows}) > 1  # one module for all: it goes on learning
+
+
+def test_loss(context, tmp_path):
+    unit = Unit("loss", "tiny", 1, partial(loss._measure, size=loss.Size(256, 16, 512, (32, 64))))
+    dense, least, less = check(unit, context, tmp_path)["rows"]
+    assert least["peak_bytes"] < less["peak_bytes"] < dense["peak_bytes"]
 
 
 @pytest.mark.parametrize("path", ["peers/demonstration-rms", "peers/demonstration-chameleon"])
@@ -75,6 +77,35 @@ def test_a_backend_that_cannot_says_so(context, tmp_path):
     found = {row["name"]: row for row in check(unit, context, tmp_path)["rows"]}
     assert found["math, cap"]["status"] == MEASURED
     assert found["flex, cap"]["status"] != MEASURED  # of CUDA alone
+
+
+def test_sizes(context, tmp_path):
+    unit = Unit("sizes", "tiny", 1, partial(sizes._measure, size="demonstration", lengths=(128,)))
+    rows = check(unit, context, tmp_path)["rows"]
+    assert [row["against"] for row in rows] == [None, rows[0]["name"], None, rows[2]["name"]]
+    assert rows[1]["first_loss"] == pytest.approx(rows[0]["first_loss"], rel=1e-5)
+    assert rows[3]["peak_bytes"] < rows[2]["peak_bytes"]  # what chunks are for
+    more = rows[2]["work"]["parameters"] - rows[0]["work"]["parameters"]
+    assert more == 2 * (4096 - 1024) * 16  # embedding and head
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_full_sizes_are_what_they_are_called(size):
+    said = float(size.removesuffix("M"))
+    assert facts_of(full(size))["parameters"] == pytest.approx(said * 1e6, rel=0.005)
+    assert facts_of(full(size, vocabulary=65536))["parameters"] > 1.02 * said * 1e6
+
+
+@pytest.mark.parametrize("name", variants.COMPARED)
+def test_every_arm_is_a_run(name, context):
+    """The parser takes its flags and the model is another one than the plain arm's."""
+    arms = variants.COMPARED[name][1]
+    plain = toy(context, *arms[variants.PLAIN]).identity
+    for arm, flags in arms.items():
+        if arm.startswith("flex"):
+            continue  # of CUDA alone
+        run = toy(context, *flags)
+        assert (run.identity == plain) == (arm == variants.PLAIN)
 
 
 def test_data_table(context, tmp_path):
