@@ -18,6 +18,7 @@ from mmqk.store import (
     RunFolder,
     UserError,
     dashboards,
+    read_status,
     run_main,
     write_json,
 )
@@ -58,9 +59,17 @@ def main(argv: list[str] | None = None) -> int:
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """The process that owns the folder: the only one of a run on one device."""
     from mmqk.config import print_yaml
+    from mmqk.training.device import said, settle
     from mmqk.training.fork_parent import note
 
+    # Nothing is asked of a device that nothing is left to do for.
+    status = read_status(run.out)
+    settled = (
+        None if status is not None and status.finished else settle(run, ranks.trainer.strategy.root_device)
+    )
     details = {"config": run.nested(), "command": ["python", "-m", "mmqk.train", *argv], **_environment()}
+    if settled is not None:
+        details["device"] = settled
     if run.fork is not None:
         details["fork"] = note(run.fork)
     with RunFolder.open(run.out, run.identity, details) as folder:
@@ -69,6 +78,8 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
             stale = "; its code has changed since" if folder.stale else ""
             print(f"{run.out} is {status.status} at step {status.step}{stale}: nothing to train.", flush=True)
             return 0
+        if settled is not None and not run.quiet:
+            print(said(settled), flush=True)
         if not folder.config_path.exists():
             folder.config_path.write_text(print_yaml(run))
         try:
@@ -85,6 +96,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     import torch
 
     from mmqk.data.module import TokenDataModule
+    from mmqk.model import keep_graphs
     from mmqk.monitors.lab.callback import RunMonitor
     from mmqk.training.alarms import Alarms
     from mmqk.training.lifecycle import Interrupted, Lifecycle, ProgressLine
@@ -112,6 +124,11 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         torch.set_num_threads(run.threads)  # Lightning has shared the cores out
     module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
     module.run_record, module.ranks = run.record(), run.ranks
+    module.model.recompute = run.recompute
+    if run.optim.split_second_moment or run.monitor.gradient_agreement or run.monitor.budget_every_n_steps:
+        keep_graphs()
+    if run.compile:
+        module.compile_step()
     heldout = data.probe_batch(run.monitor.sequences) if run.monitor.batch == "heldout" else None
 
     every = (run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)

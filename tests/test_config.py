@@ -23,7 +23,7 @@ from mmqk.train import main
         (["--model.d_model=wide"], "model.d_model is 'wide': expected int"),
         (["--model.qk_norm.kind=layers"], "model.qk_norm.kind is 'layers': expected one of"),
         (["--model.d_model=18", "--model.n_heads=4"], "model.d_model 18 cannot be split"),
-        (["--backend=flash"], "backend must be one of math, sdpa, but is 'flash'"),
+        (["--backend=flash"], "backend must be one of math, sdpa, sdpa_flash, sdpa_efficient, sdpa_cudnn, flex, but is 'flash'"),
         (["--model.attn_softcap=30"], "sdpa cannot apply model.attn_softcap"),
         (["--optim.lr=-1"], "optim.lr is -1.0"),
         (["--loss.weights.video=0"], "loss.weights names 'video'"),
@@ -172,8 +172,8 @@ def test_the_table_of_commands():
     [
         ("cpu", ()),
         ("dial", ("--monitor.sequences=8",)),
-        ("gpu_25m", ()),
-        ("gpu_124m", ("--model.n_layers=1",)),
+        ("gpu_25m", ("--compile=false",)),  # half a minute of a C++ compiler; tests/model/test_compiled.py has that
+        ("gpu_124m", ("--model.n_layers=1", "--compile=false")),
     ],
 )
 def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data, tmp_path):

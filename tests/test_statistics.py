@@ -17,6 +17,7 @@ from mmqk.monitors import attach, probe
 from mmqk.monitors.lab.residual import residual_absorption
 from mmqk.monitors.statistics import COSTS, STATISTICS, UNKNOWN, Statistic, statistic_of
 from mmqk.train import main
+from mmqk.training.rows import RowLog
 from tests.one_step import token_batch
 from tests.remedies_page import measure
 from tests.statistics_page import ALL_MARKS, PAGE, page, parts, render
@@ -43,7 +44,7 @@ def logged(tmp_path_factory) -> set[str]:
 
 
 def of_other_models() -> set[str]:
-    """QK-Norm, which QK-Clip excludes; a bf16 residual stream; a model that is only watched."""
+    """QK-Norm, which QK-Clip excludes; a bf16 residual stream; a model that is only watched; a GPU's kernel."""
     config = ModelConfig(
         blocks={"text": 20, "image": 12}, d_model=16, n_layers=2, n_heads=2, qk_norm=QKNormConfig("rms")
     )
@@ -59,7 +60,8 @@ def of_other_models() -> set[str]:
     model(batch.ids_BT)
     watch.step()
     watch.close()
-    return found | set(residual_absorption(model.bfloat16(), batch).flat())
+    rows = RowLog(config.modalities).values([1.0] * 8)  # largest logits and log-sum-exps of 2 layers, 2 modalities
+    return found | set(rows) | set(residual_absorption(model.bfloat16(), batch).flat())
 
 
 def missing(tags: Iterable[str], table: Iterable[Statistic] = STATISTICS) -> list[str]:

@@ -138,14 +138,18 @@ def steps_before(diverged: int, rule: ReplayRule, first: int = 0) -> dict[float,
 
 
 def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The fields of each numerics: bf16 by the fused backend, where it can compute this attention, bf16 by the dense
-    one, fp32."""
-    model = identity.get("model", {})
-    fused = {"bf16-fused": {"trainer.precision": "bf16-mixed", "backend": "sdpa"}}
+    """The fields of each numerics: bf16 by the run's own fused backend, or sdpa where it can compute this attention;
+    bf16 by the dense one, and fp32, both without compiled blocks."""
+    model, backend = identity.get("model", {}), identity.get("backend", "math")
     dense_only = model.get("attn_softcap") is not None or model.get("attention", "softmax") != "softmax"
-    return ({} if dense_only else fused) | {
-        "bf16-math": {"trainer.precision": "bf16-mixed", "backend": "math"},
-        "fp32": {"trainer.precision": "32-true", "backend": "math"},
+    fused = None if dense_only else "sdpa"
+    if backend != "math":
+        fused = backend
+    eager = {"compile": False} if identity.get("compile") else {}
+    found = {} if fused is None else {"bf16-fused": {"trainer.precision": "bf16-mixed", "backend": fused}}
+    return found | {
+        "bf16-math": {"trainer.precision": "bf16-mixed", "backend": "math", **eager},
+        "fp32": {"trainer.precision": "32-true", "backend": "math", **eager},
     }
 
 

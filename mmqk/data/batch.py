@@ -59,6 +59,12 @@ class TokenBatch:
     def pin_memory(self) -> TokenBatch:
         return self._map(Tensor.pin_memory)
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that work on this stream reads the tensors, which another stream made."""
+        for f in fields(self):
+            if (tensor := getattr(self, f.name)) is not None:
+                tensor.record_stream(stream)
+
     def first(self, n: int) -> TokenBatch:
         """The first ``n`` sequences; the denominator stays that of the step."""
         return self._map(lambda t: t[:n] if t.ndim else t)

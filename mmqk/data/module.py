@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning as L
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmqk.data.batch import TokenBatch
@@ -18,6 +19,7 @@ from mmqk.data.config import DataConfig, layout
 from mmqk.data.dial import Dial
 from mmqk.data.online import open_online
 from mmqk.data.order import TrainingOrder, validation_rows
+from mmqk.data.prefetch import prefetched
 from mmqk.data.sequences import Row, SequenceBuilder
 from mmqk.data.statistics import describe
 from mmqk.data.tokens import open_tokens
@@ -79,8 +81,8 @@ class PositionedLoader:
     Lightning resumes exactly from a loader with a length and with ``state_dict``/``load_state_dict``.
     """
 
-    def __init__(self, dataset: MicroBatches, workers: int, pin_memory: bool):
-        self.dataset, self.workers, self.pin_memory = dataset, workers, pin_memory
+    def __init__(self, dataset: MicroBatches, workers: int, device: torch.device):
+        self.dataset, self.workers, self.device = dataset, workers, device
         self.position = 0
 
     def __len__(self) -> int:
@@ -92,10 +94,11 @@ class PositionedLoader:
             batch_size=None,
             sampler=range(self.position, len(self.dataset)),
             num_workers=self.workers,
-            pin_memory=self.pin_memory,
+            pin_memory=self.device.type == "cuda",
         )
+        batches = prefetched(loader, self.device) if self.device.type == "cuda" else loader
         try:
-            for batch in loader:
+            for batch in batches:
                 self.position += 1
                 yield batch
         except UserError as error:
@@ -172,7 +175,7 @@ class TokenDataModule(L.LightningDataModule):
             trainer.max_steps,
             documents,
         )
-        return PositionedLoader(self._micro_batches, self.config.workers, pin_memory=_on_gpu(trainer))
+        return PositionedLoader(self._micro_batches, self.config.workers, trainer.strategy.root_device)
 
     def step_rows(self, i: int, n: int) -> TokenBatch:
         """`MicroBatches.first_rows` of the training that is going on."""
@@ -249,7 +252,3 @@ def _targets(row: Row, of: Literal["ids", "surprise"] = "ids") -> np.ndarray:
     """What is predicted of a row, all but the first token of each document; empty where it is not known."""
     values = getattr(row, of)
     return np.zeros(0) if values is None else np.delete(values, row.starts)
-
-
-def _on_gpu(trainer: L.Trainer) -> bool:
-    return trainer.strategy.root_device.type == "cuda"

@@ -1,8 +1,9 @@
 """TokenBatch to logits. Pure torch: nothing of the rest of mmqk, no logging, no files."""
 
-from .attention import BACKENDS, check_backend
+from .compiling import compile_blocks, keep_graphs
 from .config import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
 from .init import init_weights
+from .kernels import BACKENDS, Rows, check_backend, kernel_name
 from .linear import power_step
 from .transformer import EarlyFusionTransformer, modality_of_ids
 
@@ -12,9 +13,13 @@ __all__ = [
     "ModelConfig",
     "QKNormConfig",
     "RopeScalingConfig",
+    "Rows",
     "UntieConfig",
     "check_backend",
+    "compile_blocks",
     "init_weights",
+    "keep_graphs",
+    "kernel_name",
     "modality_of_ids",
     "power_step",
 ]

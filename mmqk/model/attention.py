@@ -1,115 +1,24 @@
 """Causal multi-head attention with rotary positions, optional QK-Norm and an optional cap on the logits.
 
-Shapes are in the names: B batch, T tokens (S the same tokens as keys), D width, H heads, G heads of keys and
-values, K head width.
+Shapes are in the names: B batch, T tokens, D width, H heads, G heads of keys and values, K head width.
 """
 
-import math
 from collections.abc import Callable
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .config import ModelConfig
+from .kernels import Rows, attention, check_backend
 from .linear import linear, through, untied
-from .norms import at_least_fp32, qk_norm
+from .norms import qk_norm
 from .rope import Rope, apply_rope
 
-BACKENDS = ("math", "sdpa")
 Tap = Callable[[str, Tensor], None]  # receives (site, tensor) while a forward runs
-
-# cuDNN is left out: its backward gives NaN where a row's log-sum-exp is very negative, a regime that drifting
-# logits reach, and such a NaN would pass for a divergence of the model.
-_SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def no_tap(site: str, tensor: Tensor) -> None:
     """The tap of a forward that nobody watches."""
-
-
-def check_backend(backend: str, softcap: float | None = None, kind: str = "softmax") -> None:
-    """Raise ValueError for an unknown backend, or for one that cannot compute this attention."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but is {backend!r}.")
-    if backend == "sdpa" and softcap is not None:
-        raise ValueError(f"backend sdpa cannot apply model.attn_softcap {softcap}; use backend math.")
-    if backend == "sdpa" and kind != "softmax":
-        raise ValueError(f"backend sdpa cannot compute model.attention {kind}; use backend math.")
-
-
-def attention(
-    q_BHTK: Tensor,
-    k_BHTK: Tensor,
-    v_BHTK: Tensor,
-    *,
-    scale: float,
-    kind: str = "softmax",
-    softcap: float | None = None,
-    window: int = 0,
-    document_BT: Tensor | None = None,
-    dropout: float = 0.0,
-    backend: str = "math",
-) -> Tensor:
-    """Causal attention: `softmax(mask(cap(scale * q.k))) v`, in the dtype of its inputs.
-
-    Args:
-        q_BHTK: Queries as they enter the dot product; keys and values have the same shape and dtype.
-        k_BHTK: Keys.
-        v_BHTK: Values.
-        scale: Factor on the dot products.
-        kind: softmax, or sigmoid: each weight is `sigmoid(logit - log T)` by itself (Ramapuram et al. 2024,
-            arXiv 2409.04431).
-        softcap: Logits become `softcap * tanh(logit / softcap)`, before the mask (Gemma 2, arXiv 2408.00118).
-        window: A token sees this many tokens, itself included; 0 for all.
-        document_BT: A token sees only tokens of its own document number; None is one document a row.
-        dropout: Probability of dropping a weight.
-        backend: math (dense, fp32 between the inputs and the output) or sdpa (fused, softmax without softcap).
-
-    Returns:
-        out_BHTK.
-
-    Raises:
-        TypeError: q, k and v differ in dtype.
-        ValueError: unknown backend, or sdpa with a softcap or sigmoid.
-    """
-    check_backend(backend, softcap, kind)
-    if not q_BHTK.dtype == k_BHTK.dtype == v_BHTK.dtype:
-        raise TypeError(f"q, k and v must share one dtype: {q_BHTK.dtype}, {k_BHTK.dtype}, {v_BHTK.dtype}.")
-    T = q_BHTK.shape[-2]
-    if backend == "sdpa":
-        plain = document_BT is None and not window
-        mask = None if plain else visible_keys(T, q_BHTK.device, window, document_BT)
-        with sdpa_kernel(_SDPA_KERNELS):
-            return F.scaled_dot_product_attention(
-                q_BHTK, k_BHTK, v_BHTK, attn_mask=mask, is_causal=plain, scale=scale, dropout_p=dropout
-            )
-    with torch.autocast(q_BHTK.device.type, enabled=False):
-        q, k, v = at_least_fp32(q_BHTK), at_least_fp32(k_BHTK), at_least_fp32(v_BHTK)
-        logits_BHTS = (scale * q) @ k.transpose(-1, -2)
-        if softcap is not None:
-            logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
-        # Adding -inf in place is one pass forward and none backward; masked_fill is one in each direction.
-        visible = visible_keys(T, q.device, window, document_BT)
-        logits_BHTS += torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, float("-inf"))
-        if kind == "softmax":
-            weight_BHTS = torch.softmax(logits_BHTS, dim=-1)
-        else:
-            weight_BHTS = torch.sigmoid(logits_BHTS - math.log(T))
-        if dropout:
-            weight_BHTS = F.dropout(weight_BHTS, dropout)
-        return (weight_BHTS @ v).to(v_BHTK.dtype)
-
-
-def visible_keys(T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None) -> Tensor:
-    """Which keys S a query T may see: (T, S), or (B, 1, T, S) where documents are given."""
-    visible_TS = torch.ones(T, T, dtype=torch.bool, device=device).tril()
-    if window:
-        visible_TS = visible_TS.triu(1 - window)
-    if document_BT is None:
-        return visible_TS
-    return visible_TS & (document_BT[:, None, :, None] == document_BT[:, None, None, :])
 
 
 class Attention(nn.Module):
@@ -126,7 +35,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: str, layer: int = 0) -> None:
         super().__init__()
-        check_backend(backend, config.attn_softcap, config.attention)
+        check_backend(backend, config.attn_softcap, config.attention, dropout=config.attn_dropout)
         D, K, H, G = config.d_model, config.head_dim, config.n_heads, config.kv_heads
         self.n_heads, self.kv_heads, self.scale = H, G, config.attn_scale_value
         self.kind, self.softcap, self.window = config.attention, config.attn_softcap, config.window_of(layer)
@@ -142,14 +51,13 @@ class Attention(nn.Module):
         self.v_norm = qk_norm(config.qk_norm, G, K, "v")
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        rope: Rope,
-        document_BT: Tensor | None = None,
-        modality_BT: Tensor | None = None,
-        tap: Tap = no_tap,
-    ) -> Tensor:
-        """Attend within `x_BTD`; `rope` is `rope_tables` of this length. Returns out_BTD."""
+        self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None = None, tap: Tap = no_tap
+    ) -> tuple[Tensor, Rows | None]:
+        """Attend within `x_BTD`; `rope` is `rope_tables` and `mask` is `mask_of` this length.
+
+        Returns:
+            out_BTD, and the rows of a backend that has them.
+        """
         tap("attn_in", x_BTD)
         q_BTHK = through(self.w_q, x_BTD, modality_BT).unflatten(-1, (self.n_heads, -1))
         k_BTGK = through(self.w_k, x_BTD, modality_BT).unflatten(-1, (self.kv_heads, -1))
@@ -158,25 +66,26 @@ class Attention(nn.Module):
         tap("k_raw", k_BTGK.transpose(1, 2))
 
         q_BHTK = self._placed(q_BTHK, self.q_norm, rope, modality_BT).transpose(1, 2)
-        k_BHTK = self._shared(self._placed(k_BTGK, self.k_norm, rope, modality_BT).transpose(1, 2))
-        v_BHTK = self._shared(v_BTGK.transpose(1, 2))
+        k_BHTK = self._placed(k_BTGK, self.k_norm, rope, modality_BT).transpose(1, 2)
+        v_BHTK = v_BTGK.transpose(1, 2)
+        if self.backend != "flex" or tap is not no_tap:  # flex reads a shared head where it is
+            k_BHTK, v_BHTK = self._shared(k_BHTK), self._shared(v_BHTK)
         tap("q", q_BHTK)
         tap("k", k_BHTK)
         tap("v", v_BHTK)
 
-        out_BHTK = attention(
+        out_BHTK, rows = attention(
             q_BHTK,
             k_BHTK,
             v_BHTK,
+            mask,
             scale=self.scale,
             kind=self.kind,
             softcap=self.softcap,
-            window=self.window,
-            document_BT=document_BT,
             dropout=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
-        return self.w_o(out_BHTK.transpose(1, 2).flatten(2))
+        return self.w_o(out_BHTK.transpose(1, 2).flatten(2)), rows
 
     def _placed(self, x_BTHK: Tensor, norm: nn.Module, rope: Rope, modality_BT: Tensor | None) -> Tensor:
         if self.norm_first:

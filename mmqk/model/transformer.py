@@ -3,17 +3,21 @@
 Shapes are in the names: B batch, T tokens, D width, H heads, K head width, L layers, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .attention import Attention, Tap, no_tap, output_init_scale
 from .config import ModelConfig
 from .init import init_weights
+from .kernels import Rows, mask_of
 from .linear import ByModality, linear, through, untied
 from .norms import LayerScale, at_least_fp32, stream_norm
 from .rope import Rope, rope_tables
@@ -69,6 +73,10 @@ class Block(nn.Module):
                           (off, on)  Chameleon-34B, Swin, OLMo 2
                           (on, on)   sandwich, Peri-LN, Gemma 2
     ```
+
+    Attributes:
+        run: `compute`, or what compiles it (`compile_blocks`): a plain function of the block, so that copies of the
+            model, its parameters' names and hooks on the block are what they would be without.
     """
 
     def __init__(self, config: ModelConfig, backend: str, layer: int = 0) -> None:
@@ -88,18 +96,21 @@ class Block(nn.Module):
         self.attention = Attention(config, backend, layer)
         self.mlp = untied(lambda: MLP(config, layer), config, own.mlp)
         self.dropout = nn.Dropout(config.residual_dropout)
+        self.run: Callable[..., tuple[Tensor, Rows | None]] = Block.compute
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        rope: Rope,
-        document_BT: Tensor | None = None,
-        modality_BT: Tensor | None = None,
-        tap: Tap = no_tap,
-    ) -> Tensor:
-        """`x + dropout(scale(post(sublayer(pre(x)))))`, for attention and then for the MLP."""
-        out_BTD = self.attention(
-            through(self.attn_pre_norm, x_BTD, modality_BT), rope, document_BT, modality_BT, tap
+        self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None = None, tap: Tap = no_tap
+    ) -> tuple[Tensor, Rows | None]:
+        """`x + dropout(scale(post(sublayer(pre(x)))))`, for attention and then for the MLP; and attention's rows."""
+        run = self.run if tap is no_tap else Block.compute  # a compiled one shows nobody what is inside
+        return run(self, x_BTD, rope, mask, modality_BT, tap)
+
+    def compute(
+        self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None, tap: Tap
+    ) -> tuple[Tensor, Rows | None]:
+        """What `run` is, or what it is compiled from."""
+        out_BTD, rows = self.attention(
+            through(self.attn_pre_norm, x_BTD, modality_BT), rope, mask, modality_BT, tap
         )
         out_BTD = self.attn_layer_scale(through(self.attn_post_norm, out_BTD, modality_BT))
         tap("attn_out", out_BTD)
@@ -110,7 +121,7 @@ class Block(nn.Module):
         tap("mlp_out", out_BTD)
         x_BTD = x_BTD + self.dropout(out_BTD)
         tap("resid", x_BTD)
-        return x_BTD
+        return x_BTD, rows
 
 
 class Embedding(nn.Embedding):
@@ -138,8 +149,12 @@ class EarlyFusionTransformer(nn.Module):
 
     Args:
         config: Shape and variant; `config.blocks` must be filled.
-        backend: Attention backend, math or sdpa.
+        backend: Attention backend, one of `BACKENDS`.
         seed: Seed of the initial weights (`init_weights`).
+
+    Attributes:
+        recompute: Whether a block forgets its activations and computes them again in the backward pass (activation
+            checkpointing; Chen et al. 2016, arXiv 1604.06174): a fourth more operations for a fraction of the memory.
 
     Raises:
         ValueError: empty `config.blocks`, unknown backend, or a backend that cannot compute this attention.
@@ -149,7 +164,7 @@ class EarlyFusionTransformer(nn.Module):
         super().__init__()
         if not config.blocks:
             raise ValueError("model.blocks is empty; give each modality's name and number of ids.")
-        self.config = config
+        self.config, self.backend, self.recompute = config, backend, False
         self.attn_scale_value = config.attn_scale_value
         self.embed = Embedding(config)
         self.blocks = nn.ModuleList(Block(config, backend, layer) for layer in range(config.n_layers))
@@ -169,6 +184,7 @@ class EarlyFusionTransformer(nn.Module):
         document_BT: Tensor | None = None,
         sink: Sink | None = None,
         head: bool = True,
+        rows: list[Rows] | None = None,
     ) -> Tensor:
         """Logits of the next token at every position.
 
@@ -186,6 +202,8 @@ class EarlyFusionTransformer(nn.Module):
                 (B, T, D), the last layer's output before the final norm; logits (B, T, V), before the final
                 softcap.
             head: False stops before the head, for a loss that applies head and softcap itself.
+            rows: Gets what each layer's attention knows of its rows, from the first layer to the last; nothing from a
+                backend that does not know.
 
         Returns:
             logits_BTV in fp32 (fp64 in an fp64 model), whatever autocast makes of the head. Without the head, the
@@ -206,10 +224,18 @@ class EarlyFusionTransformer(nn.Module):
         rope = rope_tables(T, c.head_dim, c.rope_theta, device, c.rope_scaling)
         theta = c.local_rope_theta
         local_rope = rope if theta is None else rope_tables(T, c.head_dim, theta, device)
+        masks = {
+            window: mask_of(self.backend, T, device, window, document_BT)
+            for window in {c.window_of(layer) for layer in range(c.n_layers)}
+        }
+        again = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
             tap = no_tap if sink is None else partial(_at_layer, sink, layer)
-            turn = local_rope if c.window_of(layer) else rope
-            x_BTD = block(x_BTD, turn, document_BT, modality_BT, tap)
+            window = c.window_of(layer)
+            inputs = (x_BTD, local_rope if window else rope, masks[window], modality_BT, tap)
+            x_BTD, found = self._again(block, inputs) if again else block(*inputs)
+            if rows is not None and found is not None:
+                rows.append(found)
         if sink is not None:
             sink("final", -1, x_BTD)
         hidden_BTD = through(self.final_norm, x_BTD, modality_BT)
@@ -220,6 +246,23 @@ class EarlyFusionTransformer(nn.Module):
             sink("logits", -1, logits_BTV)
         cap = c.final_softcap
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
+
+    @contextmanager
+    def by(self, backend: str) -> Iterator[None]:
+        """Attention by another backend, for as long as this lasts."""
+        holders: list[Any] = [self, *(cast(Block, block).attention for block in self.blocks)]
+        before = self.backend
+        try:
+            for holder in holders:
+                holder.backend = backend
+            yield
+        finally:
+            for holder in holders:
+                holder.backend = before
+
+    def _again(self, block: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        drops = self.training and (self.config.residual_dropout or self.config.attn_dropout)
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=bool(drops))
 
     def extra_repr(self) -> str:
         """The variant: every field that is not at its default."""

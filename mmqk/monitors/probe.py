@@ -6,6 +6,7 @@ It never touches training: no gradient, no random number, no buffer, and the mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -144,9 +145,11 @@ def _forward(
     for module in training:
         module.training = False
     try:
-        # Eagerly: a compiled model would be compiled once more for a forward that somebody watches.
+        # Eagerly: a compiled model would be compiled once more for a forward that somebody watches. And flex, which
+        # is fused only where it is compiled, by the dense reference.
         eagerly = torch.compiler.set_stance("force_eager")
-        with eagerly, torch.no_grad(), torch.autocast(batch.ids_BT.device.type, enabled=False):
+        dense = model.by("math") if model.backend == "flex" else nullcontext()
+        with eagerly, dense, torch.no_grad(), torch.autocast(batch.ids_BT.device.type, enabled=False):
             model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink=sink)
     finally:
         for module in training:

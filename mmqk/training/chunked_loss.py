@@ -6,6 +6,8 @@ M modalities, G groups of targets whose gradients are kept: all of them, then pe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ def chunked_losses(
     chunk: int,
     softcap: float | None = None,
     by_modality: bool = False,
+    compiled: bool = False,
 ) -> LossSums:
     """What `modality_losses` gives for the logits of these hidden states, without those of more than a chunk.
 
@@ -49,6 +52,7 @@ def chunked_losses(
         chunk: C, at least 1; any gives the same up to rounding.
         softcap: Logits become `softcap * tanh(logit / softcap)`; None leaves them.
         by_modality: Whether `loss_parts` can be had, each with its gradient, beside `total_loss`.
+        compiled: Whether what happens to a chunk's logits is compiled: two passes over them instead of ten.
     """
     selected_BTM = selected_of(target_modality_BT, target_mask_BT, len(weights_M))
     wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
@@ -65,6 +69,7 @@ def chunked_losses(
         chunk,
         softcap,
         torch.is_grad_enabled(),
+        _compiled() if compiled else _terms,
     )
     sums = sum_by_modality(ce_N.view_as(targets_BT), log_z_N.view_as(targets_BT), selected_BTM)
     objective = Objective(objective_G[0], objective_G[1:] if by_modality else None, weights_M, z_loss)
@@ -86,6 +91,7 @@ class _Chunks(torch.autograd.Function):
         chunk: int,
         softcap: float | None,
         train: bool,
+        terms: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
     ) -> tuple[Tensor, Tensor, Tensor]:
         device, narrow, wide = hidden_ND.device.type, hidden_ND.dtype, weight_N.dtype
         if torch.is_autocast_enabled(device) and narrow != torch.float64:
@@ -104,23 +110,12 @@ class _Chunks(torch.autograd.Function):
                     index_N[rows, None],
                     weight_N[rows, None],
                 )
-                logits_CV = (hidden_CD @ cast_VD.T).to(wide)
-                if softcap is not None:
-                    logits_CV = softcap * torch.tanh(logits_CV / softcap)
-                grad_CV = torch.log_softmax(logits_CV, dim=-1)
-                ce_N[rows] = -grad_CV.gather(-1, index_C1)[:, 0]
-                log_z_N[rows] = logits_CV.gather(-1, index_C1)[:, 0] + ce_N[rows]
-                if not train:
+                logits_CV = hidden_CD @ cast_VD.T
+                ce_N[rows], log_z_N[rows], d_logits_CV = terms(
+                    logits_CV, index_C1, weight_C1, z_loss, softcap, train
+                )
+                if d_logits_CV is None:
                     continue
-                # d ce = softmax - onehot, d log Z = softmax; in place, as each of them is the largest tensor here.
-                grad_CV.exp_()
-                if z_loss:
-                    grad_CV *= 1 + 2 * z_loss * log_z_N[rows, None]
-                grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - 1)
-                grad_CV *= weight_C1
-                if softcap is not None:
-                    grad_CV *= 1 - (logits_CV / softcap).square_()
-                d_logits_CV = grad_CV.to(narrow)
                 d_hidden_ND[rows] = d_logits_CV @ cast_VD
                 d_head_GVD[0] += d_logits_CV.T @ hidden_CD
                 for g in range(1, G):
@@ -145,4 +140,32 @@ class _Chunks(torch.autograd.Function):
             for up, d_head_VD in zip(up_G[1:], d_head_GVD[1:], strict=True):
                 head_VD += up * d_head_VD
             head_VD = head_VD.to(of_head)
-        return hidden_ND, head_VD, *([None] * 7)
+        return hidden_ND, head_VD, *([None] * 8)
+
+
+def _terms(
+    logits_CV: Tensor, index_C1: Tensor, weight_C1: Tensor, z_loss: float, softcap: float | None, train: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cross-entropy and log Z of a chunk, and the gradient of its logits in their dtype, already weighted."""
+    raw, wide_CV = logits_CV.dtype, logits_CV.to(weight_C1.dtype)
+    if softcap is not None:
+        wide_CV = softcap * torch.tanh(wide_CV / softcap)
+    grad_CV = torch.log_softmax(wide_CV, dim=-1)
+    ce_C = -grad_CV.gather(-1, index_C1)[:, 0]
+    log_z_C = wide_CV.gather(-1, index_C1)[:, 0] + ce_C
+    if not train:
+        return ce_C, log_z_C, None
+    # d ce = softmax - onehot, d log Z = softmax; in place, as each of them is the largest tensor here. The target's
+    # own comes last, so that the rest is one pass over the chunk.
+    scale_C1 = 1 + 2 * z_loss * log_z_C[:, None] if z_loss else torch.ones_like(weight_C1)
+    target_C1 = (torch.exp(-ce_C[:, None]) * scale_C1 - 1) * weight_C1
+    grad_CV = grad_CV.exp_().mul_(scale_C1 * weight_C1)
+    if softcap is not None:
+        slope_CV = 1 - (wide_CV / softcap).square()
+        grad_CV, target_C1 = grad_CV * slope_CV, target_C1 * slope_CV.gather(-1, index_C1)
+    return ce_C, log_z_C, grad_CV.to(raw).scatter_(-1, index_C1, target_C1.to(raw))
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+    return torch.compile(_terms, fullgraph=True, dynamic=False)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 PROBE_SEQUENCES = 16
 FORK_NAME = "fork.json"
 # Where and how fast a run goes, which is no part of what it is.
-NOT_CHANGES = ("checkpoint.", "threads", "data.workers", "data.cache", "fork", "trainer.devices", "trainer.num_nodes",
-               "trainer.strategy")  # fmt: skip
+NOT_CHANGES = ("checkpoint.", "threads", "recompute", "data.workers", "data.cache", "fork", "trainer.devices",
+               "trainer.num_nodes", "trainer.strategy")  # fmt: skip
 
 
 def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
@@ -100,6 +100,7 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
 
 def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
     """Fields in which two configurations differ, without those that change nothing in a run."""
+    parent = {"compile": False, **parent}  # one that is older than the field
     a, b = flatten(parent), flatten(own)
     differing = differing_fields(parent, own)
     fields = [

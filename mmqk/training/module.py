@@ -13,14 +13,22 @@ import torch
 from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
-from mmqk.model import EarlyFusionTransformer, ModelConfig, power_step
+from mmqk.model import EarlyFusionTransformer, ModelConfig, Rows, compile_blocks, power_step
 from mmqk.model.transformer import Sink
 from mmqk.monitors.ranks import summed
 from mmqk.store import tag
 from mmqk.training.chunked_loss import chunked_losses
-from mmqk.training.loss import LossConfig, LossSums, loss_parts, modality_losses, total_loss
+from mmqk.training.loss import (
+    LossConfig,
+    LossSums,
+    loss_parts,
+    modality_losses,
+    selected_of,
+    total_loss,
+)
 from mmqk.training.optim import OptimConfig, lr_multiplier, make_optimizer
 from mmqk.training.qk_clip import QKClip
+from mmqk.training.rows import RowLog
 from mmqk.training.sharding import shard, whole, whole_model
 from mmqk.training.split_adam import SplitAdamW
 
@@ -32,8 +40,8 @@ class StepRecord:
     Attributes:
         step: updates done with this one; its losses are those of the weights before it.
         lr: learning rate of the update.
-        values: loss, gradient norm before clipping, then the sums by modality flattened (`_sums_RM`) and, with
-            QK-Clip, what it measured (`QKClip.measured`).
+        values: loss, gradient norm before clipping, then the sums by modality flattened (`_sums_RM`), what QK-Clip
+            measured (`QKClip.measured`) and what the kernel knows of attention's rows (`RowLog.measured`).
     """
 
     step: int
@@ -68,11 +76,9 @@ def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
     knows the probability of its tokens, the summed cross-entropy of that knowledge."""
     rows = [sums.count, sums.ce, sums.log_z]
     if batch.target_surprise_BT is not None:
-        known_BT = batch.target_surprise_BT * batch.target_mask_BT
-        floor_M = torch.zeros_like(sums.count).index_add(
-            0, batch.target_modality_BT.flatten(), known_BT.flatten().to(sums.count.dtype)
-        )
-        rows.append(floor_M)
+        selected_BTM = selected_of(batch.target_modality_BT, batch.target_mask_BT, len(sums.count))
+        known_BTM = torch.where(selected_BTM, batch.target_surprise_BT[..., None], 0.0)
+        rows.append(known_BTM.sum((0, 1)).to(sums.count.dtype))
     return torch.stack(rows).detach().float()
 
 
@@ -135,6 +141,14 @@ class TrainingModule(L.LightningModule):
         self.run_record: dict[str, Any] | None = None
         self.ranks: dict[str, Any] | None = None
         self._clip = None if optim.qk_clip is None else QKClip(self.model, optim.qk_clip)
+        self._rows = RowLog(model.modalities) if backend == "flex" else None
+        self._modality_losses, self._compiled = modality_losses, False
+
+    def compile_step(self) -> None:
+        """Compile blocks, final norm and loss."""
+        compile_blocks(self.model)
+        self._modality_losses = torch.compile(modality_losses, fullgraph=True, dynamic=False)
+        self._compiled = True
 
     def configure_model(self) -> None:
         """Lightning's word that a model may be cut up, where the strategy does so."""
@@ -162,7 +176,14 @@ class TrainingModule(L.LightningModule):
             self._seed_dropout(index)
         attributing = self.step_watch is not None and self.step_watch.attributing
         by_modality = self.optim_config.split_second_moment or attributing
-        sums = self._losses(batch, None if self._clip is None else self._clip.sink(batch), by_modality)
+        sink = None if self._clip is None or self._rows is not None else self._clip.sink(batch)
+        rows: list[Rows] | None = None if self._rows is None else []
+        sums = self._losses(batch, sink, by_modality, rows=rows)
+        if self._rows is not None and rows is not None:
+            largest_LH = self._rows.see(rows, batch)
+            if self._clip is not None:
+                for layer, largest_H in enumerate(largest_LH):
+                    self._clip.see(layer, largest_H)
         weighing = self._weighing(batch)
         loss = total_loss(sums, *weighing)
         if by_modality:
@@ -189,6 +210,7 @@ class TrainingModule(L.LightningModule):
         sink: Sink | None = None,
         by_modality: bool = False,
         model: EarlyFusionTransformer | None = None,
+        rows: list[Rows] | None = None,
     ) -> LossSums:
         """Of ``model``, or (None) the one that is trained.
 
@@ -199,9 +221,10 @@ class TrainingModule(L.LightningModule):
         targets = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
         c = self.loss_config
         if c.chunk is None:
-            return modality_losses(model(*inputs), *targets, len(self.model_config.modalities))
+            logits_BTV = model(*inputs, rows=rows)
+            return self._modality_losses(logits_BTV, *targets, len(self.model_config.modalities))
         return chunked_losses(
-            model(*inputs, head=False),
+            model(*inputs, head=False, rows=rows),
             model.head.weight,
             *targets,
             self.loss_weights_M,
@@ -209,6 +232,7 @@ class TrainingModule(L.LightningModule):
             c.chunk,
             softcap=self.model_config.final_softcap,
             by_modality=by_modality,
+            compiled=self._compiled,
         )
 
     def _weighing(self, batch: TokenBatch) -> tuple[Tensor, float, Tensor]:
@@ -218,12 +242,15 @@ class TrainingModule(L.LightningModule):
         """What each modality's targets add to the loss of ``batch``, (M,), in the run's precision; dropout is left to
         the mode that ``model`` is in: a copy, or (None) the one that is trained."""
         with self.trainer.precision_plugin.train_step_context():
-            return loss_parts(self._losses(batch, by_modality=True, model=model), *self._weighing(batch))
+            # A sink that looks at nothing: halves of a batch are no reason to compile.
+            sums = self._losses(batch, lambda *_: None, by_modality=True, model=model)
+            return loss_parts(sums, *self._weighing(batch))
 
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
         """`first_bad_site` of a step whose gradient was not finite, from its micro-batches with their numbers.
 
-        The weights are those that it had, and dropout draws what it drew.
+        The weights are those that it had, and dropout draws what it drew, but for compiled blocks, whose masks are their
+        own.
         """
         from mmqk.monitors.lab.bad_site import first_bad_site
 
@@ -243,7 +270,12 @@ class TrainingModule(L.LightningModule):
     def _seed_dropout(self, index: int) -> None:
         """Dropout is a function of (seed, micro-batch, rank), so a resumed run draws what it would have drawn."""
         key = f"{self.seed}/{index}/{self.global_rank}".encode()
-        torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1)
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed takes 0.8 ms, for devices that are not there
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def configure_gradient_clipping(
         self, optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -253,7 +285,8 @@ class TrainingModule(L.LightningModule):
             optimizer.sum_ranks()
         reached = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
         # The way of torch.nn.utils.get_total_norm, which does not give the norms of the parameters away.
-        norms = torch._foreach_norm([p.grad for p in reached.values() if p.grad is not None])
+        gradients = [p.grad for p in reached.values() if p.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, torch.promote_types(gradients[0].dtype, torch.float32))
         grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
         factor: Tensor | None = None
         if gradient_clip_val:
@@ -270,7 +303,7 @@ class TrainingModule(L.LightningModule):
         values = summed(
             values
         )  # Lightning's own `reduce` waits for a barrier of its own first, in every step
-        measured = [] if self._clip is None else [self._clip.measured().float()]
+        measured = [log.measured().float() for log in (self._clip, self._rows) if log is not None]
         values = torch.cat([values[:1], grad_norm.float().view(1), values[1:], *measured])
         lr = optimizer.param_groups[0]["lr"]
         self.step_record = StepRecord(self.trainer.global_step + 1, lr, values)
@@ -283,13 +316,19 @@ class TrainingModule(L.LightningModule):
 
     def named_values(self, values: list[float]) -> dict[str, float]:
         """The numbers of a `StepRecord` by tag."""
-        loss, grad_norm, *sums = values
-        names, end = self.model_config.modalities, len(sums)
+        loss, grad_norm, *rest = values
+        names, layers = self.model_config.modalities, self.model_config.n_layers
+        found = {"loss": loss, "grad_norm": grad_norm}
+        if self._rows is not None:
+            of_rows = 2 * layers * len(names)
+            found |= self._rows.values(rest[-of_rows:])
+            del rest[-of_rows:]
         if self._clip is not None:
-            end -= 2 * self.model_config.n_layers
-        rows = [sums[i : i + len(names)] for i in range(0, end, len(names))]
-        by_modality = modality_means(rows, names)
-        return {"loss": loss, "grad_norm": grad_norm, **by_modality, **clip_values(sums[end:])}
+            found |= clip_values(rest[-2 * layers :])
+            del rest[-2 * layers :]
+        return found | modality_means(
+            [rest[i : i + len(names)] for i in range(0, len(rest), len(names))], names
+        )
 
     @torch.no_grad()
     def validation_losses(self, batches: Iterable[TokenBatch]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.model.attention import visible_keys
+from mmqk.model.kernels import visible_keys
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Block
 from mmqk.monitors.ranks import largest as largest_of
@@ -116,10 +116,14 @@ class QKClip:
                     batch.document_BT,
                     window_of(layer),
                 )
-                before_H = self._largest.get(layer)
-                self._largest[layer] = found_H if before_H is None else torch.maximum(before_H, found_H)
+                self.see(layer, found_H)
 
         return sink
+
+    def see(self, layer: int, largest_H: Tensor) -> None:
+        """The largest logits of a forward's layer, where somebody else knows them."""
+        before_H = self._largest.get(layer)
+        self._largest[layer] = largest_H if before_H is None else torch.maximum(before_H, largest_H)
 
     def measured(self) -> Tensor:
         """By layer, the largest logit of its heads, then by layer the smallest gamma: (2L,), on the device.

@@ -89,20 +89,23 @@ class SplitAdamW(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update from what `backward` added; a parameter that no loss reached stays, as in AdamW."""
+        """One update from what `backward` added; a parameter that no loss reached stays, as in AdamW.
+
+        Where ``found_inf`` is set and true, no parameter changes; the moments may, of a run that is over.
+        """
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        broken = getattr(
-            self, "found_inf", None
-        )  # as torch's fused optimizers are told, here with a look by the host
-        if broken is not None and bool(broken):
-            return result
+        # As torch's fused optimizers are told, and like them without asking the host.
+        broken = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for p in group["params"]:
                 if p in self._gradients:
+                    before = p.clone() if broken is not None else p
                     self._update(p, self._gradients[p], group)
+                    if broken is not None:
+                        p.copy_(torch.where(broken.bool(), before, p))
         return result
 
     def _update(self, p: Tensor, by_modality: Tensor, group: dict[str, Any]) -> None:

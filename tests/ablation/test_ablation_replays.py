@@ -20,3 +20,15 @@ def test_replays_ask_for_backends_that_can_compute_the_attention(model, fused):
     if not fused:  # the control: the one that is left out would have been refused
         with pytest.raises(ValueError, match="sdpa cannot"):
             check_backend("sdpa", model.get("attn_softcap"), model.get("attention", "softmax"))
+
+
+def test_the_fused_numerics_is_the_run_s_own_and_the_others_are_not_compiled():
+    capped = {"model": {"attn_softcap": 50.0}, "backend": "flex", "compile": True}
+    found = numerics_of(capped)
+    assert found["bf16-fused"] == {"trainer.precision": "bf16-mixed", "backend": "flex"}
+    assert found["fp32"]["compile"] is found["bf16-math"]["compile"] is False
+    for fields in found.values():
+        check_backend(fields["backend"], 50.0)
+    assert numerics_of({"backend": "sdpa_efficient"})["bf16-fused"]["backend"] == "sdpa_efficient"
+    # The control: one that is not compiled says nothing of it, so that its replays are what they were.
+    assert all("compile" not in fields for fields in numerics_of(capped | {"compile": False}).values())

@@ -384,5 +384,5 @@ def test_a_bad_sample_in_a_worker_is_one_sentence():
             raise UserError(f"sample {i} cannot be used: repair it")
 
     with pytest.raises(UserError) as raised:
-        list(PositionedLoader(Bad(), 1, pin_memory=False))
+        list(PositionedLoader(Bad(), 1, torch.device("cpu")))
     assert str(raised.value) == "sample 0 cannot be used: repair it"

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model.attention import Attention
+from mmqk.model.kernels import mask_of
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import qk_norm, stream_norm
 from mmqk.model.transformer import Block
@@ -83,12 +84,17 @@ def rope64(positions: bool = True) -> tuple[Tensor, Tensor]:
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
+def causal(config: ModelConfig) -> Tensor:
+    """The mask of the first layer."""
+    return mask_of("math", T, torch.device("cpu"), config.window_of(0))
+
+
 def attention(positions: bool = True, **fields) -> tuple[Callable[[], Attention], Function]:
     """An attention layer of ours: what makes it, and its forward."""
     config = ModelConfig(blocks=BLOCKS, d_model=D, n_heads=H, **fields)
 
     def forward(leaves: Leaves) -> Tensor:
-        return call(Attention(config, "math"), leaves, leaves["x"], rope64(positions))
+        return call(Attention(config, "math"), leaves, leaves["x"], rope64(positions), causal(config))[0]
 
     return lambda: Attention(config, "math"), forward
 
@@ -101,7 +107,7 @@ def block(positions: bool = False, seed: int | None = None, **fields) -> tuple[C
         with torch.random.fork_rng():
             module = Block(config, "math").train(seed is not None)
             torch.manual_seed(seed or 0)
-            return call(module, leaves, leaves["x"], rope64(positions))
+            return call(module, leaves, leaves["x"], rope64(positions), causal(config))[0]
 
     return lambda: Block(config, "math"), forward
 

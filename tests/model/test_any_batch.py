@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
-from mmqk.model.attention import attention
+from tests.model.attend import attention
 from tests.model.small import BLOCKS, VARIANTS, build, ids_of, refuses_sdpa
 
 T, H, K = 12, 4, 8

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig
-from mmqk.model.attention import Attention, attention
+from mmqk.model.attention import Attention
+from mmqk.model.kernels import mask_of
 from mmqk.model.rope import apply_rope, rope_tables
+from tests.model.attend import attention
 
 B, H, T, K = 2, 3, 7, 4
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [5, 5, 5, 5, 5, 2, 2]])
@@ -158,7 +160,8 @@ def watched(config, scale_w_q=1.0, autocast=False):
     sites = {}
     x_BTD = torch.randn(2, 9, config.d_model)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
-        layer(x_BTD, rope_tables(9, config.head_dim, config.rope_theta, x_BTD.device), tap=sites.__setitem__)
+        rope = rope_tables(9, config.head_dim, config.rope_theta, x_BTD.device)
+        layer(x_BTD, rope, mask_of("math", 9, x_BTD.device), tap=sites.__setitem__)
     return sites, layer
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig, power_step
-from mmqk.model.attention import attention
+from mmqk.model.kernels import mask_of
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import L2Norm, qk_norm
 from mmqk.model.rope import rope_tables
 from mmqk.monitors.probe import logit_bound
+from tests.model.attend import attention
 from tests.model.small import BLOCKS, build, ids_of
 
 T, H, K = 12, 4, 8
@@ -58,7 +59,7 @@ def logits_of(qk, inputs_BTD, aligned=False, untied=False, n_kv_heads=0, noise=T
     seen, modality_BT = {}, torch.arange(T).expand(len(inputs_BTD), T) % len(BLOCKS)
     with torch.no_grad():
         rope = rope_tables(T, K, 10000.0, inputs_BTD.device)
-        layer(inputs_BTD, rope, None, modality_BT, seen.__setitem__)
+        layer(inputs_BTD, rope, mask_of("math", T, rope[0].device), modality_BT, seen.__setitem__)
     return config.attn_scale_value * seen["q"] @ seen["k"].transpose(-1, -2), model
 
 

@@ -166,12 +166,12 @@ def test_without_qk_norm_the_radial_gradient_is_that_of_the_logits_and_alike_on_
     """<W_q, dL> = <W_k, dL> = sum z dL/dz for each head, z the raw logits (methods of the radial budget)."""
     kept = []
 
-    def attention(q_BHTK, k_BHSK, v_BHSK, *, scale, **_):
+    def attention(q_BHTK, k_BHSK, v_BHSK, mask, *, scale, **_):
         z_BHTS = scale * q_BHTK @ k_BHSK.transpose(-1, -2)
         z_BHTS.retain_grad()
         kept.append(z_BHTS)
         hidden = torch.ones(z_BHTS.shape[-2:], dtype=torch.bool).triu(1)
-        return torch.softmax(z_BHTS.masked_fill(hidden, -torch.inf), -1) @ v_BHSK
+        return torch.softmax(z_BHTS.masked_fill(hidden, -torch.inf), -1) @ v_BHSK, None
 
     monkeypatch.setattr("mmqk.model.attention.attention", attention)
     model = make_model(n_layers=1)

@@ -1,4 +1,4 @@
-"""Two processes that train one run, as srun starts them, forked ready to train so that each costs a second."""
+"""Two processes that train one run, as srun starts them on one machine or on two, forked ready to train so that each costs a second."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ RANKS = 2
 SECONDS = 180.0
 
 
-def start(args: Sequence[str], log: Path, strategy: str = "ddp") -> list[ForkServerProcess]:
+def start(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1) -> list[ForkServerProcess]:
     """Both processes, the first first; what they say goes to ``log`` with their numbers."""
     start_server(PRELOAD)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = [*args, f"--trainer.devices={RANKS}", f"--trainer.strategy={strategy}"]
-    both = [get_context("forkserver").Process(target=_rank, args=(rank, port, flags, f"{log}{rank}"))
+    flags = [
+        *args, f"--trainer.devices={RANKS // nodes}", f"--trainer.num_nodes={nodes}", f"--trainer.strategy={strategy}"
+    ]  # fmt: skip
+    both = [get_context("forkserver").Process(target=_rank, args=(rank, port, flags, f"{log}{rank}", nodes))
             for rank in range(RANKS)]  # fmt: skip
     for process in both:
         process.start()
@@ -43,19 +45,21 @@ def end(both: Sequence[ForkServerProcess]) -> list[int | None]:
     return [process.exitcode for process in both]
 
 
-def train(args: Sequence[str], log: Path, strategy: str = "ddp") -> list[int | None]:
+def train(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1) -> list[int | None]:
     """Run to the end."""
-    return end(start(args, log, strategy))
+    return end(start(args, log, strategy, nodes))
 
 
-def _rank(rank: int, port: int, args: list[str], log: str) -> None:
+def _rank(rank: int, port: int, args: list[str], log: str, nodes: int) -> None:
+    local = RANKS // nodes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "run", "SLURM_NTASKS": str(RANKS), "SLURM_NTASKS_PER_NODE": str(RANKS),
-        "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+        "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "run", "SLURM_NTASKS": str(RANKS), "SLURM_NTASKS_PER_NODE": str(local),
+        "SLURM_NNODES": str(nodes), "SLURM_NODEID": str(rank // local), "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % local),
     }  # fmt: skip
     sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (until the process ends)
     from mmqk.store import front_door

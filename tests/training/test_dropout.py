@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmqk.model.attention import attention
+from tests.model.attend import attention
 from tests.peers import Peer
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 

@@ -54,13 +54,12 @@ def gradient_agreement(
     training = model.training
     model.eval()
     try:
-        with torch.compiler.set_stance("force_eager"):  # half a batch is another shape
-            gradients = [  # by half, then modality
-                _gradients(
-                    loss_parts(replace(half, step_targets=count_M.sum())), there, [p for _, p in parameters]
-                )
-                for half, count_M in zip(halves, counts_2M, strict=True)
-            ]
+        gradients = [  # by half, then modality
+            _gradients(
+                loss_parts(replace(half, step_targets=count_M.sum())), there, [p for _, p in parameters]
+            )
+            for half, count_M in zip(halves, counts_2M, strict=True)
+        ]
     finally:
         model.train(training)
     groups: dict[int | None, list[int]] = {}

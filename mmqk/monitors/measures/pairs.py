@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mmqk.model.attention import visible_keys
+from mmqk.model.kernels import visible_keys
 from mmqk.monitors.measures.reduce import selection
 from mmqk.monitors.ranks import summed
 

@@ -1,0 +1,109 @@
+"""FlexAttention: causal and document masks, windows, a cap on the logits and grouped queries in one compiled kernel.
+
+Shapes are in the names: B batch, T tokens, H heads, G heads of keys and values, K head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
+
+from .compiling import allow_many_graphs
+
+# Of a capped logit in fp32, the raw one is known to a thousandth of the cap up to 5 caps and to a twentieth up to 7;
+# from about 9 on tanh is 1.
+SATURATED = 9.0
+
+
+def flex_rows(
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTK: Tensor,
+    mask: BlockMask,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention and what each row's softmax was.
+
+    Returns:
+        out_BHTK; max_BHT, the largest raw logit of each row (fp32, after the scale, before the cap, which it is
+        computed back from: `SATURATED`); lse_BHT, the log-sum-exp of its capped logits (fp32). Without a gradient
+        through the last two.
+    """
+    out_BHTK, aux = _compiled()(
+        q_BHTK,
+        k_BGTK,
+        v_BGTK,
+        score_mod=None if softcap is None else cap(softcap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1],
+        return_aux=AuxRequest(lse=True, max_scores=True),
+    )
+    assert aux.max_scores is not None and aux.lse is not None
+    return out_BHTK, uncapped(aux.max_scores.detach(), softcap), aux.lse.detach()
+
+
+def uncapped(capped: Tensor, softcap: float | None) -> Tensor:
+    """The logit whose cap this is; at most `SATURATED` caps."""
+    if softcap is None:
+        return capped
+    # The kernel's base 2 and back may end a rounding above the cap.
+    return softcap * torch.atanh((capped / softcap).clamp(-1.0, 1.0)).clamp(-SATURATED, SATURATED)
+
+
+@cache
+def cap(softcap: float) -> Callable[..., Tensor]:
+    """`softcap * tanh(logit / softcap)`: one function for each number, so that nothing is compiled twice."""
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+def flex_mask(T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None) -> BlockMask:
+    """Who sees whom, with the blocks of 128 x 128 tokens that a kernel may leave out."""
+    if document_BT is None:
+        return _same_for_all(T, device, window)
+    causal = sees(window)
+
+    def of_document(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return causal(b, h, query, key) & (document_BT[b, query] == document_BT[b, key])
+
+    return create_block_mask(of_document, len(document_BT), None, T, T, device)
+
+
+@lru_cache(maxsize=16)
+def _same_for_all(T: int, device: torch.device, window: int) -> BlockMask:
+    return create_block_mask(sees(window), None, None, T, T, device)
+
+
+@cache
+def sees(window: int) -> Callable[..., Tensor]:
+    """Whether a query sees a key, by their places: 0 for all earlier ones, else so many, itself included."""
+
+    def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    def near(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < window)
+
+    return near if window else causal
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, AuxOutput]]:
+    # Outside of a compiled block it would make all T x T logits; as it would beyond the limit of shapes.
+    allow_many_graphs()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)

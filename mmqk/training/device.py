@@ -1,0 +1,114 @@
+"""What a run computes with: its device, the kernel of attention, whether blocks are compiled."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from mmqk.data.config import DataConfig
+from mmqk.model import ModelConfig, kernel_name
+from mmqk.store import UserError
+from mmqk.training.optim import OptimConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from mmqk.config import RunConfig
+
+
+def is_masked(model: ModelConfig, data: DataConfig) -> bool:
+    """Whether attention leaves out earlier tokens: a window, or packed documents kept apart."""
+    windows = any(model.window_of(layer) for layer in range(model.n_layers))
+    return windows or (data.pack == "documents" and data.document_mask)
+
+
+def check_compiled(compiled: bool, backend: str, optim: OptimConfig) -> None:
+    """Raise ValueError for what looks into a block in every step, which a compiled one does not show."""
+    if compiled and optim.qk_clip is not None and backend != "flex":
+        raise ValueError(
+            "optim.qk_clip looks at queries and keys in every step, which compiled blocks do not show: use backend"
+            " flex, which gives the largest logits itself, or leave compile off."
+        )
+
+
+def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
+    """What the run will compute with on this device, for its record.
+
+    Raises:
+        UserError: the device cannot do what is asked of it.
+    """
+    import torch
+    from torch.utils import deterministic
+
+    dtype = torch.float32 if run.trainer["precision"] == "32-true" else torch.bfloat16
+    apart = run.data.pack == "documents" and run.data.document_mask
+    windows = sorted({run.model.window_of(layer) for layer in range(run.model.n_layers)})
+    try:
+        kernels = [
+            kernel_name(run.backend, device.type, dtype, apart or window > 0, run.model.attn_dropout)
+            for window in windows
+        ]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if device.type == "cuda" and run.backend.startswith("sdpa"):
+        for window in windows:
+            _try(run, device, dtype, window, apart)
+    if run.compile and not _has_compiler(device):
+        raise UserError(
+            "compile needs Triton, which is not installed: install it or leave compile off."
+            if device.type == "cuda"
+            else "compile needs a C++ compiler on a CPU: install g++ or clang++, or leave compile off."
+        )
+    # Deterministic training would fill every new tensor, to find reads of what nothing wrote.
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "name": name,
+        "attention": " and ".join(dict.fromkeys(kernels)),
+        "compiled": run.compile,
+        "recomputed": run.recompute,
+    }
+
+
+def said(settled: dict[str, Any]) -> str:
+    """`settle` in a line."""
+    more = [word for word in ("compiled", "recomputed") if settled[word]]
+    return (
+        f"{settled['name']}; attention: {settled['attention']}{''.join(f'; blocks {word}' for word in more)}"
+    )
+
+
+def _try(run: RunConfig, device: torch.device, dtype: torch.dtype, window: int, apart: bool) -> None:
+    """One attention of this shape: a kernel says no only when it is called."""
+    import torch
+
+    from mmqk.model.kernels import attention, mask_of
+
+    model, T = run.model, run.data.seq_len
+    if run.backend in ("math", "flex"):
+        return
+    document_BT = torch.zeros(1, T, dtype=torch.long, device=device) if run.data.pack == "documents" else None
+    mask = mask_of(
+        run.backend, T, device, model.window_of(0), document_BT if run.data.document_mask else None
+    )
+    q = torch.randn(1, model.n_heads, T, model.head_dim, device=device, dtype=dtype, requires_grad=True)
+    with warnings.catch_warnings(record=True) as why:
+        warnings.simplefilter("always")
+        try:
+            out, _ = attention(q, q, q, mask, scale=1.0, dropout=model.attn_dropout, backend=run.backend)
+            out.sum().backward()
+        except RuntimeError as error:
+            reasons = "; ".join(" ".join(str(w.message).split()) for w in why) or " ".join(str(error).split())
+            raise UserError(
+                f"backend {run.backend} cannot run here ({reasons[:400]}): use sdpa or math."
+            ) from error
+
+
+def _has_compiler(device: torch.device) -> bool:
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return has_triton()
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))

@@ -1,0 +1,8 @@
+"""Attention by the masks of its own backend, in one call."""
+
+from mmqk.model import kernels
+
+
+def attention(q_BHTK, k_BHTK, v_BHTK, *, window=0, document_BT=None, backend="math", **said):
+    mask = kernels.mask_of(backend, q_BHTK.shape[-2], q_BHTK.device, window, document_BT)
+    return kernels.attention(q_BHTK, k_BHTK, v_BHTK, mask, backend=backend, **said)[0]

@@ -1,0 +1,109 @@
+"""What CUDA's autocast makes of every site, without a GPU: tensors of a device, a shape and a type, without content.
+
+CPU autocast differs: it leaves norms, powers and sums alone that CUDA's turns into fp32.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig, kernels
+from mmqk.training.chunked_loss import chunked_losses
+from mmqk.training.loss import modality_losses
+
+NARROW, WIDE = torch.bfloat16, torch.float32
+MATRICES = ("q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out")
+VARIANTS = {
+    "plain": {},
+    **{f"qk_norm {kind}": {"qk_norm": QKNormConfig(kind)} for kind in ("rms", "layer", "l2")},
+    "qk_norm full, after rope": {"qk_norm": QKNormConfig("rms", scope="full", place="after_rope")},
+    "values too": {"qk_norm": QKNormConfig("rms", normalize_v=True)},
+    "zero-centred": {"qk_norm": QKNormConfig("rms", gain="zero_centred"), "norm_gain": "zero_centred"},
+    "post-norm": {"pre_norm": False, "post_norm": True},
+    "sandwich, layer scale": {"post_norm": True, "layer_scale": 0.1},
+    "LayerNorm": {"norm": "layer", "norm_bias": True},
+    "sigma": {"weight_reparam": "sigma"},
+    "untied": {"untie": UntieConfig(qk=True, norms=True, mlp=True)},
+    "cap, dense": {"attn_softcap": 20.0, "final_softcap": 30.0},
+    "sigmoid": {"attention": "sigmoid"},
+    "gelu": {"mlp": "gelu"},
+    "embedding scale": {"embed_scale": {"image": 2.0}},
+}
+
+
+@contextmanager
+def cuda_autocast():
+    """`torch.autocast("cuda", torch.bfloat16)`, which refuses to be entered where there is no GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", NARROW)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """No kernel runs; SDPA, which chooses one by asking the driver, gives what it is given."""
+
+    def same_shape(q, k, v, **_):
+        return v + 0 * (q + k)
+
+    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", same_shape)
+    monkeypatch.setattr("mmqk.model.transformer.init_weights", lambda *_: None)
+    with FakeTensorMode():
+        yield
+
+
+def types_of(**fields) -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
+    """Of every site, and of the losses both ways."""
+    config = ModelConfig(blocks={"text": 40, "image": 24}, d_model=32, n_layers=2, n_heads=4, **fields)
+    dense = config.attn_softcap is not None or config.attention == "sigmoid"
+    with torch.device("cuda"):
+        model = EarlyFusionTransformer(config, "math" if dense else "sdpa")
+        ids_BT, weights_M = torch.zeros(2, 16, dtype=torch.long), torch.ones(2)
+        mask_BT = torch.ones(2, 16, dtype=torch.bool)
+    found: dict[str, set[torch.dtype]] = {}
+
+    def sink(site, layer, tensor):
+        found.setdefault(site, set()).add(tensor.dtype)
+
+    targets = ids_BT, ids_BT, mask_BT
+    with cuda_autocast():
+        dense_sums = modality_losses(model(ids_BT, ids_BT, sink=sink), *targets, 2)
+        hidden_BTD = model(ids_BT, ids_BT, head=False)
+        chunks = chunked_losses(hidden_BTD, model.head.weight, *targets, weights_M, 1e-5, 8)
+    losses = {
+        getattr(sums, name).dtype for sums in (dense_sums, chunks) for name in ("ce", "log_z", "log_z_sq")
+    }
+    return found, losses
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_arm_computes_in_the_same_types_on_a_gpu(fake, name):
+    found, losses = types_of(**VARIANTS[name])
+    assert {site: found[site] for site in MATRICES} == {site: {NARROW} for site in MATRICES}
+    for site in ("resid", "final", "logits"):
+        assert found[site] == {WIDE}, site
+    assert losses == {WIDE}
+
+
+def test_torch_s_own_norm_would_be_seen(fake, monkeypatch):
+    """The control: under CUDA autocast it gives fp32 (torch 2.12 and later), which attention then refuses."""
+    with cuda_autocast():
+        x = torch.ones(2, 16, device="cuda", dtype=NARROW)
+        if F.rms_norm(x, (16,)).dtype == NARROW:
+            pytest.skip("this torch keeps the type")
+    monkeypatch.setattr(
+        "mmqk.model.norms.Norm.forward", lambda self, x: F.rms_norm(x, self.shape, None, self.eps)
+    )
+    with pytest.raises(TypeError, match=r"q, k and v must share one dtype"):
+        types_of(qk_norm=QKNormConfig("rms"))
