@@ -15,22 +15,19 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from benchmarks.harness import seconds_of, synchronize
-from benchmarks.setups import batches_of, labels_of, model_of, module_of
+from benchmarks.setups import batches_of, labels_of, module_of
 from mmqk.config import RunConfig
 from mmqk.data.batch import TokenBatch
-from mmqk.data.module import TokenDataModule
-from mmqk.model import EarlyFusionTransformer
+from mmqk.data.module import PositionedLoader, TokenDataModule
 from mmqk.monitors import MonitorConfig
 from mmqk.monitors.lab.callback import RunMonitor
 from mmqk.store import AlarmRules
 from mmqk.train import FLUSH_EVERY
 from mmqk.training.alarms import Alarms
-from mmqk.training.chunked_loss import chunked_losses
 from mmqk.training.loggers import RunLogger, StoryLogger
-from mmqk.training.loss import modality_losses, total_loss
+from mmqk.training.loss import total_loss
 from mmqk.training.module import TrainingModule
 from mmqk.training.optim import make_optimizer
 from mmqk.training.steps import Checkpoints, StepLog
@@ -91,33 +88,15 @@ class Loop:
         self.first_loss = float(self.step())
 
 
-def own_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
-    """A model of mmqk with its own loss by modality and its own optimizer, without Lightning and monitors."""
-    model = model_of(run, device, compiled)
-    weights_M = torch.tensor(run.loss.weights_of(run.model.modalities), device=device)
+def own_loop(run: RunConfig, device: str) -> Loop:
+    """mmqk's model, loss by modality and optimizer, without Lightning and monitors."""
+    module = module_of(run).to(device).train()
     batches = [batch.to(device) for batch in batches_of(run)]
-    return Loop(
-        model, own_loss(run, model, weights_M), batches, run, device, make_optimizer(run.optim, model)
-    )
-
-
-def own_loss(run: RunConfig, model: EarlyFusionTransformer, weights_M: Tensor) -> Loss:
-    """As `TrainingModule` computes it."""
-    c, M = run.loss, len(run.model.modalities)
 
     def loss(batch: TokenBatch) -> Tensor:
-        inputs = batch.ids_BT, batch.modality_BT, batch.document_BT
-        targets = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
-        if c.chunk is None:
-            sums = modality_losses(model(*inputs), *targets, M)
-        else:
-            sums = chunked_losses(
-                model(*inputs, head=False), model.head.weight, *targets, weights_M, c.z_loss, c.chunk,
-                softcap=run.model.final_softcap,
-            )  # fmt: skip
-        return total_loss(sums, weights_M, c.z_loss, batch.step_targets)
+        return total_loss(module._losses(batch), *module._weighing(batch))
 
-    return loss
+    return Loop(module, loss, batches, run, device, make_optimizer(run.optim, module.model))
 
 
 def pairs_of(run: RunConfig, device: str) -> list[tuple[Tensor, Tensor]]:
@@ -175,7 +154,6 @@ class Stack:
         module: made of it; None for a new one.
         monitor: None for that of the run.
         batches: in memory; None for the run's own loader, workers and all.
-        compiled: whether a new module's blocks are compiled.
     """
 
     warms_up = True
@@ -186,11 +164,10 @@ class Stack:
         module: TrainingModule | None = None,
         monitor: MonitorConfig | None = None,
         batches: Sequence[TokenBatch] | None = None,
-        compiled: bool = False,
     ):
         self.run, self.batches = run, batches
         self.monitor = run.monitor if monitor is None else monitor
-        self.module = module_of(run, compiled) if module is None else module
+        self.module = module_of(run) if module is None else module
         self.data = TokenDataModule(run.data, run.seed)
         self.data.setup()
         self.first_seconds: float | None = None
@@ -221,7 +198,9 @@ class Stack:
             if self.batches is None:
                 trainer.fit(self.module, datamodule=self.data)
             else:
-                trainer.fit(self.module, DataLoader(_Around(self.batches, steps), batch_size=None))
+                device = torch.device("cuda" if self.run.trainer["accelerator"] == "gpu" else "cpu")
+                loader = PositionedLoader(_Around(self.batches, steps), 0, device)  # type: ignore[arg-type]
+                trainer.fit(self.module, loader)
         if self.first_seconds is None:
             self.first_seconds, self.first_loss = clock.first, first.loss
         return clock
@@ -245,6 +224,8 @@ class Stack:
 
 class _Around(torch.utils.data.Dataset):
     """The same batches again and again."""
+
+    ahead = 0
 
     def __init__(self, batches: Sequence[TokenBatch], n: int):
         self.batches, self.n = batches, n

@@ -14,7 +14,7 @@ from benchmarks.harness import Absent
 from benchmarks.loops import Loop, pairs_of
 from mmqk.config import RunConfig
 from mmqk.interop import to_transformers
-from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, compile_blocks
 
 
 def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
@@ -54,16 +54,21 @@ def litgpt_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
     return Loop(model, maybe(loss, compiled), pairs_of(run, device), run, device)
 
 
-def bare_loop(run: RunConfig, device: str, compiled: str) -> Loop:
-    """mmqk's own blocks with a plain cross-entropy: the floor. `compiled` is "", "blocks" or "all"."""
-    from benchmarks.setups import model_of
+def bare_loop(run: RunConfig, device: str, whole: bool = False) -> Loop:
+    """mmqk's own blocks with a plain cross-entropy: the floor.
 
-    model = model_of(run, device, compiled == "blocks")
+    Where the run compiles, blocks and loss are compiled as a run's are, or (`whole`) forward and loss in one graph.
+    """
+    model = EarlyFusionTransformer(run.model, run.backend, run.seed).to(device).train()
+    in_place = run.compile and not whole
+    if in_place:
+        compile_blocks(model)
+    of_logits = maybe(cross_entropy, in_place)
 
     def loss(pair: tuple[Tensor, Tensor]) -> Tensor:
-        return cross_entropy(model(pair[0]), pair[1])
+        return of_logits(model(pair[0]), pair[1])
 
-    return Loop(model, maybe(loss, compiled == "all"), pairs_of(run, device), run, device)
+    return Loop(model, maybe(loss, whole), pairs_of(run, device), run, device)
 
 
 def maybe(loss: Callable[..., Tensor], compiled: bool) -> Callable[..., Tensor]:

@@ -15,7 +15,7 @@ from mmqk.monitors import MonitorConfig
 
 BASE = "mmqk: data, monitors, alarms, logs"
 CHAMELEON = "--model.qk_norm={kind: layer, bias: true}"
-CHUNK = 4096
+CHUNK = 8192
 NONE = MonitorConfig(every_n_steps=0)
 
 
@@ -38,7 +38,7 @@ def _toy(context: Context, flag: str, theirs: str) -> dict[str, Any]:
     ways = ways_of(run, context, theirs, compiled=context.compiled, eager=True)
     return {
         "title": f"the demonstration with QK-Norm {run.model.qk_norm.kind}, as {theirs}",
-        "facts": facts_of(run),
+        "facts": facts_of(run, context.device),
         "base": BASE,
         "rows": compare(ways, context, repeat=20, rounds=7),
     }
@@ -49,14 +49,14 @@ def _full(context: Context, size: str, flag: str, theirs: str, batch: int = 32) 
     ways = ways_of(run, context, theirs, compiled=True, eager=size != "350M")
     return {
         "title": f"{size}, T {run.data.seq_len:,}, {run.model.vocab_size:,} ids, QK-Norm {run.model.qk_norm.kind}",
-        "facts": facts_of(run),
+        "facts": facts_of(run, context.device),
         "base": BASE,
         "rows": compare(ways, context, repeat=30, rounds=4, warm=4),
     }
 
 
 def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool) -> list[Way]:
-    """The rows. On a GPU the blocks of mmqk's own are compiled in place.
+    """The rows; those of mmqk are compiled where the run says so.
 
     Args:
         run: the model, its data and its optimizer.
@@ -65,32 +65,25 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
         compiled: whether the compiled rows of the others are wanted.
         eager: whether the uncompiled ones are.
     """
-    device, blocks, work = context.device, context.full, work_of(run)
+    device, work = context.device, work_of(run)
+    chunked = replace(run, loss=replace(run.loss, chunk=CHUNK))
     probed = run.monitor.every_n_steps  # so many steps that one probe falls into each turn
 
-    def bare(how: str) -> Any:
-        return lambda: bare_loop(run, device, how)
+    def alone() -> Stack:
+        return Stack(run, monitor=NONE, batches=batches_of(run))
 
-    def stack(of: RunConfig, memory: bool = False) -> Any:
-        def make() -> Stack:
-            if memory:
-                return Stack(of, monitor=NONE, batches=batches_of(of), compiled=blocks)
-            return Stack(of, compiled=blocks)
-
-        return make
-
-    chunked = replace(run, loss=replace(run.loss, chunk=CHUNK))
+    bare = partial(bare_loop, run, device)
     ways = [
-        Way("bare loop", bare("blocks" if blocks else ""), work, compiled=blocks),
-        Way("mmqk: Lightning alone", stack(run, memory=True), work, compiled=blocks),
-        Way(BASE, stack(run), work, repeat=probed, compiled=blocks),
+        Way("bare loop", bare, work, compiled=run.compile),
+        Way("mmqk: Lightning alone", alone, work, compiled=run.compile),
+        Way(BASE, partial(Stack, run), work, repeat=probed, compiled=run.compile),
     ]
     if context.full:
-        ways.append(
-            Way(f"the same, loss.chunk {CHUNK}", stack(chunked), work, repeat=probed, compiled=blocks)
-        )
+        name = f"the same, loss.chunk {CHUNK:,}"
+        ways.append(Way(name, partial(Stack, chunked), work, repeat=probed, compiled=run.compile))
     if compiled and eager:
-        ways.append(Way("bare loop, forward and loss one graph", bare("all"), work, compiled=True))
+        whole = partial(bare, whole=True)
+        ways.append(Way("bare loop, forward and loss one graph", whole, work, compiled=True))
     others = {f"transformers {theirs}": transformers_loop}
     if run.model.qk_norm.kind == "rms":
         others["litgpt"] = litgpt_loop

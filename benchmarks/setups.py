@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
-import mmqk.model
 from benchmarks.flops import step_flops
 from benchmarks.harness import Context
 from mmqk.config import RunConfig, resolve
 from mmqk.data.batch import TokenBatch
 from mmqk.data.module import MicroBatches, TokenDataModule
 from mmqk.model import EarlyFusionTransformer
+from mmqk.training.device import settle
 from mmqk.training.module import TrainingModule
 
 # Width, layers, heads of 64 channels. With the head tied to the embedding of 32,768 ids these are 25.0, 124.3 and
@@ -42,34 +40,17 @@ def full(size: str, *flags: str, tokens: int = 1024, batch: int = 32, vocabulary
         f"--data.dial.tokens={{text: {half}, image: {half}}}",
         f"--data.seq_len={tokens}", f"--data.batch_size={batch}", "--optim.lr=6e-4", "--optim.warmup_steps=500",
         "--trainer.precision=bf16-mixed", "--trainer.accelerator=gpu", "--trainer.max_steps=100000", "--quiet",
-        *stack(), *flags,
+        "--compile=true", *flags,
     ])  # fmt: skip
 
 
-def stack() -> list[str]:
-    """How a run on a GPU asks for compiled blocks, where there is a flag for it."""
-    return ["--compile=true"] if "compile" in {f.name for f in fields(RunConfig)} else []
-
-
-def compile_in_place(model: EarlyFusionTransformer) -> None:
-    """What that flag does to the model of a run."""
-    mmqk.model.compile_blocks(model)
-
-
-def module_of(run: RunConfig, compiled: bool) -> TrainingModule:
-    """What Lightning trains of a run."""
+def module_of(run: RunConfig) -> TrainingModule:
+    """What Lightning trains of a run, as `mmqk.train` makes it."""
     module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
-    if compiled:
-        compile_in_place(module.model)
+    module.model.recompute = run.recompute
+    if run.compile:
+        module.compile_step()
     return module
-
-
-def model_of(run: RunConfig, device: str, compiled: bool = False) -> EarlyFusionTransformer:
-    """The model by itself, with the weights that the run begins with."""
-    model = EarlyFusionTransformer(run.model, run.backend, run.seed).to(device)
-    if compiled:
-        compile_in_place(model)
-    return model.train()
 
 
 def batches_of(run: RunConfig, n: int = BATCHES) -> list[TokenBatch]:
@@ -92,16 +73,21 @@ def work_of(run: RunConfig) -> dict[str, float]:
     return {"steps": 1, "tokens": B * T, "flops": step_flops(run.model, B, T)}
 
 
-def facts_of(run: RunConfig) -> dict[str, object]:
+def facts_of(run: RunConfig, device: str) -> dict[str, object]:
     """What a reader has to know of a run."""
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in EarlyFusionTransformer(run.model, run.backend).parameters())
     c = run.model
     return {
-        "parameters": parameters,
+        "parameters": parameters_of(run),
         "model": f"d_model {c.d_model}, {c.n_layers} layers, {c.n_heads} heads, {c.vocab_size:,} ids",
         "tokens_a_step": f"{run.data.batch_size} x {run.data.seq_len}",
         "precision": run.trainer["precision"],
-        "backend": run.backend,
         "qk_norm": c.qk_norm.kind,
+        "attention": settle(run, torch.device(device))["attention"],
+        "compiled": run.compile,
     }
+
+
+def parameters_of(run: RunConfig) -> int:
+    """All of them, those that are tied once."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in EarlyFusionTransformer(run.model, run.backend).parameters())

@@ -9,11 +9,11 @@ from typing import Any
 
 from benchmarks.harness import Context, Unit, Way, compare
 from benchmarks.loops import Stack
-from benchmarks.setups import QK_NORM, SIZES, batches_of, facts_of, full, toy, work_of
+from benchmarks.setups import QK_NORM, SIZES, batches_of, facts_of, full, parameters_of, toy, work_of
 from mmqk.config import RunConfig
 from mmqk.monitors import MonitorConfig
 
-CHUNK = 4096
+CHUNK = 8192
 TOKENS = {"25M": 32768, "124M": 32768, "350M": 16384}  # of a step
 SECONDS = {"25M": 220, "124M": 300, "350M": 420}
 
@@ -32,7 +32,11 @@ def _measure(context: Context, size: str, lengths: Sequence[int] = ()) -> dict[s
     for tokens in lengths:
         for vocabulary in vocabularies:
             run = _run(context, size, tokens, vocabulary)
-            facts = facts or facts_of(run) | {"parameters": None, "model": None, "tokens_a_step": None}
+            facts = facts or facts_of(run, context.device) | {
+                "parameters": None,
+                "model": None,
+                "tokens_a_step": None,
+            }
             label = f"T {tokens:,}, {vocabulary // 1024}k ids"
             ways.append(_way(label, run, context))
             chunk = CHUNK if context.full else 256
@@ -62,8 +66,8 @@ def _run(context: Context, size: str, tokens: int, vocabulary: int) -> RunConfig
 def _way(name: str, run: RunConfig, context: Context, against: str | None = None) -> Way:
     def build() -> Stack:
         none = MonitorConfig(every_n_steps=0)
-        return Stack(run, monitor=none, batches=batches_of(run), compiled=context.full)
+        return Stack(run, monitor=none, batches=batches_of(run))
 
-    parameters = facts_of(run)["parameters"]
-    assert isinstance(parameters, int)
-    return Way(name, build, work_of(run) | {"parameters": parameters}, against=against, compiled=context.full)
+    return Way(
+        name, build, work_of(run) | {"parameters": parameters_of(run)}, against=against, compiled=context.full
+    )

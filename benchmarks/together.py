@@ -39,7 +39,7 @@ def _measure(context: Context) -> dict[str, Any]:
     run = toy(single, *flags_of(context))
     return {
         "title": "runs of the demonstration, one thread each, data and monitors included",
-        "facts": facts_of(run) | {"steps_of_each": repeat},
+        "facts": facts_of(run, context.device) | {"steps_of_each": repeat},
         "base": ONE,
         "rows": rows_of(single, counts, repeat, rounds),
     }

@@ -40,6 +40,7 @@ COMPARED: dict[str, tuple[str, Arms]] = {
             PLAIN: (),
             "math": ("--backend=math",),
             "math, cap": ("--backend=math", "--model.attn_softcap=50"),
+            "sdpa_cudnn": ("--backend=sdpa_cudnn",),
             "flex": ("--backend=flex",),
             "flex, cap": ("--backend=flex", "--model.attn_softcap=50"),
         },
@@ -72,7 +73,7 @@ def _measure(context: Context, name: str) -> dict[str, Any]:
         return full("124M", *flags, batch=batch) if context.full else toy(context, *flags)
 
     def build(flags: Sequence[str]) -> Loop:
-        return own_loop(make(flags), context.device, compiled=context.full)
+        return own_loop(make(flags), context.device)
 
     plain = make(())
     ways = [
@@ -81,7 +82,7 @@ def _measure(context: Context, name: str) -> dict[str, Any]:
     size = "124M" if context.full else "the demonstration"
     return {
         "title": f"{about}; {size}",
-        "facts": facts_of(plain),
+        "facts": facts_of(plain, context.device),
         "base": PLAIN,
         "rows": compare(ways, context, repeat=30 if context.full else 15, rounds=5, warm=4),
     }

@@ -12,7 +12,7 @@ from benchmarks.__main__ import measured, units_of
 from benchmarks.harness import MEASURED, Context, Unit
 from benchmarks.others import bare_loop, litgpt_loop, to_litgpt, transformers_loop
 from benchmarks.record import keep, read
-from benchmarks.setups import QK_NORM, SIZES, facts_of, full, toy
+from benchmarks.setups import QK_NORM, SIZES, full, parameters_of, toy
 from benchmarks.tables import one
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 
@@ -92,8 +92,8 @@ def test_sizes(context, tmp_path):
 @pytest.mark.parametrize("size", SIZES)
 def test_full_sizes_are_what_they_are_called(size):
     said = float(size.removesuffix("M"))
-    assert facts_of(full(size))["parameters"] == pytest.approx(said * 1e6, rel=0.005)
-    assert facts_of(full(size, vocabulary=65536))["parameters"] > 1.02 * said * 1e6
+    assert parameters_of(full(size)) == pytest.approx(said * 1e6, rel=0.005)
+    assert parameters_of(full(size, vocabulary=65536)) > 1.02 * said * 1e6
 
 
 @pytest.mark.parametrize("name", variants.COMPARED)
@@ -102,8 +102,6 @@ def test_every_arm_is_a_run(name, context):
     arms = variants.COMPARED[name][1]
     plain = toy(context, *arms[variants.PLAIN]).identity
     for arm, flags in arms.items():
-        if arm.startswith("flex"):
-            continue  # of CUDA alone
         run = toy(context, *flags)
         assert (run.identity == plain) == (arm == variants.PLAIN)
 
@@ -128,13 +126,13 @@ def test_litgpt_has_the_weights(context):
     run = toy(context, QK_NORM)
     ours, theirs, hugging = (
         make(run, "cpu", compiled)
-        for make, compiled in ((bare_loop, ""), (litgpt_loop, False), (transformers_loop, False))
+        for make, compiled in ((bare_loop, False), (litgpt_loop, False), (transformers_loop, False))
     )
     for loop in (ours, theirs, hugging):
         loop(1)
     assert theirs.first_loss == pytest.approx(ours.first_loss, rel=1e-6)
     assert hugging.first_loss == pytest.approx(ours.first_loss, rel=1e-6)
-    other = bare_loop(toy(context, QK_NORM, "--seed=1"), "cpu", "")
+    other = bare_loop(toy(context, QK_NORM, "--seed=1"), "cpu")
     other(1)
     assert abs(other.first_loss - ours.first_loss) > 1e-4
     ids_BT = torch.arange(8)[None]
