@@ -210,7 +210,7 @@ class Stack:
         every = (FLUSH_EVERY, min(monitor.every_n_steps, 10**6))
         log = StepLog(every, run.optim.warmup_steps, {})
         heldout = self.data.probe_batch(monitor.sequences) if monitor.batch == "heldout" else None
-        probes = RunMonitor(monitor, heldout, self.data.step_rows)
+        probes = RunMonitor(monitor, heldout, self.data.step_rows if self.batches is None else None)
         rules = AlarmRules(run.optim.warmup_steps, steps, self.module.trained_modalities)
         checkpoints = Checkpoints(folder, run.checkpoint, log)
         alarms = Alarms(folder, run.alarm, rules, log, probes, checkpoints)

@@ -32,11 +32,7 @@ def _measure(context: Context, size: str, lengths: Sequence[int] = ()) -> dict[s
     for tokens in lengths:
         for vocabulary in vocabularies:
             run = _run(context, size, tokens, vocabulary)
-            facts = facts or facts_of(run, context.device) | {
-                "parameters": None,
-                "model": None,
-                "tokens_a_step": None,
-            }
+            facts = facts or facts_of(run, context.device)
             label = f"T {tokens:,}, {vocabulary // 1024}k ids"
             ways.append(_way(label, run, context))
             chunk = CHUNK if context.full else 256
@@ -44,7 +40,7 @@ def _measure(context: Context, size: str, lengths: Sequence[int] = ()) -> dict[s
             ways.append(_way(f"{label}, loss.chunk {chunk:,}", chunked, context, against=label))
     return {
         "title": size if context.full else "the demonstration",
-        "facts": facts,
+        "facts": {k: v for k, v in facts.items() if k not in ("parameters", "model", "tokens_a_step")},
         "base": None,
         "rows": compare(ways, context, repeat=20 if context.full else 5, rounds=3, warm=3),
     }
@@ -69,5 +65,5 @@ def _way(name: str, run: RunConfig, context: Context, against: str | None = None
         return Stack(run, monitor=none, batches=batches_of(run))
 
     return Way(
-        name, build, work_of(run) | {"parameters": parameters_of(run)}, against=against, compiled=context.full
+        name, build, work_of(run) | {"parameters": parameters_of(run)}, against=against, compiled=run.compile
     )

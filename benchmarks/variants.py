@@ -77,7 +77,7 @@ def _measure(context: Context, name: str) -> dict[str, Any]:
 
     plain = make(())
     ways = [
-        Way(arm, partial(build, flags), work_of(plain), compiled=context.full) for arm, flags in arms.items()
+        Way(arm, partial(build, flags), work_of(plain), compiled=plain.compile) for arm, flags in arms.items()
     ]
     size = "124M" if context.full else "the demonstration"
     return {
