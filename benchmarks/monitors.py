@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from torch._functorch import config as functorch
+
 from benchmarks.harness import Context, Unit, Way, compare
 from benchmarks.loops import Stack
 from benchmarks.setups import QK_NORM, batches_of, facts_of, full, module_of, toy, work_of
@@ -47,9 +49,14 @@ def _measure(context: Context) -> dict[str, Any]:
         way("a probe every step", MonitorConfig(every_n_steps=1), 10),
         way("everything, every step", EVERYTHING, 10),
     ]
+    kept = functorch.donated_buffer
+    try:
+        rows = compare(ways, context, repeat=steps, rounds=5 if context.full else 9)
+    finally:
+        functorch.donated_buffer = kept
     return {
         "title": "124M" if context.full else "the demonstration",
         "facts": facts_of(run, context.device) | {"probe": f"{MonitorConfig().sequences} sequences"},
         "base": "off",
-        "rows": compare(ways, context, repeat=steps, rounds=5 if context.full else 9),
+        "rows": rows,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +12,8 @@ from benchmarks.setups import QK_NORM, SIZES, batches_of, facts_of, full, parame
 from mmqk.config import RunConfig
 from mmqk.monitors import MonitorConfig
 
+FULL = (1024, 4096), (16384, 65536)  # lengths and vocabularies
+TOY = (128, 512), (1024, 4096)
 CHUNK = 8192
 TOKENS = {"25M": 32768, "124M": 32768, "350M": 16384}  # of a step
 SECONDS = {"25M": 220, "124M": 300, "350M": 420}
@@ -24,9 +25,8 @@ def units(context: Context) -> list[Unit]:
     return [Unit("sizes", name, SECONDS.get(name, 30), partial(_measure, size=name)) for name in names]
 
 
-def _measure(context: Context, size: str, lengths: Sequence[int] = ()) -> dict[str, Any]:
-    lengths = lengths or ((1024, 4096) if context.full else (128, 512))
-    vocabularies = (16384, 65536) if context.full else (1024, 4096)
+def _measure(context: Context, size: str) -> dict[str, Any]:
+    lengths, vocabularies = FULL if context.full else TOY
     ways: list[Way] = []
     facts: dict[str, Any] = {}
     for tokens in lengths:

@@ -63,15 +63,19 @@ def _ms_spread(row: Row, base: Row | None, unit: Unit) -> str:
 
 def _rate(what: str) -> Cell:
     def cell(row: Row, base: Row | None, unit: Unit) -> str:
-        return f"{quartiles(speed(row, what))[1]:,.0f}" if row["work"].get(what) else ""
+        return _rounded(quartiles(speed(row, what))[1]) if row["work"].get(what) else ""
 
     return cell
+
+
+def _rounded(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}"
 
 
 def _rate_spread(what: str) -> Cell:
     def cell(row: Row, base: Row | None, unit: Unit) -> str:
         low, _, high = quartiles(speed(row, what))
-        return f"{low:,.0f} to {high:,.0f}"
+        return f"{_rounded(low)} to {_rounded(high)}"
 
     return cell
 

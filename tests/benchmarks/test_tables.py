@@ -79,14 +79,13 @@ def test_a_backend_that_cannot_says_so(context, tmp_path):
     assert found["flex, cap"]["status"] != MEASURED  # of CUDA alone
 
 
-def test_sizes(context, tmp_path):
-    unit = Unit("sizes", "tiny", 1, partial(sizes._measure, size="demonstration", lengths=(128,)))
-    rows = check(unit, context, tmp_path)["rows"]
-    assert [row["against"] for row in rows] == [None, rows[0]["name"], None, rows[2]["name"]]
-    assert rows[1]["first_loss"] == pytest.approx(rows[0]["first_loss"], rel=1e-5)
-    assert rows[3]["peak_bytes"] < rows[2]["peak_bytes"]  # what chunks are for
-    more = rows[2]["work"]["parameters"] - rows[0]["work"]["parameters"]
-    assert more == 2 * (4096 - 1024) * 16  # embedding and head
+def test_sizes(context, tmp_path, monkeypatch):
+    monkeypatch.setattr(sizes, "TOY", ((128,), (2048,)))
+    (unit,) = units_of(context, ["sizes"])
+    dense, chunked = check(unit, context, tmp_path)["rows"]
+    assert (dense["against"], chunked["against"]) == (None, dense["name"])
+    assert chunked["first_loss"] == pytest.approx(dense["first_loss"], rel=1e-5)
+    assert chunked["peak_bytes"] < dense["peak_bytes"]  # what chunks are for
 
 
 @pytest.mark.parametrize("size", SIZES)
