@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from benchmarks.apart import Apart
 from benchmarks.harness import Context, Unit, Way, compare
 from benchmarks.loops import Stack
 from benchmarks.others import bare_loop, litgpt_loop, transformers_loop
@@ -24,6 +25,7 @@ def units(context: Context) -> list[Unit]:
     if not context.full:
         return [
             Unit("peers", "demonstration-rms", 50, partial(_toy, flag=QK_NORM, theirs="Qwen3")),
+            Unit("peers", "demonstration-apart", 50, _apart),
             Unit("peers", "demonstration-chameleon", 50, partial(_toy, flag=CHAMELEON, theirs="Chameleon")),
         ]
     return [
@@ -55,6 +57,24 @@ def _full(context: Context, size: str, flag: str, theirs: str, batch: int = 32) 
     }
 
 
+def _alone(run: RunConfig) -> Stack:
+    return Stack(run, monitor=NONE, batches=batches_of(run))
+
+
+def _apart(context: Context) -> dict[str, Any]:
+    run = toy(context, QK_NORM)
+    ways = [
+        replace(way, build=partial(Apart, way.build, context.threads), memory=False)
+        for way in ways_of(run, context, "Qwen3", compiled=False, eager=True)
+    ]
+    return {
+        "title": "the demonstration with QK-Norm rms, each row in a process of its own",
+        "facts": facts_of(run, context.device),
+        "base": BASE,
+        "rows": compare(ways, context, repeat=20, rounds=7),
+    }
+
+
 def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool) -> list[Way]:
     """The rows; those of mmqk are compiled where the run says so.
 
@@ -69,13 +89,10 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
     chunked = replace(run, loss=replace(run.loss, chunk=CHUNK))
     probed = run.monitor.every_n_steps  # so many steps that one probe falls into each turn
 
-    def alone() -> Stack:
-        return Stack(run, monitor=NONE, batches=batches_of(run))
-
     bare = partial(bare_loop, run, device)
     ways = [
         Way("bare loop", bare, work, compiled=run.compile),
-        Way("mmqk: Lightning alone", alone, work, compiled=run.compile),
+        Way("mmqk: Lightning alone", partial(_alone, run), work, compiled=run.compile),
         Way(BASE, partial(Stack, run), work, repeat=probed, compiled=run.compile),
     ]
     if context.full:

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import data, loss, sizes, together, variants
 from benchmarks.__main__ import measured, units_of
+from benchmarks.apart import Apart
 from benchmarks.harness import MEASURED, Context, Unit
 from benchmarks.others import bare_loop, litgpt_loop, to_litgpt, transformers_loop
 from benchmarks.record import keep, read
@@ -118,6 +119,17 @@ def test_processes_start_together(context, tmp_path):
     rows = together.rows_of(context, (1, 2), repeat=2, rounds=1)
     assert [row["status"] for row in rows] == [MEASURED, MEASURED], rows
     assert [row["work"]["steps"] for row in rows] == [2, 4]
+
+
+def test_a_way_in_a_process_of_its_own(context):
+    """The same loss as here; what goes wrong there is said here."""
+    run = toy(context, QK_NORM)
+    here, there = bare_loop(run, "cpu"), Apart(partial(bare_loop, run, "cpu"), threads=1)
+    here(1)
+    assert there(1) > 0
+    assert there.first_loss == here.first_loss
+    with pytest.raises(RuntimeError, match="TypeError"):
+        Apart(partial(int, "1", base="no base"), threads=1)(1)
 
 
 def test_litgpt_has_the_weights(context):
