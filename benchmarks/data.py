@@ -1,26 +1,24 @@
-"""How fast the data come: `python benchmarks/data.py`, one core, all in turns, ratios to a plain WebDataset loop.
+"""How fast the data come, in one process without a model: ratios to a plain WebDataset loop.
 
-Every way does the same shipped pairs; the rounds are interleaved, and a row is the median over rounds. Samples are
-image+caption pairs; for token arrays and the dial, whose work is sequences, tokens a second are given too.
+Every way does the same shipped pairs. Samples are image+caption pairs; for token arrays and the dial, whose work is
+sequences, tokens a second are given too.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.harness import Context, Row, Unit, Way, compare, seconds_of
+from benchmarks.others import needs
+from benchmarks.setups import toy
 from mmqk.data.config import DataConfig
 from mmqk.data.dial import Dial, DialConfig
 from mmqk.data.images import load_image
@@ -31,116 +29,134 @@ from mmqk.data.samples import pair_of
 from mmqk.data.tars import index_tar
 from mmqk.data.tokenize_worker import Encoder, Job, Shard
 
-ROUNDS = 5
+PLAIN = "plain WebDataset loop, images decoded"
+ONLINE = 100  # samples of a repetition that tokenizes while reading
 BATCHES, BATCH, SEQ_LEN = 100, 32, 128
+Work = tuple[int, int]  # samples, tokens
+Make = Callable[[], Callable[[], Work]]
 
 
-def main() -> int:
-    """Print the table."""
+def units(context: Context) -> list[Unit]:
+    """Of this table."""
+    return [Unit("data", "shipped-pairs", 60, _measure)]
+
+
+def _measure(context: Context, batches: int = BATCHES) -> dict[str, Any]:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    shard = str(checked_shards("data/emoji", "val")[0][0])
-    samples = len(index_tar(shard))
-    with tempfile.TemporaryDirectory() as cache:
-        ways = ways_of(shard, Path(cache))
-        for way in ways.values():
-            way()  # caches, imports
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        work: dict[str, tuple[int, int]] = {}
-        for _ in range(ROUNDS):
-            for name, way in ways.items():
-                start = time.perf_counter()
-                work[name] = way()
-                times[name].append(time.perf_counter() - start)
-    packages = ("torch", "webdataset", "pillow", "numpy", "tokenizers")
-    print(f"{samples} pairs of {shard}; medians of {ROUNDS} interleaved rounds; one core of {os.cpu_count()}")
-    print(f"{platform.machine()}, Python {platform.python_version()}, "
-          + ", ".join(f"{p} {version(p)}" for p in packages) + "\n")  # fmt: skip
-    print("| what | samples/s | tokens/s | against the WebDataset loop |")
-    print("| --- | --: | --: | --: |")
-    plain = work["plain WebDataset loop, images decoded"][0] / statistics.median(
-        times["plain WebDataset loop, images decoded"]
-    )
-    for name in ways:
-        seconds = statistics.median(times[name])
-        rate, tokens = (amount / seconds for amount in work[name])
-        print(f"| {name} | {rate:,.0f} | {f'{tokens:,.0f}' if tokens else ''} | {rate / plain:.2f} |")
-    return 0
-
-
-def ways_of(shard: str, cache: Path) -> dict[str, Callable[[], tuple[int, int]]]:
-    """What is timed, by name: each does its work once and returns (samples, tokens)."""
-    import webdataset as wds
-
-    def webdataset() -> tuple[int, int]:
-        count = 0
-        for sample in wds.WebDataset([shard], shardshuffle=False).decode("rgb8"):
-            assert sample["webp"].shape == (64, 64, 3) and json.dumps(sample["json"])
-            count += 1
-        return count, 0
-
-    def by_offset() -> tuple[int, int]:
-        index = index_tar(shard)
-        for _, sample in index:
-            image, _ = pair_of(sample)
-            assert np.asarray(load_image(image, 64)).shape == (64, 64, 3)
-        return len(index), 0
-
-    online = open_online(shard, Path("data/tokenizers"), cache, 0.5)
-
-    def tokenized_online() -> tuple[int, int]:
-        pairs = online["train"]
-        n = min(len(pairs), 100)
-        return n, sum(len(pairs[i]) for i in range(n))
-
-    config = DataConfig(seq_len=SEQ_LEN, batch_size=BATCH)
-    kinds = {
-        "token arrays, pairs and text": config,
-        "token arrays, packed into 1,024 tokens": replace(config, seq_len=1024, pack="documents"),
-        "the dial, with exact log-probabilities": replace(config, mix={"dial": 1.0}, seq_len=96),
+    try:
+        with tempfile.TemporaryDirectory() as cache:
+            config = replace(toy(context).data, seq_len=SEQ_LEN, batch_size=BATCH, val_sequences=1)
+            shard = str(checked_shards(config.pairs, "val")[0][0])
+            takes = {name: Take(make) for name, make in ways_of(shard, config, Path(cache), batches).items()}
+            cpu = replace(context, device="cpu")
+            ways = [Way(name, take.open, memory=False) for name, take in takes.items()]
+            rows: list[Row] = compare(ways, cpu, repeat=1, rounds=5)
+    finally:
+        torch.set_num_threads(threads)
+    for row in rows:
+        samples, tokens = takes[row["name"]].work
+        row["work"] = {"samples": samples, **({"tokens": tokens} if tokens else {})}
+    return {
+        "title": f"{len(index_tar(shard))} pairs of {shard}",
+        "facts": {"threads": 1},
+        "base": PLAIN,
+        "rows": rows,
     }
-    job = Job("pair", Path("data/tokenizers"), cache / "tokens", 0.01, "crop", 2**26, None)
-    encoder = Encoder(job)
 
-    def tokenized() -> tuple[int, int]:
-        record = encoder.shard(Shard("00000", Path(shard)), lambda *_: None)
-        return record["samples"], 0
 
-    ways: dict[str, Callable[[], tuple[int, int]]] = {
-        "plain WebDataset loop, images decoded": webdataset,
+class Take:
+    """A way as the harness takes it; what a repetition did is known afterwards."""
+
+    def __init__(self, make: Make):
+        self.make, self.work = make, (0, 0)
+
+    def open(self) -> Callable[[int], float]:
+        do = self.make()
+
+        def once() -> None:
+            self.work = do()
+
+        return lambda repeat: seconds_of(once, repeat, "cpu")
+
+
+def ways_of(shard: str, config: DataConfig, cache: Path, batches: int = BATCHES) -> dict[str, Make]:
+    """What is timed, by name: each makes what does its work once and returns (samples, tokens)."""
+
+    tokenizers = Path(config.tokenizers)
+
+    def webdataset() -> Callable[[], Work]:
+        needs("webdataset")
+        import webdataset as wds
+
+        def read() -> Work:
+            count = 0
+            for sample in wds.WebDataset([shard], shardshuffle=False).decode("rgb8"):
+                assert sample["webp"].shape == (64, 64, 3) and json.dumps(sample["json"])
+                count += 1
+            return count, 0
+
+        return read
+
+    def by_offset() -> Callable[[], Work]:
+        def read() -> Work:
+            index = index_tar(shard)
+            for _, sample in index:
+                image, _ = pair_of(sample)
+                assert np.asarray(load_image(image, 64)).shape == (64, 64, 3)
+            return len(index), 0
+
+        return read
+
+    def tokenized_online() -> Callable[[], Work]:
+        pairs = open_online(shard, tokenizers, cache, 0.5)["train"]
+        n = min(len(pairs), ONLINE)
+        return lambda: (n, sum(len(pairs[i]) for i in range(n)))
+
+    def tokenized() -> Callable[[], Work]:
+        encoder = Encoder(Job("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None))
+        return lambda: (encoder.shard(Shard("00000", Path(shard)), lambda *_: None)["samples"], 0)
+
+    def arrays(of: DataConfig) -> Make:
+        def make() -> Callable[[], Work]:
+            data = TokenDataModule(of, seed=0)
+            data.setup()
+            return reader(data, batches)
+
+        return make
+
+    def documents() -> Callable[[], Work]:
+        dial, step = Dial(DialConfig()), iter(range(10**9))
+
+        def read() -> Work:
+            ids = dial.documents(0, next(step) * 16384, 16384)
+            return len(ids), ids.size
+
+        return read
+
+    return {
+        PLAIN: webdataset,
         "shards by member offset, images decoded": by_offset,
         "shards to token arrays (mmqk.data.tokenize, one worker)": tokenized,
         "shards by member offset, tokenized while reading": tokenized_online,
+        "token arrays, pairs and text": arrays(config),
+        "token arrays, packed into 1,024 tokens": arrays(replace(config, seq_len=1024, pack="documents")),
+        "the dial, with exact log-probabilities": arrays(replace(config, mix={"dial": 1.0}, seq_len=96)),
+        "the dial alone, documents": documents,
     }
-    for name, each in kinds.items():
-        data = TokenDataModule(each, seed=0)
-        data.setup()
-        ways[name] = batches(data)
-    dial = Dial(DialConfig())
-    step = iter(range(10**9))
-
-    def documents() -> tuple[int, int]:
-        ids = dial.documents(0, next(step) * 16384, 16384)
-        return len(ids), ids.size
-
-    ways["the dial alone, documents"] = documents
-    return ways
 
 
-def batches(data: TokenDataModule) -> Callable[[], tuple[int, int]]:
+def reader(data: TokenDataModule, batches: int) -> Callable[[], Work]:
     """Batches of a run as a loader worker makes them, always further on in its order."""
-    dataset = MicroBatches(data.order, BATCH, 1, 0, 1, steps=10**9)
+    dataset = MicroBatches(data.order, data.config.batch_size, 1, 0, 1, steps=10**9)
     step = iter(range(10**9))
 
-    def read() -> tuple[int, int]:
+    def read() -> Work:
         rows = tokens = 0
-        for _ in range(BATCHES):
+        for _ in range(batches):
             batch = dataset[next(step)]
             rows += len(batch.ids_BT)
             tokens += int(batch.valid_BT.sum())
         return rows, tokens
 
     return read
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -148,7 +148,7 @@ Where a source gives one, with how far it was read: {marks}. Ranges of other mod
 
 Of the matrix products, against those of one training step of `configs/demo.yaml` ({gflops:.2f} GFLOP:
 {sequences} times {tokens} tokens, forward, backward and update), for a probe of {probed} sequences; divide by
-`monitor.every_n_steps`. Passes over tensors are not in it: `python benchmarks/monitors.py` measures time.
+`monitor.every_n_steps`. Passes over tensors are not in it: `python -m benchmarks monitors` measures time.
 
 | part | when | work | of a step's matrix products |
 | --- | --- | --- | --: |

@@ -1,0 +1,184 @@
+"""The front door: `python -m benchmarks [TABLE[/UNIT] ...]`, one markdown table for each and its JSON."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Context, Unit, failed_row
+from benchmarks.record import commit, folder_of, keep, machine, read, versions
+from benchmarks.tables import HEADINGS, markdown, one
+from mmqk.store import UserError, run_main
+from mmqk.store.errors import OneSentenceParser
+
+TABLES = tuple(HEADINGS)
+SLICE_SECONDS = 400  # what a slice is meant to take at most, of the 8 minutes that it has
+
+
+def units_of(context: Context, asked: Sequence[str] = ()) -> list[Unit]:
+    """Those asked for by `TABLE` or `TABLE/UNIT`; without any, all.
+
+    Raises:
+        UserError: a name that there is none of.
+    """
+    found = [u for name in TABLES for u in importlib.import_module(f"benchmarks.{name}").units(context)]
+    known = {*TABLES, *(u.path for u in found)}
+    for name in asked:
+        if name not in known:
+            raise UserError(f"there is no table {name}: python -m benchmarks --list names them.")
+    return [u for u in found if not asked or u.table in asked or u.path in asked]
+
+
+def deal(units: Sequence[Unit], n: int) -> list[list[Unit]]:
+    """The units in n parts of about the same length: the longest first, each to the part that has least."""
+    parts: list[list[Unit]] = [[] for _ in range(n)]
+    for unit in sorted(units, key=lambda u: -u.seconds):
+        min(parts, key=seconds).append(unit)
+    return parts
+
+
+def seconds(units: Sequence[Unit]) -> float:
+    """Expected of all of them."""
+    return sum(u.seconds for u in units)
+
+
+def slices_needed(units: Sequence[Unit]) -> int:
+    """The least number of parts none of which is expected to take longer than `SLICE_SECONDS`."""
+    longest = max([SLICE_SECONDS, *(u.seconds for u in units)])
+    return next(n for n in range(1, len(units) + 1) if max(map(seconds, deal(units, n))) <= longest)
+
+
+def measured(unit: Unit, context: Context, command: str) -> dict[str, Any]:
+    """A unit's record, whole."""
+    started, about = datetime.now(UTC).isoformat(timespec="seconds"), machine(context.device)
+    begin = time.monotonic()
+    try:
+        found = unit.measure(context)
+    except Exception as error:  # of what all its ways share
+        found = {"title": unit.path, "facts": {}, "base": None, "rows": [failed_row("all", error)]}
+    return {
+        "table": unit.table, "unit": unit.name, "title": found["title"], "full": context.full, "started": started,
+        "took_seconds": round(time.monotonic() - begin, 1), "command": command, "commit": commit(),
+        "machine": about, "versions": versions(), "facts": found["facts"], "base": found["base"],
+        "rows": found["rows"],
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure what is asked for, or print what was measured.
+
+    Raises:
+        UserError: a name, a slice or a device that there is none of.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    given = _parser().parse_args(argv)
+    if given.tables is not None:
+        results = read([Path(folder) for folder in given.tables])
+        if not results:
+            raise UserError(f"there are no results in {', '.join(given.tables)}: measure some first.")
+        print(markdown(results))
+        return 0
+    context = _context(given)
+    units = units_of(context, given.names)
+    if given.list:
+        _list(context, units)
+        return 0
+    part, n = _slice(given.slice)
+    torch.set_num_threads(context.threads)
+    tail = f"-{part}of{n}" if n > 1 else ""
+    folder = Path(given.out) / folder_of(context.device)
+    # A unit leaves nothing behind for the next: neither graphs nor memory.
+    for unit in deal(units, n)[part - 1] if n > 1 else units:
+        print(f"{unit.path} …", file=sys.stderr, flush=True)
+        record = measured(unit, context, _command(argv))
+        keep(folder / f"{unit.table}{tail}.json", record)
+        print(one(record) + "\n", flush=True)
+        torch.compiler.reset()
+        gc.collect()
+    return 0
+
+
+def _parser() -> OneSentenceParser:
+    parser = OneSentenceParser(
+        prog="python -m benchmarks",
+        description="Measure speed; toy size on a CPU unless --full. Each table is printed and kept as JSON.",
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="TABLE[/UNIT]", help=f"{', '.join(TABLES)} (default: all)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="name the tables and their units, and measure nothing"
+    )
+    parser.add_argument("--full", action="store_true", help="the sizes of a GPU, which it needs")
+    parser.add_argument(
+        "--slice", default="1/1", metavar="K/N", help="the k-th of n parts (--list says how many)"
+    )
+    parser.add_argument("--rounds", type=int, help="counted rounds of each way (default: the table's)")
+    parser.add_argument(
+        "--repeat", type=int, help="repetitions of each way in a round (default: the table's)"
+    )
+    parser.add_argument("--compiled", action="store_true", help="compiled rows on a CPU too, which take long")
+    parser.add_argument("--threads", type=int, default=2, help="of a CPU (default 2)")
+    parser.add_argument(
+        "--out", default="benchmarks/results", help="where the JSON goes (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tables", nargs="+", metavar="DIR", help="print the tables of results that are there"
+    )
+    return parser
+
+
+def _context(given: Any) -> Context:
+    for name in ("rounds", "repeat", "threads"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} is {value}: it must be at least 1.")
+    if given.full and not given.list and not torch.cuda.is_available():
+        raise UserError("--full needs a CUDA GPU: leave it out for the toy size on this CPU.")
+    return Context(
+        device="cuda" if given.full else "cpu",
+        full=given.full,
+        rounds=given.rounds,
+        repeat=given.repeat,
+        compiled=given.compiled,
+        threads=given.threads,
+    )
+
+
+def _slice(text: str) -> tuple[int, int]:
+    part, _, n = text.partition("/")
+    if not (part.isdigit() and n.isdigit() and 1 <= int(part) <= int(n)):
+        raise UserError(f"--slice is {text}: give it as k/n with k from 1 to n.")
+    return int(part), int(n)
+
+
+def _list(context: Context, units: Sequence[Unit]) -> None:
+    for unit in units:
+        print(f"{unit.path:40} about {unit.seconds:4.0f} s" if context.full else unit.path)
+    if context.full:
+        print(
+            f"\n--slice k/{slices_needed(units)} keeps each part below 8 minutes on one H100, as estimated."
+        )
+
+
+def _command(argv: Sequence[str]) -> str:
+    """Without where the results went, which is no part of what was measured."""
+    kept = list(argv)
+    if "--out" in kept:
+        at = kept.index("--out")
+        del kept[at : at + 2]
+    kept = [word for word in kept if not word.startswith("--out=")]
+    return shlex.join(["python", "-m", "benchmarks", *kept])
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,219 @@
+"""Ways of doing the same take turns in one process; what does not work says why and the rest goes on.
+
+A row of a result is plain data: `seconds` of one repetition, a number a round, and `work`, what a repetition did
+(tokens, samples, steps, flops). Medians and ratios are made of these when they are read (`benchmarks.tables`).
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.memory import CudaPeak, Peak
+from mmqk.store import UserError
+
+MEASURED, FAILED, ABSENT = "measured", "failed", "not installed"
+Row = dict[str, Any]
+
+
+class Absent(Exception):
+    """A package that a way is made of is not installed."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One row.
+
+    Attributes:
+        name: what it says.
+        build: makes what is timed: called with n it does n repetitions and returns the seconds of one. Its
+            attributes `first_seconds` (of the very first repetition) and `first_loss` are kept where it has them;
+            one that `warms_up` does more than it is asked for.
+        work: what one repetition does.
+        repeat: repetitions in a round; None for those of the comparison.
+        against: the row that it is compared with; None for that of the comparison.
+        memory: whether peak memory is looked at: not where ways share what they are made of.
+        compiled: whether torch.compile is at work, whose time is then kept; a CPU's memory is not watched then.
+        note: what a reader has to know.
+    """
+
+    name: str
+    build: Callable[[], Callable[[int], float]]
+    work: Mapping[str, float] = field(default_factory=dict)
+    repeat: int | None = None
+    against: str | None = None
+    memory: bool = True
+    compiled: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Context:
+    """How a table is measured.
+
+    Attributes:
+        device: cpu or cuda.
+        full: GPU sizes.
+        rounds: counted ones; None for a table's own number.
+        repeat: repetitions in a round; None likewise.
+        compiled: compiled rows on a CPU too.
+        threads: of a CPU.
+        toy: command line of a run at toy size.
+    """
+
+    device: str = "cpu"
+    full: bool = False
+    rounds: int | None = None
+    repeat: int | None = None
+    compiled: bool = False
+    threads: int = 2
+    toy: Sequence[str] = ("--config=configs/demo.yaml",)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What stays in one process and one run, so that its ratios are fair.
+
+    Attributes:
+        table: where it belongs.
+        name: of it there.
+        seconds: what it is expected to take at full size on one H100, start of the process left out.
+        measure: does it: `title`, `facts`, `base` (the row that others are compared with) and `rows`.
+    """
+
+    table: str
+    name: str
+    seconds: float
+    measure: Callable[[Context], dict[str, Any]]
+
+    @property
+    def path(self) -> str:
+        return f"{self.table}/{self.name}"
+
+
+def compare(ways: Sequence[Way], context: Context, *, repeat: int, rounds: int, warm: int = 2) -> list[Row]:
+    """A row of each way: built in order, then rounds in which each has its turn, in an order that rotates. The first
+    round is not counted.
+
+    Args:
+        warm: repetitions in which memory is watched before, the first of them timed by itself.
+    """
+    rounds, repeat = context.rounds or rounds, context.repeat or repeat
+    rows: dict[str, Row] = {}
+    takes: dict[str, Callable[[int], float]] = {}
+    for way in ways:
+        rows[way.name] = row = _empty(way)
+        try:
+            takes[way.name] = _built(way, row, context, warm)
+        except Exception as error:
+            _failed(row, error)
+        _collect(context)
+    turns = list(takes)
+    by_name = {way.name: way for way in ways}
+    for i in range(rounds + 1):
+        for name in rotated(turns, i):
+            way, row = by_name[name], rows[name]
+            if row["status"] != MEASURED:
+                continue
+            n = way.repeat or repeat if context.repeat is None else repeat
+            try:
+                seconds = takes[name](n)
+            except Exception as error:
+                _failed(row, error)
+                del takes[name]
+                _collect(context)
+                continue
+            if i:
+                row["seconds"].append(seconds)
+                row["repeat"] = n
+    return list(rows.values())
+
+
+def rotated(names: list[str], i: int) -> list[str]:
+    """The same names from the i-th on, around."""
+    at = i % len(names) if names else 0
+    return names[at:] + names[:at]
+
+
+def _empty(way: Way) -> Row:
+    return {
+        "name": way.name, "status": MEASURED, "reason": "", "against": way.against, "note": way.note, "seconds": [],
+        "repeat": None, "work": dict(way.work), "peak_bytes": None, "first_seconds": None, "first_loss": None,
+    }  # fmt: skip
+
+
+def _built(way: Way, row: Row, context: Context, warm: int) -> Callable[[int], float]:
+    cuda = context.device == "cuda"
+    if way.memory and (cuda or not way.compiled):
+        with CudaPeak() if cuda else Peak() as peak:
+            take = _warmed(way, warm)
+        row["peak_bytes"] = peak.bytes
+    else:
+        take = _warmed(way, warm)
+    if way.compiled:
+        row["first_seconds"] = getattr(take, "first_seconds", None)
+    row["first_loss"] = getattr(take, "first_loss", None)
+    return take
+
+
+def _warmed(way: Way, warm: int) -> Callable[[int], float]:
+    take = way.build()
+    take(1)
+    if not getattr(take, "warms_up", False):
+        take(warm - 1)
+    return take
+
+
+def failed_row(name: str, error: Exception) -> Row:
+    """A row that says why there is none."""
+    row = _empty(Way(name, lambda: lambda n: 0.0))
+    _failed(row, error)
+    return row
+
+
+def _failed(row: Row, error: Exception) -> None:
+    """In words; what was measured before does not count."""
+    row["status"], row["seconds"] = ABSENT if isinstance(error, Absent) else FAILED, []
+    said = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError):
+        row["reason"] = "out of memory"
+    elif isinstance(error, UserError | Absent | ValueError):
+        row["reason"] = said[:300]
+    else:
+        row["reason"] = f"{type(error).__name__}: {said[:200]}"
+
+
+def _collect(context: Context) -> None:
+    gc.collect()
+    if context.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds_of(do: Callable[[], object], n: int, device: str) -> float:
+    """Of one of n repetitions; the device has finished before and after."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(n):
+        do()
+    synchronize(device)
+    return (time.perf_counter() - start) / n
+
+
+def synchronize(device: str) -> None:
+    """Wait for a GPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The first, the median and the third."""
+    if len(values) == 1:
+        return (values[0],) * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high

@@ -1,0 +1,246 @@
+"""What is timed: a bare training loop, and the training stack as `mmqk.train` runs it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import seconds_of, synchronize
+from benchmarks.setups import batches_of, labels_of, module_of
+from mmqk.config import RunConfig
+from mmqk.data.batch import TokenBatch
+from mmqk.data.module import PositionedLoader, TokenDataModule
+from mmqk.monitors import MonitorConfig
+from mmqk.monitors.lab.callback import RunMonitor
+from mmqk.store import AlarmRules
+from mmqk.train import FLUSH_EVERY
+from mmqk.training.alarms import Alarms
+from mmqk.training.loggers import RunLogger, StoryLogger
+from mmqk.training.loss import total_loss
+from mmqk.training.module import TrainingModule
+from mmqk.training.optim import make_optimizer
+from mmqk.training.steps import Checkpoints, StepLog
+
+WARM = 3  # steps of each turn of the training stack before its clock starts
+CLIP = 1.0
+Loss = Callable[[Any], Tensor]
+
+
+class Loop:
+    """Forward, backward, clipping by norm and a fused AdamW, on batches that lie on the device.
+
+    Args:
+        model: what is trained, or what holds it.
+        loss: of a batch.
+        batches: gone round on.
+        run: precision and optimizer.
+        device: cpu or cuda.
+        optimizer: None for AdamW over all parameters, which all decay.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Sequence[Any],
+        run: RunConfig,
+        device: str,
+        optimizer: torch.optim.Optimizer | None = None,
+    ):
+        c = run.optim
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = optimizer or torch.optim.AdamW(
+            self.parameters, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay, fused=True
+        )  # fmt: skip
+        self.loss, self.device, self.batches = loss, device, itertools.cycle(batches)
+        self.mixed = run.trainer["precision"] == "bf16-mixed"
+        self.first_loss: float | None = None
+        self.first_seconds: float | None = None
+
+    def __call__(self, n: int) -> float:
+        if self.first_seconds is not None:
+            return seconds_of(self.step, n, self.device)
+        self.first_seconds = seconds_of(self._first, 1, self.device)
+        return self.first_seconds
+
+    def step(self) -> Tensor:
+        """One update; its loss."""
+        with torch.autocast(self.device, torch.bfloat16) if self.mixed else nullcontext():
+            loss = self.loss(next(self.batches))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _first(self) -> None:
+        self.first_loss = float(self.step())
+
+
+def own_loop(run: RunConfig, device: str) -> Loop:
+    """mmqk's model, loss by modality and optimizer, without Lightning and monitors."""
+    module = module_of(run).to(device).train()
+    batches = [batch.to(device) for batch in batches_of(run)]
+
+    def loss(batch: TokenBatch) -> Tensor:
+        return total_loss(module._losses(batch), *module._weighing(batch))
+
+    return Loop(module, loss, batches, run, device, make_optimizer(run.optim, module.model))
+
+
+def pairs_of(run: RunConfig, device: str) -> list[tuple[Tensor, Tensor]]:
+    """(ids, labels) of the same batches, for models that know no TokenBatch."""
+    return [(batch.ids_BT.to(device), labels_of(batch).to(device)) for batch in batches_of(run)]
+
+
+class Clock(L.Callback):
+    """Seconds of a step between the warm-up and the end of the timed steps. Comes last.
+
+    Args:
+        steps: timed.
+        gate: called when the warm-up is over, before the clock starts.
+    """
+
+    def __init__(self, steps: int, gate: Callable[[], object] | None = None):
+        self.steps, self.gate = steps, gate
+        self.start = self.end = self.begun = self.first = float("nan")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.begun = time.monotonic()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
+        if trainer.global_step not in (1, WARM, WARM + self.steps):
+            return
+        synchronize(pl_module.device.type)
+        if trainer.global_step == 1:
+            self.first = time.monotonic() - self.begun
+        elif trainer.global_step == WARM:
+            if self.gate is not None:
+                self.gate()
+            self.start = time.monotonic()
+        else:
+            self.end = time.monotonic()
+
+
+class _FirstLoss(L.Callback):
+    """The loss of the first step. Comes before `StepLog`, which takes the record away."""
+
+    loss: float | None = None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
+        if self.loss is None and pl_module.step_record is not None:
+            self.loss = float(pl_module.step_record.values[0])
+
+
+class Stack:
+    """The training stack of `mmqk.train`: Lightning, loggers, alarms, monitors and data. Without validation and
+    checkpoints, whose cost is a matter of how often.
+
+    Each turn is a Trainer of its own with its first steps left out; the model goes on from turn to turn.
+
+    Args:
+        run: what is trained.
+        module: made of it; None for a new one.
+        monitor: None for that of the run.
+        batches: in memory; None for the run's own loader, workers and all.
+    """
+
+    warms_up = True
+
+    def __init__(
+        self,
+        run: RunConfig,
+        module: TrainingModule | None = None,
+        monitor: MonitorConfig | None = None,
+        batches: Sequence[TokenBatch] | None = None,
+    ):
+        self.run, self.batches = run, batches
+        self.monitor = run.monitor if monitor is None else monitor
+        self.module = module_of(run) if module is None else module
+        self.data = TokenDataModule(run.data, run.seed)
+        self.data.setup()
+        self.first_seconds: float | None = None
+        self.first_loss: float | None = None
+        quieten()
+
+    def __call__(self, n: int) -> float:
+        clock = self.timed(n)
+        return (clock.end - clock.start) / n
+
+    def timed(self, n: int, gate: Callable[[], object] | None = None) -> Clock:
+        """`WARM` steps, n timed ones and one more."""
+        steps, clock, first = WARM + n + 1, Clock(n, gate), _FirstLoss()
+        with tempfile.TemporaryDirectory() as folder:
+            callbacks, loggers = self._watching(Path(folder), steps)
+            trainer = L.Trainer(
+                **self.run.trainer | {"max_steps": steps},
+                max_epochs=-1,
+                logger=loggers,
+                callbacks=[first, *callbacks, clock],
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+                log_every_n_steps=1,
+            )
+            self.module.step_watch = None
+            if self.batches is None:
+                trainer.fit(self.module, datamodule=self.data)
+            else:
+                device = torch.device("cuda" if self.run.trainer["accelerator"] == "gpu" else "cpu")
+                loader = PositionedLoader(_Around(self.batches, steps), 0, device)  # type: ignore[arg-type]
+                trainer.fit(self.module, loader)
+        if self.first_seconds is None:
+            self.first_seconds, self.first_loss = clock.first, first.loss
+        return clock
+
+    def _watching(self, folder: Path, steps: int) -> tuple[list[L.Callback], list[Any]]:
+        run, monitor = self.run, self.monitor
+        every = (FLUSH_EVERY, min(monitor.every_n_steps, 10**6))
+        log = StepLog(every, run.optim.warmup_steps, {})
+        heldout = self.data.probe_batch(monitor.sequences) if monitor.batch == "heldout" else None
+        probes = RunMonitor(monitor, heldout, self.data.step_rows if self.batches is None else None)
+        rules = AlarmRules(run.optim.warmup_steps, steps, self.module.trained_modalities)
+        checkpoints = Checkpoints(folder, run.checkpoint, log)
+        alarms = Alarms(folder, run.alarm, rules, log, probes, checkpoints)
+        loggers: list[Any] = [
+            RunLogger(folder / "metrics.jsonl"),
+            StoryLogger(folder, run.model.modalities, monitor.tensorboard_layers),
+            alarms.tap,
+        ]
+        return [log, probes, alarms], loggers
+
+
+class _Around(torch.utils.data.Dataset):
+    """The same batches again and again."""
+
+    ahead = 0
+
+    def __init__(self, batches: Sequence[TokenBatch], n: int):
+        self.batches, self.n = batches, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> TokenBatch:
+        if i >= self.n:
+            raise IndexError
+        return self.batches[i % len(self.batches)]
+
+
+def quieten() -> None:
+    """Lightning's notices, which say nothing about a benchmark."""
+    warnings.filterwarnings("ignore", module="lightning.*")
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)

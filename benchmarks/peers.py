@@ -1,0 +1,112 @@
+"""The same model elsewhere: a bare loop of the same blocks, the training stack, transformers, litgpt."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from benchmarks.apart import Apart
+from benchmarks.harness import Context, Unit, Way, compare
+from benchmarks.loops import Stack
+from benchmarks.others import bare_loop, litgpt_loop, transformers_loop
+from benchmarks.setups import QK_NORM, batches_of, facts_of, full, toy, work_of
+from mmqk.config import RunConfig
+from mmqk.monitors import MonitorConfig
+
+BASE = "mmqk: data, monitors, alarms, logs"
+CHAMELEON = "--model.qk_norm={kind: layer, bias: true}"
+CHUNK = 8192
+NONE = MonitorConfig(every_n_steps=0)
+
+
+def units(context: Context) -> list[Unit]:
+    """Of this table."""
+    if not context.full:
+        return [
+            Unit("peers", "demonstration-rms", 50, partial(_toy, flag=QK_NORM, theirs="Qwen3")),
+            Unit("peers", "demonstration-apart", 50, _apart),
+            Unit("peers", "demonstration-chameleon", 50, partial(_toy, flag=CHAMELEON, theirs="Chameleon")),
+        ]
+    return [
+        Unit("peers", "124M-rms", 420, partial(_full, size="124M", flag=QK_NORM, theirs="Qwen3")),
+        Unit("peers", "124M-chameleon", 330, partial(_full, size="124M", flag=CHAMELEON, theirs="Chameleon")),
+        Unit("peers", "350M-rms", 420, partial(_full, size="350M", flag=QK_NORM, theirs="Qwen3", batch=16)),
+    ]
+
+
+def _toy(context: Context, flag: str, theirs: str) -> dict[str, Any]:
+    run = toy(context, flag)
+    ways = ways_of(run, context, theirs, compiled=context.compiled, eager=True)
+    return {
+        "title": f"the demonstration with QK-Norm {run.model.qk_norm.kind}, as {theirs}",
+        "facts": facts_of(run, context.device),
+        "base": BASE,
+        "rows": compare(ways, context, repeat=20, rounds=7),
+    }
+
+
+def _full(context: Context, size: str, flag: str, theirs: str, batch: int = 32) -> dict[str, Any]:
+    run = full(size, flag, batch=batch)
+    ways = ways_of(run, context, theirs, compiled=True, eager=size != "350M")
+    return {
+        "title": f"{size}, T {run.data.seq_len:,}, {run.model.vocab_size:,} ids, QK-Norm {run.model.qk_norm.kind}",
+        "facts": facts_of(run, context.device),
+        "base": BASE,
+        "rows": compare(ways, context, repeat=30, rounds=4, warm=4),
+    }
+
+
+def _alone(run: RunConfig) -> Stack:
+    return Stack(run, monitor=NONE, batches=batches_of(run))
+
+
+def _apart(context: Context) -> dict[str, Any]:
+    run = toy(context, QK_NORM)
+    ways = [
+        replace(way, build=partial(Apart, way.build, context.threads), memory=False)
+        for way in ways_of(run, context, "Qwen3", compiled=False, eager=True)
+    ]
+    return {
+        "title": "the demonstration with QK-Norm rms, each row in a process of its own",
+        "facts": facts_of(run, context.device),
+        "base": BASE,
+        "rows": compare(ways, context, repeat=20, rounds=7),
+    }
+
+
+def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool) -> list[Way]:
+    """The rows; those of mmqk are compiled where the run says so.
+
+    Args:
+        run: the model, its data and its optimizer.
+        context: device and size.
+        theirs: what transformers calls it.
+        compiled: whether the compiled rows of the others are wanted.
+        eager: whether the uncompiled ones are.
+    """
+    device, work = context.device, work_of(run)
+    chunked = replace(run, loss=replace(run.loss, chunk=CHUNK))
+    probed = run.monitor.every_n_steps  # so many steps that one probe falls into each turn
+
+    bare = partial(bare_loop, run, device)
+    ways = [
+        Way("bare loop", bare, work, compiled=run.compile),
+        Way("mmqk: Lightning alone", partial(_alone, run), work, compiled=run.compile),
+        Way(BASE, partial(Stack, run), work, repeat=probed, compiled=run.compile),
+    ]
+    if context.full:
+        name = f"the same, loss.chunk {CHUNK:,}"
+        ways.append(Way(name, partial(Stack, chunked), work, repeat=probed, compiled=run.compile))
+    if compiled and eager:
+        whole = partial(bare, whole=True)
+        ways.append(Way("bare loop, forward and loss one graph", whole, work, compiled=True))
+    others = {f"transformers {theirs}": transformers_loop}
+    if run.model.qk_norm.kind == "rms":
+        others["litgpt"] = litgpt_loop
+    for name, loop in others.items():
+        if eager:
+            ways.append(Way(name, partial(loop, run, device, False), work))
+        if compiled:
+            ways.append(Way(f"{name}, compiled", partial(loop, run, device, True), work, compiled=True))
+    return ways

@@ -1,0 +1,99 @@
+"""Results as JSON: `<out>/<device>/<table>.json`, with machine, versions, command and every raw round."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmqk.store import write_json
+
+PACKAGES = (
+    "torch", "lightning", "transformers", "litgpt", "triton", "numpy", "webdataset", "tokenizers", "pillow",
+)  # fmt: skip
+
+
+def device_name(device: str) -> str:
+    """Of the GPU, or of the CPU."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.machine()
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What it was measured on; the load says whether anything else ran."""
+    about: dict[str, Any] = {
+        "device": device_name(device),
+        "cpu": device_name("cpu"),
+        "processor": platform.machine(),
+        "system": platform.system(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+    if device == "cuda":
+        found = torch.cuda.get_device_properties(0)
+        about |= {"gpu_memory_gib": round(found.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+    return about
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and the packages; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def commit() -> str | None:
+    """Of the code, with a plus where it was changed since; None outside of git."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "mmqk", "benchmarks/*.py")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def folder_of(device: str) -> str:
+    """The name of a device's folder: cpu, or the GPU's."""
+    if device == "cpu":
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+
+
+def keep(path: Path, unit: dict[str, Any]) -> None:
+    """Into the file, in the place of what it had of the same unit."""
+    units = json.loads(path.read_text()) if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, [u for u in units if u["unit"] != unit["unit"]] + [unit])
+
+
+def read(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Every unit of every file below, the newest of each kind and device."""
+    newest: dict[tuple[str, ...], dict[str, Any]] = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("*.json")):
+            for unit in json.loads(path.read_text()):
+                kind = (unit["table"], unit["machine"]["device"], unit["unit"])
+                if kind not in newest or newest[kind]["started"] < unit["started"]:
+                    newest[kind] = unit
+    return list(newest.values())

@@ -1,0 +1,93 @@
+"""Runs to measure, resolved by the parser of mmqk.train, and what they are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.flops import step_flops
+from benchmarks.harness import Context
+from mmqk.config import RunConfig, resolve
+from mmqk.data.batch import TokenBatch
+from mmqk.data.module import MicroBatches, TokenDataModule
+from mmqk.model import EarlyFusionTransformer
+from mmqk.training.device import settle
+from mmqk.training.module import TrainingModule
+
+# Width, layers, heads of 64 channels. With the head tied to the embedding of 32,768 ids these are 25.0, 124.3 and
+# 348.6 million parameters, all of them counted, and 124M does as much arithmetic a token as GPT-2 of that name.
+SIZES = {"25M": (384, 7, 6), "124M": (768, 14, 12), "350M": (1024, 25, 16)}
+QK_NORM = "--model.qk_norm={kind: rms}"
+BATCHES = 8  # that a loop goes round on
+
+
+def toy(context: Context, *flags: str) -> RunConfig:
+    """The demonstration on a CPU."""
+    threads = f"--threads={context.threads}"
+    return resolve([*context.toy, threads, "--trainer.accelerator=cpu", "--quiet", *flags])
+
+
+def full(size: str, *flags: str, tokens: int = 1024, batch: int = 32, vocabulary: int = 32768) -> RunConfig:
+    """One of `SIZES` on a GPU: bf16-mixed, blocks compiled, documents of the dial in three of four text ids."""
+    width, layers, heads = SIZES[size]
+    text, image = vocabulary * 3 // 4, vocabulary // 4
+    half = tokens // 2
+    return resolve([
+        f"--model.d_model={width}", f"--model.n_layers={layers}", f"--model.n_heads={heads}",
+        "--model.tie_embeddings=true", "--data.mix={dial: 1.0}", "--data.workers=4", "--data.val_sequences=32",
+        f"--data.dial.vocabulary={{text: {text}, image: {image}}}",
+        "--data.dial.entropy={text: 6.0, image: 6.0}",
+        f"--data.dial.tokens={{text: {half}, image: {half}}}",
+        f"--data.seq_len={tokens}", f"--data.batch_size={batch}", "--optim.lr=6e-4", "--optim.warmup_steps=500",
+        "--trainer.precision=bf16-mixed", "--trainer.accelerator=gpu", "--trainer.max_steps=100000", "--quiet",
+        "--compile=true", *flags,
+    ])  # fmt: skip
+
+
+def module_of(run: RunConfig) -> TrainingModule:
+    """What Lightning trains of a run, as `mmqk.train` makes it."""
+    module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
+    module.model.recompute = run.recompute
+    if run.compile:
+        module.compile_step()
+    return module
+
+
+def batches_of(run: RunConfig, n: int = BATCHES) -> list[TokenBatch]:
+    """The first batches that the run trains on, in memory."""
+    data = TokenDataModule(run.data, run.seed)
+    data.setup()
+    documents = run.data.pack == "documents" and run.data.document_mask
+    made = MicroBatches(data.order, run.data.batch_size, 1, 0, 1, n, documents)
+    return [made[i] for i in range(n)]
+
+
+def labels_of(batch: TokenBatch) -> Tensor:
+    """Targets as cross-entropy takes them: -100 where none is trained on."""
+    return torch.where(batch.target_mask_BT, batch.targets_BT, -100)
+
+
+def work_of(run: RunConfig) -> dict[str, float]:
+    """What one step does."""
+    B, T = run.data.batch_size, run.data.seq_len
+    return {"steps": 1, "tokens": B * T, "flops": step_flops(run.model, B, T)}
+
+
+def facts_of(run: RunConfig, device: str) -> dict[str, object]:
+    """What a reader has to know of a run."""
+    c = run.model
+    return {
+        "parameters": parameters_of(run),
+        "model": f"d_model {c.d_model}, {c.n_layers} layers, {c.n_heads} heads, {c.vocab_size:,} ids",
+        "tokens_a_step": f"{run.data.batch_size} x {run.data.seq_len}",
+        "precision": run.trainer["precision"],
+        "qk_norm": c.qk_norm.kind,
+        "attention": settle(run, torch.device(device))["attention"],
+        "compiled": run.compile,
+    }
+
+
+def parameters_of(run: RunConfig) -> int:
+    """All of them, those that are tied once."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in EarlyFusionTransformer(run.model, run.backend).parameters())

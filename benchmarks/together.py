@@ -1,0 +1,153 @@
+"""Many small runs on one device: one process at a time against several, by the steps of all a second.
+
+The processes stay from round to round; those without a turn wait. A turn begins for all of its processes when the
+last of them has warmed up, and ends when the last one has ended.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from benchmarks.harness import FAILED, MEASURED, Context, Row, Unit, rotated
+from benchmarks.setups import facts_of, toy
+
+PATIENCE = 240.0  # seconds that a process has for its start or its turn
+ONE = "1 process"
+
+
+def units(context: Context) -> list[Unit]:
+    """Of this table."""
+    return [Unit("together", "demonstration", 300, _measure)]
+
+
+def flags_of(context: Context) -> list[str]:
+    """The demonstration, on the device that is measured."""
+    gpu = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed"]
+    return gpu if context.full else []
+
+
+def _measure(context: Context) -> dict[str, Any]:
+    counts = (1, 2, 4, 8, 12) if context.full else (1, 2)
+    repeat = context.repeat or (200 if context.full else 60)
+    rounds = context.rounds or 4
+    single = Context(device=context.device, full=context.full, threads=1, toy=context.toy)
+    run = toy(single, *flags_of(context))
+    return {
+        "title": "runs of the demonstration, one thread each, data and monitors included",
+        "facts": facts_of(run, context.device) | {"steps_of_each": repeat},
+        "base": ONE,
+        "rows": rows_of(single, counts, repeat, rounds),
+    }
+
+
+def rows_of(context: Context, counts: Sequence[int], repeat: int, rounds: int) -> list[Row]:
+    """A row of each number of processes; the first round is not counted."""
+    rows = {n: _row(n, repeat) for n in counts}
+    with Pool(context, counts) as pool:
+        for i in range(rounds + 1):
+            for name in rotated([str(n) for n in counts], i):
+                n = int(name)
+                try:
+                    seconds = pool.turn(n, repeat)
+                except RuntimeError as error:
+                    rows[n] |= {"status": FAILED, "reason": str(error), "seconds": []}
+                    return _given_up(rows, counts)
+                if i:
+                    rows[n]["seconds"].append(seconds)
+    return list(rows.values())
+
+
+def _given_up(rows: dict[int, Row], counts: Sequence[int]) -> list[Row]:
+    """A process that failed may still be at work beside the others: what has no round yet gets none."""
+    for n in counts:
+        if rows[n]["status"] == MEASURED:
+            rows[n] |= {"status": FAILED, "reason": "another row's process failed first", "seconds": []}
+    return [rows[n] for n in counts]
+
+
+def _row(n: int, repeat: int) -> Row:
+    name = ONE if n == 1 else f"{n} at once"
+    return {
+        "name": name, "status": MEASURED, "reason": "", "against": None, "note": "", "seconds": [], "repeat": 1,
+        "work": {"steps": n * repeat}, "peak_bytes": None, "first_seconds": None, "first_loss": None,
+    }  # fmt: skip
+
+
+class Pool:
+    """Processes that each hold one run, and the gates that they start through together."""
+
+    def __init__(self, context: Context, counts: Sequence[int]):
+        spawn = multiprocessing.get_context("spawn")
+        self.gates = {n: spawn.Barrier(n) for n in counts}
+        self.ends: list[Connection] = []
+        self.processes = []
+        for seed in range(max(counts)):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_work, args=(theirs, context, seed, self.gates), daemon=True)
+            process.start()
+            theirs.close()
+            self.ends.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in self.ends:
+            end.close()  # which each of them takes for its end
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.terminate()
+
+    def turn(self, n: int, repeat: int) -> float:
+        """Seconds from the start of all to the end of the last.
+
+        Raises:
+            RuntimeError: one of them failed, with its reason.
+        """
+        try:
+            for end in self.ends[:n]:
+                end.send((n, repeat))
+            spans = [self._answer(end) for end in self.ends[:n]]
+        except (EOFError, OSError):
+            raise RuntimeError("a process died") from None
+        return max(end for _, end in spans) - min(start for start, _ in spans)
+
+    def _answer(self, end: Connection) -> tuple[float, float]:
+        if not end.poll(PATIENCE):
+            raise RuntimeError(f"a process did not answer within {PATIENCE:.0f} s")
+        answer = end.recv()
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        return answer
+
+
+def _work(end: Connection, context: Context, seed: int, gates: dict[int, Any]) -> None:
+    """One process: a run, taken up again in each turn. `time.monotonic` is one clock for all processes."""
+    import torch
+
+    from benchmarks.loops import Stack
+
+    torch.set_num_threads(context.threads)
+    stack: Stack | None = None
+    while True:
+        try:
+            n, repeat = end.recv()
+        except EOFError:
+            return
+        try:
+            if stack is None:
+                stack = Stack(toy(context, f"--seed={seed}", *flags_of(context)))
+            clock = stack.timed(repeat, gate=partial(gates[n].wait, PATIENCE))
+            end.send((clock.start, clock.end))
+        except Exception as error:
+            gates[n].abort()
+            traceback.print_exc()
+            said = " ".join(str(error).split())[:200]
+            end.send(f"{type(error).__name__}: {said}")
