@@ -41,7 +41,8 @@ def flex_rows(
         computed back from: `SATURATED`); lse_BHT, the log-sum-exp of its capped logits (fp32). Without a gradient
         through the last two.
     """
-    fused: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled()  # a compiled block holds it
+    # A compiled block holds it; elsewhere it is compiled by itself.
+    fused: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     out_BHTK, aux = fused(
         q_BHTK,
         k_BGTK,

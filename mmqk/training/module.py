@@ -250,7 +250,7 @@ class TrainingModule(L.LightningModule):
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
         """`first_bad_site` of a step whose gradient was not finite, from its micro-batches with their numbers.
 
-        The weights are those that it had, and dropout draws what it drew; compiled blocks have drawn masks of their own.
+        The weights are those that it had, and dropout draws what it drew; compiled blocks drew masks of their own.
         """
         from mmqk.monitors.lab.bad_site import first_bad_site
 
