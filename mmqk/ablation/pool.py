@@ -231,10 +231,6 @@ class Pool:
 
 def start_server(preload: Sequence[str]) -> None:
     """Start the server, which then imports ``preload`` while the caller goes on; once a process."""
-    # A step frees and takes again the same large blocks; handing each back to the kernel costs 12 % of a small run
-    # on a CPU. glibc reads these once, as the server starts.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
     get_context("forkserver").set_forkserver_preload(list(preload))
     resource_tracker.ensure_running()
     # Blocked for the server, which inherits the mask: neither Ctrl-C nor a SIGTERM to the whole group may

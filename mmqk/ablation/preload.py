@@ -14,6 +14,7 @@ import mmqk.data.module
 import mmqk.monitors.lab.callback
 import mmqk.train
 import mmqk.training.alarms
+import mmqk.training.allocator
 import mmqk.training.checkpoint
 import mmqk.training.fork
 import mmqk.training.lifecycle

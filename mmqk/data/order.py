@@ -27,7 +27,7 @@ class Content:
     end: int
 
 
-class Windows:
+class Windows(Kept):
     """Text rows: all documents end to end, in windows that begin elsewhere in each epoch."""
 
     def __init__(self, builder: SequenceBuilder, kind: str, seed: int) -> None:
@@ -40,15 +40,18 @@ class Windows:
                 " shorten them, or give more."
             )
         self._epochs = Epochs(tokens // self.length - 1, seed, stream=TEXT)
+        super().__init__(2)
 
     def __len__(self) -> int:
         return self._epochs.n
 
+    def _make(self, epoch: int) -> int:
+        """Where the windows of an epoch begin, so that a document is not always cut in the same place."""
+        return int(random_stream(self.seed, TEXT_OFFSET, epoch).integers(self.length))
+
     def row(self, nth: int) -> Row:
         epoch, item = self._epochs.item(nth)
-        # So that a document is not always cut in the same place.
-        offset = int(random_stream(self.seed, TEXT_OFFSET, epoch).integers(self.length))
-        return self.builder.window(self.kind, offset + item * self.length)
+        return self.builder.window(self.kind, self._kept(epoch) + item * self.length)
 
 
 class Single:

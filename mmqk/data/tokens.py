@@ -178,7 +178,8 @@ class TokenStore:
     def __init__(
         self, kind: str, layout: Layout, parts: Sequence[np.ndarray], lengths: Sequence[np.ndarray]
     ) -> None:
-        self.kind, self.layout, self.parts = kind, layout, list(parts)
+        # A slice of a memmap is a memmap, which takes longer to make than the document to read.
+        self.kind, self.layout, self.parts = kind, layout, [np.asarray(part) for part in parts]
         self.lengths_N = np.concatenate([np.zeros(0), *lengths]).astype(np.int64)
         self._first = np.cumsum([0, *map(len, lengths)])
         self._places = np.cumsum([0, *map(len, parts)])

@@ -58,6 +58,10 @@ class Norm(nn.Module):
         """The input, at least fp32, without its size."""
         raise NotImplementedError
 
+    def mean(self, wide: Tensor) -> Tensor:
+        """Over the normalised axes, which stay; unlike that of torch, its gradient is divided before it is spread."""
+        return wide.sum(self.axes, keepdim=True) / math.prod(self.shape)
+
     def gain(self) -> Tensor | None:
         """What the normalised input is multiplied by."""
         if self.weight is None or not self.offset:
@@ -89,15 +93,15 @@ class RMSNorm(Norm):
     """`x / sqrt(mean(x^2) + eps)` with gain (Zhang & Sennrich 2019, arXiv 1910.07467, Eq. 4)."""
 
     def normalise(self, wide: Tensor) -> Tensor:
-        return wide * torch.rsqrt(wide.square().mean(self.axes, keepdim=True) + self.eps)
+        return wide * torch.rsqrt(self.mean(wide.square()) + self.eps)
 
 
 class LayerNorm(Norm):
     """`(x - mean) / sqrt(var + eps)` with gain and bias (Ba et al. 2016, arXiv 1607.06450, Eq. 4)."""
 
     def normalise(self, wide: Tensor) -> Tensor:
-        centred = wide - wide.mean(self.axes, keepdim=True)
-        return centred * torch.rsqrt(centred.square().mean(self.axes, keepdim=True) + self.eps)
+        centred = wide - self.mean(wide)
+        return centred * torch.rsqrt(self.mean(centred.square()) + self.eps)
 
 
 class L2Norm(Norm):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,8 +62,9 @@ class History:
         for column, (_, values) in enumerate(self.probes):
             for name, value in values.items():
                 tag = parsed_tag(name)
-                of = tag.pair[0] if tag.pair else tag.modality
-                if tag.statistic == statistic and of == modality and tag.layer is not None:
+                if tag.statistic != statistic or tag.layer is None:
+                    continue
+                if (tag.pair[0] if tag.pair else tag.modality) == modality:
                     at = (tag.layer, column)
                     cells[at] = REDUCERS["max"]([cells.get(at, -math.inf), value])
         layers = 1 + max((layer for layer, _ in cells), default=-1)
@@ -105,7 +107,7 @@ def draw_heat_map(table: NDArray[np.float64], steps: Sequence[int], title: str, 
     picture.paste(Image.fromarray(cells), (_LEFT, _TOP))
     scale = _coloured(np.linspace(1, 0, height)[:, None].repeat(14, 1))
     picture.paste(Image.fromarray(scale), (_LEFT + _WIDTH + 10, _TOP))
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(12)
+    draw, font = ImageDraw.Draw(picture), _font()
     draw.text((_LEFT, 6), title, _INK, font)
     every = -(-layers * 14 // height)
     for layer in range(0, layers, every):
@@ -128,7 +130,7 @@ def draw_mass(table: NDArray[np.float64], modalities: Sequence[str], title: str)
     across = min(per_row, layers)
     size = (margin + across * block[0], _TOP + 12 + -(-layers // per_row) * block[1])
     picture = Image.new("RGB", size, "white")
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(12)
+    draw, font = ImageDraw.Draw(picture), _font()
     draw.text((margin, 6), title, _INK, font)
     colours = _coloured(table.reshape(layers, -1)).reshape(layers, n, n, 3)
     for layer in range(layers):
@@ -157,7 +159,13 @@ def _coloured(share: NDArray[np.float64]) -> NDArray[np.uint8]:
     return mixed.round().astype(np.uint8)
 
 
+@cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(12)
+
+
 def _png(picture: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
+    # The run waits for it: PIL's own level takes several times as long.
+    picture.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

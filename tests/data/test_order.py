@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 
 from mmqk.data.cache import open_source
 from mmqk.data.config import DataConfig, data_identity
-from mmqk.data.mix import CYCLE, Epochs, Mixture
+from mmqk.data.mix import CYCLE, Epochs, Mixture, random_stream
 from mmqk.data.module import MicroBatches, PositionedLoader, TokenDataModule
-from mmqk.data.order import TrainingOrder, validation_rows
+from mmqk.data.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
 from mmqk.data.sequences import SequenceBuilder, pieces
 from mmqk.data.tokens import Layout, TokenStore, TokenWriter, layout_of
 from mmqk.store import UserError, identity_hash
@@ -386,3 +386,20 @@ def test_a_bad_sample_in_a_worker_is_one_sentence():
     with pytest.raises(UserError) as raised:
         list(PositionedLoader(Bad(), 1, torch.device("cpu")))
     assert str(raised.value) == "sample 0 cannot be used: repair it"
+
+
+def test_windows_begin_elsewhere_in_each_epoch_and_alike_in_a_copy(builder):
+    windows = Windows(builder, "text", seed=4)
+    store = builder.stores["text"]
+    stream = store.stream(0, store.tokens).tolist()
+    copy = pickle.loads(pickle.dumps(windows))  # as a loader worker has it
+    begins = []
+    for epoch in range(3):
+        offset = int(random_stream(4, TEXT_OFFSET, epoch).integers(windows.length))
+        begins.append(offset)
+        for nth in (epoch * len(windows), epoch * len(windows) + 1):
+            start = offset + windows._epochs.item(nth)[1] * windows.length
+            row = windows.row(nth).ids.tolist()
+            assert row[1:] == stream[start : start + windows.length]
+            assert copy.row(nth).ids.tolist() == row
+    assert len(set(begins)) > 1

@@ -97,7 +97,9 @@ def _own(x_BHTK: Tensor, of_MBT: Tensor) -> Tensor:
 
 def _second_moments(x_BHTK: Tensor, of_MBT: Tensor) -> Tensor:
     """(M, B, H, K, K), uncentred sums."""
-    own_MBHTK = _own(x_BHTK, of_MBT)
+    # `_own` by the bits of the numbers, as in `Mask`, which takes a third of the time.
+    keep_MB1T1 = -of_MBT.int()[:, :, None, :, None]
+    own_MBHTK = (x_BHTK.float().contiguous().view(torch.int32) & keep_MB1T1).view(torch.float32)
     return own_MBHTK.mT @ own_MBHTK
 
 
