@@ -26,6 +26,7 @@ from mmqk.monitors.lab.callback import RunMonitor
 from mmqk.store import AlarmRules
 from mmqk.train import FLUSH_EVERY
 from mmqk.training.alarms import Alarms
+from mmqk.training.allocator import keep_memory
 from mmqk.training.loggers import RunLogger, StoryLogger
 from mmqk.training.loss import total_loss
 from mmqk.training.module import TrainingModule
@@ -172,6 +173,8 @@ class Stack:
         self.data.setup()
         self.first_seconds: float | None = None
         self.first_loss: float | None = None
+        if run.trainer["accelerator"] == "cpu":
+            keep_memory()  # as mmqk.train does
         quieten()
 
     def __call__(self, n: int) -> float:

@@ -99,11 +99,14 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     from mmqk.model import keep_graphs
     from mmqk.monitors.lab.callback import RunMonitor
     from mmqk.training.alarms import Alarms
+    from mmqk.training.allocator import keep_memory
     from mmqk.training.lifecycle import Interrupted, Lifecycle, ProgressLine
     from mmqk.training.loggers import RunLogger, StoryLogger
     from mmqk.training.module import TrainingModule
     from mmqk.training.steps import Checkpoints, StepLog, Validation, step_of
 
+    if ranks.trainer.strategy.root_device.type == "cpu":
+        keep_memory()
     if run.threads:
         torch.set_num_threads(run.threads)
     data = TokenDataModule(run.data, run.seed)

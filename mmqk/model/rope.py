@@ -43,9 +43,7 @@ def apply_rope(x_BTHK: Tensor, rope: Rope) -> Tensor:
     """Rotate every pair of channels by its position's angle, in fp32; the result has the input's dtype."""
     cos_T1K, signed_sin_T1K = rope
     wide = at_least_fp32(x_BTHK)
-    if (
-        wide.device.type == "cpu"
-    ):  # where a factor that the heads share takes three times as long as one of each head
+    if wide.device.type == "cpu":  # where a factor that the heads share takes three times as long as one for each
         cos_T1K, signed_sin_T1K = (t.expand(wide.shape[-3:]).contiguous() for t in rope)
     swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
     return (wide * cos_T1K + swapped * signed_sin_T1K).to(x_BTHK.dtype)
