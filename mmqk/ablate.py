@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     check_out(out, grid)
 
     if not options.dry_run:
+        # Each compiled run would take every core to compile; torch reads this when it first does.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // jobs)))
         # Two imports of torch side by side: the server's, and the resolver's here.
         start_server(PRELOAD)
     resolver = Resolver(max(1, cores() // jobs))

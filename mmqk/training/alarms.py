@@ -109,9 +109,13 @@ class Alarms(L.Callback):
             self.step_log.flush(trainer, pl_module)
             self.monitor.probe_now(trainer, pl_module, batch)
         found, self._waiting = [*self._waiting, *self._look()], []
-        if self.config.acts:
-            # Only the first rank has seen the probes, and all have to act.
+        step = trainer.global_step
+        if self.config.acts and (self.step_log.flushes(step, trainer.max_steps) or step <= self._probe_until):
+            # Only the first rank has seen the probes, and all have to act. Between flushes there is nothing new, and
+            # a broadcast waits for the device.
             self._act(trainer, pl_module, trainer.strategy.broadcast(found))
+        else:
+            self._waiting = found
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._look()

@@ -103,6 +103,7 @@ class _Chunks(torch.autograd.Function):
         d_head_GVD = head_VD.new_zeros((G, *head_VD.shape) if train else 0, dtype=wide)
         with torch.autocast(device, enabled=False):
             cast_VD = head_VD.to(narrow)  # once: autocast would do it for every chunk
+            room_CV = hidden_ND.new_empty(min(chunk, N), len(head_VD), dtype=narrow)
             for start in range(0, N, chunk):
                 rows = slice(start, start + chunk)
                 hidden_CD, index_C1, weight_C1 = (
@@ -110,16 +111,17 @@ class _Chunks(torch.autograd.Function):
                     index_N[rows, None],
                     weight_N[rows, None],
                 )
-                logits_CV = hidden_CD @ cast_VD.T
+                logits_CV = torch.mm(hidden_CD, cast_VD.T, out=room_CV[: len(hidden_CD)])
                 ce_N[rows], log_z_N[rows], d_logits_CV = terms(
                     logits_CV, index_C1, weight_C1, z_loss, softcap, train
                 )
                 if d_logits_CV is None:
                     continue
-                d_hidden_ND[rows] = d_logits_CV @ cast_VD
-                d_head_GVD[0] += d_logits_CV.T @ hidden_CD
+                torch.mm(d_logits_CV, cast_VD, out=d_hidden_ND[rows])
+                _add_product(d_head_GVD[0], d_logits_CV.T, hidden_CD)
                 for g in range(1, G):
-                    d_head_GVD[g] += d_logits_CV.T @ torch.where(own_NG[rows, g, None], hidden_CD, 0.0)
+                    own_CD = torch.where(own_NG[rows, g, None], hidden_CD, 0.0)
+                    _add_product(d_head_GVD[g], d_logits_CV.T, own_CD)
         value_N = ce_N + z_loss * log_z_N.square() if z_loss else ce_N
         objective_G = torch.where(own_NG, (weight_N * value_N)[:, None], 0.0).sum(0)
         ctx.save_for_backward(d_hidden_ND, d_head_GVD, own_NG)
@@ -150,20 +152,33 @@ def _terms(
     raw, wide_CV = logits_CV.dtype, logits_CV.to(weight_C1.dtype)
     if softcap is not None:
         wide_CV = softcap * torch.tanh(wide_CV / softcap)
-    grad_CV = torch.log_softmax(wide_CV, dim=-1)
-    ce_C = -grad_CV.gather(-1, index_C1)[:, 0]
-    log_z_C = wide_CV.gather(-1, index_C1)[:, 0] + ce_C
+    target_C, largest_C = wide_CV.gather(-1, index_C1)[:, 0], wide_CV.amax(-1)
+    if torch.compiler.is_compiling():
+        sum_C = (wide_CV - largest_C[:, None]).exp().sum(-1)
+        p_CV = (wide_CV - largest_C[:, None]).exp() / sum_C[:, None]
+        log_sum_C = sum_C.log()
+    else:  # the largest probability is 1 over that sum, and softmax one pass
+        p_CV = torch.softmax(wide_CV, dim=-1)
+        log_sum_C = -p_CV.amax(-1).log()
+    ce_C, log_z_C = (largest_C - target_C) + log_sum_C, largest_C + log_sum_C
     if not train:
         return ce_C, log_z_C, None
     # d ce = softmax - onehot, d log Z = softmax; in place, as each of them is the largest tensor here. The target's
     # own comes last, so that the rest is one pass over the chunk.
     scale_C1 = 1 + 2 * z_loss * log_z_C[:, None] if z_loss else torch.ones_like(weight_C1)
     target_C1 = (torch.expm1(-ce_C[:, None]) + (scale_C1 - 1) * torch.exp(-ce_C[:, None])) * weight_C1
-    grad_CV = grad_CV.exp_().mul_(scale_C1 * weight_C1)
+    grad_CV = p_CV.mul_(scale_C1 * weight_C1)
     if softcap is not None:
         slope_CV = 1 - (wide_CV / softcap).square()
         grad_CV, target_C1 = grad_CV * slope_CV, target_C1 * slope_CV.gather(-1, index_C1)
     return ce_C, log_z_C, grad_CV.to(raw).scatter_(-1, index_C1, target_C1.to(raw))
+
+
+def _add_product(total_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
+    if total_VD.dtype == a_VC.dtype:
+        total_VD.addmm_(a_VC, b_CD)
+    else:
+        total_VD += a_VC @ b_CD
 
 
 @cache
