@@ -89,7 +89,7 @@ class Alarms(L.Callback):
         self.folder, self.config, self.rules = folder, config, rules
         self.step_log, self.monitor, self.checkpoints = step_log, monitor, checkpoints
         self.tap = _Tap()
-        self._probe_until = -1
+        self._probe_until, self._first_step = -1, 0
         self._waiting: list[Alarm] = []  # found where nothing can be done about them
         self._said: Counter[tuple[str, ...]] = Counter()
         self._loggers: list[Logger] = []
@@ -97,6 +97,7 @@ class Alarms(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._loggers, self._first_rank = trainer.loggers, trainer.is_global_zero
+        self._first_step = trainer.global_step + 1
         if self._first_rank:
             # What an earlier process saw after the step that this one goes on from comes again.
             truncate_alarms(self.folder, trainer.global_step or -1)
@@ -110,11 +111,13 @@ class Alarms(L.Callback):
             self.monitor.probe_now(trainer, pl_module, batch)
         found, self._waiting = [*self._waiting, *self._look()], []
         step = trainer.global_step
-        if self.config.acts and (self.step_log.flushes(step, trainer.max_steps) or step <= self._probe_until):
-            # Only the first rank has seen the probes, and all have to act. Between flushes there is nothing new, and
-            # a broadcast waits for the device.
+        if not self.config.acts:
+            return
+        new = self.step_log.flushes(step, trainer.max_steps) or step <= self._probe_until
+        if new or step == self._first_step:  # which may have been left something by an interruption
+            # Only the first rank has seen the probes, and all have to act.
             self._act(trainer, pl_module, trainer.strategy.broadcast(found))
-        else:
+        else:  # nothing is new between flushes, and a broadcast waits for the device
             self._waiting = found
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -209,10 +209,11 @@ def test_post_gains_are_the_rms_of_the_branch():
     for layer, block in enumerate(old.blocks):
         for branch in ("attention", "mlp"):
             block.get_submodule(branch).register_forward_hook(
-                lambda _m, _a, out, key=(layer, branch): found.update({key: out.detach()})
+                lambda _m, _a, out, key=(layer, branch): found.update({key: out})
             )
     old(BATCH.ids_BT)
-    found = {key: out_BTD[BATCH.valid_BT].double() for key, out_BTD in found.items()}
+    found |= {key: out[0] for key, out in found.items() if key[1] == "attention"}  # beside its rows
+    found = {key: out_BTD.detach()[BATCH.valid_BT].double() for key, out_BTD in found.items()}
     expected = {key: x_ND.square().mean().sqrt() for key, x_ND in found.items()}
     new = EarlyFusionTransformer(replace(PLAIN, post_norm=True, norm_eps=1e-12), "math")
     carry(old, new, BATCH)
