@@ -105,6 +105,8 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     from mmqk.training.module import TrainingModule
     from mmqk.training.steps import Checkpoints, StepLog, Validation, step_of
 
+    # Deterministic training would fill every new tensor, to find reads of what nothing wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if ranks.trainer.strategy.root_device.type == "cpu":
         keep_memory()
     if run.threads:

@@ -41,7 +41,6 @@ def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
         UserError: the device cannot do what is asked of it.
     """
     import torch
-    from torch.utils import deterministic
 
     dtype = torch.float32 if run.trainer["precision"] == "32-true" else torch.bfloat16
     apart = run.data.pack == "documents" and run.data.document_mask
@@ -62,8 +61,6 @@ def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
             if device.type == "cuda"
             else "compile needs a C++ compiler on a CPU: install g++ or clang++, or leave compile off."
         )
-    # Deterministic training would fill every new tensor, to find reads of what nothing wrote.
-    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "name": name,
