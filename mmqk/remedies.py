@@ -150,7 +150,7 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
     "capping": (
         Remedy("attn_softcap", "attention softcap", {"model.attn_softcap": 50.0, "backend": "math"},
             "logit ← cap · tanh(logit / cap), before the mask; q·k itself goes on growing",
-            "Gemma 2, arXiv 2408.00118 [S]", LOGITS, "a tanh of every logit; fused by flex on a GPU, else backend math"),
+            "Gemma 2, arXiv 2408.00118 [S]", LOGITS, "a tanh of every logit; fused by flex on a GPU only"),
         Remedy("final_softcap", "final softcap", {"model.final_softcap": 30.0},
             "logit ← cap · tanh(logit / cap)", "Gemma 2, arXiv 2408.00118 [S]", OUTPUT,
             "a tanh of every output logit"),
