@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,7 +235,11 @@ def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, te
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": terminal, "COLUMNS": "100", "LINES": "40"}
     command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(tmp_path / "r")]
-    process = subprocess.Popen(command, stdout=there, stderr=there, cwd=ROOT, env=environment)
+    # Whoever runs the tests in the background has them inherit a SIGINT that is ignored.
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command, stdout=there, stderr=there, cwd=ROOT, env=environment, preexec_fn=listens
+    )
     os.close(there)
     said, guard = b"", threading.Timer(60, process.kill)  # or one that shows nothing would be read for ever
     guard.start()
