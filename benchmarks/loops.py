@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import seconds_of, synchronize
-from benchmarks.setups import batches_of, labels_of, module_of
+from benchmarks.setups import batches_of, labels_of
 from mmqk.config import RunConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.data.module import PositionedLoader, TokenDataModule
@@ -27,6 +27,7 @@ from mmqk.store import AlarmRules
 from mmqk.train import FLUSH_EVERY
 from mmqk.training.alarms import Alarms
 from mmqk.training.allocator import keep_memory
+from mmqk.training.device import settle
 from mmqk.training.loggers import RunLogger, StoryLogger
 from mmqk.training.loss import total_loss
 from mmqk.training.module import TrainingModule
@@ -91,7 +92,8 @@ class Loop:
 
 def own_loop(run: RunConfig, device: str) -> Loop:
     """mmqk's model, loss by modality and optimizer, without Lightning and monitors."""
-    module = module_of(run).to(device).train()
+    settle(run, torch.device(device))  # says what a kernel cannot do
+    module = TrainingModule.of(run).to(device).train()
     batches = [batch.to(device) for batch in batches_of(run)]
 
     def loss(batch: TokenBatch) -> Tensor:
@@ -168,7 +170,7 @@ class Stack:
     ):
         self.run, self.batches = run, batches
         self.monitor = run.monitor if monitor is None else monitor
-        self.module = module_of(run) if module is None else module
+        self.module = TrainingModule.of(run) if module is None else module
         self.data = TokenDataModule(run.data, run.seed)
         self.data.setup()
         self.first_seconds: float | None = None

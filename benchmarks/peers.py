@@ -16,7 +16,7 @@ from mmqk.monitors import MonitorConfig
 
 BASE = "mmqk: data, monitors, alarms, logs"
 CHAMELEON = "--model.qk_norm={kind: layer, bias: true}"
-CHUNK = 8192
+CHUNK, TOY_CHUNK = 8192, 512
 NONE = MonitorConfig(every_n_steps=0)
 
 
@@ -86,7 +86,8 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
         eager: whether the uncompiled ones are.
     """
     device, work = context.device, work_of(run)
-    chunked = replace(run, loss=replace(run.loss, chunk=CHUNK))
+    chunk = CHUNK if context.full else TOY_CHUNK
+    chunked = replace(run, loss=replace(run.loss, chunk=chunk))
     probed = run.monitor.every_n_steps  # so many steps that one probe falls into each turn
 
     bare = partial(bare_loop, run, device)
@@ -94,10 +95,8 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
         Way("bare loop", bare, work, compiled=run.compile),
         Way("mmqk: Lightning alone", partial(_alone, run), work, compiled=run.compile),
         Way(BASE, partial(Stack, run), work, repeat=probed, compiled=run.compile),
+        Way(f"the same, loss.chunk {chunk:,}", partial(Stack, chunked), work, repeat=probed, compiled=run.compile),
     ]
-    if context.full:
-        name = f"the same, loss.chunk {CHUNK:,}"
-        ways.append(Way(name, partial(Stack, chunked), work, repeat=probed, compiled=run.compile))
     if compiled and eager:
         whole = partial(bare, whole=True)
         ways.append(Way("bare loop, forward and loss one graph", whole, work, compiled=True))

@@ -12,7 +12,6 @@ from mmqk.data.batch import TokenBatch
 from mmqk.data.module import MicroBatches, TokenDataModule
 from mmqk.model import EarlyFusionTransformer
 from mmqk.training.device import settle
-from mmqk.training.module import TrainingModule
 
 # Width, layers, heads of 64 channels. With the head tied to the embedding of 32,768 ids these are 25.0, 124.3 and
 # 348.6 million parameters, all of them counted, and 124M does as much arithmetic a token as GPT-2 of that name.
@@ -44,21 +43,11 @@ def full(size: str, *flags: str, tokens: int = 1024, batch: int = 32, vocabulary
     ])  # fmt: skip
 
 
-def module_of(run: RunConfig) -> TrainingModule:
-    """What Lightning trains of a run, as `mmqk.train` makes it."""
-    module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
-    module.model.recompute = run.recompute
-    if run.compile:
-        module.compile_step()
-    return module
-
-
 def batches_of(run: RunConfig, n: int = BATCHES) -> list[TokenBatch]:
     """The first batches that the run trains on, in memory."""
     data = TokenDataModule(run.data, run.seed)
     data.setup()
-    documents = run.data.pack == "documents" and run.data.document_mask
-    made = MicroBatches(data.order, run.data.batch_size, 1, 0, 1, n, documents)
+    made = MicroBatches(data.order, run.data.batch_size, 1, 0, 1, n, run.data.documents_apart)
     return [made[i] for i in range(n)]
 
 

@@ -138,11 +138,11 @@ def build_parser(help_all: bool = False) -> Parser:
     )
     parser.add_argument(
         "--compile", type=bool, default=False,
-        help="Compile blocks, norms and loss (torch.compile): a minute at the start, and much faster steps on a GPU.",
+        help="Compile blocks, norms and loss (torch.compile): a run starts later, and its steps are fused; for GPUs.",
     )  # fmt: skip
     parser.add_argument(
         "--recompute", type=bool, default=False,
-        help="Forget each block's activations and compute them again in the backward pass: slower, far less memory.",
+        help="Forget each block's activations and compute them again in the backward pass: less memory, more work.",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: torch's own choice).")
     parser.add_argument(

@@ -96,7 +96,6 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     import torch
 
     from mmqk.data.module import TokenDataModule
-    from mmqk.model import keep_graphs
     from mmqk.monitors.lab.callback import RunMonitor
     from mmqk.training.alarms import Alarms
     from mmqk.training.allocator import keep_memory
@@ -127,13 +126,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     resumed_at = step_of(resume_from) if resume_from is not None else None
     if run.threads:
         torch.set_num_threads(run.threads)  # Lightning has shared the cores out
-    module = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
-    module.run_record, module.ranks = run.record(), run.ranks
-    module.model.recompute = run.recompute
-    if run.optim.split_second_moment or run.monitor.gradient_agreement or run.monitor.budget_every_n_steps:
-        keep_graphs()
-    if run.compile:
-        module.compile_step()
+    module = TrainingModule.of(run)
     heldout = data.probe_batch(run.monitor.sequences) if run.monitor.batch == "heldout" else None
 
     every = (run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)

@@ -95,6 +95,11 @@ class DataConfig:
                 )
 
     @property
+    def documents_apart(self) -> bool:
+        """Whether a sequence holds several documents that do not see each other."""
+        return self.pack == "documents" and self.document_mask
+
+    @property
     def family(self) -> tuple[str, ...]:
         """The kinds that share this configuration's vocabulary."""
         return next(f for f in FAMILIES if any(self.mix.get(kind, 0) > 0 for kind in f))

@@ -165,7 +165,6 @@ class TokenDataModule(L.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         accumulate, world = trainer.accumulate_grad_batches, trainer.world_size
-        documents = self.config.pack == "documents" and self.config.document_mask
         self._micro_batches = MicroBatches(
             self.order,
             self.config.batch_size,
@@ -173,7 +172,7 @@ class TokenDataModule(L.LightningDataModule):
             trainer.global_rank,
             world,
             trainer.max_steps,
-            documents,
+            self.config.documents_apart,
         )
         return PositionedLoader(self._micro_batches, self.config.workers, trainer.strategy.root_device)
 

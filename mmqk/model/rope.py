@@ -12,19 +12,24 @@ Rope = tuple[Tensor, Tensor]  # cosine and signed sine of every position's angle
 
 
 def rope_tables(
-    T: int, K: int, theta: float, device: torch.device, scaling: RopeScalingConfig | None = None
+    T: int, K: int, theta: float, device: torch.device, scaling: RopeScalingConfig | None = None, heads: int = 1
 ) -> Rope:
     """Cosine and signed sine of every position's angles, fp32, (T, 1, K) each (RoFormer, arXiv 2104.09864).
 
     Channel i pairs with i + K/2 (the half-split layout of Hugging Face's Llama); pair i turns by
     `position * theta^(-2i/K)`. The sine is negative in the first half, which `apply_rope` relies on.
+
+    On a CPU they are (T, heads, K), as a factor that heads share takes three times as long there as one for each.
     """
     frequency = theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / -K)
     if scaling is not None and scaling.kind != "none":
         frequency = _scaled(frequency, scaling)
     angle_TK2 = torch.arange(T, dtype=torch.float32, device=device)[:, None] * frequency
     cos, sin = angle_TK2.cos(), angle_TK2.sin()
-    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+    cos_T1K, signed_sin_T1K = torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+    if device.type != "cpu":
+        return cos_T1K, signed_sin_T1K
+    return cos_T1K.expand(-1, heads, -1).contiguous(), signed_sin_T1K.expand(-1, heads, -1).contiguous()
 
 
 def _scaled(frequency: Tensor, scaling: RopeScalingConfig) -> Tensor:
@@ -41,9 +46,7 @@ def _scaled(frequency: Tensor, scaling: RopeScalingConfig) -> Tensor:
 
 def apply_rope(x_BTHK: Tensor, rope: Rope) -> Tensor:
     """Rotate every pair of channels by its position's angle, in fp32; the result has the input's dtype."""
-    cos_T1K, signed_sin_T1K = rope
+    cos_THK, signed_sin_THK = (t[:, : x_BTHK.shape[2]] for t in rope)  # keys may have fewer heads than queries
     wide = at_least_fp32(x_BTHK)
-    if wide.device.type == "cpu":  # where a factor that the heads share takes three times as long as one for each
-        cos_T1K, signed_sin_T1K = (t.expand(wide.shape[-3:]).contiguous() for t in rope)
     swapped = wide.roll(wide.shape[-1] // 2, dims=-1)
-    return (wide * cos_T1K + swapped * signed_sin_T1K).to(x_BTHK.dtype)
+    return (wide * cos_THK + swapped * signed_sin_THK).to(x_BTHK.dtype)

@@ -221,9 +221,9 @@ class EarlyFusionTransformer(nn.Module):
             for m, name in enumerate(c.modalities):
                 if name in c.embed_scale:
                     x_BTD = torch.where(of_token_BT1 == m, c.embed_scale[name] * x_BTD, x_BTD)
-        rope = rope_tables(T, c.head_dim, c.rope_theta, device, c.rope_scaling)
+        rope = rope_tables(T, c.head_dim, c.rope_theta, device, c.rope_scaling, heads=c.n_heads)
         theta = c.local_rope_theta
-        local_rope = rope if theta is None else rope_tables(T, c.head_dim, theta, device)
+        local_rope = rope if theta is None else rope_tables(T, c.head_dim, theta, device, heads=c.n_heads)
         masks = {
             window: mask_of(self.backend, T, device, window, document_BT)
             for window in {c.window_of(layer) for layer in range(c.n_layers)}

@@ -52,7 +52,7 @@ def chunked_losses(
         chunk: C, at least 1; any gives the same up to rounding.
         softcap: Logits become `softcap * tanh(logit / softcap)`; None leaves them.
         by_modality: Whether `loss_parts` can be had, each with its gradient, beside `total_loss`.
-        compiled: Whether what happens to a chunk's logits is compiled: two passes over them instead of ten.
+        compiled: Whether what happens to a chunk's logits is compiled into fewer passes over them.
     """
     selected_BTM = selected_of(target_modality_BT, target_mask_BT, len(weights_M))
     wide = torch.promote_types(hidden_BTD.dtype, torch.float32)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmqk.data.config import DataConfig
 from mmqk.model import ModelConfig, kernel_name
+from mmqk.model.kernels import attention, mask_of
 from mmqk.store import UserError
 from mmqk.training.optim import OptimConfig
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def is_masked(model: ModelConfig, data: DataConfig) -> bool:
     """Whether attention leaves out earlier tokens: a window, or packed documents kept apart."""
     windows = any(model.window_of(layer) for layer in range(model.n_layers))
-    return windows or (data.pack == "documents" and data.document_mask)
+    return windows or data.documents_apart
 
 
 def check_shown(compiled: bool, recompute: bool, backend: str, optim: OptimConfig) -> None:
@@ -43,18 +44,19 @@ def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
     import torch
 
     dtype = torch.float32 if run.trainer["precision"] == "32-true" else torch.bfloat16
-    apart = run.data.pack == "documents" and run.data.document_mask
     windows = sorted({run.model.window_of(layer) for layer in range(run.model.n_layers)})
     try:
         kernels = [
-            kernel_name(run.backend, device.type, dtype, apart or window > 0, run.model.attn_dropout)
+            kernel_name(
+                run.backend, device.type, dtype, run.data.documents_apart or window > 0, run.model.attn_dropout
+            )
             for window in windows
         ]
     except ValueError as error:
         raise UserError(str(error)) from error
     if device.type == "cuda" and run.backend.startswith("sdpa"):
         for window in windows:
-            _try(run, device, dtype, window, apart)
+            _try(run, device, dtype, window)
     if run.compile and not _has_compiler(device):
         raise UserError(
             "compile needs Triton, which is not installed: install it or leave compile off."
@@ -78,19 +80,13 @@ def said(settled: dict[str, Any]) -> str:
     )
 
 
-def _try(run: RunConfig, device: torch.device, dtype: torch.dtype, window: int, apart: bool) -> None:
+def _try(run: RunConfig, device: torch.device, dtype: torch.dtype, window: int) -> None:
     """One attention of this shape: a kernel says no only when it is called."""
     import torch
 
-    from mmqk.model.kernels import attention, mask_of
-
     model, T = run.model, run.data.seq_len
-    if run.backend in ("math", "flex"):
-        return
-    document_BT = torch.zeros(1, T, dtype=torch.long, device=device) if run.data.pack == "documents" else None
-    mask = mask_of(
-        run.backend, T, device, model.window_of(0), document_BT if run.data.document_mask else None
-    )
+    document_BT = torch.zeros(1, T, dtype=torch.long, device=device) if run.data.documents_apart else None
+    mask = mask_of(run.backend, T, device, window, document_BT)
     q = torch.randn(1, model.n_heads, T, model.head_dim, device=device, dtype=dtype, requires_grad=True)
     with warnings.catch_warnings(record=True) as why:
         warnings.simplefilter("always")

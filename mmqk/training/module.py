@@ -6,14 +6,14 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import lightning as L
 import torch
 from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
-from mmqk.model import EarlyFusionTransformer, ModelConfig, Rows, compile_blocks, power_step
+from mmqk.model import EarlyFusionTransformer, ModelConfig, Rows, compile_blocks, keep_graphs, power_step
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink
 from mmqk.monitors.ranks import summed
@@ -32,6 +32,9 @@ from mmqk.training.qk_clip import QKClip
 from mmqk.training.rows import RowLog
 from mmqk.training.sharding import shard, whole, whole_model
 from mmqk.training.split_adam import SplitAdamW
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,18 @@ class TrainingModule(L.LightningModule):
         self._clip = None if optim.qk_clip is None else QKClip(self.model, optim.qk_clip)
         self._rows = RowLog(model.modalities) if backend == "flex" else None
         self._modality_losses, self._compiled = modality_losses, False
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Self:
+        """What a run trains, recomputed and compiled as it says; graphs stay where its monitors go back twice."""
+        module = cls(run.model, run.loss, run.optim, run.seed, run.backend)
+        module.run_record, module.ranks = run.record(), run.ranks
+        module.model.recompute = run.recompute
+        if run.optim.split_second_moment or run.monitor.gradient_agreement or run.monitor.budget_every_n_steps:
+            keep_graphs()
+        if run.compile:
+            module.compile_step()
+        return module
 
     def compile_step(self) -> None:
         """Compile blocks, final norm and loss."""
@@ -283,7 +298,7 @@ class TrainingModule(L.LightningModule):
         """Once an optimizer step, before the update: clips by global norm and closes the step's record."""
         if isinstance(optimizer, SplitAdamW):
             optimizer.sum_ranks()
-        reached = {name: p for name, p in self.model.named_parameters() if p.grad is not None}
+        reached = {name: p for name, p in self._named if p.grad is not None}
         # The way of torch.nn.utils.get_total_norm, which does not give the norms of the parameters away.
         # In at least fp32; the norm of shards takes no dtype.
         gradients = [at_least_fp32(p.grad) for p in reached.values() if p.grad is not None]
@@ -348,6 +363,7 @@ class TrainingModule(L.LightningModule):
     # Optimizer -----------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
+        self._named = list(self.model.named_parameters())  # as a strategy has cut them up by now
         optimizer = make_optimizer(self.optim_config, self.model)
         optimizer.register_step_post_hook(self._after_update)
         max_steps = self.trainer.max_steps

@@ -325,7 +325,7 @@ def test_the_clamp_of_the_cosine_scale_comes_before_the_exponential():
         norm.weight.fill_(200.0)
     out = norm(torch.randn(1, 2, 4, 4))
     out.sum().backward()
-    assert float(norm.gain()) == pytest.approx(100, rel=1e-5) and norm.weight.grad.isfinite().all()
+    assert norm.gain().item() == pytest.approx(100, rel=1e-5) and norm.weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(

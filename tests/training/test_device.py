@@ -11,7 +11,7 @@ import torch
 
 from mmqk.config import RunConfig, resolve
 from mmqk.data.config import DataConfig
-from mmqk.model import BACKENDS, ModelConfig
+from mmqk.model import BACKENDS, ModelConfig, kernels
 from mmqk.store import UserError, front_door
 from mmqk.train import main
 from mmqk.training import device
@@ -88,6 +88,22 @@ def test_a_line_says_what_is_compiled_and_recomputed(run, monkeypatch):
 )
 def test_who_sees_less_than_all_before_it(config, masked):
     assert is_masked(ModelConfig(n_layers=2, **config[0]), DataConfig(**config[1])) is masked
+
+
+def test_a_kernel_is_tried_with_the_mask_of_every_window(run, monkeypatch):
+    seen = []
+
+    def mask_of(backend, T, where, window=0, document_BT=None):
+        seen.append((window, document_BT is not None))
+        return kernels.mask_of(backend, T, CPU, window, document_BT)
+
+    monkeypatch.setattr(device, "mask_of", mask_of)
+    some = of(run, "sdpa", window=4, global_every=2)
+    for window in (0, 4):
+        device._try(some, CPU, torch.float32, window)
+    packed = replace(some, data=replace(some.data, pack="documents"))
+    device._try(packed, CPU, torch.float32, 4)
+    assert seen == [(0, False), (4, False), (4, True)]
 
 
 # What is refused -------------------------------------------------------------------------------------------
