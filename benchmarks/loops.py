@@ -26,11 +26,11 @@ from mmqk.monitors.lab.callback import RunMonitor
 from mmqk.store import AlarmRules
 from mmqk.train import FLUSH_EVERY
 from mmqk.training.alarms import Alarms
-from mmqk.training.allocator import keep_memory
 from mmqk.training.device import settle
 from mmqk.training.loggers import RunLogger, StoryLogger
 from mmqk.training.loss import total_loss
 from mmqk.training.module import TrainingModule
+from mmqk.training.on_cpu import keep_memory, look_for_no_gpu
 from mmqk.training.optim import make_optimizer
 from mmqk.training.steps import Checkpoints, StepLog
 
@@ -60,6 +60,8 @@ class Loop:
         device: str,
         optimizer: torch.optim.Optimizer | None = None,
     ):
+        if device == "cpu":
+            look_for_no_gpu()  # as in a script without Lightning
         c = run.optim
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer or torch.optim.AdamW(
@@ -177,6 +179,7 @@ class Stack:
         self.first_loss: float | None = None
         if run.trainer["accelerator"] == "cpu":
             keep_memory()  # as mmqk.train does
+            look_for_no_gpu()
         quieten()
 
     def __call__(self, n: int) -> float:

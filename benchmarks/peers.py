@@ -90,11 +90,13 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
     chunked = replace(run, loss=replace(run.loss, chunk=chunk))
     probed = run.monitor.every_n_steps  # so many steps that one probe falls into each turn
 
+    m = run.monitor
+    note = f"{m.sequences} sequences are probed every {m.every_n_steps} steps, which is no part of the rows below"
     bare = partial(bare_loop, run, device)
     ways = [
         Way("bare loop", bare, work, compiled=run.compile),
         Way("mmqk: Lightning alone", partial(_alone, run), work, compiled=run.compile),
-        Way(BASE, partial(Stack, run), work, repeat=probed, compiled=run.compile),
+        Way(BASE, partial(Stack, run), work, repeat=probed, compiled=run.compile, note=note),
         Way(f"the same, loss.chunk {chunk:,}", partial(Stack, chunked), work, repeat=probed, compiled=run.compile),
     ]
     if compiled and eager:

@@ -98,16 +98,17 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     from mmqk.data.module import TokenDataModule
     from mmqk.monitors.lab.callback import RunMonitor
     from mmqk.training.alarms import Alarms
-    from mmqk.training.allocator import keep_memory
     from mmqk.training.lifecycle import Interrupted, Lifecycle, ProgressLine
     from mmqk.training.loggers import RunLogger, StoryLogger
     from mmqk.training.module import TrainingModule
+    from mmqk.training.on_cpu import keep_memory, look_for_no_gpu
     from mmqk.training.steps import Checkpoints, StepLog, Validation, step_of
 
     # Deterministic training would fill every new tensor, to find reads of what nothing wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if ranks.trainer.strategy.root_device.type == "cpu":
         keep_memory()
+        look_for_no_gpu()
     if run.threads:
         torch.set_num_threads(run.threads)
     data = TokenDataModule(run.data, run.seed)

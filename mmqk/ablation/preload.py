@@ -14,12 +14,12 @@ import mmqk.data.module
 import mmqk.monitors.lab.callback
 import mmqk.train
 import mmqk.training.alarms
-import mmqk.training.allocator
 import mmqk.training.checkpoint
 import mmqk.training.fork
 import mmqk.training.lifecycle
 import mmqk.training.loggers
 import mmqk.training.module
+import mmqk.training.on_cpu
 import mmqk.training.outcome
 import mmqk.training.steps
 from mmqk.store import code_hash

@@ -1,17 +1,18 @@
-"""The allocator keeps what a step frees: the kernel's own count of page faults says so."""
+"""What makes steps cheaper on a CPU does so: by counts of page faults and of looks for a GPU."""
 
 import ctypes
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from mmqk.training import allocator
+from mmqk.training import on_cpu
 
 # Page faults (getrusage) of a loop that takes and frees blocks of 24 MB, after the first ones have been touched.
 FAULTS = """
 import resource, sys
-from mmqk.training.allocator import keep_memory
+from mmqk.training.on_cpu import keep_memory
 if sys.argv[1] == "kept":
     assert keep_memory()
 import ctypes
@@ -46,7 +47,7 @@ def test_freed_memory_is_used_again():
 
 def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert not allocator.keep_memory()
+    assert not on_cpu.keep_memory()
 
 
 def test_an_older_glibc_takes_the_smaller_threshold(monkeypatch):
@@ -60,5 +61,20 @@ def test_an_older_glibc_takes_the_smaller_threshold(monkeypatch):
             return int(name != -3 or value <= 2**25)
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Old)
-    assert allocator.keep_memory()
+    assert on_cpu.keep_memory()
     assert (-3, 2**25) in asked
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that was found is not looked for again")
+def test_an_optimizer_looks_for_no_library_of_a_gpu(monkeypatch):
+    looks = []
+    monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: looks.append(1) or 0)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # what Lightning sets when it is imported
+    optimizer.step()
+    found = len(looks)
+    on_cpu.look_for_no_gpu()
+    optimizer.step()
+    assert len(looks) == found > 0  # above 0: the negative control

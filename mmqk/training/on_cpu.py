@@ -1,8 +1,9 @@
-"""The C library's allocator, told to keep what a step frees: the next step asks for the same blocks again."""
+"""What a process is told so that its steps cost less on a CPU; no number changes."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 
 # glibc's malloc.h. Left alone, it hands every large block back to the kernel, which clears its pages anew each time.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
@@ -22,3 +23,11 @@ def keep_memory() -> bool:
         return False
     kept = any(mallopt(_MMAP_THRESHOLD, size) for size in _LARGEST)
     return bool(kept and mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_TOP_PAD, _PAD))
+
+
+def look_for_no_gpu() -> None:
+    """Undo what importing Lightning does to every step of an optimizer: to look for NVIDIA's library on the disk.
+
+    torch asks in each whether there is a GPU; without this word of Lightning's it asks the CUDA runtime it has.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
