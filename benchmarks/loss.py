@@ -68,13 +68,15 @@ def step_of(size: Size, chunk: int | None, device: str) -> Callable[[int], float
     targets = torch.randint(size.vocabulary, (1, size.tokens), generator=random).to(device)
     of = targets, (targets >= size.vocabulary // 2).long(), torch.ones_like(targets, dtype=torch.bool)
     weights, n = torch.ones(2, device=device), float(size.tokens)
+    compiled = device == "cuda"  # as a run's is on a GPU
+    dense = torch.compile(modality_losses, dynamic=False) if compiled else modality_losses
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             if chunk is None:
-                sums = modality_losses(hidden @ head.T, *of, 2)
+                sums = dense(hidden @ head.T, *of, 2)
             else:
-                sums = chunked_losses(hidden, head, *of, weights, Z_LOSS, chunk)
+                sums = chunked_losses(hidden, head, *of, weights, Z_LOSS, chunk, compiled=compiled)
             loss = total_loss(sums, weights, Z_LOSS, n)
         loss.backward()
         hidden.grad = head.grad = None

@@ -29,6 +29,7 @@ def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
     """
     needs("transformers")
     model: Any = to_transformers(EarlyFusionTransformer(run.model, "math", run.seed))
+    model.set_attn_implementation(_causal_sdpa())
     model.to(device).train()
     if hasattr(model.model, "vqmodel"):  # it takes no part
         model.model.vqmodel.requires_grad_(False)
@@ -39,6 +40,15 @@ def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
         return cross_entropy(model.lm_head(hidden_BTD), labels_BT)
 
     return Loop(model, maybe(loss, compiled), pairs_of(run, device), run, device)
+
+
+def _causal_sdpa() -> str:
+    """Their SDPA without their mask: compiled, they would make one of every T x T, which leaves flash no part."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+    return "causal_sdpa"
 
 
 def litgpt_loop(run: RunConfig, device: str, compiled: bool) -> Loop:

@@ -99,6 +99,11 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
         Way(BASE, partial(Stack, run), work, repeat=probed, compiled=run.compile, note=note),
         Way(f"the same, loss.chunk {chunk:,}", partial(Stack, chunked), work, repeat=probed, compiled=run.compile),
     ]
+    if context.full:
+        note = "transformers and litgpt leave the kernel to torch, which may take cuDNN's on Hopper"
+        cudnn = replace(run, backend="sdpa_cudnn")
+        taken = Way("the same, sdpa_cudnn", partial(Stack, cudnn), work, compiled=run.compile, note=note)
+        ways.append(replace(taken, repeat=probed))
     if compiled and eager:
         whole = partial(bare, whole=True)
         ways.append(Way("bare loop, forward and loss one graph", whole, work, compiled=True))

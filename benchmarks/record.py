@@ -45,7 +45,11 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cuda":
         found = torch.cuda.get_device_properties(0)
-        about |= {"gpu_memory_gib": round(found.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+        about |= {
+            "gpu_memory_gib": round(found.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
     return about
 
 

@@ -92,9 +92,10 @@ def kernel_name(
 ) -> str:
     """The kernel that computes attention, always this one: math, flex, or SDPA's flash, efficient, cudnn or math.
 
-    Under `sdpa` it is the fastest that can: flash, or efficient where there is a mask or fp32 on a GPU. cuDNN's is
-    only taken by name: its backward pass has given NaN where a row's log-sum-exp is very negative, a regime that
-    drifting logits reach, and such a NaN would pass for a divergence of the model.
+    Under `sdpa` it is flash, or efficient where there is a mask or fp32 on a GPU. cuDNN's, which torch itself prefers
+    on Hopper and which may be faster there, is only taken by name: its backward pass has given NaN where a row's
+    log-sum-exp is very negative, a regime that drifting logits reach, and such a NaN would pass for a divergence of
+    the model.
 
     Raises:
         ValueError: the named kernel does not exist on this device, or not for this.

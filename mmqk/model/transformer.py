@@ -140,6 +140,12 @@ class Embedding(nn.Embedding):
             start += size
 
 
+def capped(logits_BTV: Tensor, softcap: float | None) -> Tensor:
+    """Logits in fp32 (fp64 in fp64), and `softcap * tanh(logit / softcap)` of them (Gemma 2, arXiv 2408.00118)."""
+    wide_BTV = at_least_fp32(logits_BTV)
+    return wide_BTV if softcap is None else softcap * torch.tanh(wide_BTV / softcap)
+
+
 class EarlyFusionTransformer(nn.Module):
     """A decoder that reads and predicts every modality from one vocabulary (Chameleon, arXiv 2405.09818).
 
@@ -185,6 +191,7 @@ class EarlyFusionTransformer(nn.Module):
         sink: Sink | None = None,
         head: bool = True,
         rows: list[Rows] | None = None,
+        raw: bool = False,
     ) -> Tensor:
         """Logits of the next token at every position.
 
@@ -204,6 +211,7 @@ class EarlyFusionTransformer(nn.Module):
             head: False stops before the head, for a loss that applies head and softcap itself.
             rows: Gets what each layer's attention knows of its rows, from the first layer to the last; nothing from a
                 backend that does not know.
+            raw: Logits as the head gives them, for a loss that applies precision and softcap in passes of its own.
 
         Returns:
             logits_BTV in fp32 (fp64 in an fp64 model), whatever autocast makes of the head. Without the head, the
@@ -241,11 +249,11 @@ class EarlyFusionTransformer(nn.Module):
         hidden_BTD = through(self.final_norm, x_BTD, modality_BT)
         if not head:
             return hidden_BTD
-        logits_BTV = at_least_fp32(self.head(hidden_BTD))
+        logits_BTV = self.head(hidden_BTD)
         if sink is not None:
+            logits_BTV = at_least_fp32(logits_BTV)
             sink("logits", -1, logits_BTV)
-        cap = c.final_softcap
-        return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
+        return logits_BTV if raw else capped(logits_BTV, c.final_softcap)
 
     @contextmanager
     def by(self, backend: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.norms import Norm
-from mmqk.model.transformer import Block
+from mmqk.model.transformer import Block, capped
 from mmqk.monitors.collect import Collector
 from mmqk.monitors.measures.pairs import Pairs, visible_pairs
 from mmqk.monitors.record import Probe
@@ -88,10 +88,8 @@ def probe(
         elif site == "final":
             collector.final(tensor)
         elif site == "logits":
-            capped = (
-                tensor if c.final_softcap is None else c.final_softcap * torch.tanh(tensor / c.final_softcap)
-            )
-            collector.output(capped, batch.target_modality_BT, batch.target_mask_BT, c.blocks)
+            logits = capped(tensor, c.final_softcap)
+            collector.output(logits, batch.target_modality_BT, batch.target_mask_BT, c.blocks)
 
     _forward(model, batch, sink)
     _weights(model, collector)
@@ -145,10 +143,11 @@ def _forward(
     for module in training:
         module.training = False
     try:
-        # Eagerly: a compiled model would be compiled once more for a forward that somebody watches. And flex, which
-        # is fused only where it is compiled, by the dense reference.
+        # Eagerly: a compiled model would be compiled once more for a forward that somebody watches. By the dense
+        # reference where that leaves no kernel: flex is fused only where it is compiled, the others want 16 bits.
         eagerly = torch.compiler.set_stance("force_eager")
-        dense = model.by("math") if model.backend == "flex" else nullcontext()
+        has_none = model.backend in ("flex", "sdpa_flash", "sdpa_cudnn")
+        dense = model.by("math") if has_none else nullcontext()
         with eagerly, dense, torch.no_grad(), torch.autocast(batch.ids_BT.device.type, enabled=False):
             model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink=sink)
     finally:

@@ -63,6 +63,10 @@ def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
             if device.type == "cuda"
             else "compile needs a C++ compiler on a CPU: install g++ or clang++, or leave compile off."
         )
+    if run.backend == "flex" and not _has_compiler(device):
+        raise UserError(
+            "backend flex needs Triton, which is not installed: install it or use backend sdpa or math."
+        )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "name": name,

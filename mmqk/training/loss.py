@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mmqk.model.transformer import capped
+
 
 @dataclass(frozen=True)
 class LossConfig:
@@ -89,6 +91,7 @@ def modality_losses(
     target_modality_BT: Tensor,
     target_mask_BT: Tensor,
     n_modalities: int,
+    softcap: float | None = None,
 ) -> LossSums:
     """Cross-entropy and log Z of every trained target, summed by the modality of the target.
 
@@ -98,11 +101,12 @@ def modality_losses(
         target_modality_BT: Modality number of each target.
         target_mask_BT: Whether a target is trained on, True or False.
         n_modalities: M.
+        softcap: Logits become `softcap * tanh(logit / softcap)` first, in fp32.
 
     Returns:
         Differentiable sums; nothing outside the mask reaches them.
     """
-    wide_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+    wide_BTV = capped(logits_BTV, softcap)
     index_BT1 = targets_BT.where(target_mask_BT, 0)[..., None]
     # One softmax pass serves both: log Z is the target's logit less its log-probability. With z_loss 0 no
     # gradient flows through log Z, and the backward pass costs what a plain cross-entropy's does.

@@ -81,8 +81,8 @@ def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
     rows = [sums.count, sums.ce, sums.log_z]
     if batch.target_surprise_BT is not None:
         selected_BTM = selected_of(batch.target_modality_BT, batch.target_mask_BT, len(sums.count))
-        known_BTM = torch.where(selected_BTM, batch.target_surprise_BT[..., None], 0.0)
-        rows.append(known_BTM.sum((0, 1)).to(sums.count.dtype))
+        known_BT = at_least_fp32(batch.target_surprise_BT)  # bf16-true rounds what it is given
+        rows.append(torch.where(selected_BTM, known_BT[..., None], 0.0).sum((0, 1)).to(sums.count.dtype))
     return torch.stack(rows).detach().float()
 
 
@@ -134,8 +134,7 @@ class TrainingModule(L.LightningModule):
         self.backend = backend
         self.model = EarlyFusionTransformer(model, backend=backend, seed=seed)
         self.loss_weights_M: Tensor
-        weights = torch.tensor(loss.weights_of(model.modalities))
-        self.register_buffer("loss_weights_M", weights, persistent=False)
+        self.register_buffer("loss_weights_M", self._loss_weights(torch.get_default_dtype()), persistent=False)
         self.step_record: StepRecord | None = None
         self._sums_RM: Tensor | None = None
         self._loss: Tensor | None = None
@@ -165,6 +164,14 @@ class TrainingModule(L.LightningModule):
         compile_blocks(self.model)
         self._modality_losses = torch.compile(modality_losses, fullgraph=True, dynamic=False)
         self._compiled = True
+
+    def on_fit_start(self) -> None:
+        """bf16-true has rounded them."""
+        self.loss_weights_M = self._loss_weights(self.loss_weights_M.dtype).to(self.device)
+
+    def _loss_weights(self, dtype: torch.dtype) -> Tensor:
+        weights = self.loss_config.weights_of(self.model_config.modalities)
+        return torch.tensor(weights, dtype=torch.promote_types(dtype, torch.float32))
 
     def configure_model(self) -> None:
         """Lightning's word that a model may be cut up, where the strategy does so."""
@@ -237,8 +244,9 @@ class TrainingModule(L.LightningModule):
         targets = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
         c = self.loss_config
         if c.chunk is None:
-            logits_BTV = model(*inputs, rows=rows)
-            return self._modality_losses(logits_BTV, *targets, len(self.model_config.modalities))
+            logits_BTV = model(*inputs, rows=rows, raw=True)
+            M, cap = len(self.model_config.modalities), self.model_config.final_softcap
+            return self._modality_losses(logits_BTV, *targets, M, cap)
         return chunked_losses(
             model(*inputs, head=False, rows=rows),
             model.head.weight,

@@ -329,3 +329,23 @@ def test_a_probe_leaves_parts_in_evaluation_mode_as_they_were():
     before = [module.training for module in model.modules()]
     probe(model, make_batch())
     assert [module.training for module in model.modules()] == before and len(set(before)) == 2
+
+
+@pytest.mark.parametrize("backend", ["flex", "sdpa_flash", "sdpa_cudnn"])
+def test_a_probe_attends_densely_where_its_backend_has_no_kernel_for_it(backend, monkeypatch):
+    """On a GPU flash and cuDNN refuse a probe's fp32, and flex is fused only where it is compiled."""
+    dense, batch = make_model(), make_batch()
+    model = EarlyFusionTransformer(dense.config, backend=backend)
+    model.load_state_dict(dense.state_dict())
+    wanted = probe(dense, batch).flat()
+    found = probe(model, batch).flat()
+    assert model.backend == backend
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[t], wanted[t], equal_nan=True) for t in wanted)
+
+    asked = []
+    monkeypatch.setattr("mmqk.model.attention.attention", lambda *a, backend, **k: asked.append(backend) or 1 / 0)
+    for other in (model, EarlyFusionTransformer(dense.config, backend="sdpa")):  # the second is the control
+        with pytest.raises(ZeroDivisionError):
+            probe(other, batch)
+    assert asked == ["math", "sdpa"]

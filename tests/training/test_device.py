@@ -140,6 +140,18 @@ def test_compiling_on_a_cpu_needs_a_compiler(run, monkeypatch):
     assert settle(compiled, CPU)["compiled"] is True
 
 
+def test_flex_needs_a_compiler_too(run, monkeypatch):
+    """On a GPU, which is only pretended here: flex without its kernel would be dense, or fail in the first step."""
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "a GPU")
+    monkeypatch.setattr(device, "_has_compiler", lambda where: False)
+    with pytest.raises(UserError, match=r"^backend flex needs Triton, which is not installed: install it or use"):
+        settle(of(run, "flex"), gpu)
+    assert settle(of(run, "math"), gpu)["name"] == "a GPU"  # the control
+    monkeypatch.setattr(device, "_has_compiler", lambda where: True)
+    assert settle(of(run, "flex"), gpu)["attention"] == "flex (Triton)"
+
+
 def test_blocks_that_are_compiled_or_recomputed_and_qk_clip_want_flex():
     for backend in BACKENDS:
         check_shown(False, False, backend, OptimConfig(qk_clip=1.0))

@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mmqk.data.batch import TokenBatch
 from mmqk.training.loss import LossConfig, loss_parts, modality_losses, total_loss
+from mmqk.training.module import modality_sums
 from tests.peers import Peer
+from tests.training.toy import module_of
 
 WRITTEN_OUT = Peer(("z_loss",), "formula written out", 1e-12)
 PEERS = [WRITTEN_OUT]
@@ -177,3 +180,31 @@ def test_impossible_weights_are_refused_by_name():
         LossConfig(z_loss=float("nan"))
     with pytest.raises(ValueError, match=r"'audio', but the modalities here are text, image"):
         LossConfig(weights={"audio": 0.5}).weights_of(("text", "image"))
+
+
+def test_the_cap_is_applied_in_fp32_before_the_sums():
+    """Gemma 2, arXiv 2408.00118: written out in fp64 on the logits as the head rounded them."""
+    logits, *rest = batch()
+    narrow = logits.bfloat16()
+    sums = modality_losses(narrow, *rest, M, 2.0)
+    exact = modality_losses(2.0 * torch.tanh(narrow.double() / 2.0), *rest, M)
+    torch.testing.assert_close(sums.ce.double(), exact.ce, rtol=1e-5, atol=1e-5)
+    rounded = modality_losses(2.0 * torch.tanh(narrow / 2.0), *rest, M)  # the control: a cap in bf16
+    assert not torch.allclose(rounded.ce.double(), exact.ce, rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_weights_round_no_sum_and_no_weight_of_the_loss():
+    """Lightning's bf16-true casts the batch's numbers and the module's buffers."""
+    n, known = 1001, 7.3125  # exact in bf16, where the sum of so many is not
+    surprise_BT = torch.full((1, n), known, dtype=torch.bfloat16)
+    ids_BT, all_BT = torch.zeros(1, n, dtype=torch.long), torch.ones(1, n, dtype=torch.bool)
+    seen = TokenBatch(ids_BT, ids_BT, all_BT, all_BT, torch.tensor(1.0), surprise_BT=surprise_BT)
+    sums = modality_losses(torch.zeros(1, n, V), ids_BT, ids_BT, all_BT, 2)
+    assert modality_sums(sums, seen)[-1].tolist() == [seen.target_surprise_BT.double().sum().item(), 0.0]
+    assert seen.target_surprise_BT.sum().item() != seen.target_surprise_BT.double().sum().item()  # the control
+
+    module = module_of(loss=LossConfig(weights={"text": 0.3})).to(torch.bfloat16)
+    wanted = torch.tensor([0.3, 1.0])
+    assert not torch.equal(module.loss_weights_M.float(), wanted)  # the control
+    module.on_fit_start()
+    assert torch.equal(module.loss_weights_M, wanted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -52,7 +54,8 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
     training = model.training
     model.eval()
     try:
-        with torch.compiler.set_stance("force_eager"):
+        dense = model.by("math") if model.backend == "flex" else nullcontext()
+        with torch.compiler.set_stance("force_eager"), dense:
             model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
     finally:
         model.train(training)
