@@ -91,7 +91,7 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
     probed = run.monitor.every_n_steps  # so many steps that one probe falls into each turn
 
     m = run.monitor
-    note = f"{m.sequences} sequences are probed every {m.every_n_steps} steps, which is no part of the rows below"
+    note = f"{m.sequences} sequences are probed every {m.every_n_steps} steps, which no row of another package is"
     bare = partial(bare_loop, run, device)
     ways = [
         Way("bare loop", bare, work, compiled=run.compile),
