@@ -91,7 +91,7 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
     probed = run.monitor.every_n_steps  # so many steps that one probe falls into each turn
 
     m = run.monitor
-    note = f"{m.sequences} sequences are probed every {m.every_n_steps} steps, which no row of another package is"
+    note = f"with a probe of {m.sequences} sequences every {m.every_n_steps} steps, which the other packages have not"
     bare = partial(bare_loop, run, device)
     ways = [
         Way("bare loop", bare, work, compiled=run.compile),
@@ -102,8 +102,8 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
     if context.full:
         note = "transformers and litgpt leave the kernel to torch, which may take cuDNN's on Hopper"
         cudnn = replace(run, backend="sdpa_cudnn")
-        taken = Way("the same, sdpa_cudnn", partial(Stack, cudnn), work, compiled=run.compile, note=note)
-        ways.append(replace(taken, repeat=probed))
+        name = "the same, sdpa_cudnn"
+        ways.append(Way(name, partial(Stack, cudnn), work, repeat=probed, compiled=run.compile, note=note))
     if compiled and eager:
         whole = partial(bare, whole=True)
         ways.append(Way("bare loop, forward and loss one graph", whole, work, compiled=True))

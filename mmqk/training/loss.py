@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mmqk.data.batch import TokenBatch
+from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import capped
+from mmqk.store import tag
 
 
 @dataclass(frozen=True)
@@ -171,3 +174,27 @@ def _objective(sums: LossSums, weights_M: Tensor, z_loss: float) -> Objective | 
             "a chunked loss has the weights and z_loss that chunked_losses was given: pass the same."
         )
     return found
+
+
+def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
+    """(R, M), by target modality, in fp32: count, summed cross-entropy, summed log Z, and, where the source
+    knows the probability of its tokens, the summed cross-entropy of that knowledge."""
+    rows = [sums.count, sums.ce, sums.log_z]
+    if batch.target_surprise_BT is not None:
+        selected_BTM = selected_of(batch.target_modality_BT, batch.target_mask_BT, len(sums.count))
+        known_BT = at_least_fp32(batch.target_surprise_BT)  # bf16-true rounds what it is given
+        rows.append(torch.where(selected_BTM, known_BT[..., None], 0.0).sum((0, 1)).to(sums.count.dtype))
+    return torch.stack(rows).detach().float()
+
+
+def modality_means(sums_RM: list[list[float]], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
+    """Mean loss, log Z and excess by modality as tags; a modality without a target is an absent key.
+
+    The excess is the loss less that of a model that knows the source, on the same tokens.
+    """
+    values: dict[str, float] = {}
+    for name, count, ce, log_z, *floor in zip(names, *sums_RM, strict=True):
+        if count:
+            values |= {tag(prefix + "loss", name): ce / count, tag(prefix + "log_z", name): log_z / count}
+            values |= {tag(prefix + "excess", name): (ce - f) / count for f in floor}
+    return values

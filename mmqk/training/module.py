@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -17,14 +16,14 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, Rows, compile_blocks
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink
 from mmqk.monitors.ranks import summed
-from mmqk.store import tag
 from mmqk.training.chunked_loss import chunked_losses
 from mmqk.training.loss import (
     LossConfig,
     LossSums,
     loss_parts,
     modality_losses,
-    selected_of,
+    modality_means,
+    modality_sums,
     total_loss,
 )
 from mmqk.training.optim import OptimConfig, lr_multiplier, make_optimizer
@@ -73,40 +72,6 @@ class StepWatch(Protocol):
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Before any intervention on the weights."""
-
-
-def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
-    """(R, M), by target modality, in fp32: count, summed cross-entropy, summed log Z, and, where the source
-    knows the probability of its tokens, the summed cross-entropy of that knowledge."""
-    rows = [sums.count, sums.ce, sums.log_z]
-    if batch.target_surprise_BT is not None:
-        selected_BTM = selected_of(batch.target_modality_BT, batch.target_mask_BT, len(sums.count))
-        known_BT = at_least_fp32(batch.target_surprise_BT)  # bf16-true rounds what it is given
-        rows.append(torch.where(selected_BTM, known_BT[..., None], 0.0).sum((0, 1)).to(sums.count.dtype))
-    return torch.stack(rows).detach().float()
-
-
-def modality_means(sums_RM: list[list[float]], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
-    """Mean loss, log Z and excess by modality as tags; a modality without a target is an absent key.
-
-    The excess is the loss less that of a model that knows the source, on the same tokens.
-    """
-    values: dict[str, float] = {}
-    for name, count, ce, log_z, *floor in zip(names, *sums_RM, strict=True):
-        if count:
-            values |= {tag(prefix + "loss", name): ce / count, tag(prefix + "log_z", name): log_z / count}
-            values |= {tag(prefix + "excess", name): (ce - f) / count for f in floor}
-    return values
-
-
-def clip_values(measured: list[float]) -> dict[str, float]:
-    """`QKClip.measured` as tags; a layer without a visible pair is an absent key."""
-    largest, gammas = measured[: len(measured) // 2], measured[len(measured) // 2 :]
-    values: dict[str, float] = {}
-    for layer, (logit, gamma) in enumerate(zip(largest, gammas, strict=True)):
-        if logit != -math.inf:
-            values |= {tag("qk_clip_logit", layer=layer): logit, tag("qk_clip_gamma", layer=layer): gamma}
-    return values
 
 
 class TrainingModule(L.LightningModule):
@@ -348,7 +313,7 @@ class TrainingModule(L.LightningModule):
             found |= self._rows.values(rest[-of_rows:])
             del rest[-of_rows:]
         if self._clip is not None:
-            found |= clip_values(rest[-2 * layers :])
+            found |= self._clip.values(rest[-2 * layers :])
             del rest[-2 * layers :]
         return found | modality_means(
             [rest[i : i + len(names)] for i in range(0, len(rest), len(names))], names

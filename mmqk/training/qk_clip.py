@@ -6,6 +6,7 @@ keys, K head width, L layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -18,6 +19,7 @@ from mmqk.model.kernels import visible_keys
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Block
 from mmqk.monitors.ranks import largest as largest_of
+from mmqk.store import tag
 from mmqk.training.optim import OptimConfig
 
 CHUNK_ELEMENTS = 2**24
@@ -135,6 +137,15 @@ class QKClip:
         )
         self._largest = dict(enumerate(largest_LH))
         return torch.cat([largest_LH.amax(1), gamma_of(largest_LH, self.threshold).amin(1)])
+
+    def values(self, measured: list[float]) -> dict[str, float]:
+        """`QKClip.measured` as tags; a layer without a visible pair is an absent key."""
+        largest, gammas = measured[: len(measured) // 2], measured[len(measured) // 2 :]
+        values: dict[str, float] = {}
+        for layer, (logit, gamma) in enumerate(zip(largest, gammas, strict=True)):
+            if logit != -math.inf:
+                values |= {tag("qk_clip_logit", layer=layer): logit, tag("qk_clip_gamma", layer=layer): gamma}
+        return values
 
     @torch.no_grad()
     def clip(self, hold: Tensor | None = None) -> None:

@@ -13,8 +13,7 @@ from mmqk.config import resolve
 from mmqk.data.module import TokenDataModule
 from mmqk.store import read_metrics
 from mmqk.train import main
-from mmqk.training.loss import modality_losses
-from mmqk.training.module import modality_means, modality_sums
+from mmqk.training.loss import modality_losses, modality_means, modality_sums
 
 DIAL = ['--data.mix={"dial": 1}', "--data.seq_len=96"]
 
