@@ -4,12 +4,13 @@ BASE_PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 PYTHON ?= $(VENV_PYTHON)
 
-.PHONY: help setup demo test test-oldest-torch tensorboard clean
+.PHONY: help setup demo test golden test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk into it"
 	@echo "make demo         train the demonstration and write reports/demo/index.html"
 	@echo "make test         lint, types and tests"
+	@echo "make golden       train eight short runs and compare their numbers with the kept ones"
 	@echo "make test-oldest-torch  tests of the monitors on torch 2.6, in an environment of its own"
 	@echo "make tensorboard  open the dashboards of runs/"
 	@echo "Add PYTHON=python to use the environment that is active instead of .venv."
@@ -24,6 +25,9 @@ test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+golden: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
+	$(PYTHON) -m tests.golden
 
 # The monitors install into environments with an older torch than the rest of mmqk needs.
 test-oldest-torch:

@@ -34,6 +34,8 @@ def init_weights(model: nn.Module, seed: int) -> None:
     Raises:
         TypeError: a module with parameters has no row in the table.
     """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return  # a checkpoint fills it
     done = set()
     for module_name, module in model.named_modules():
         shared_name = re.sub(r"\.copies\.\d+", "", module_name)

@@ -265,6 +265,19 @@ def test_loaded_model_is_the_trained_one(mixed, kept):
         assert float((fresh - expected).abs().max()) > 1e-2
 
 
+def test_a_model_with_sigma_reparam_is_loaded_too(tiny_args, tmp_path):
+    assert (
+        main(
+            [*tiny_args, "--model.weight_reparam=sigma", "--trainer.max_steps=2", f"--out={tmp_path / 'run'}"]
+        )
+        == 0
+    )
+    stored = torch.load(newest(tmp_path / "run"), weights_only=True)["state_dict"]
+    loaded = load_model(tmp_path / "run").state_dict()
+    assert {f"model.{name}" for name in loaded} == stored.keys()
+    assert all(torch.equal(value, stored[f"model.{name}"]) for name, value in loaded.items())
+
+
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.3, 0.5, 0.9, 0.9999])
 def test_a_cut_checkpoint_is_refused_with_one_sentence(mixed, tmp_path, part):
     whole = newest(mixed).read_bytes()

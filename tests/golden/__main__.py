@@ -1,0 +1,157 @@
+"""Golden runs: eight short runs whose losses, norms and logits are compared with kept values.
+
+``python -m tests.golden`` (`make golden`) trains them and compares; ``--write`` keeps what they give now. On the
+platform that made the kept values every number must be the same, bit for bit; on another one, where kernels sum in
+another order, losses, norms and logits may differ by `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import platform
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmqk.config import resolve
+from mmqk.data.ids import main as write_ids
+from mmqk.data.module import TokenDataModule
+from mmqk.store import read_metrics
+from mmqk.train import main as train
+from mmqk.training.checkpoint import load_model
+
+HERE = Path(__file__).parent
+KEPT = HERE / "values.json"
+RUNS = ("plain", "chameleon", "capped", "sigmoid", "untied", "clipped", "dial", "ids")
+TIMES = {"tokens_per_s"}
+# On another platform: losses, norms and logits, relative to the larger value. Differences of nearly equal numbers
+# (offsets, biases) and maxima of a clipped run amplify rounding and are left out there.
+TOLERANCE = 2e-2
+COMPARED_ELSEWHERE = (
+    "loss",
+    "val_loss",
+    "log_z",
+    "logits",
+    "final_norm",
+    "resid_norm",
+    "q_norm",
+    "k_norm",
+    "v_norm",
+)
+
+
+def arguments(name: str, scratch: Path) -> list[str]:
+    """The command line of a golden run."""
+    more = [f"--data.tokens={scratch / 'ids'}"] if name == "ids" else []
+    return [f"--config={HERE / 'base.yaml'}", f"--config={HERE / name}.yaml", *more, "--quiet"]
+
+
+def write_documents(scratch: Path) -> None:
+    """A token folder of two modalities, from integers that no library's random numbers decide."""
+    ids = np.array([(i * i * 31 + i * 7) % 60 for i in range(64 * 200)], dtype=np.int64).reshape(200, 64)
+    ids[:, 32:] += 60
+    np.save(scratch / "ids.npy", ids)
+    argv = [f"--train={scratch / 'ids.npy'}", "--val-share=0.2", "--blocks=text=60,image=60"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        write_ids([*argv, f"--out={scratch / 'ids'}"])
+
+
+def measure(name: str, scratch: Path) -> dict[str, Any]:
+    """Train one run; its loss at every step, its last line of metrics, its logits, and a digest of all numbers."""
+    argv = arguments(name, scratch)
+    out = scratch / "runs" / name
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
+        code = train([*argv, f"--out={out}"])
+    if code:
+        raise SystemExit(f"the golden run {name} ended with {code}: {said.getvalue()}")
+    run = resolve(argv)
+    data = TokenDataModule(run.data, run.seed)
+    data.setup()
+    batch = data.probe_batch(run.monitor.sequences)
+    with torch.no_grad():
+        logits_BTV = load_model(out)(batch.ids_BT, batch.modality_BT, batch.document_BT)
+    lines = [
+        {k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(out / "metrics.jsonl")
+    ]
+    digest = hashlib.sha256(json.dumps(lines, sort_keys=True).encode())
+    digest.update(logits_BTV.contiguous().numpy().tobytes())
+    kept = {f"loss@{line['step']}": line["loss"] for line in lines if "loss" in line}
+    kept |= {tag: value for tag, value in lines[-1].items() if tag != "step"}
+    rows_BT = logits_BTV.logsumexp(-1)
+    kept |= {f"logits/row{b}/position{t}": rows_BT[b, t].item() for b in range(2) for t in range(0, 96, 16)}
+    return {"id": run.id, "digest": digest.hexdigest(), "values": kept}
+
+
+def this_platform() -> dict[str, str]:
+    """What decides which kernels run, and so the last bits."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return {
+        "torch": torch.__version__.split("+")[0],
+        "processor": names[0] if names else platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "system": platform.system(),
+    }
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], exact: bool) -> list[str]:
+    """One line for each value of a run that is not what was kept."""
+    if exact and old == new:
+        return []
+    before, after = old["values"], new["values"]
+    lines = [f"{tag}: kept, now missing" for tag in before.keys() - after.keys()]
+    lines += [f"{tag}: not among the kept values" for tag in after.keys() - before.keys()]
+    for tag in sorted(before.keys() & after.keys()):
+        a, b = float(before[tag]), float(after[tag])  # what is not finite is a string in metrics.jsonl
+        allowed = TOLERANCE * max(abs(a), abs(b))
+        if exact:
+            allowed = 0.0
+        elif re.split("[@/]", tag)[0] not in COMPARED_ELSEWHERE:
+            continue
+        if not (a == b or abs(a - b) <= allowed or (a != a and b != b)):
+            lines.append(f"{tag}: {a!r} -> {b!r}")
+    if exact and old["id"] != new["id"]:
+        lines.append(f"run id: {old['id']} -> {new['id']}")
+    if exact and not lines:
+        lines.append("the values are the kept ones, and other steps or logits differ")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train the runs and compare; 1 when a value differs."""
+    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="keep the present values")
+    parser.add_argument("runs", nargs="*", default=list(RUNS), help=f"of {', '.join(RUNS)} (all)")
+    args = parser.parse_args(argv)
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"platform": {}, "runs": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        write_documents(Path(folder))
+        new = {name: measure(name, Path(folder)) for name in args.runs}
+    if args.write:
+        kept = {"platform": this_platform(), "runs": {**kept["runs"], **new}}
+        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+        print(f"kept {', '.join(new)} in {KEPT}")
+        return 0
+    exact = kept["platform"] == this_platform()
+    bound = "bit for bit" if exact else f"to {TOLERANCE:g} (kept on {kept['platform']})"
+    failed = 0
+    for name, run in new.items():
+        lines = differences(kept["runs"][name], run, exact)
+        print(f"{name}: {'the same ' + bound if not lines else f'{len(lines)} differences'}")
+        for line in lines[:10]:
+            print(f"    {line}")
+        failed += bool(lines)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The golden runs touch every kind of remedy, loss, data and probe, and their comparison sees a small change."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import yaml
+
+from mmqk.remedies import REMEDIES
+from tests.golden.__main__ import (
+    HERE,
+    KEPT,
+    RUNS,
+    TOLERANCE,
+    differences,
+    measure,
+    this_platform,
+    write_documents,
+)
+
+KEPT_RUNS = json.loads(KEPT.read_text())["runs"]
+
+
+def settings(name: str) -> dict:
+    """The fields that a golden run sets, by dotted name."""
+
+    def flat(tree, prefix=""):
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{key}.")
+            yield f"{prefix}{key}", value
+
+    return dict(flat(yaml.safe_load((HERE / f"{name}.yaml").read_text())))
+
+
+def test_every_group_of_remedies_is_in_a_golden_run():
+    fields = {field for name in RUNS for field in settings(name)}
+    for group in {remedy.group for remedy in REMEDIES}:
+        of_group = [set(remedy.settings) - {"backend"} for remedy in REMEDIES if remedy.group == group]
+        assert any(wanted <= fields for wanted in of_group), group
+
+
+def test_every_source_probe_and_loss_is_in_a_golden_run():
+    runs = [settings(name) for name in RUNS]
+    kinds = {kind for run in runs for kind in run.get("data.mix", {"pair": 3, "text": 1})}
+    assert {"pair", "text", "image", "tokens", "dial"} <= kinds
+    fields = {field for run in runs for field in run}
+    assert {"data.read", "data.pack", "loss.z_loss", "loss.chunk", "loss.weights"} <= fields
+    assert {
+        f"monitor.{probe}" for probe in ("heads", "parameters", "precision", "gradient_agreement")
+    } <= fields
+    assert {run.get("trainer.precision", "32-true") for run in runs} == {"32-true", "bf16-mixed", "bf16-true"}
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory) -> dict:
+    scratch = tmp_path_factory.mktemp("golden")
+    write_documents(scratch)
+    return measure("ids", scratch)
+
+
+def test_a_golden_run_has_its_kept_numbers(ids):
+    exact = json.loads(KEPT.read_text())["platform"] == this_platform()
+    assert differences(KEPT_RUNS["ids"], ids, exact) == []
+
+
+def test_a_change_is_seen():
+    kept = KEPT_RUNS["plain"]
+    assert differences(kept, kept, exact=True) == differences(kept, kept, exact=False) == []
+    changed = copy.deepcopy(kept)
+    changed["values"]["loss@3"] *= 1 + 1e-15
+    assert any("loss@3" in line for line in differences(kept, changed, exact=True))
+    assert differences(kept, changed, exact=False) == []
+    changed["values"]["loss@3"] *= 1 + 2 * TOLERANCE
+    assert any("loss@3" in line for line in differences(kept, changed, exact=False))
+    for part in ("digest", "id"):
+        assert differences(kept, {**kept, part: "other"}, exact=True)
+    del changed["values"]["loss@3"]
+    assert any("missing" in line for line in differences(kept, changed, exact=False))
