@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from mmqk.remedies import REMEDIES
+from tests.golden import verdicts
 from tests.golden.__main__ import (
     HERE,
     KEPT,
@@ -79,3 +80,18 @@ def test_a_change_is_seen():
         assert differences(kept, {**kept, part: "other"}, exact=True)
     del changed["values"]["loss@3"]
     assert any("missing" in line for line in differences(kept, changed, exact=False))
+
+
+def test_two_sets_of_verdicts_are_compared_by_their_numbers():
+    kept = json.loads((HERE.parents[1] / "reports/examples/demo/verdicts.json").read_text())
+    prose = [{**claim, "note": "other words", "runs": ["another/id"]} for claim in kept]
+    assert verdicts.differences(kept, prose, set()) == []
+    for field, value in (
+        ("effect", 1.0),
+        ("verdict", "not run"),
+        ("adjusted", {"p": 1.0}),
+        ("claim", "other"),
+    ):
+        planted = [{**kept[0], field: value}, *kept[1:]]
+        assert verdicts.differences(kept, planted, set()), field
+        assert verdicts.differences(kept, planted, {kept[0]["claim"], "other"}) == []
