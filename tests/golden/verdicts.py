@@ -1,6 +1,6 @@
 """Compare two ``verdicts.json`` of one grid: ``python -m tests.golden.verdicts KEPT NEW [--except CLAIM ...]``.
 
-Claims, verdicts, effects, intervals, thresholds, p and tests must be equal; run ids, notes and other prose may differ.
+Claims, verdicts, effects, intervals, thresholds, p and tests must be equal; run ids, notes and prose may differ.
 """
 
 from __future__ import annotations
