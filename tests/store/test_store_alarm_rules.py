@@ -161,6 +161,33 @@ def test_noise_of_a_fifth_grows_once_in_a_hundred_runs_at_most_and_probes_of_eve
     assert fed(rule, growing(0.005, probes=1000), start=0) and len(rule.points) < 30
 
 
+def young(steps, every, doubles_every, until):
+    """Lines of a run whose norms double every so many steps up to a step and rest from then on."""
+    names = ("q_norm/text/layer00", "resid_norm/image/layer01", "final_norm/text")
+    names += ("attn_logit_absmax/text-text/layer00",)
+    for step in range(0, steps + 1, every):
+        yield {"step": step} | dict.fromkeys(names, 60.0 * 2 ** (min(step, until) / doubles_every))
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("steps", [30, 60, 100, 150])
+def test_a_short_run_has_too_few_steps_for_a_growth_alarm(steps, every):
+    for until in (steps // 2, steps):
+        assert not alarms_of(young(steps, every, steps / 12, until), 5, steps)
+    # The control: the same curve over twenty times as many steps rings on all four series.
+    found = alarms_of(young(20 * steps, 20, 20 * steps / 12, 10 * steps), 5, 20 * steps)
+    assert [alarm.name for alarm in found] == ["growth"] * 4
+
+
+def test_growth_in_the_first_hundred_steps_is_that_of_every_model_and_a_line_needs_fifty():
+    first = fed(Growth(5, 220), [2 ** (min(step, 60) / 10) for step in range(221)], start=0)
+    assert not first
+    # Growth that goes on rings as soon as the line is long enough, also in a run without an end.
+    for max_steps in (220, 0):
+        found = fed(Growth(5, max_steps), [2 ** (step / 10) for step in range(400)], start=0)
+        assert len(found) == 1 and 150 <= found[0].step <= 153
+
+
 # Collapse -----------------------------------------------------------------------------------------------------
 
 

@@ -78,6 +78,17 @@ def test_alarms_are_those_that_the_numbers_give_afterwards(reporting):
     assert live(folder) == afterwards(folder)
 
 
+def test_a_healthy_run_of_60_steps_has_no_growth_alarm_live_or_afterwards(reporting, monkeypatch):
+    folder, said = reporting
+    assert read_status(folder).status == "completed"
+    assert not any(alarm.name == "growth" for alarm in read_alarms(folder)) and "growth" not in said
+    assert "growth" not in afterwards(folder)
+    # The control: its norms grow so fast that a rule content with a few steps would ring.
+    monkeypatch.setattr(probes, "GROWTH_START_STEPS", 1)
+    monkeypatch.setattr(probes, "GROWTH_STEPS", 0)
+    assert "growth" in afterwards(folder)
+
+
 def marks(folder: Path) -> Counter[tuple[int, str]]:
     """``alarm/<name>`` of metrics.jsonl by step."""
     return Counter(

@@ -16,11 +16,14 @@ NORMS = ("q_norm", "k_norm", "resid_norm", "final_norm")
 
 # All ours. In the first fifth of a run every norm grows, many times over, and in healthy runs most; the slope is
 # that of five probes over at least a twentieth of the run, and of four standard errors; a logit below 50, where
-# Gemma 2 caps (arXiv 2408.00118), is no matter yet.
+# Gemma 2 caps (arXiv 2408.00118), is no matter yet. How long norms grow at first is a number of steps and no share of
+# the run: the rule waits for longer than a fifth of a short run, and fits no line to a few steps.
 GROWTH_START_SHARE = 0.2
+GROWTH_START_STEPS = 100
 GROWTH_PROBES = 5
 GROWTH_FIRST = 3
 GROWTH_SHARE = 0.05
+GROWTH_STEPS = 50
 GROWTH_ERRORS = 4.0
 GROWTH_FACTOR = 2.0
 GROWTH_LOGIT = 50.0
@@ -32,17 +35,18 @@ COLLAPSE_SHARE = 0.1
 class Growth:
     """A norm or largest logit that has doubled since a fifth of the run and doubles again before its end.
 
-    A line is laid by least squares through the logarithm of the last probes, five or more, over at least a twentieth
-    of the run. Its slope has to be four standard errors above 0, and its end twice the median of the first three
-    probes after a fifth of the run. Without an end the run is taken to go on
-    for as long as it has gone, and starts to count at the end of the warm-up, as it does where that is later than a
-    fifth. Values that are not positive are left out.
+    The rule starts at a fifth of the run, at the end of the warm-up or at step 100, whichever is latest. It fits a
+    line by least squares to the logarithm of the last probes, five or more, over at least a twentieth of the run and
+    50 steps. Its slope has to be four standard errors above 0, and its end twice the median of the first three
+    probes after the start. A run of 150 steps or fewer has no alarm of this kind: its norms still grow as those of
+    every young model do. A run without an end is taken to go on for as long as it has gone. Values that are not
+    positive are left out.
     """
 
     def __init__(self, warmup_steps: int, max_steps: int, fewest: float = 0.0):
-        self.start = max(1, warmup_steps, round(GROWTH_START_SHARE * max_steps))
+        self.start = max(GROWTH_START_STEPS, warmup_steps, round(GROWTH_START_SHARE * max_steps))
         self.max_steps, self.fewest = max_steps, fewest
-        self.span = GROWTH_SHARE * max_steps
+        self.span = max(GROWTH_STEPS, GROWTH_SHARE * max_steps)
         self.first: list[float] = []
         self.points: list[tuple[int, float]] = []
         self.on = False
