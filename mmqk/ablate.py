@@ -130,12 +130,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_claims(grid: Grid, session: Session) -> None:
-    """Refuse now what would be refused when the runs are judged."""
+    """Refuse now what would be refused when the runs are judged, and what no judgement could support."""
+    from mmqk.analysis.decidable import check_decidable
     from mmqk.analysis.study import study_of
 
     assert session.plan is not None
     record = {"name": grid.name, "grid": grid.raw, "runs": session.plan.entries}
-    study_of(session.out, record, (), grid.path)
+    study = study_of(session.out, record, (), grid.path)
+    check_decidable(study.claims, grid.jobs if grid.arms else (), grid.path)
 
 
 def _grid(options: argparse.Namespace) -> Grid:

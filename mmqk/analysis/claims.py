@@ -213,6 +213,10 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
         raise UserError(f"{where} counts runs: its delta is a difference of shares, below 1")
     if not claim.compared:
         raise UserError(f"{where} names no arms")
+    if claim.treatment and claim.treatment == claim.control:
+        raise UserError(
+            f"{where} has {claim.treatment!r} as its treatment and as its control: name two arms that differ"
+        )
     if claim.status == "control" and math.isnan(claim.at_least):
         raise UserError(f"{where} is a control and needs at_least")
     if claim.status == "control" and isinstance(metric, FamilyMetric):
@@ -256,6 +260,9 @@ def said(point: Mapping[str, Any]) -> str:
 
 def _number(value: Any, where: str) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UserError(f"{where} is {value!r}, not a number") from None
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{where} is {value!r}, not a number")
+    return number

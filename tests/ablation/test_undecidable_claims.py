@@ -1,0 +1,149 @@
+"""A claim that no finding could support is refused before anything is trained, and every other claim is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmqk.ablation import load_grid
+from mmqk.analysis.claims import read_claims
+from mmqk.analysis.decidable import check_decidable
+
+ARMS = {"a": {"set": {"size": 1}}, "b": {"set": {"size": 2}}, "c": {"set": {"size": 3}}}
+CLAIM = {"id": "C", "treatment": "a", "control": "b", "delta": 0.2}
+CHECK = {"id": "P", "arms": ["a"], "at_least": 5, "status": "control"}
+OTHER = {"id": "O", "treatment": "b", "control": "c", "delta": 0.2, "status": "exploratory"}
+SHOWN = {"id": "O", "arms": ["a", "b"], "status": "shown"}
+SAME = {"test": "equivalence", "positive_control": "P"}
+
+
+def grid(*claims, seeds=(1, 2, 3), arms=ARMS, **more):
+    raw = {"name": "toy", "base": "base.yaml", "seeds": list(seeds), "arms": arms, "claims": list(claims)}
+    return json.dumps(raw | more)
+
+
+REFUSED = {
+    "itself": ([CLAIM | {"control": "a"}], {}, "'a' as its treatment and as its control"),
+    "itself, shown": (
+        [SHOWN | {"treatment": "a", "control": "a"}],
+        {},
+        "as its treatment and as its control",
+    ),
+    "itself by another name": (
+        [{**CLAIM, "treatment": "a", "control": "a-size1", "at": {"size": 1}}],
+        {"arms": {"a": {"axes": {"size": [1, 2]}}}},
+        "compares the arm a-size1 with itself",
+    ),
+    "no seed in common": (
+        [CLAIM],
+        {"arms": ARMS | {"b": {"set": {"size": 2}, "seeds": [7, 8, 9]}}},
+        "a and b share no seed",
+    ),
+    "one seed": ([CLAIM], {"seeds": (1,)}, "have one seed, which gives no interval"),
+    "one seed, chosen rates": (
+        [CLAIM],
+        {
+            "seeds": (1,),
+            "lr": {"rule": "own_best", "grid": [0.1, 0.3], "seeds": [8], "metric": "final_loss/text"},
+        },
+        "have one seed, which gives no interval",
+    ),
+    "no difference, no control": ([CLAIM | {"test": "equivalence"}], {}, "needs a positive_control"),
+    "no difference, leaning on no difference": (
+        [CLAIM | SAME | {"positive_control": "O"}, OTHER | SAME, CHECK],
+        {},
+        "its positive control O is an equivalence",
+    ),
+    "no difference, leaning on what is shown": (
+        [CLAIM | SAME | {"positive_control": "O"}, SHOWN],
+        {},
+        "its positive control O is shown and never decided",
+    ),
+    "a check that is shown": (
+        [CLAIM | {"manipulation_check": "O"}, SHOWN],
+        {},
+        "its manipulation check O is shown and never decided",
+    ),
+    "a negative control that is shown": (
+        [CLAIM | {"negative_control": "O"}, SHOWN],
+        {},
+        "its negative control O is shown and never decided",
+    ),
+    "a check that nothing supports": (
+        [CLAIM | {"manipulation_check": "O"}, OTHER | {"test": "equivalence"}],
+        {},
+        "its manipulation check O is an equivalence",
+    ),
+    "a ring": (
+        [CLAIM | {"manipulation_check": "O"}, OTHER | {"manipulation_check": "C"}],
+        {},
+        "leans on it in its turn",
+    ),
+    "counts of few": ([CLAIM | {"test": "count"}], {}, "do not clear delta 0.2 with 3 runs an arm"),
+    "without end": ([CLAIM | {"delta": "inf"}], {}, "delta of claim C is 'inf', not a number"),
+    "a control without end": (
+        [CLAIM | {"positive_control": "P"}, CHECK | {"at_least": "nan"}],
+        {},
+        "at_least of claim P is 'nan', not a number",
+    ),
+}
+ACCEPTED = {
+    "plain": ([CLAIM], {}),
+    "without a control it can be supported": ([CLAIM | {"status": "exploratory"}], {}),
+    "two seeds": ([CLAIM], {"seeds": (1, 2)}),
+    "one seed beside an arm of three": (
+        [CLAIM],
+        {"arms": ARMS | {"a": {"set": {"size": 1}, "seeds": [1]}}},
+    ),
+    "no difference": ([CLAIM | SAME, CHECK], {}),
+    "no difference, leaning on an effect": ([CLAIM | SAME | {"positive_control": "O"}, OTHER], {}),
+    "a ring of positive controls": (
+        [CLAIM | {"positive_control": "O"}, OTHER | {"positive_control": "C"}],
+        {},
+    ),
+    "checks": ([CLAIM | {"manipulation_check": "O", "negative_control": "P"}, OTHER, CHECK], {}),
+    "counts": ([CLAIM | {"test": "count"}], {"seeds": range(1, 7)}),
+    "fewer": ([CLAIM | {"test": "count", "direction": "less"}], {"seeds": range(1, 7)}),
+    "shown, one seed": ([SHOWN], {"seeds": (1,)}),
+    "two points of a family": (
+        [{**CLAIM, "treatment": "a-size1", "control": "a-size2"}],
+        {"arms": {"a": {"axes": {"size": [1, 2]}}}},
+    ),
+    "families": (
+        [CLAIM | {"metric": "lr_sensitivity"}],
+        {"axes": {"optim.lr": [0.1, 0.3]}, "arms": {"a": ARMS["a"], "b": ARMS["b"]}},
+    ),
+    "chosen rates": (
+        [CLAIM],
+        {"lr": {"rule": "own_best", "grid": [0.1, 0.3], "seeds": [8], "metric": "final_loss/text"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_no_finding_could_support_is_refused_before_anything_is_written(world, tmp_path, capsys, what):
+    claims, more, words = REFUSED[what]
+    assert world(grid=grid(*claims, **more)) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and words in said and "toy.yaml" in said and "Traceback" not in said
+    assert {path.name for path in tmp_path.iterdir()} == {"base.yaml", "toy.yaml"}
+
+
+@pytest.mark.parametrize("what", ACCEPTED)
+def test_what_runs_could_support_is_accepted(world, capsys, what):
+    claims, more = ACCEPTED[what]
+    assert world("--dry-run", grid=grid(*claims, **more)) == 0, capsys.readouterr().err
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/ablations").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_claim_that_ships_could_be_supported(path):
+    loaded = load_grid(path)
+    points = {name: [point] for arm in loaded.arms for name, point in arm.points.items()}
+    points |= {arm.name: list(arm.points.values()) for arm in loaded.arms}
+    claims = read_claims(loaded.raw.get("claims") or (), points, loaded.name, str(path))
+    assert len(claims) == len(yaml.safe_load(path.read_text()).get("claims") or ())
+    check_decidable(claims, loaded.jobs, path)
