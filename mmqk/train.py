@@ -18,6 +18,7 @@ from mmqk.store import (
     RunFolder,
     UserError,
     dashboards,
+    read_json,
     read_status,
     run_main,
     write_json,
@@ -170,6 +171,9 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         return 128 + stop.signum
     except SystemExit:  # how Lightning leaves on a second Ctrl-C
         return EXIT_CODES["interrupted"]
+    finally:
+        if folder is not None:
+            _skipped(folder, data)
     if folder is None:
         return EXIT_CODES["completed"]
     status = folder.status()
@@ -204,6 +208,20 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
         )
     floors = {f"val_unigram/{modality}": nats for modality, nats in data.unigram_loss().items()}
     return floors if builder.captions_cut is None else {**floors, "captions_cut": builder.captions_cut}
+
+
+def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
+    """Count the samples that were skipped on stderr; skipped.json names them, those before a resume included."""
+    if not data.skipped:
+        return
+    path = folder.path / "skipped.json"
+    found = {**(read_json(path) or {}), **data.skipped}
+    try:
+        write_json(path, found)
+        named = f"{path} names them and says why"
+    except OSError as error:  # the run has ended, and its numbers are written
+        named = f"{path}, which names them, cannot be written ({error.strerror or error})"
+    print(f"{len(found)} samples were skipped, as they cannot be used: {named}", file=sys.stderr)
 
 
 def _first_step(run: RunConfig) -> int:

@@ -24,6 +24,7 @@ UNKNOWN = "not an image of a known format"
 TOO_LARGE = "image has too many pixels"
 BROKEN = "image cannot be decoded"
 NOT_FINITE = "image has infinite or undefined pixels"
+IMAGE_REASONS = (EMPTY, UNKNOWN, TOO_LARGE, BROKEN, NOT_FINITE)
 
 MAX_PIXELS = 2**26
 # A closed list: others of Pillow's start programs (EPS), hold larger images than they announce (ICO) or

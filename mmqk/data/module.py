@@ -161,6 +161,12 @@ class TokenDataModule(L.LightningDataModule):
                 stores[kind] = open_source(kind, folder, tokenizers, cache)
         return stores
 
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Why samples of shards were skipped while reading them, by their names: so far, on this rank."""
+        stores = self.stores.get("pair", {}).values() if self.config.read == "shards" else ()
+        return {name: reason for store in stores for name, reason in store.skipped.items()}
+
     def train_dataloader(self) -> PositionedLoader:
         trainer = self.trainer
         assert trainer is not None

@@ -7,6 +7,7 @@ for one pass over one that is too large to keep twice. Anything longer is faster
 from __future__ import annotations
 
 import hashlib
+import sys
 import tempfile
 import zipfile
 import zlib
@@ -20,29 +21,101 @@ import numpy as np
 
 from mmqk.data.images import Dropped, load_image
 from mmqk.data.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
-from mmqk.data.samples import IMAGE_FIELDS, pair_of
+from mmqk.data.samples import IMAGE_FIELDS, REASONS, pair_of
 from mmqk.data.tars import TarIndex, expand, index_tar
 from mmqk.data.tokens import Layout, layout_of
 from mmqk.store import UserError, identity_hash
+
+# A run ends with an error once more than this share of the samples cannot be used: of all samples, or of those read
+# so far once LEAST_UNUSABLE of these cannot be. A single one is always skipped.
+MOST_UNUSABLE = 0.1
+LEAST_UNUSABLE = 10
+NAMED = 5
+_OTHER = 253
+
+
+class Account:
+    """Which of N samples a run has read and which of these it cannot use; loader workers share it.
+
+    Attributes:
+        total: N, of all splits.
+    """
+
+    def __init__(self, total: int) -> None:
+        import torch
+
+        self.total = total
+        # 0: not read yet, 1: used, 2 and more: a reason.
+        self._state_N = torch.zeros(total, dtype=torch.uint8).share_memory_()
+
+    def used(self, number: int) -> None:
+        """Count a sample that was used."""
+        self._state_N[number] = 1
+
+    def is_unusable(self, number: int) -> bool:
+        """Whether the sample is known to be unusable."""
+        return bool(self._state_N[number] > 1)
+
+    def skip(self, number: int, reason: str, name: str) -> None:
+        """Count a sample that cannot be used, and name the first few on stderr.
+
+        Raises:
+            UserError: too many samples cannot be used.
+        """
+        self._state_N[number] = 2 + (REASONS.index(reason) if reason in REASONS else _OTHER)
+        tried, bad = self.read, int((self._state_N > 1).sum())
+        if bad > max(1, MOST_UNUSABLE * self.total) or (bad >= LEAST_UNUSABLE and bad > MOST_UNUSABLE * tried):
+            raise UserError(
+                f"{bad} of the {tried} samples read so far cannot be used, more than {MOST_UNUSABLE:.0%}"
+                f" (the latest is {name}: {reason}): repair the shards, or tokenize them with python -m"
+                " mmqk.data.tokenize, which drops and counts such samples"
+            )
+        if bad <= NAMED:
+            more = "; further ones are only counted" if bad == NAMED else ""
+            print(f"{name} is skipped ({reason}){more}", file=sys.stderr, flush=True)
+
+    @property
+    def read(self) -> int:
+        """Samples that were read."""
+        return int((self._state_N > 0).sum())
+
+    def reasons(self, start: int, end: int) -> dict[int, str]:
+        """Why samples of ``start`` to ``end`` were skipped, by their places from ``start``."""
+        state_N = self._state_N[start:end].numpy()
+        return {
+            i: REASONS[c] if (c := int(state_N[i]) - 2) < len(REASONS) else "another reason"
+            for i in np.flatnonzero(state_N > 1).tolist()
+        }
 
 
 class OnlinePairs:
     """Pairs of one split as documents, made when they are asked for. N documents.
 
-    Stands in for a `TokenStore` of kind pair, but knows no lengths.
+    Stands in for a `TokenStore` of kind pair, but knows no lengths. A sample that cannot be used is skipped: the
+    next usable one of the split stands in its place, so that a document remains a function of its number.
 
     Args:
         shards: indices of the shards.
         samples_N2: shard and sample of each document.
         tokenizers: folder of the tokenizers.
+        account: of the samples of all splits.
+        number: of the first document, in the account.
     """
 
     kind = "pair"
     lengths_N = None
     tokens = None
 
-    def __init__(self, shards: Sequence[TarIndex], samples_N2: np.ndarray, tokenizers: Path) -> None:
+    def __init__(
+        self,
+        shards: Sequence[TarIndex],
+        samples_N2: np.ndarray,
+        tokenizers: Path,
+        account: Account,
+        number: int = 0,
+    ) -> None:
         self.shards, self.samples_N2, self.tokenizers = shards, samples_N2, tokenizers
+        self.account, self._number = account, number
         self.layout: Layout = layout_of(tokenizers)
 
     def __len__(self) -> int:
@@ -66,25 +139,44 @@ class OnlinePairs:
 
         return read_config(self.tokenizers).grid ** 2 + 2
 
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Why samples were skipped that a run has read, by their names."""
+        reasons_N = self.account.reasons(self._number, self._number + len(self))
+        return {self._name(i): reason for i, reason in reasons_N.items()}
+
     def __getitem__(self, n: int) -> np.ndarray:
-        """Ids of document n.
+        """Ids of document n, or of the next one that can be used.
 
         Raises:
-            UserError: its sample has no readable image or caption.
+            UserError: too many samples, or all of the split, have no readable image or caption.
         """
+        for i in [*range(n, len(self)), *range(n)]:
+            number = self._number + i
+            if self.account.is_unusable(number):
+                continue
+            try:
+                ids = self._ids(i)
+            except Dropped as dropped:
+                self.account.skip(number, dropped.reason, self._name(i))
+                continue
+            self.account.used(number)
+            return ids
+        raise UserError(
+            f"none of the {len(self)} samples of a split can be used, such as {self._name(n)}: repair the shards"
+        )
+
+    def _name(self, i: int) -> str:
+        s, sample = self.samples_N2[i]
+        return f"sample {self.shards[s].keys[sample]} of shard {self.shards[s].path}"
+
+    def _ids(self, i: int) -> np.ndarray:
         from torchvision.transforms.functional import pil_to_tensor
 
         text, image, vocabulary = self._loaded
-        s, i = self.samples_N2[n]
-        shard = self.shards[s]
-        try:
-            content, caption = pair_of(shard.read(i))
-            pixels = pil_to_tensor(load_image(content, image.image_size))
-        except Dropped as dropped:
-            raise UserError(
-                f"sample {shard.keys[i]} of shard {shard.path} cannot be used ({dropped.reason}): tokenize the shards"
-                " with python -m mmqk.data.tokenize, which drops and counts such samples"
-            ) from None
+        s, sample = self.samples_N2[i]
+        content, caption = pair_of(self.shards[s].read(sample))
+        pixels = pil_to_tensor(load_image(content, image.image_size))
         codes = image.encode(pixels[None].float() / 255)[0].numpy()
         words = vocabulary.text(text.encode(caption))
         begin, end = self.layout.begin_image, self.layout.end_image
@@ -109,16 +201,24 @@ def open_online(shards: str, tokenizers: Path, cache: Path, val_share: float) ->
     """
     if (Path(shards) / MANIFEST).exists():
         by_split = {split: _of_manifest(Path(shards), split, cache) for split in ("train", "val")}
-        return {split: OnlinePairs(found, _all(found), tokenizers) for split, found in by_split.items()}
+        return _stores({split: (found, _all(found)) for split, found in by_split.items()}, tokenizers)
     kept = [_index(path, cache) for path in expand([shards])]
     found = [k.index for k in kept]
     everything = _all(found)
     digests_N = np.concatenate([k.digests_N for k in kept])
     held_out = digests_N.astype(np.float64) / 2.0**64 < val_share
-    return {
-        "train": OnlinePairs(found, everything[~held_out], tokenizers),
-        "val": OnlinePairs(found, everything[held_out], tokenizers),
-    }
+    return _stores({"train": (found, everything[~held_out]), "val": (found, everything[held_out])}, tokenizers)
+
+
+def _stores(
+    splits: dict[str, tuple[list[TarIndex], np.ndarray]], tokenizers: Path
+) -> dict[str, OnlinePairs]:
+    """The splits, with one account."""
+    account, stores, number = Account(sum(len(samples) for _, samples in splits.values())), {}, 0
+    for split, (shards, samples_N2) in splits.items():
+        stores[split] = OnlinePairs(shards, samples_N2, tokenizers, account, number)
+        number += len(samples_N2)
+    return stores
 
 
 def online_hash(shards: str, cache: Path) -> str:

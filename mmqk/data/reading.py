@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> R
         padding=1 - sum(len(row.ids) for row in rows) / (len(rows) * data.builder.seq_len),
         mixture=_mixture(run, draws),
         sources=_sources(run, data, epoch_rows, total),
-        dropped=_dropped(run),
+        dropped=_dropped(run, data),
         known=_known(rows, layout.modality, list(layout.blocks)),
     )
 
@@ -166,11 +167,14 @@ def _sources(
     return rows
 
 
-def _dropped(run: RunConfig) -> dict[str, dict[str, int]]:
+def _dropped(run: RunConfig, data: TokenDataModule) -> dict[str, dict[str, int]]:
     folders = run.data.sources
     if "tokens" in run.data.family:
         folders = {"tokens": Path(run.data.tokens)}
-    return {k: read_header(folder)["dropped"] for k, folder in folders.items() if is_token_folder(folder)}
+    found = {k: read_header(folder)["dropped"] for k, folder in folders.items() if is_token_folder(folder)}
+    if data.skipped:  # of the sequences read
+        found["pair"] = dict(Counter(data.skipped.values()))
+    return found
 
 
 def record(reading: Reading, run: RunConfig, data: TokenDataModule) -> dict[str, Any]:

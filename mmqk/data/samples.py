@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mmqk.data.images import Dropped
+from mmqk.data.images import IMAGE_REASONS, Dropped
 
 IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
 CAPTION_FIELD = "caption"
@@ -28,6 +28,8 @@ EMPTY_DOCUMENT = "document is empty"
 NOT_JSON = "line is not a JSON object"
 NO_TEXT = "no field text"
 NO_MATCH = "image files do not match the lists"
+# Why a pair cannot be used.
+REASONS = (NO_IMAGE, NO_CAPTION, EMPTY_CAPTION, NOT_UNICODE, *IMAGE_REASONS)
 
 _NUMBERED = re.compile(rf"([0-9]{{1,9}})\.(?:{'|'.join(IMAGE_FIELDS)})")
 

@@ -211,16 +211,101 @@ def test_a_run_reads_shards_with_workers_as_without(tiny_data, tmp_path):
     assert torch.equal(torch.cat(alone), torch.cat(dealt))
 
 
-def test_a_sample_that_cannot_be_used_is_named(tiny_data, tmp_path):
-    shard = index_tar(tiny_data / "pairs/train-00000.tar")
-    images = [shard.read(i)["webp"][: 40 if i == 1 else None] for i in range(3)]
-    write_tar(tmp_path / "a.tar", [(shard.keys[i], {"webp": images[i], "txt": b"a"}) for i in range(3)])
-    found = open_online(str(tmp_path / "a.tar"), tiny_data / "tokenizers", tmp_path, 1e-9)["train"]
-    assert len(found[0]) == len(found[2])
-    with pytest.raises(
-        UserError, match=r"sample tiny-0001 of shard .*a\.tar cannot be used .*mmqk\.data\.tokenize"
-    ):
-        found[1]
+def tiny_shard(tiny_data, path, n=40, broken=()):
+    """n samples with images of their own, some of which are cut in half."""
+    shards = [index_tar(tiny_data / f"pairs/train-0000{s}.tar") for s in (0, 1)]
+    images = [shard.read(i)["webp"] for shard in shards for i in range(len(shard))]
+    files = [images[i][: 40 if i in broken else None] for i in range(n)]
+    return write_tar(path, [(f"k{i}", {"webp": f, "txt": b"a red square"}) for i, f in enumerate(files)])
+
+
+def both_splits(path, tokenizers, cache, val_share=1e-9):
+    return open_online(str(path), tokenizers, cache, val_share)
+
+
+def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, capsys):
+    path = tiny_shard(tiny_data, tmp_path / "a.tar", 20, broken=(1, 2, 19))
+    # Three of 20 are more than a tenth: two of them are read here.
+    found = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"]
+    # The next sample stands in, also when it is asked for again and from an end to the beginning.
+    assert [found[1].tolist(), found[1].tolist()] == [found[3].tolist()] * 2
+    assert found.skipped == dict.fromkeys(
+        (f"sample k{i} of shard {path}" for i in (1, 2)), "image cannot be decoded"
+    )
+    err = capsys.readouterr().err
+    assert err.count("is skipped (image cannot be decoded)") == 2 and f"sample k2 of shard {path}" in err
+    with pytest.raises(UserError, match=r"3 of the 4 samples read .* 10% .*sample k19 .*data\.tokenize"):
+        found[19]
+    whole = both_splits(tiny_shard(tiny_data, tmp_path / "b.tar"), tiny_data / "tokenizers", tmp_path)["train"]
+    assert len({tuple(whole[i]) for i in range(40)}) > 10
+    assert not whole.skipped and not capsys.readouterr().err
+
+
+def test_a_split_takes_the_place_of_its_own_samples_only(tiny_data, tmp_path):
+    """Both splits share the account of what was read, and neither is filled up from the other."""
+    path = tiny_shard(tiny_data, tmp_path / "a.tar", broken=(0, 7))
+    found = both_splits(path, tiny_data / "tokenizers", tmp_path, 0.3)
+    for split in found.values():
+        usable = [i for i, (_, k) in enumerate(split.samples_N2.tolist()) if k not in (0, 7)]
+        ids = {tuple(split._ids(i)) for i in usable}
+        assert {tuple(split[i]) for i in range(len(split))} == ids
+    assert sorted(n.split()[1] for s in found.values() for n in s.skipped) == ["k0", "k7"]
+    assert found["train"].account is found["val"].account and found["train"].account.read == 40
+
+
+@pytest.mark.parametrize("broken, refused", [((5,), False), ((5, 6), True), (range(8), True)])
+def test_one_sample_of_a_small_set_is_skipped_and_more_are_refused(tiny_data, tmp_path, broken, refused):
+    path = tiny_shard(tiny_data, tmp_path / "a.tar", 8, broken)
+    found = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"]
+    if refused:
+        with pytest.raises(UserError, match="cannot be used"):
+            [found[i] for i in range(8)]
+    else:
+        assert all(len(found[i]) for i in range(8))
+
+
+def test_a_share_is_refused_before_all_are_read(tiny_data, tmp_path):
+    from mmqk.data.online import LEAST_UNUSABLE, Account
+
+    account = Account(10_000)
+    for number in range(50):
+        account.used(number)
+    for number in range(100, 100 + LEAST_UNUSABLE - 1):
+        account.skip(number, "no caption", "it")
+    with pytest.raises(UserError, match="10 of the 60"):
+        account.skip(200, "no caption", "it")
+    account = Account(10_000)
+    for number in range(500):
+        account.used(number)
+    for number in range(600, 640):  # 40 of 540 are fewer than a tenth
+        account.skip(number, "a reason of a later version", "it")
+    assert set(account.reasons(0, 10_000).values()) == {"another reason"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_goes_on_where_samples_cannot_be_used(tiny_data, tiny_args, tmp_path, capfd, workers):
+    from mmqk.store import front_door, read_status
+    from mmqk.train import main as train
+
+    def run(name, broken, steps=12):
+        path = tiny_shard(tiny_data, tmp_path / f"{name}.tar", broken=broken)
+        argv = [
+            *tiny_args, "--data.read=shards", f"--data.pairs={path}", "--data.val_share=0.3",
+            f"--out={tmp_path / name}",
+            f"--data.cache={tmp_path / 'cache'}", f"--data.workers={workers}", "--data.val_sequences=4",
+            f"--trainer.max_steps={steps}", f"--data.text={tiny_data / 'text'}",
+        ]  # fmt: skip
+        return front_door(train)(argv), capfd.readouterr().err
+
+    code, err = run("some", (0, 4, 30))
+    assert code == 0 and read_status(tmp_path / "some").status == "completed"
+    assert "Traceback" not in err and "3 samples were skipped" in err
+    named = json.loads((tmp_path / "some/skipped.json").read_text())
+    assert sorted(name.split()[1] for name in named) == ["k0", "k30", "k4"]
+    code, err = run("many", range(0, 40, 2))
+    assert code == 2 and "more than 10%" in err and "Traceback" not in err
+    code, err = run("none", ())
+    assert code == 0 and "skipped" not in err and not (tmp_path / "none/skipped.json").exists()
 
 
 def test_what_cannot_be_packed_is_refused():
