@@ -193,6 +193,8 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
         documents = run.trainer["max_steps"] * run.data.batch_size * per_row
         for sentence in data.dial.unlearnable(documents * data.dial.length):
             print(sentence, file=sys.stderr)
+    for line in data.unread():
+        print(line, file=sys.stderr)
     for kind, padding in data.order.padding.items():
         if padding > MOST_PADDING:
             print(

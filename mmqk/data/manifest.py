@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mmqk.data.unread import UNUSED, Unread
 from mmqk.store import OneSentenceParser, UserError, identity_hash, run_main, write_json
 
 MANIFEST = "manifest.json"
@@ -117,13 +118,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="the folder with the shards")
     folder: Path = parser.parse_args(argv).folder
     # Imported here because shards imports this module.
+    from mmqk.data.samples import unread_fields, unread_reason
     from mmqk.data.shards import iterate_shard
+    from mmqk.data.tars import index_tar
 
+    unread, files = Unread(), 0
     splits: dict[str, tuple[Shard, ...]] = {}
     for path in sorted(folder.glob("*-*.tar")):
         shard = Shard(path.name, sum(1 for _ in iterate_shard(path)), sha256_file(path))
         split = path.name.rsplit("-", 1)[0]
         splits[split] = (*splits.get(split, ()), shard)
+        index = index_tar(path)
+        for key, sample in index:
+            for field in unread_fields("pair", sample):
+                index.unread.add(unread_reason("pair", field, UNUSED), f"{key}.{field}")
+        unread.take(index.unread, f"{path.name}: ")
+        files += index.files
     if not splits:
         raise UserError(f"{folder} holds no shards: name them SPLIT-NUMBER.tar, such as train-00000.tar")
     manifest = Manifest(splits, {})
@@ -132,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}): make it writable") from None
     print(f"{folder / MANIFEST}: " + ", ".join(f"{split} {manifest.count(split)}" for split in splits))
+    for line in unread.lines(files):
+        print(line)
     return 0
 
 

@@ -161,6 +161,11 @@ class TokenDataModule(L.LightningDataModule):
                 stores[kind] = open_source(kind, folder, tokenizers, cache)
         return stores
 
+    def unread(self) -> list[str]:
+        """Lines to print on files of shards that are read while training, of which no pair is made."""
+        online = self.config.read == "shards" and "pair" in self.stores
+        return self.stores["pair"]["train"].unread() if online else []
+
     @property
     def skipped(self) -> dict[str, str]:
         """Why samples of shards were skipped while reading them, by their names: so far, on this rank."""

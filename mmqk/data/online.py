@@ -7,12 +7,13 @@ for one pass over one that is too large to keep twice. Anything longer is faster
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ import numpy as np
 
 from mmqk.data.images import Dropped, load_image
 from mmqk.data.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
-from mmqk.data.samples import IMAGE_FIELDS, REASONS, pair_of
+from mmqk.data.samples import IMAGE_FIELDS, REASONS, pair_of, unread_fields, unread_reason
 from mmqk.data.tars import TarIndex, expand, index_tar
 from mmqk.data.tokens import Layout, layout_of
+from mmqk.data.unread import UNUSED, Unread
 from mmqk.store import UserError, identity_hash
 
 # A run ends with an error once more than this share of the samples cannot be used: of all samples, or of those read
@@ -138,6 +140,13 @@ class OnlinePairs:
         from mmqk.tokenizers.image import read_config
 
         return read_config(self.tokenizers).grid ** 2 + 2
+
+    def unread(self) -> list[str]:
+        """Lines to print on the files of the shards that no pair is made of; none if all were read."""
+        unread = Unread()
+        for shard in self.shards:
+            unread.take(shard.unread, f"{shard.path.name}: ")
+        return list(unread.lines(sum(shard.files for shard in self.shards)))
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -307,6 +316,8 @@ def _read(path: Path) -> _Kept:
         for field, file in sample.items():
             content.update(f"{len(field)} {field} {len(file)} ".encode())
             content.update(file)
+        for field in unread_fields("pair", sample):
+            index.unread.add(unread_reason("pair", field, UNUSED), f"{key}.{field}")
     # Big endian, as in hash_fraction.
     return _Kept(index, np.frombuffer(digests, dtype=">u8").astype(np.uint64), content.hexdigest())
 
@@ -323,6 +334,8 @@ def _load(path: Path, place: Path | None) -> _Kept | None:
                 arrays["fields"].tolist(),
                 arrays["extent"],
                 arrays["first"],
+                Unread(**json.loads(str(arrays["unread"]))),
+                int(arrays["files"]),
             )
             return _Kept(index, arrays["digests"], str(arrays["content"]), str(arrays["sha256"]))
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
@@ -342,6 +355,8 @@ def _save(kept: _Kept, place: Path) -> None:
                 extent=index._extent_N2,
                 first=index._first,
                 digests=kept.digests_N,
+                files=np.array(index.files),
+                unread=np.array(json.dumps(asdict(index.unread))),
                 content=np.array(kept.content),
                 sha256=np.array(kept.sha256),
             )

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mmqk.data.images import IMAGE_REASONS, Dropped
+from mmqk.data.unread import DOTTED
 
 IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
 CAPTION_FIELD = "caption"
 TEXT_MEMBER = "txt"
 
 NO_IMAGE = "no image file"
+FURTHER_DOT = "no image file but some with a further dot in their names"
 NO_CAPTION = "no caption"
 EMPTY_CAPTION = "caption is empty"
 NOT_UNICODE = "text is not valid Unicode"
@@ -29,9 +31,30 @@ NOT_JSON = "line is not a JSON object"
 NO_TEXT = "no field text"
 NO_MATCH = "image files do not match the lists"
 # Why a pair cannot be used.
-REASONS = (NO_IMAGE, NO_CAPTION, EMPTY_CAPTION, NOT_UNICODE, *IMAGE_REASONS)
+REASONS = (NO_IMAGE, FURTHER_DOT, NO_CAPTION, EMPTY_CAPTION, NOT_UNICODE, *IMAGE_REASONS)
 
 _NUMBERED = re.compile(rf"([0-9]{{1,9}})\.(?:{'|'.join(IMAGE_FIELDS)})")
+_DOTTED = {(".", field) for field in IMAGE_FIELDS}
+
+
+def unread_fields(kind: str, fields: Iterable[str]) -> list[str]:
+    """Files of a sample that a pair or an interleaved document is not made of; json and txt of a pair always are.
+
+    Args:
+        kind: pair or interleaved.
+        fields: of the sample.
+    """
+    there = list(fields)
+    if kind == "interleaved":
+        return [field for field in there if field != "json" and not _NUMBERED.fullmatch(field)]
+    image = next((field for field in IMAGE_FIELDS if field in there), None)
+    return [field for field in there if field not in (image, "json", TEXT_MEMBER)]
+
+
+def unread_reason(kind: str, field: str, otherwise: str) -> str:
+    """Why a file is not read: for its name, or for another reason of `mmqk.data.unread`."""
+    numbered = kind == "interleaved" and _NUMBERED.fullmatch(field)
+    return DOTTED if "." in field and not numbered else otherwise
 
 
 def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tuple[bytes, str]:
@@ -47,7 +70,8 @@ def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tu
     """
     image = next((sample[field] for field in IMAGE_FIELDS if field in sample), None)
     if image is None:
-        raise Dropped(NO_IMAGE)
+        dotted = any(field.rpartition(".")[1:] in _DOTTED for field in sample)
+        raise Dropped(FURTHER_DOT if dotted else NO_IMAGE)
     caption = None
     if caption_field != TEXT_MEMBER:
         caption = _json_object(sample).get(caption_field or CAPTION_FIELD)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmqk.data.unread import HIDDEN, META, NO_DOT, NOT_REGULAR, Unread
 from mmqk.store import UserError
 
 _REWRITE = "copy or download it again, or write it again"
@@ -55,6 +56,8 @@ class TarIndex:
         path: the archive.
         keys: by sample, in the order of the archive.
         length: size of the archive in bytes.
+        unread: files that are part of no sample.
+        files: number of files in the archive.
     """
 
     path: Path
@@ -65,6 +68,8 @@ class TarIndex:
     _fields: list[str] = field(repr=False)
     _extent_N2: np.ndarray = field(repr=False)  # offset, size
     _first: np.ndarray = field(repr=False)
+    unread: Unread = field(default_factory=Unread, repr=False)
+    files: int = 0
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -103,8 +108,8 @@ class TarIndex:
 def index_tar(path: Path | str) -> TarIndex:
     """Index an archive by its headers, to the last block.
 
-    Files without a dot in their name, those whose name begins with one, and folders belong to no sample.
-    Links and devices have no content: their sample lacks the field.
+    Files without a dot in their name and those whose name begins with one belong to no sample and are counted, as
+    are links and devices, which have no content: their sample lacks the field. Folders are not counted.
 
     Raises:
         UserError: the file is missing, compressed, no tar, damaged, cut short or continued after its end, or
@@ -116,13 +121,13 @@ def index_tar(path: Path | str) -> TarIndex:
             _refuse_compressed(path, file.read(6))
             length = os.fstat(file.fileno()).st_size
             file.seek(0)
-            keys, members, first = _walk(path, file)
+            keys, members, first, unread = _walk(path, file)
     except OSError as error:
         raise UserError(f"shard {path} cannot be read ({error.strerror or error}): {_REWRITE}") from None
     extent_N2 = np.array([(m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 2)
-    return TarIndex(
-        path, keys, length, [m.field for m in members], extent_N2, np.array(first, dtype=np.int64)
-    )
+    fields = [m.field for m in members]
+    files = len(members) + unread.total
+    return TarIndex(path, keys, length, fields, extent_N2, np.array(first, dtype=np.int64), unread, files)
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
@@ -142,14 +147,20 @@ def expand(patterns: Sequence[str]) -> list[Path]:
     return list(found.values())
 
 
-def _walk(path: Path, file) -> tuple[list[str], list[Member], list[int]]:
+def _walk(path: Path, file) -> tuple[list[str], list[Member], list[int], Unread]:
+    unread = Unread()
     keys: list[str] = []
     members: list[Member] = []
     first = [0]
     seen: set[str] = set()
     fields: set[str] = set()  # of the sample at hand
     for info in _headers(path, file):
-        if info.isdir() or (split := _SPLIT.fullmatch(info.name)) is None or _is_meta(info.name):
+        if info.isdir():
+            continue
+        if (split := _SPLIT.fullmatch(info.name)) is None or _is_meta(info.name):
+            base = info.name.rpartition("/")[2]
+            reason = HIDDEN if base.startswith(".") else NO_DOT if "." not in base else META
+            unread.add(reason, info.name)
             continue
         key, name = split[1], sys.intern(split[2].lower())
         if not keys or key != keys[-1]:
@@ -168,7 +179,9 @@ def _walk(path: Path, file) -> tuple[list[str], list[Member], list[int]]:
         if info.isreg() and not info.issparse():
             members.append(Member(name, info.offset_data, info.size))
             first[-1] = len(members)
-    return keys, members, first
+        else:
+            unread.add(NOT_REGULAR, info.name)
+    return keys, members, first, unread
 
 
 def _headers(path: Path, file) -> Iterator[tarfile.TarInfo]:

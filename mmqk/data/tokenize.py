@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,8 +19,9 @@ from PIL import Image
 from mmqk.data.images import MAX_PIXELS, Fit
 from mmqk.data.tars import expand
 from mmqk.data.tokenize_pool import Progress, run_shards
-from mmqk.data.tokenize_worker import EXAMPLES, Job, Shard
+from mmqk.data.tokenize_worker import Job, Shard
 from mmqk.data.tokens import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
+from mmqk.data.unread import DOTTED, EXAMPLES, Unread, printable
 from mmqk.store import OneSentenceParser, UserError, read_json, run_main, write_json
 
 # Beside the parts until all are there: what was asked for, and a record of each shard that is done.
@@ -250,7 +252,10 @@ def _remove_parts(out: Path, parts: set[str]) -> None:
 def _finish(job: Job, options: Mapping[str, Any], records: list[dict[str, Any]]) -> None:
     dropped: Counter[str] = Counter()
     examples: dict[str, list[str]] = {}
+    unread = Unread()
     for record in records:
+        if "unread" in record:  # not in one that an older version made
+            unread.take(record["unread"], f"{record['file']}: ")
         dropped.update(record["dropped"])
         for reason, keys in record["examples"].items():
             kept = examples.setdefault(reason, [])
@@ -260,21 +265,28 @@ def _finish(job: Job, options: Mapping[str, Any], records: list[dict[str, Any]])
     if sum(dropped.values()) == samples:
         shutil.rmtree(job.out / UNFINISHED)  # nothing was made, so nothing binds the next attempt
         if not samples:
-            raise UserError("the shards hold no samples: check what they are")
+            why = ", ".join(f"{reason}: {count:,}" for reason, count in unread.counts.items())
+            raise UserError(f"the shards hold no samples{f' ({why})' * bool(why)}: check what they are")
         said = ", ".join(f"{reason}: {count}" for reason, count in list(reasons.items())[:3])
         raise UserError(
-            f"all {samples:,} samples were dropped ({said}; such as {_printable(next(iter(examples.values()))[0])}): "
+            f"all {samples:,} samples were dropped ({said}; such as {printable(next(iter(examples.values()))[0])}): "
             "check the layout of the shards, --interleaved and --caption-field"
+            + (f"; {unread.key_rule()}" if DOTTED in unread.counts else "")
         )
-    shards = [{name: value for name, value in record.items() if name != "examples"} for record in records]
+    files = sum(record.get("files", 0) for record in records)
+    hidden = ("examples", "unread")
+    shards = [{name: value for name, value in record.items() if name not in hidden} for record in records]
     writer = TokenWriter(job.out, job.kind, layout_of(job.tokenizers), str(options["tokenizers"]))
-    writer.finish(reasons, {"command": dict(options), "shards": shards, "examples": examples})
+    about = {"command": dict(options), "shards": shards, "examples": examples, "unread": asdict(unread)}
+    writer.finish(reasons, about)
     shutil.rmtree(job.out / UNFINISHED)
     print(f"{job.out}: " + _counts(read_header(job.out)["splits"]))
     if reasons:
         print(f"{sum(reasons.values()):,} of {samples:,} samples were dropped:")
         for reason, count in reasons.items():
-            print(f"  {reason}: {count:,} ({_printable(', '.join(examples[reason]))})")
+            print(f"  {reason}: {count:,} ({printable(', '.join(examples[reason]))})")
+    for line in unread.lines(files):
+        print(line)
     if job.val_share and not any(record["documents"]["val"] for record in records):
         print("no document was held out: training needs some, so give a larger --val-share")
 
@@ -285,11 +297,6 @@ def _counts(splits: Mapping[str, list[dict[str, Any]]]) -> str:
         f"{split} {documents:,} documents of {tokens:,} tokens"
         for split, documents, tokens in zip(SPLITS, count["documents"], count["tokens"], strict=True)
     )
-
-
-def _printable(text: str) -> str:
-    # A name in an archive may hold anything, also what commands a terminal.
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,22 @@ import numpy as np
 from mmqk.data.images import Dropped, Fit, load_image
 from mmqk.data.lines import read_lines
 from mmqk.data.manifest import sha256_file
-from mmqk.data.samples import EMPTY_DOCUMENT, interleaved_of, pair_of, text_of
-from mmqk.data.tars import index_tar
+from mmqk.data.samples import (
+    EMPTY_DOCUMENT,
+    interleaved_of,
+    pair_of,
+    text_of,
+    unread_fields,
+    unread_reason,
+)
+from mmqk.data.tars import TarIndex, index_tar
 from mmqk.data.tokens import SPLITS, Layout, TokenWriter, layout_of
+from mmqk.data.unread import EXAMPLES, OF_DROPPED, UNUSED, Unread
 from mmqk.store import hash_fraction
 
 IMAGES_A_BATCH = 64
 # Beyond this many tokens a part goes on in a further file, so that memory has a bound.
 TOKENS_A_FILE = 2**25
-EXAMPLES = 5
 REPORT_EVERY_SECONDS = 0.2
 
 Place = bytes | str
@@ -97,19 +104,26 @@ class Encoder:
             report: told now and then, and before each write: samples, dropped samples, share of the file.
 
         Returns:
-            The shard's record: file, size, sha256, samples, documents by split, dropped by reason, examples.
+            The shard's record: file, size, sha256, samples, documents by split, dropped by reason, examples; of an
+            archive also how many files it has, and which of them no document is made of.
 
         Raises:
             UserError: the shard cannot be read to its end. OSError: the part cannot be written.
         """
-        part = _Part(self, shard.part, report)
-        for key, make, share in _samples(self.job, shard.path):
+        part, kind = _Part(self, shard.part, report), self.job.kind
+        index = None if kind == "text" else index_tar(shard.path)
+        unread, files = (Unread(), {}) if index is None else (index.unread, {"files": index.files})
+        for key, fields, make, share in _samples(self.job, shard.path if index is None else index):
             part.samples += 1
             try:
                 identity, places = make()
                 part.add(split_of(identity, self.job.val_share), places)
+                left, reason = unread_fields(kind, fields), UNUSED
             except Dropped as dropped:
                 part.drop(dropped.reason, key)
+                left, reason = fields, OF_DROPPED
+            for field in left:
+                unread.add(unread_reason(kind, field, reason), f"{key}.{field}")
             part.report(share)
         part.write()
         return {
@@ -120,6 +134,8 @@ class Encoder:
             "documents": part.documents,
             "dropped": dict(sorted(part.dropped.items())),
             "examples": part.examples,
+            **files,
+            "unread": asdict(unread),
         }
 
     def square(self, content: bytes) -> np.ndarray:
@@ -220,19 +236,18 @@ class _Part:
         self._slots.clear()
 
 
-Sample = tuple[str, Callable[[], tuple[bytes, list[Place]]], float]
+Sample = tuple[str, list[str], Callable[[], tuple[bytes, list[Place]]], float]
 
 
-def _samples(job: Job, path: Path) -> Iterator[Sample]:
-    """Key, a function that gives identity and places or raises Dropped, and the share of the file read."""
-    if job.kind == "text":
-        for number, line, share in read_lines(path):
+def _samples(job: Job, source: Path | TarIndex) -> Iterator[Sample]:
+    """Key, fields, a function that gives identity and places or raises Dropped, and the share of the file read."""
+    if isinstance(source, Path):
+        for number, line, share in read_lines(source):
             if line.strip():
-                yield f"line {number}", partial(_text_document, line), share
+                yield f"line {number}", [], partial(_text_document, line), share
         return
-    index = index_tar(path)
-    for i, (key, sample) in enumerate(index):
-        yield key, partial(_document, job, sample), (i + 1) / len(index)
+    for i, (key, sample) in enumerate(source):
+        yield key, list(sample), partial(_document, job, sample), (i + 1) / len(source)
 
 
 def _document(job: Job, sample: dict[str, bytes]) -> tuple[bytes, list[Place]]:

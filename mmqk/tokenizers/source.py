@@ -24,6 +24,7 @@ from mmqk.data.manifest import MANIFEST, load_manifest, manifest_hash
 from mmqk.data.samples import NO_IMAGE, NO_LISTS, interleaved_of, pair_of
 from mmqk.data.shards import read_pairs
 from mmqk.data.tars import TarIndex, expand, index_tar
+from mmqk.data.unread import Unread
 from mmqk.store import UserError, hash_fraction, identity_hash
 from mmqk.tokenizers.choice import Choice, account, dropped_account, said_progress, spread
 from mmqk.tokenizers.image import ImageTokenizerConfig
@@ -139,7 +140,7 @@ class Tars:
             else:
                 room[ends["train"]] = pixels
                 ends["train"] += 1
-        said = account(len(wanted), self.total, "samples") + dropped_account(dropped)
+        said = account(len(wanted), self.total, "samples") + dropped_account(dropped) + self._unread()
         self._check(fractions, said)
         train, val = torch.from_numpy(room[: ends["train"]]), torch.from_numpy(room[ends["val"] :])
         return Images(train, val, said)
@@ -161,7 +162,7 @@ class Tars:
                 continue
             if hash_fraction(identity) >= self.choice.val_share:
                 found.extend(texts)
-        said = account(len(wanted), self.total, "samples") + dropped_account(dropped)
+        said = account(len(wanted), self.total, "samples") + dropped_account(dropped) + self._unread()
         if not found:
             raise UserError(f"{self.name} has no captions to learn from ({said}): check the shards.")
         return found, said
@@ -178,6 +179,14 @@ class Tars:
         """Hash of the shards' names, lengths and numbers of samples (not of their content), 10 hex digits."""
         shards = [[index.path.name, index.length, len(index)] for index in self.indexes]
         return identity_hash({"shards": shards})
+
+    def _unread(self) -> str:
+        """``, 2 files not read (in no sample: the name has no dot: 2)``; empty if all files are of samples."""
+        unread = Unread()
+        for index in self.indexes:
+            unread.take(index.unread)
+        reasons = ", ".join(f"{reason}: {n:,}" for reason, n in sorted(unread.counts.items()))
+        return f", {unread.total:,} files not read ({reasons})" if reasons else ""
 
     def _check(self, fractions: list[float], said: str) -> None:
         share = self.choice.val_share

@@ -98,7 +98,9 @@ def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tm
         store.shards[s].keys[i]: split for split, store in found.items() for s, i in store.samples_N2
     }
     job = Job("pair", tiny_data / "tokenizers", tmp_path, 0.3, "crop", 2**26, None)
-    expected = {key: split_of(make()[0], 0.3) for path in paths for key, make, _ in _samples(job, path)}
+    expected = {
+        key: split_of(make()[0], 0.3) for path in paths for key, _, make, _ in _samples(job, index_tar(path))
+    }
     assert split_by_key == expected and 0 < len(found["val"]) < len(found["train"])
     by_image = [{split_by_key[f"{t}-{copy}-{n}"] for t in "xy" for copy in "ab"} for n in range(40)]
     assert all(len(splits) == 1 for splits in by_image)
@@ -306,6 +308,19 @@ def test_a_run_goes_on_where_samples_cannot_be_used(tiny_data, tiny_args, tmp_pa
     assert code == 2 and "more than 10%" in err and "Traceback" not in err
     code, err = run("none", ())
     assert code == 0 and "skipped" not in err and not (tmp_path / "none/skipped.json").exists()
+
+
+def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_data, tmp_path):
+    image = index_tar(tiny_data / "pairs/train-00000.tar").read(0)["webp"]
+    used = {"webp": image, "txt": b"a"}
+    dotted = {f"{n:04d}.webp": image for n in range(9)}
+    path = write_tar(tmp_path / "a.tar", [("k", {**used, "cls": b"1"}), ("photo", dotted), (".hidden", {"txt": b""})])
+    for _ in range(2):  # the second time from the index that is kept
+        lines = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread()
+        assert lines[0] == "11 of 13 files were not read:" and "photo.0000.webp is the file" in lines[-1]
+        assert any("with a further dot in the name: 9 (a.tar: photo.0000.webp" in line for line in lines)
+    path = write_tar(tmp_path / "b.tar", [(f"k{n}", used) for n in range(3)])
+    assert both_splits(path, tiny_data / "tokenizers", tmp_path)["train"].unread() == []
 
 
 def test_what_cannot_be_packed_is_refused():

@@ -28,6 +28,7 @@ from mmqk.data.samples import EMPTY_DOCUMENT, NO_CAPTION, NO_IMAGE, NO_MATCH, NO
 from mmqk.data.tokenize_pool import Progress
 from mmqk.data.tokenize_worker import Shard
 from mmqk.data.tokens import open_tokens
+from mmqk.data.unread import DOTTED, HIDDEN, META, NO_DOT, OF_DROPPED, UNUSED
 from mmqk.store import UserError
 from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 
@@ -234,6 +235,48 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
     assert "16 of 18 samples were dropped:" in said and f"  {NO_IMAGE}: 10 (a.tar: b, a.tar: c" in said
     assert "\x1b" not in said
     assert not (tmp_path.parent / "i").exists()
+
+
+def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: Path) -> None:
+    """One hundred pairs that share their name up to its first dot are one sample, and that is printed."""
+    dotted = [(f"photo.{s:04d}.{f}", picture(s) if f == "jpg" else b"a") for s in range(100) for f in ("jpg", "txt")]
+    path = write_tar(tmp_path / "a.tar", [*pair(0), *dotted])
+    out, printed = run("--shards", str(path))
+    assert "1 of 2 samples were dropped" in printed and "200 of 203 files were not read" in printed
+    assert "with a further dot in the name: 200 (a.tar: photo.0000.jpg, a.tar: photo.0000.txt" in printed
+    assert "photo.0000.jpg is the file 0000.jpg of the sample photo: name it photo_0000.jpg" in printed
+    unread = header(out)["about"]["unread"]
+    assert unread["counts"] == {DOTTED: 200} and header(out)["about"]["shards"][0]["files"] == 203
+    # Beside an image of the same key they are no reason to drop it, and are counted all the same.
+    path = write_tar(tmp_path / "b.tar", [*pair(0), ("photo.jpg", picture(1)), ("photo.txt", b"a"), *dotted])
+    out, printed = run("--shards", str(path), out="b")
+    assert "dropped" not in printed and "200 of 205 files were not read" in printed
+    # The negative control: named as the sentence says, all are samples and nothing is printed of files.
+    renamed = [(name.replace("photo.", "photo_"), data) for name, data in dotted]
+    out, printed = run("--shards", str(write_tar(tmp_path / "c.tar", [*pair(0), *renamed])), out="c")
+    assert "not read" not in printed and len(documents(out)) == 101
+
+
+def test_every_file_of_an_archive_is_accounted_for(run: Any, tmp_path: Path) -> None:
+    members = [*pair(0), ("README", b"r"), ("dir/plain", b"r"), (".hidden", b"h"), ("x/._a.jpg", b"h"),
+               ("__a.b__", b"m"), ("000000000.cls", b"1"), *pair(1), ("000000001.mask.png", b"p"),
+               ("lone.json", b"{}")]  # fmt: skip
+    members = sorted(members, key=lambda m: m[0])
+    out, printed = run("--shards", str(write_tar(tmp_path / "a.tar", members)))
+    about = header(out)["about"]
+    assert about["unread"]["counts"] == {
+        NO_DOT: 2, HIDDEN: 2, META: 1, UNUSED: 1, DOTTED: 1, OF_DROPPED: 1,
+    }  # fmt: skip
+    assert about["shards"][0]["files"] == len(members) and "8 of 14 files were not read" in printed
+    assert "a.tar: README" in printed and "a.tar: .hidden" in printed and "a.tar: 000000000.cls" in printed
+
+
+def test_nothing_but_files_without_samples_is_an_error_that_counts_them(run: Any, tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [(f"picture{i}", b"a") for i in range(3)])
+    assert "no samples (in no sample: the name has no dot: 3)" in refused(run, "--shards", str(path))
+    path = write_tar(tmp_path / "b.tar", [(f"p.{i}.jpg", picture(i)) for i in range(3)])
+    message = refused(run, "--shards", str(path))
+    assert "all 1 samples" in message and "name it p_0.jpg" in message
 
 
 def test_interleaved_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers) -> None:

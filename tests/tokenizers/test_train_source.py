@@ -114,6 +114,15 @@ def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path)
     assert sum(map(int, re.findall(r": (\d+)", images.account))) == len(bad)
     for reason in ("no image file: 1", "no caption: 1", "image cannot be decoded: 1", "known format: 1"):
         assert reason in images.account
+    assert "not read" not in images.account
+
+
+def test_files_without_a_sample_are_counted(tmp_path):
+    good = {f"{i}": {"jpg": encoded(noise(i, *s), "jpeg"), "txt": b"words"} for i, s in enumerate(SIZES)}
+    write_tar(tmp_path / "a.tar", {**good, "photo": {"0.jpg": b"", "1.jpg": b""}, "": {"hidden": b""}})
+    images = Tars([str(tmp_path / "a.tar")], Choice(val_share=0.5)).images(32)
+    assert "1 dropped (no image file but some with a further dot in their names: 1)" in images.account
+    assert images.account.endswith(", 1 files not read (in no sample: the name begins with a dot: 1)")
 
 
 def test_the_choice_is_spread_over_all_shards_and_always_the_same(tmp_path):

@@ -1,0 +1,80 @@
+"""Files of archives that no document is made of, counted by reason, with a few names of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+EXAMPLES = 5
+
+NO_DOT = "in no sample: the name has no dot"
+HIDDEN = "in no sample: the name begins with a dot"
+META = "in no sample: the name is one of webdataset's own"
+NOT_REGULAR = "links, devices and sparse files"
+OF_DROPPED = "of dropped samples"
+UNUSED = "of samples that do not use them"
+DOTTED = "with a further dot in the name"
+
+
+@dataclass
+class Unread:
+    """An account of files.
+
+    Attributes:
+        counts: files by reason.
+        examples: the first few names by reason.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Number of files."""
+        return sum(self.counts.values())
+
+    def add(self, reason: str, name: str) -> None:
+        """Count a file."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < EXAMPLES:
+            examples.append(name)
+
+    def take(self, other: Unread | Mapping[str, Any], source: str = "") -> None:
+        """Add another account, or one as plain data; ``source`` is put before its names."""
+        counts, examples = (
+            (other.counts, other.examples)
+            if isinstance(other, Unread)
+            else (other["counts"], other["examples"])
+        )
+        for reason, count in counts.items():
+            self.counts[reason] = self.counts.get(reason, 0) + count
+            kept = self.examples.setdefault(reason, [])
+            kept += [source + name for name in examples[reason][: EXAMPLES - len(kept)]]
+
+    def lines(self, total: int) -> Iterator[str]:
+        """What to print about it, of so many files; nothing if all were read."""
+        if not self.total:
+            return
+        yield f"{self.total:,} of {total:,} files were not read:"
+        for reason, count in sorted(self.counts.items(), key=lambda item: (-item[1], item[0])):
+            yield f"  {reason}: {count:,} ({printable(', '.join(self.examples[reason]))})"
+        if DOTTED in self.counts:
+            yield self.key_rule()
+
+    def key_rule(self) -> str:
+        """What the rule for keys made of a file with a further dot in its name."""
+        path = printable(self.examples[DOTTED][0].rpartition(": ")[2])
+        folder, slash, name = path.rpartition("/")
+        key, _, rest = name.partition(".")
+        return (
+            f"the key of a sample is the name up to its first dot, so {name} is the file {rest} of the sample"
+            f" {folder}{slash}{key}: name it {name.replace('.', '_', name.count('.') - 1)}"
+            " to make it a sample of its own"
+        )
+
+
+def printable(text: str) -> str:
+    """The text without what commands a terminal: a name in an archive may hold anything."""
+    return "".join(c if c.isprintable() else "?" for c in text)
