@@ -77,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         options.rerun_stale,
     )
     session.look()
-    _check_claims(grid, session)
+    for sentence in _check_claims(grid, session):
+        print(sentence, flush=True)
     if options.dry_run:
         outcomes = session.outcomes()
         print("\n".join([table(outcomes), *session.remarks(), time_left(outcomes, jobs)]))
@@ -129,15 +130,18 @@ def main(argv: list[str] | None = None) -> int:
     return 130
 
 
-def _check_claims(grid: Grid, session: Session) -> None:
-    """Refuse now what would be refused when the runs are judged, and what no judgement could support."""
-    from mmqk.analysis.decidable import check_decidable
+def _check_claims(grid: Grid, session: Session) -> list[str]:
+    """Refuse now what would be refused when the runs are judged, and what no judgement could support; sentences about
+    claims that need more seeds."""
+    from mmqk.analysis.decidable import check_decidable, few_seeds
     from mmqk.analysis.study import study_of
 
     assert session.plan is not None
     record = {"name": grid.name, "grid": grid.raw, "runs": session.plan.entries}
     study = study_of(session.out, record, (), grid.path)
-    check_decidable(study.claims, grid.jobs if grid.arms else (), grid.path)
+    jobs = grid.jobs if grid.arms else ()
+    check_decidable(study.claims, jobs, grid.path)
+    return few_seeds(study.claims, jobs)
 
 
 def _grid(options: argparse.Namespace) -> Grid:

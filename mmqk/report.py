@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     study, verdicts = write_report(args.runs, out)
     print(headline(study, verdicts)[0])
     for verdict in verdicts:
-        print(f"  {verdict.claim.id}: {verdict.verdict}")
+        without = f" (not checked: {', '.join(verdict.claim.unchecked)})" if verdict.claim.unchecked else ""
+        print(f"  {verdict.claim.id}: {verdict.verdict}{without}")
     print(out / "index.html")
     return 0
 

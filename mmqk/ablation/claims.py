@@ -15,7 +15,7 @@ CLAIM_KEYS = (
     *("id", "statement", "source", "mark", "number_there", "metric", "treatment", "control", "arms"),
     *("delta", "direction", "regime", "positive_control", "at_least", "status", "falsifier", "note"),
     *("finding", "estimand", "negative_control", "alpha_family", "test", "seeds", "exclusions"),
-    *("stopping", "lr_rule", "at", "manipulation_check"),
+    *("stopping", "lr_rule", "at", "manipulation_check", "unchecked"),
 )
 REPORT_KEYS = ("hero", "shown", "headline", "cannot_tell", "command", "figures")
 

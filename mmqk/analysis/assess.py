@@ -21,6 +21,7 @@ from mmqk.analysis.compared import (
 )
 from mmqk.analysis.controls import (
     Control,
+    enough_seeds,
     numerics_agree,
     only_declared_differences,
     rates,
@@ -195,8 +196,13 @@ def _controls(
 ) -> tuple[tuple[Control, ...], list[str]]:
     runs = [run for members in compared.values() for run in members.all]
     about_rates, said = rates(study, claim, compared)
-    found: list[Control | None] = [regime_reached(study, claim, compared)] if claim.regime else []
-    found.append(only_declared_differences(claim, compared, bool(said)))
+    found: list[Control | None] = []
+    if "learnt" not in claim.unchecked:
+        found.append(regime_reached(study, claim, compared))
+    if "declared" not in claim.unchecked:
+        found.append(only_declared_differences(claim, compared, bool(said)))
+    if "seeds" not in claim.unchecked:
+        found.append(enough_seeds(claim, compared))
     found.append(within_bound(runs))
     found += about_rates
     if claim.test == "count":

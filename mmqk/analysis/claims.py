@@ -15,6 +15,8 @@ STATUSES = ("confirmatory", "exploratory", "shown", "control")
 TESTS = ("superiority", "equivalence", "count")
 LR_RULES = ("matched", "own_best")
 MOST_CONFIRMATORY = 6
+# What every verdict takes, under the name by which a claim turns it off, and as the page calls it.
+CHECKS = {"learnt": "modalities learnt", "declared": "arms differ only as declared", "seeds": "enough seeds"}
 # What a grid's own sentence about its claim may name.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
 
@@ -40,7 +42,8 @@ class Claim:
         direction: "greater" or "less"; of no meaning for an equivalence.
         test: "superiority" (beyond delta), "equivalence" (no difference as large as delta, either way) or
             "count" (more runs diverge, or reach ``at_least``; delta is a difference of shares).
-        regime: what must be true of the compared runs for the claim to be about anything; empty for nothing.
+        regime: what the check that every trained modality was learnt is called, in words of `REGIMES`.
+        unchecked: reasons by the name of the check, of `CHECKS`, that the verdict is to do without.
         positive_control: id of the claim or control that must hold before this one can be contradicted, or an
             equivalence be found.
         negative_control: id of the claim or control that must not show the effect.
@@ -72,6 +75,7 @@ class Claim:
     direction: str = "greater"
     test: str = "superiority"
     regime: str = ""
+    unchecked: Mapping[str, str] = field(default_factory=dict)
     positive_control: str = ""
     negative_control: str = ""
     manipulation_check: str = ""
@@ -120,6 +124,11 @@ class Claim:
             bound = "at least" if metric.worst == "high" else "at most"
             what += f" or whose {metric.label} is {bound} {self.at_least:g}"
         return replace(metric, label=f"share of runs {what}", unit="", scale="linear", worst="high")
+
+    @property
+    def not_checked(self) -> tuple[str, ...]:
+        """The checks that it turns off, with their reasons: ``“modalities learnt”, as it is about learning``."""
+        return tuple(f"“{CHECKS[name]}” ({reason})" for name, reason in self.unchecked.items())
 
     @property
     def max_seeds(self) -> int:
@@ -180,7 +189,7 @@ def _claim(value: Any, name: str, where: str) -> Claim:
     for key in ("delta", "at_least"):
         if key in known:
             known[key] = _number(known[key], f"{where}: {key} of {here}")
-    for key in ("at", "stopping", "finding"):
+    for key in ("at", "stopping", "finding", "unchecked"):
         if not isinstance(known.get(key, {}), Mapping):
             raise UserError(f"{where}: {key} of {here} is {known[key]!r}, not a mapping of names to values")
     for verdict, sentence in known.get("finding", {}).items():
@@ -207,6 +216,15 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
         raise UserError(f"{where} has the direction {claim.direction!r}: use greater or less")
     if claim.regime and claim.regime not in REGIMES:
         raise UserError(f"{where} has the regime {claim.regime!r}: use one of {', '.join(REGIMES)}")
+    for name, reason in claim.unchecked.items():
+        if name not in CHECKS or not isinstance(reason, str) or not reason.strip():
+            raise UserError(
+                f"{where} has {name}: {reason} under unchecked: give one of {', '.join(CHECKS)} and the reason"
+            )
+    if claim.regime and "learnt" in claim.unchecked:
+        raise UserError(
+            f"{where} asks for a regime and turns off the check of it: drop regime or unchecked.learnt"
+        )
     if claim.decided and not (claim.treatment and claim.control and claim.delta > 0):
         raise UserError(f"{where} needs treatment, control and a positive delta")
     if claim.decided and claim.test == "count" and claim.delta >= 1:

@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from mmqk.analysis.claims import CHECKS
 from mmqk.analysis.compared import Group, of_run
 from mmqk.analysis.learning_rates import Choice, chosen, metric_of, told_apart, value_of
-from mmqk.analysis.metrics import Metric, find_metric, is_trained, learnt
+from mmqk.analysis.metrics import FamilyMetric, Metric, find_metric, is_trained, learnt
 from mmqk.analysis.replays import replay_verdicts
 from mmqk.analysis.runs import Run
 from mmqk.analysis.study import RATE, Claim, Study
@@ -19,6 +21,8 @@ from mmqk.analysis.words import listed, number, plural
 from mmqk.store import differing_fields
 
 BOUND_SLACK = 1.01
+# The fewest seeds an arm that docs/evidence.md has coverage for.
+FEWEST_SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -35,27 +39,54 @@ class Control:
 
 
 def regime_reached(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Control:
-    """Whether every compared run learnt every modality that it is trained on.
+    """Whether every compared run learnt every modality that it is trained on, and is trained on one.
 
-    Comparing learnt with unlearnt runs measures learning, whatever it is called.
+    Comparing learnt with unlearnt runs measures learning, whatever it is called. Of a metric about the learning rates
+    at which runs fail, one run of a seed and point must have learnt.
     """
-    unlearnt: dict[tuple[str, str], int] = {}
+    metric, _ = find_metric(claim.metric)
+    of_rates = isinstance(metric, FamilyMetric) and metric.of_rates
+    unlearnt: Counter[tuple[str, str]] = Counter()
+    unknown: Counter[str] = Counter()
     untrained: dict[tuple[str, str], None] = {}
-    modalities = study.modalities
-    for name, members in compared.items():
-        for run in members.all:
-            for modality in modalities:
-                state = _learning(run, modality)
-                if state == "not trained":
-                    untrained[(name, modality)] = None
-                elif state == "not learnt":
-                    unlearnt[(name, modality)] = unlearnt.get((name, modality), 0) + 1
+    units = {name: _units(members.all, of_rates) for name, members in compared.items()}
+    for name, runs in ((name, runs) for name, found in units.items() for runs in found):
+        states = {m: {_learning(run, m) for run in runs} for m in study.modalities}
+        for modality, seen in states.items():
+            if seen == {"not trained"}:
+                untrained[(name, modality)] = None
+            elif "learnt" not in seen:
+                unlearnt[(name, modality)] += 1
+        unknown[name] += all(seen == {"not trained"} for seen in states.values())
+    noun = "seeds" if of_rates else "runs"
     parts = [
-        f"{modality} was not learnt in {count} of {len(compared[name].all)} runs of {study.label(name)}"
+        f"{modality} was not learnt in {count} of {len(units[name])} {noun} of {study.label(name)}"
         for (name, modality), count in unlearnt.items()
-    ] or ["every modality that is trained was learnt in every run"]
-    parts += [f"{modality} is not trained in {study.label(name)}" for name, modality in untrained]
-    return Control(claim.regime or REGIME_NAME, not unlearnt, "; ".join(parts))
+    ]
+    parts += [
+        f"no trained modality has a loss in {count} of {len(units[name])} {noun} of {study.label(name)}"
+        for name, count in unknown.items()
+        if count
+    ]
+    passed = not parts
+    if passed:
+        where = "at some learning rate of every seed" if of_rates else "in every run"
+        parts = [f"every modality that is trained was learnt {where}"]
+    parts += [
+        f"{modality} is not trained in {study.label(name)}"
+        for name, modality in untrained
+        if unknown[name] < len(units[name])
+    ]
+    return Control(claim.regime or CHECKS["learnt"], passed, "; ".join(parts))
+
+
+def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
+    """Runs of which one must have learnt: each alone, or those of a seed that differ in their learning rate."""
+    found: dict[Any, list[Run]] = {}
+    for place, run in enumerate(runs):
+        beside = tuple(sorted((name, str(v)) for name, v in run.point.items() if name != RATE))
+        found.setdefault((run.seed, beside) if of_rates else place, []).append(run)
+    return list(found.values())
 
 
 def _learning(run: Run, modality: str) -> str:
@@ -68,36 +99,60 @@ def _learning(run: Run, modality: str) -> str:
     return known[modality]
 
 
-REGIME_NAME = "modalities learnt"
-
-
 def only_declared_differences(claim: Claim, compared: Mapping[str, Group], rates_chosen: bool) -> Control:
-    """Whether the two arms ran the same code and differ, seed by seed, only in what the grid sets.
+    """Whether the two arms ran the same code and differ, seed by seed, only in what the grid sets, and in something.
 
     Args:
         claim: whose arms they are.
         compared: their runs.
         rates_chosen: whether each has a learning rate of its own.
     """
-    name = "arms differ only as declared"
-    if len({run.code for members in compared.values() for run in members.all}) > 1:
+    name = CHECKS["declared"]
+    runs = [run for members in compared.values() for run in members.all]
+    if len({run.code for run in runs}) > 1:
         return Control(name, False, "the runs were made by different versions of the code")
+    if unread := [run.name for run in runs if not run.identity]:
+        return Control(
+            name, False, f"what {plural(len(unread), 'run')} ran is not known: {unread[0]} has no run.json"
+        )
     first, second = compared[claim.treatment], compared[claim.control]
     declared = [field for members in (first, second) for arm in members.arms for field in arm.settings]
     declared += [RATE] if rates_chosen else []
-    found: set[str] = set()
-    for seed in first.runs.keys() & second.runs.keys():
+    pairs = _pairs(first, second)
+    found = {field for run, other in pairs for field in differing_fields(run.identity, other.identity)}
+    if not first.runs.keys() & second.runs.keys():
+        found.discard("seed")
+    extra = sorted(f for f in found if not any(_covers(d, f) for d in declared))
+    if extra:
+        return Control(name, False, f"they also differ in {', '.join(extra)}")
+    named = sorted(f for f in found if not any(other.startswith(f"{f}.") for other in found))
+    # A fork in which nothing is changed differs from its parent in where it begins.
+    forked = any(run.fork != other.fork for run, other in pairs)
+    return Control(name, bool(named) or forked, f"they differ in {', '.join(named) or 'nothing'}")
+
+
+def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
+    """Runs that belong together: of one seed, or one of each where no seed is shared."""
+    shared = first.runs.keys() & second.runs.keys()
+    if not shared:
+        return [(first.all[0], second.all[0])]
+    found = []
+    for seed in shared:
         beside = {_place(run): run for run in second.runs[seed]}
         for run in first.runs[seed]:
             # Of two families the runs of one point belong together; an arm of one run stands beside any.
             other = beside.get(_place(run)) or (second.runs[seed][0] if len(beside) == 1 else None)
             if other is not None:
-                found.update(differing_fields(run.identity, other.identity))
-    extra = sorted(f for f in found if not any(_covers(d, f) for d in declared))
-    if extra:
-        return Control(name, False, f"they also differ in {', '.join(extra)}")
-    named = sorted(f for f in found if not any(other.startswith(f"{f}.") for other in found))
-    return Control(name, True, f"they differ in {', '.join(named) or 'nothing'}")
+                found.append((run, other))
+    return found
+
+
+def enough_seeds(claim: Claim, compared: Mapping[str, Group]) -> Control:
+    """Whether the arms ran with as many seeds as the rules were tried on: of counts each, else in common."""
+    seeds = [members.runs.keys() for members in compared.values()]
+    n = min(map(len, seeds)) if claim.test == "count" else len(set.intersection(*map(set, seeds)))
+    few = f"; a verdict takes {FEWEST_SEEDS}" if n < FEWEST_SEEDS else ""
+    return Control(CHECKS["seeds"], n >= FEWEST_SEEDS, f"{plural(n, 'seed')} an arm{few}")
 
 
 def _place(run: Run) -> tuple[tuple[str, str], ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from mmqk.ablation.arms import Job
 from mmqk.analysis.claims import Claim, at
+from mmqk.analysis.controls import FEWEST_SEEDS
 from mmqk.analysis.exact import Counts
 from mmqk.analysis.words import plural
 from mmqk.store import UserError
@@ -31,6 +32,23 @@ def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object)
     for claim in claims:
         if claim.decided and (why := _why_not(claim, by_id, planned, ())):
             raise UserError(f"{where}: no finding could support claim {claim.id}: {why}")
+
+
+def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
+    """A sentence for each claim that the planned seeds leave open: it can be mended by adding some."""
+    planned = [job for job in jobs if job.role == "verdict"]
+    said = []
+    for claim in claims:
+        arms = [
+            {job.seed for job in _runs(claim, name, planned)} for name in (claim.treatment, claim.control)
+        ]
+        n = min(map(len, arms)) if claim.test == "count" else len(arms[0] & arms[1])
+        if claim.decided and "seeds" not in claim.unchecked and n < FEWEST_SEEDS:
+            said.append(
+                f"claim {claim.id} stays inconclusive with {plural(n, 'seed')} an arm: give its arms "
+                f"{FEWEST_SEEDS}, or a reason under unchecked.seeds"
+            )
+    return said
 
 
 def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]) -> str:
@@ -94,7 +112,7 @@ def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs:
     for job in (*treatment, *control, *(job for job in jobs if job.family.block in blocks)):
         by_arm.setdefault(job.arm, set()).add(job.seed)
     if len(both) == 1 and all(len(seeds) == 1 for seeds in by_arm.values()):
-        return f"{arms} have one seed, which gives no interval; plan 3 seeds, or give the claim status: shown"
+        return f"{arms} have one seed, which gives no interval; plan {FEWEST_SEEDS}, or give the claim status: shown"
     return ""
 
 

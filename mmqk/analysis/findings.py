@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mmqk.analysis.claims import CHECKS
 from mmqk.analysis.exact import Counts
 from mmqk.analysis.metrics import METRICS, Metric, final_loss
 from mmqk.analysis.replays import ReplayVerdict, replay_verdicts
@@ -61,6 +62,8 @@ def finding(study: Study, verdict: Verdict) -> str:
         runs, count = plural(verdict.bounds, "failed run"), "counts" if verdict.bounds == 1 else "count"
         said += f"; a bound, as {runs} {count} with the worst value seen"
     decided = verdict.verdict in ("reproduced", "contradicted")
+    if decided and claim.unchecked:
+        said += f"; not checked: {listed([CHECKS[name] for name in claim.unchecked])}"
     return f"Exploratory: {said}." if decided and claim.status == "exploratory" else f"{said}."
 
 
@@ -231,6 +234,8 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
         for control in verdict.controls:
             if not control.passed:
                 items.append(f"{verdict.claim.id}: “{control.name}” did not pass: {control.detail}.")
+        if verdict.claim.decided and verdict.claim.not_checked:
+            items.append(f"{verdict.claim.id}: not checked: {listed(verdict.claim.not_checked)}.")
     powers: dict[int, list[str]] = {}
     for verdict in verdicts:
         equivalence = verdict.claim.test == "equivalence"

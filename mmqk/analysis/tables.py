@@ -86,6 +86,7 @@ def claim_sections(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, 
             ("Estimand", getattr(claim, "estimand", "")),
             ("Smallest effect of interest", threshold_in_words(verdict)),
             ("Against it", claim.falsifier),
+            ("Not checked", listed(claim.not_checked)),
             ("Exclusions", getattr(claim, "exclusions", "")),
         ]
         sections.append(

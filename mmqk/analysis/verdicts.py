@@ -30,7 +30,7 @@ from mmqk.analysis.multiple import Adjusted, benjamini_hochberg, holm, level_of_
 from mmqk.analysis.remarks import about_family, about_power, about_seeds, about_spread
 from mmqk.analysis.stats import Effect
 from mmqk.analysis.study import Claim, Study
-from mmqk.analysis.words import number, plural
+from mmqk.analysis.words import listed, number, plural
 
 __all__ = ["Judgement", "Verdict", "detectable_in_words", "judge", "middle"]
 
@@ -165,6 +165,8 @@ def _judge(
         return Verdict(claim, "inconclusive", effect, found.medians, names, found.controls, tuple(notes))
     controls = (*found.controls, *_leaning(study, claim, others, assessed))
     verdict, why = _decide(found, adjusted, controls)
+    if claim.not_checked:
+        notes.insert(0, f"Not checked: {listed(claim.not_checked)}.")
     notes += [*why, *about_family(claim, effect, adjusted, found.p), *about_spread(found.spread, effect)]
     notes += about_seeds(claim, effect, found.sign_flip)
     detectable = _detectable(claim, effect, adjusted)

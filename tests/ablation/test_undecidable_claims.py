@@ -136,6 +136,16 @@ def test_what_runs_could_support_is_accepted(world, capsys, what):
     assert world("--dry-run", grid=grid(*claims, **more)) == 0, capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("seeds", "more", "said"),
+    [((1, 2), {}, True), ((1, 2, 3), {}, False), ((1, 2), {"unchecked": {"seeds": "a first look"}}, False)],
+)
+def test_seeds_that_leave_a_claim_open_are_announced(world, capsys, seeds, more, said):
+    assert world("--dry-run", grid=grid(CLAIM | more, seeds=seeds)) == 0
+    sentence = "claim C stays inconclusive with 2 seeds an arm: give its arms 3, or a reason under unchecked.seeds"
+    assert (sentence in capsys.readouterr().out.splitlines()) == said
+
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,7 +12,9 @@ from mmqk.analysis.learning_rates import Choice, choose, told_apart
 from mmqk.store import UserError
 
 RATES = (0.01, 0.02, 0.04)
-CLAIM = {"id": "C", "treatment": "a", "control": "b", "delta": 0.2}
+# The arms are one configuration: what sets them apart is planted.
+ALIKE = {"declared": "planted numbers"}
+CLAIM = {"id": "C", "treatment": "a", "control": "b", "delta": 0.2, "unchecked": ALIKE}
 
 
 def planted(logit, excess):

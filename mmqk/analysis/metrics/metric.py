@@ -79,6 +79,8 @@ class FamilyMetric:
         worst: which end is the bad one.
         compute: the function of the runs, in any order, and a modality.
         by_modality: it needs a modality.
+        of_rates: it is about the learning rates at which runs fail, so that a run that learnt nothing is part of it
+            where another of the same seed and point learnt.
     """
 
     label: str
@@ -87,6 +89,7 @@ class FamilyMetric:
     worst: End
     compute: Callable[[Sequence[Run], str | None], Measured]
     by_modality: bool = False
+    of_rates: bool = False
 
     def on_scale(self, value: float) -> float:
         """The value on the scale on which effects are differences."""

@@ -117,9 +117,15 @@ METRICS = {
     ),
 }
 FAMILY_METRICS = {
-    "lr_sensitivity": FamilyMetric("learning-rate sensitivity", "nats", "linear", "high", lr_sensitivity),
-    "first_diverging_lr": FamilyMetric("first diverging learning rate", "", "log", "low", first_diverging_lr),
-    "first_unstable_lr": FamilyMetric("first unstable learning rate", "", "log", "low", first_unstable_lr),
+    "lr_sensitivity": FamilyMetric(
+        "learning-rate sensitivity", "nats", "linear", "high", lr_sensitivity, of_rates=True
+    ),
+    "first_diverging_lr": FamilyMetric(
+        "first diverging learning rate", "", "log", "low", first_diverging_lr, of_rates=True
+    ),
+    "first_unstable_lr": FamilyMetric(
+        "first unstable learning rate", "", "log", "low", first_unstable_lr, of_rates=True
+    ),
     "logit_extrapolation": FamilyMetric(
         "predicted over actual largest logit of the held-out largest model",
         "",

@@ -1,0 +1,182 @@
+"""A verdict takes runs that learnt, arms that differ as declared and enough seeds, unless its claim says why not."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+from fake_runs import BASE, DEMO, Planted, write_demo, write_grid
+
+from mmqk.analysis import judge, load_study
+from mmqk.analysis.findings import cannot_tell, finding
+from mmqk.analysis.page import write_report
+from mmqk.report import main
+from mmqk.store import UserError
+
+UNLEARNT = {"text": 5.58, "image": 5.48}
+NOTHING = {arm: replace(DEMO[arm], loss=UNLEARNT) for arm in ("mixed", "mixed-qk")}
+LEARNT, DECLARED, SEEDS = "modalities learnt", "arms differ only as declared", "enough seeds"
+
+
+def plain(**fields):
+    """C2 as the docs write a claim: without a regime; ``fields`` beside it."""
+
+    def change(grid):
+        grid["claims"][0].pop("regime")
+        grid["claims"][0] |= fields
+
+    return change
+
+
+def verdict(folder, planted=None, edit=None, **kwargs):
+    runs = write_demo(folder / "demo", planted, **kwargs)
+    if edit is not None:
+        edit(runs)
+    return judge(load_study(runs))[0]
+
+
+def check(found, name):
+    return next(control for control in found.controls if control.name == name)
+
+
+def test_runs_that_learnt_nothing_decide_nothing(tmp_path):
+    found = verdict(tmp_path / "nothing", NOTHING, change=plain())
+    assert found.effect.low > found.claim.delta and found.verdict == "inconclusive"
+    assert "text was not learnt in 3 of 3 runs of mixed, no QK-Norm" in check(found, LEARNT).detail
+    assert f"Not satisfied: {LEARNT}." in found.notes
+    found = verdict(tmp_path / "learnt", change=plain())
+    assert found.verdict == "reproduced" and all(control.passed for control in found.controls)
+
+
+def test_runs_of_which_learning_is_not_known_decide_nothing(tmp_path):
+    def without_losses(runs):
+        for path in runs.glob("mixed*/seed*/metrics.jsonl"):
+            path.write_text(path.read_text().replace('"loss/', '"lost/'))
+
+    found = verdict(tmp_path, edit=without_losses, change=plain())
+    assert found.verdict == "inconclusive"
+    assert "no trained modality has a loss in 3 of 3 runs of mixed, QK-Norm" in check(found, LEARNT).detail
+
+
+@pytest.mark.parametrize(("seeds", "outcome"), [(2, "inconclusive"), (3, "reproduced")])
+def test_two_seeds_are_too_few(tmp_path, seeds, outcome):
+    found = verdict(tmp_path, seeds=tuple(range(seeds)), change=plain())
+    assert found.effect.low > found.claim.delta and found.verdict == outcome
+    few = "; a verdict takes 3" if seeds == 2 else ""
+    assert check(found, SEEDS).detail == f"{seeds} seeds an arm{few}"
+
+
+def test_arms_that_do_not_differ_decide_nothing(tmp_path):
+    def alike(runs):
+        for path in runs.glob("mixed*/seed*/run.json"):
+            record = json.loads(path.read_text())
+            record["identity"] = copy.deepcopy(BASE) | {"seed": record["identity"]["seed"]}
+            path.write_text(json.dumps(record))
+
+    found = verdict(tmp_path, edit=alike, change=plain())
+    assert found.verdict == "inconclusive" and check(found, DECLARED).detail == "they differ in nothing"
+
+
+def test_a_run_of_which_nothing_is_recorded_decides_nothing(tmp_path):
+    def lost(runs):
+        next(runs.glob("mixed-qk*/seed1/run.json")).unlink()
+
+    found = verdict(tmp_path, edit=lost, change=plain())
+    assert found.verdict == "inconclusive" and not check(found, DECLARED).passed
+    assert not verdict(tmp_path / "whole", change=plain()).open
+
+
+def another_rate(runs):
+    for path in runs.glob("mixed-0*/seed*/run.json"):
+        record = json.loads(path.read_text())
+        record["identity"]["optim"]["lr"] = 0.03
+        path.write_text(json.dumps(record))
+
+
+TURNED_OFF = {
+    "learnt": (LEARNT, {"planted": NOTHING}),
+    "declared": (DECLARED, {"edit": another_rate}),
+    "seeds": (SEEDS, {"seeds": (0, 1)}),
+}
+
+
+@pytest.mark.parametrize("name", TURNED_OFF)
+def test_a_check_is_turned_off_by_name_and_the_page_says_why(tmp_path, name, capsys):
+    called, how = TURNED_OFF[name]
+    on = verdict(tmp_path / "on", change=plain(), **how)
+    assert on.verdict == "inconclusive" and not check(on, called).passed
+    other = next(key for key in TURNED_OFF if key != name)
+    assert verdict(tmp_path / "other", change=plain(unchecked={other: "so"}), **how).verdict == "inconclusive"
+    reason = "the only question is what <one> step does"
+    found = verdict(tmp_path / "off", change=plain(unchecked={name: reason}), **how)
+    assert found.verdict == "reproduced" and called not in [control.name for control in found.controls]
+    said = f"Not checked: “{called}” ({reason})."
+    assert said in found.notes and said in found.as_record()["note"]
+    study = load_study(tmp_path / "off/demo")
+    assert finding(study, found).endswith(f"; not checked: {called}.")
+    assert f"C2: not checked: “{called}” ({reason})." in cannot_tell(study, [found])
+    assert main([str(tmp_path / "off/demo"), "--out", str(tmp_path / "report")]) == 0
+    assert f"C2: reproduced (not checked: {name})" in capsys.readouterr().out
+    page, markdown = ((tmp_path / "report" / n).read_text() for n in ("index.html", "report.md"))
+    row = page[page.index('id="verdict') if 'id="verdict' in page else 0 :]
+    assert f"Not checked: “{called}” ({reason.replace('<', '&lt;').replace('>', '&gt;')})." in row
+    [cell] = [line for line in markdown.splitlines() if line.startswith("| **C2**")]
+    assert f"**reproduced** Not checked: “{called}”" in cell
+
+
+def test_nothing_is_said_of_checks_that_are_on(tmp_path):
+    study, found = write_report(write_demo(tmp_path / "demo", change=plain()), tmp_path / "report")
+    for text in (
+        (tmp_path / "report/index.html").read_text(),
+        (tmp_path / "report/report.md").read_text(),
+        (tmp_path / "report/verdicts.json").read_text(),
+        finding(study, found[0]),
+        *cannot_tell(study, found),
+    ):
+        assert "not checked" not in text.lower()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"unchecked": {"everything": "so"}}, "give one of learnt, declared, seeds and the reason"),
+        ({"unchecked": {"learnt": ""}}, "give one of learnt, declared, seeds and the reason"),
+        ({"unchecked": {"learnt": None}}, "and the reason"),
+        ({"unchecked": {"seeds": 2}}, "and the reason"),
+        ({"unchecked": ["learnt"]}, "not a mapping of names to values"),
+        (
+            {"unchecked": {"learnt": "so"}, "regime": "both modalities learnt"},
+            "drop regime or unchecked.learnt",
+        ),
+    ],
+)
+def test_a_check_is_not_turned_off_without_a_name_and_a_reason(tmp_path, fields, words):
+    with pytest.raises(UserError) as error:
+        verdict(tmp_path, change=plain(**fields))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("metric", "passed"), [("lr_sensitivity/text", True), ("final_loss/text", False)])
+def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learnt(tmp_path, metric, passed):
+    """One learning rate of a seed has to be learnt; any other number compares run with run."""
+
+    def sweep(folder, losses):
+        runs = []
+        for arm, qk in (("a", "none"), ("b", "rms")):
+            for rate, loss in zip((0.01, 0.1), losses, strict=True):
+                point = {"optim.lr": rate}
+                entry = {"arm": f"{arm}-lr{rate}", "family": arm, "point": point}
+                settings = {"model.qk_norm.kind": qk, **point}
+                runs += [({**entry, "seed": s}, Planted(10.0, loss), settings) for s in range(3)]
+        claim = {"id": "C", "treatment": "a", "control": "b", "delta": 0.2, "metric": metric}
+        claim |= {} if passed else {"at": {"optim.lr": 0.1}}
+        arms = {arm: {"set": {"model.qk_norm.kind": qk}} for arm, qk in (("a", "none"), ("b", "rms"))}
+        return judge(load_study(write_grid(folder, {"arms": arms, "claims": [claim]}, runs)))[0]
+
+    learnt = {"text": 3.4, "image": 4.6}
+    found = check(sweep(tmp_path / "some", (learnt, UNLEARNT)), LEARNT)
+    assert found.passed == passed
+    assert "at some learning rate of every seed" in found.detail or not passed
+    found = check(sweep(tmp_path / "nowhere", (UNLEARNT, UNLEARNT)), LEARNT)
+    assert not found.passed and "was not learnt in 3 of 3" in found.detail
+    assert check(sweep(tmp_path / "everywhere", (learnt, learnt)), LEARNT).passed
