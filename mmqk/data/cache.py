@@ -82,13 +82,13 @@ def open_source(
                 f"{folder} was made with the tokenizers {header['tokenizers'] or 'of somebody else'}, but"
                 f" {tokenizers} are {made_by}: set --data.tokenizers to those, or tokenize the shards again."
             )
-        return open_tokens(folder)
+        return open_tokens(folder, root)
     digest = hashlib.sha256(f"{FORMAT}/{kind}/{manifest_hash(folder)}/{made_by}".encode()).hexdigest()[:10]
     made = root / digest
     if not is_token_folder(made):
         _make(kind, folder, tokenizers, made_by, made, say or _to_stderr)
     try:
-        return open_tokens(made)
+        return open_tokens(made, root)
     except UserError as error:
         raise UserError(
             f"The token cache {made} does not match its shards and tokenizers: delete it, and it is made again"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmqk.data.manifest import check_regular
 from mmqk.data.tokens import TOKENS, Layout, TokenWriter
 from mmqk.store import OneSentenceParser, UserError, hash_fraction, run_main, tag
 
@@ -166,6 +167,7 @@ def _documents(path: Path) -> Iterator[np.ndarray]:
 
 
 def _load(path: Path) -> np.ndarray:
+    check_regular(path)
     try:
         array = np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:

@@ -39,6 +39,17 @@ class Manifest:
         return sum(shard.samples for shard in self.splits[split])
 
 
+def check_regular(path: Path) -> None:
+    """Refuse what is there and no file, such as a pipe, whose reader may wait for ever.
+
+    Raises:
+        UserError: it is a pipe, a device, a socket or a folder.
+    """
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "pipe" if path.is_fifo() else "device or socket"
+        raise UserError(f"{path} is a {kind} and not a regular file: give a file.")
+
+
 def sha256_file(path: Path) -> str:
     """Hex sha256 of a file."""
     with open(path, "rb") as file:
@@ -58,6 +69,7 @@ def load_manifest(folder: Path | str) -> Manifest:
         UserError: there is none, or it is not a manifest.
     """
     path = Path(folder) / MANIFEST
+    check_regular(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         splits = {
@@ -68,7 +80,7 @@ def load_manifest(folder: Path | str) -> Manifest:
         raise UserError(
             f"{path} is missing: {RESTORE}; for your own shards run python -m mmqk.data.manifest {folder}"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as a manifest ({error}): {RESTORE}") from None
     return Manifest(splits, record)
 
@@ -93,6 +105,7 @@ def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
     found = []
     for shard in manifest.splits[split]:
         path = folder / shard.file
+        check_regular(path)
         if not path.is_file():
             raise UserError(f"shard {path} is missing: {RESTORE}")
         try:

@@ -151,7 +151,7 @@ class TokenDataModule(L.LightningDataModule):
         """Documents by kind and split."""
         config = self.config
         if "tokens" in config.family:
-            return {"tokens": open_tokens(config.tokens)}
+            return {"tokens": open_tokens(config.tokens, Path(config.cache))}
         tokenizers, cache = Path(config.tokenizers), Path(config.cache)
         stores: dict[str, Any] = {}
         for kind, folder in config.sources.items():

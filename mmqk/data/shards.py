@@ -17,7 +17,7 @@ from typing import Any
 from PIL import Image
 
 from mmqk.data.images import on_white
-from mmqk.data.manifest import RESTORE, Shard, checked_shards, manifest_hash, sha256_file
+from mmqk.data.manifest import RESTORE, Shard, check_regular, checked_shards, manifest_hash, sha256_file
 from mmqk.store import UserError
 
 __all__ = [
@@ -77,6 +77,7 @@ def iterate_shard(path: Path) -> Iterator[Pair]:
     Raises:
         UserError: the file is no tar or ends early, or a sample lacks a readable image or caption.
     """
+    check_regular(path)
     _check_tar(path)
     import webdataset as wds
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mmqk.data.manifest import check_regular
 from mmqk.data.unread import HIDDEN, META, NO_DOT, NOT_REGULAR, Unread
 from mmqk.store import UserError
 
@@ -134,12 +135,13 @@ def expand(patterns: Sequence[str]) -> list[Path]:
     """The files that patterns name, in their order: brace ranges (``a{000..012}b``), lists, and globs.
 
     Raises:
-        UserError: a pattern names no file, a file that is missing, a folder or an address; a file is named
+        UserError: a pattern names no file, a file that is missing, a folder, a pipe or an address; a file is named
             twice.
     """
     found: dict[Path, Path] = {}
     for pattern in patterns:
         for path in _files_of(pattern):
+            check_regular(path)
             if found.setdefault(path.resolve(), path) is not path:
                 raise UserError(f"{path} is named twice: name each file once")
     if not found:

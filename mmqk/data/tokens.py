@@ -14,6 +14,8 @@ A document is what stands after ``<bos>``. Of kind pair: ``<image> codes </image
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -24,13 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.data.manifest import sha256_file
-from mmqk.store import UserError, identity_hash, write_json
+from mmqk.data.manifest import check_regular, sha256_file
+from mmqk.store import UserError, identity_hash, read_json, write_json
 
 TOKENS = "tokens.json"
 FORMAT = 1
 KINDS = ("pair", "text", "interleaved", "tokens")
 SPLITS = ("train", "val")
+MOST_IDS = 2**32  # uint32
 SPECIAL_NAMES = ("bos", "eos", "pad", "begin_image", "end_image")
 
 
@@ -224,32 +227,95 @@ class TokenStore:
         return int(ends[0]) + 1
 
 
-def open_tokens(folder: Path | str) -> dict[str, TokenStore]:
+def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, TokenStore]:
     """A token folder, by split.
 
+    Its arrays are compared with the hashes in tokens.json, and their ids with the layout: once, and again after a
+    file has changed in size or time, where ``cache`` keeps a note of what was compared; otherwise always.
+
+    Args:
+        folder: the token folder.
+        cache: where the note is kept.
+
     Raises:
-        UserError: it is unfinished, a part is missing, or a part has other sizes than tokens.json says.
+        UserError: it is unfinished, a part is missing, or a part is not what tokens.json says.
     """
     folder = Path(folder)
     record = read_header(folder)
     kind, layout = record["kind"], Layout(**record["layout"])
+    note = None if cache is None else Note(cache, folder, layout)
     stores = {}
     for split in SPLITS:
         ids, lengths = [], []
         for part in record["splits"].get(split, []):
             stem = folder / split / part["name"]
-            try:
-                i, n = (np.load(f"{stem}.{what}.npy", mmap_mode="r") for what in ("ids", "lengths"))
-            except (OSError, ValueError, EOFError) as error:
-                raise UserError(
-                    f"Part {stem} of a token folder cannot be read ({error}): make it again."
-                ) from None
-            if len(n) != part["documents"] or not len(i) == part["tokens"] == n.sum(dtype=np.int64):
-                raise UserError(f"Part {stem} has other sizes than {TOKENS} says: make the folder again.")
+            i, n = _read_part(stem, part, layout, note)
             ids.append(i)
             lengths.append(n)
         stores[split] = TokenStore(kind, layout, ids, lengths)
+    if note is not None:
+        note.write()
     return stores
+
+
+class Note:
+    """Which files of a token folder were found to be what tokens.json says, kept between runs.
+
+    Args:
+        cache: folder of notes.
+        folder: the token folder.
+        layout: that the ids were compared with.
+    """
+
+    def __init__(self, cache: Path, folder: Path, layout: Layout) -> None:
+        name = hashlib.sha256(f"{folder.resolve()}/{layout.size}".encode()).hexdigest()[:20]
+        self._path = cache / "compared" / f"{name}.json"
+        self._kept, self._new = read_json(self._path) or {}, dict[str, Any]()
+
+    def holds(self, path: Path, sha256: str) -> bool:
+        """Whether the file was compared with this hash and has not changed since; notes that it is now."""
+        about = path.stat()
+        state = [sha256, about.st_size, about.st_mtime_ns, about.st_ino]
+        self._new[str(path)] = state
+        return self._kept.get(str(path)) == state
+
+    def write(self) -> None:
+        """Keep what was compared; without a place to keep it, it is compared again the next time."""
+        if self._new != self._kept:
+            with contextlib.suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(self._path, self._new)
+
+
+def _read_part(
+    stem: Path, part: Mapping[str, Any], layout: Layout, note: Note | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and lengths of a part, compared with what tokens.json says of it."""
+    paths = [Path(f"{stem}.{what}.npy") for what in ("ids", "lengths")]
+    try:
+        for path in paths:
+            check_regular(path)
+        ids, lengths = (np.load(path, mmap_mode="r") for path in paths)
+        new = [p for p, sha in zip(paths, part["sha256"], strict=True) if note is None or not note.holds(p, sha)]
+        digests = {path: sha256_file(path) for path in new}
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"Part {stem} of a token folder cannot be read ({error}): make it again.") from None
+    if not (ids.ndim == lengths.ndim == 1 and ids.dtype.kind == lengths.dtype.kind == "u"):
+        raise UserError(f"Part {stem} holds no rows of unsigned integers: make the folder again.")
+    if len(lengths) != part["documents"] or not len(ids) == part["tokens"] == lengths.sum(dtype=np.int64):
+        raise UserError(f"Part {stem} has other sizes than {TOKENS} says: make the folder again.")
+    for path, sha256 in zip(paths, part["sha256"], strict=True):
+        if digests.get(path, sha256) != sha256:
+            raise UserError(
+                f"{path} differs from {TOKENS} (sha256 {digests[path][:10]}, expected {sha256[:10]}): copy it again,"
+                " or make the folder again."
+            )
+    if paths[0] in digests and len(ids) and (largest := int(ids.max())) >= layout.size:
+        raise UserError(
+            f"{paths[0]} holds the id {largest}, but the ids of {TOKENS} are 0 to {layout.size - 1}: make the folder"
+            " again."
+        )
+    return ids, lengths
 
 
 def read_header(folder: Path | str) -> dict[str, Any]:
@@ -259,23 +325,32 @@ def read_header(folder: Path | str) -> dict[str, Any]:
         UserError: it is missing, damaged, or of another format.
     """
     path = Path(folder) / TOKENS
+    check_regular(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         layout = Layout(**record["layout"])
         whole = record["format"] == FORMAT and record["kind"] in KINDS and layout.blocks
-        whole = whole and all(
-            isinstance(p["name"], str) for parts in record["splits"].values() for p in parts
-        )
-        whole = whole and all(0 <= i < layout.size for i in layout.specials)
+        whole = whole and all(isinstance(n, int) and 0 < n <= MOST_IDS for n in layout.blocks.values())
+        whole = whole and all(isinstance(i, int) and 0 <= i < layout.size <= MOST_IDS for i in layout.specials)
+        whole = whole and isinstance(record["dropped"], dict) and isinstance(record["about"], dict)
+        whole = whole and isinstance(record["tokenizers"], str)
+        whole = whole and all(_is_part(p) for parts in record["splits"].values() for p in parts)
     except FileNotFoundError:
         raise UserError(
             f"{path} is missing: no token folder, or one that was not finished (run its command again)."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}): make it again.") from None
     if not whole:
         raise UserError(f"{path} is not the record of a token folder of format {FORMAT}: make it again.")
     return record
+
+
+def _is_part(part: Mapping[str, Any]) -> bool:
+    name, digests = part["name"], part["sha256"]
+    named = isinstance(name, str) and "/" not in name
+    counted = all(isinstance(part[count], int) for count in ("documents", "tokens"))
+    return named and counted and len(digests) == 2 and all(isinstance(d, str) for d in digests)
 
 
 def is_token_folder(folder: Path | str) -> bool:

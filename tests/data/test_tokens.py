@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -73,6 +75,115 @@ def test_an_unfinished_or_damaged_folder_is_named(tmp_path):
     (folder / "tokens.json").unlink()
     with pytest.raises(UserError, match=r"tokens\.json is missing"):
         open_tokens(folder)
+
+
+def flip(path, place=-1):
+    """One bit of a file, whose time of change is another one then."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    about = path.stat()
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 10**9))
+
+
+@pytest.mark.parametrize("what", ["ids", "lengths"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_arrays_are_compared_with_their_hashes(tmp_path, what, cached):
+    folder = write(tmp_path / "t", [np.array([5, 6, 7])] * 12)
+    cache = tmp_path / "cache" if cached else None
+    for _ in range(2):
+        open_tokens(folder, cache)
+    path = folder / f"train/00001.{what}.npy"
+    whole = path.read_bytes()
+    if what == "ids":
+        flip(path, -2)
+    else:  # as many tokens, in documents of other lengths
+        np.save(path, np.array([3, 3, 2, 4], dtype=np.uint32))
+    for _ in range(2):  # what is damaged is never noted as whole
+        with pytest.raises(UserError, match=rf"00001\.{what}\.npy differs from tokens\.json .*make the folder again"):
+            open_tokens(folder, cache)
+    path.write_bytes(whole)
+    assert len(open_tokens(folder, cache)["train"]) == 12
+
+
+def test_arrays_that_have_not_changed_are_read_once(tmp_path, monkeypatch):
+    from mmqk.data import tokens
+
+    hashed, sha256_file = [], tokens.sha256_file
+    folder = write(tmp_path / "t", some(9))
+    monkeypatch.setattr(tokens, "sha256_file", lambda path: hashed.append(path.name) or sha256_file(path))
+    for _ in range(3):
+        open_tokens(folder, tmp_path / "cache")
+    assert len(hashed) == 8
+    (folder / "val/00000.ids.npy").touch()
+    open_tokens(folder, tmp_path / "cache")
+    assert hashed[8:] == ["00000.ids.npy"]
+    open_tokens(folder)  # without a place for the note
+    assert len(hashed) == 17
+    (tmp_path / "file").write_text("no folder")
+    open_tokens(folder, tmp_path / "file")
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_ids_outside_the_layout_are_named_before_training(tmp_path, cached):
+    folder = write(tmp_path / "t", [np.array([5, 31])] * 6)
+    record = json.loads((folder / "tokens.json").read_text())
+    open_tokens(folder, tmp_path / "cache")
+    record["layout"]["blocks"]["image"] = 11
+    (folder / "tokens.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"ids\.npy holds the id 31, but the ids of tokens\.json are 0 to 30"):
+        open_tokens(folder, tmp_path / "cache" if cached else None)
+
+
+def test_arrays_of_another_form_are_named(tmp_path):
+    folder = write(tmp_path / "t", [np.array([5, 31])] * 6)
+    path = folder / "train/00000.ids.npy"
+    whole = np.load(path)
+    for wrong in (whole.astype(np.float32), whole.astype(np.int16), whole[:, None]):
+        np.save(path, wrong)
+        with pytest.raises(UserError, match="00000 holds no rows of unsigned integers"):
+            open_tokens(folder)
+    np.save(path, whole)
+    assert len(open_tokens(folder)["train"]) == 6
+
+
+def within_a_minute(do):
+    """Run it, or fail where it waits for ever."""
+
+    def late(*_):
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    try:
+        return do()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    from mmqk.data import ids, manifest, tars
+
+    pipe = tmp_path / "train-0.tar"
+    os.mkfifo(pipe)
+    refused = [lambda: tars.expand([str(pipe)]), lambda: tars.expand([f"{tmp_path}/*.tar"]),
+               lambda: manifest.main([str(tmp_path)]), lambda: ids._load(pipe)]  # fmt: skip
+    for name in ("tokens.json", "train/00001.ids.npy"):
+        folder = write(tmp_path / name.replace("/", "-"), some(9))
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        refused.append(lambda folder=folder: open_tokens(folder))
+    (tmp_path / "shards").mkdir()
+    os.mkfifo(tmp_path / "shards/manifest.json")
+    refused.append(lambda: manifest.load_manifest(tmp_path / "shards"))
+    for do in refused:
+        with pytest.raises(UserError, match=r"is a pipe and not a regular file: give a file"):
+            within_a_minute(do)
+    link = tmp_path / "link.tar"  # a link to a file is a file
+    (tmp_path / "a.bin").write_bytes(b"")
+    link.symlink_to(tmp_path / "a.bin")
+    assert tars.expand([str(link)]) == [link]
 
 
 @pytest.mark.parametrize("wrong", [np.array([32]), np.array([-1]), np.array([], dtype=int)])
@@ -179,12 +290,24 @@ def test_lengths_that_do_not_add_up_are_named(arrays, capsys):
 
 
 @pytest.mark.parametrize(
-    "change", [{"format": 9}, {"kind": "video"}, {"layout": {"blocks": {}}}, {"splits": 3}]
-)
+    "change",
+    [{"format": 9}, {"kind": "video"}, {"layout": {"blocks": {}}}, {"splits": 3}, {"dropped": 3}, {"about": []},
+     {"layout": {"blocks": {"text": 1e400}}}, {"layout": {"blocks": {"text": 10**400}}}, {"tokenizers": None},
+     {"splits": {"train": [{"name": "00000"}]}}, {"splits": {"train": [{"name": "../00000"}]}},
+     {"splits": {"train": [{"name": "x", "documents": "3", "tokens": 3, "sha256": ["a", "b"]}]}},
+     {"splits": {"train": [{"name": "x", "documents": 3, "tokens": 3, "sha256": []}]}}],
+)  # fmt: skip
 def test_a_record_of_another_form_is_refused(tmp_path, change):
     folder = write(tmp_path / "t", some(9))
     record = json.loads((folder / "tokens.json").read_text()) | change
     (folder / "tokens.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"tokens\.json (is not|cannot)"):
+        open_tokens(folder)
+
+
+def test_a_record_of_many_levels_is_refused(tmp_path):
+    folder = write(tmp_path / "t", some(9))
+    (folder / "tokens.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match=r"tokens\.json (is not|cannot)"):
         open_tokens(folder)
 
