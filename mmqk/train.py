@@ -8,13 +8,11 @@ import platform
 import sys
 import warnings
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmqk.store import (
     EXIT_CODES,
     AlarmRules,
-    MetricsWriter,
     RunFolder,
     UserError,
     dashboards,
@@ -23,6 +21,7 @@ from mmqk.store import (
     run_main,
     write_json,
 )
+from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
 from mmqk.store.folder import METRICS_NAME
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 FLUSH_EVERY = 10
 MOST_PADDING = 0.02
-ONE = {"strategy": "auto", "processes": 1}  # what wrote a checkpoint that does not say
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,7 +101,8 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     from mmqk.training.loggers import RunLogger, StoryLogger
     from mmqk.training.module import TrainingModule
     from mmqk.training.on_cpu import keep_memory, look_for_no_gpu
-    from mmqk.training.steps import Checkpoints, StepLog, Validation, step_of
+    from mmqk.training.resume import last_checkpoint, restoring
+    from mmqk.training.steps import Checkpoints, StepLog, Validation
 
     # Deterministic training would fill every new tensor, to find reads of what nothing wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -117,7 +116,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     resume_from = None
     if folder is not None:
         _fork(run, folder, data)
-        resume_from = _last_checkpoint(run, folder)
+        resume_from = last_checkpoint(run, folder, _first_step(run))
         if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
             # Killed between its last checkpoint, which comes after the last validation and probe, and its last word.
             folder.set_status("completed", step_of(resume_from))
@@ -160,7 +159,8 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     trainer.callbacks += callbacks  # type: ignore[attr-defined]
     trainer.loggers = loggers
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
+        with restoring(resume_from):
+            trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     except Interrupted as stop:
         if folder is None:
             return EXIT_CODES["completed"]  # Lightning ends all at once where one of them ends otherwise
@@ -233,46 +233,10 @@ def _first_step(run: RunConfig) -> int:
 def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     """A fork's first checkpoint; from there it goes on as any run does."""
     from mmqk.training.fork import PROBE_SEQUENCES, make_fork
-    from mmqk.training.steps import checkpoints_in
 
     if run.fork is not None and not checkpoints_in(folder.checkpoints):
         probe = data.probe_batch(min(PROBE_SEQUENCES, run.data.val_sequences))
         print(make_fork(run, folder.path, probe), file=sys.stderr, flush=True)
-
-
-def _last_checkpoint(run: RunConfig, folder: RunFolder) -> Path | None:
-    """The newest checkpoint, checked; later lines of metrics.jsonl, whose steps come again, are dropped."""
-    from mmqk.training.checkpoint import check_checkpoint
-    from mmqk.training.steps import checkpoints_in, step_of
-
-    found = checkpoints_in(folder.checkpoints)
-    ranks = {}
-    if found:
-        ranks = check_checkpoint(found[-1], run.model).get("mmqk_ranks", ONE)
-    step = step_of(found[-1]) if found else 0
-    for partial in folder.checkpoints.glob("*.partial"):
-        partial.unlink()
-    if folder.metrics_path.exists():
-        writer = MetricsWriter(folder.metrics_path)
-        # What the first step says comes again too.
-        writer.truncate_after(step if step > _first_step(run) else step - 1)
-        writer.close()
-    if folder.state == "resume":
-        mixed = "; part of it was made by other code" if "+" in folder.record["code"] else ""
-        print(f"resuming from step {step} in {folder.path}{mixed}", file=sys.stderr)
-    if ranks and ranks != run.ranks:
-        print(
-            f"step {step} was reached by {_said(ranks)} and goes on with {_said(run.ranks)}: the same numbers up to"
-            " rounding, and other masks where there is dropout; not bit for bit.",
-            file=sys.stderr,
-        )
-    return found[-1] if found else None
-
-
-def _said(ranks: dict[str, Any]) -> str:
-    return (
-        "one process" if ranks["processes"] == 1 else f"{ranks['processes']} processes ({ranks['strategy']})"
-    )
 
 
 def _environment() -> dict[str, Any]:

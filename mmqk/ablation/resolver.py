@@ -11,6 +11,7 @@ from mmqk.ablation.arms import Job
 from mmqk.ablation.choose import Choice
 from mmqk.ablation.task import Task
 from mmqk.store import UserError, read_json
+from mmqk.store.checkpoints import checkpoints_in, step_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,13 +155,8 @@ def checkpoint_of(folder: Path, step: int) -> Path | None:
 
 
 def checkpoints_of(folder: Path) -> dict[int, Path]:
-    """Whole checkpoints of a run by step, in their order."""
-    found = {
-        int(path.stem.removeprefix("step")): path
-        for path in (folder / "checkpoints").glob("step*.ckpt")
-        if path.stem.removeprefix("step").isdecimal()
-    }
-    return dict(sorted(found.items()))
+    """Checkpoints of a run by step, in their order."""
+    return {step_of(path): path for path in checkpoints_in(folder / "checkpoints")}
 
 
 def by_variant(out: Path) -> dict[str, Sequence[Path]]:

@@ -73,14 +73,12 @@ def _to_mmqk(source: Path, out: Path, blocks: str | None) -> None:
 
 
 def _to_huggingface(source: Path, out: Path) -> None:
-    from mmqk.training.steps import checkpoints_in
+    from mmqk.training.checkpoint import newest_checkpoint
 
-    found = checkpoints_in(source / "checkpoints")
-    if not found:
-        raise UserError(f"{source} has no checkpoint: name the folder of a run that wrote one.")
-    config, weights = read_run(found[-1])
+    newest = newest_checkpoint(source)
+    config, weights = read_run(newest)
     write_huggingface(build(config, weights), out)
-    print(f"{out}: {architecture_of(config)} of {found[-1]}; the tokenizers are not included")
+    print(f"{out}: {architecture_of(config)} of {newest}; the tokenizers are not included")
     if architecture_of(config) == CHAMELEON:
         print(
             "Its image tokenizer (vqmodel) is untrained: copy it from the original, as docs/interop.md shows."

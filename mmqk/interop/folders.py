@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -77,19 +75,12 @@ def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     Raises:
         UserError: the file is damaged or of something else, or no layout has the model.
     """
-    try:
-        stored = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        config = ModelConfig.from_dict(stored["mmqk_model"])
-        architecture_of(config)
-        weights = {name.removeprefix("model."): tensor for name, tensor in stored["state_dict"].items()}
-        with torch.device("meta"):
-            EarlyFusionTransformer(config).load_state_dict(weights, assign=True)
-    except (
-        OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, AttributeError,
-    ) as error:  # fmt: skip
-        said = " ".join(str(error).split())[:120] or type(error).__name__
-        raise UserError(f"The checkpoint {checkpoint} is damaged or of no model of mmqk ({said}).") from error
-    return config, weights
+    from mmqk.training.checkpoint import PREFIX, load_checkpoint
+
+    content = load_checkpoint(checkpoint, "give another --from")
+    config = ModelConfig.from_dict(content["mmqk_model"])
+    architecture_of(config)
+    return config, {name.removeprefix(PREFIX): tensor for name, tensor in content["state_dict"].items()}
 
 
 def write_run(model: EarlyFusionTransformer, out: Path) -> None:
@@ -98,12 +89,12 @@ def write_run(model: EarlyFusionTransformer, out: Path) -> None:
     Raises:
         UserError: `out` holds something, or cannot be written.
     """
-    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    from mmqk.training.checkpoint import PREFIX, save_checkpoint
+
+    weights = {PREFIX + name: tensor for name, tensor in model.state_dict().items()}
 
     def write(folder: Path) -> None:
-        path = folder / CHECKPOINT
-        path.parent.mkdir(parents=True)
-        torch.save({"mmqk_model": asdict(model.config), "state_dict": weights}, path)
+        save_checkpoint({"mmqk_model": asdict(model.config), "state_dict": weights}, folder / CHECKPOINT)
 
     _publish(out, write)
 

@@ -29,7 +29,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -51,7 +51,8 @@ def is_temporary(path: Path) -> bool:
     return path.name.startswith(".") and path.name.endswith(TEMPORARY_SUFFIX)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make renames and removals in a folder durable."""
     # The rename is durable only once the folder is; file systems that refuse this do not need it.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

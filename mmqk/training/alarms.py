@@ -17,10 +17,11 @@ from lightning.pytorch.loggers.logger import Logger
 
 from mmqk.monitors.lab.callback import RunMonitor
 from mmqk.store import Alarm, AlarmConfig, AlarmRules, append_alarms, parse_tag, truncate_alarms
+from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name
 from mmqk.training.lifecycle import Interrupted
 from mmqk.training.loggers import RunLogger, StoryLogger
 from mmqk.training.module import TrainingModule
-from mmqk.training.steps import Checkpoints, StepLog, ends_step, step_of
+from mmqk.training.steps import Checkpoints, StepLog, ends_step
 
 # Lines on the terminal for one alarm on one statistic of one modality; alarms.jsonl has all of them.
 SAID_AT_MOST = {"spike": 5, "spike_median": 5}
@@ -176,16 +177,14 @@ class Alarms(L.Callback):
 
     def _keep(self, name: str, step: int) -> None:
         """A second name for the checkpoint of now, which outlives the first."""
-        newest = self.checkpoints.folder / f"step{step:08d}.ckpt"
-        assert step_of(newest) == step
+        newest = self.checkpoints.folder / checkpoint_name(step)
         path = newest.with_name(f"alarm_{name}_{newest.name}")
-        if newest.is_dir():
-            shutil.copytree(newest, path)
-            return
         try:
             os.link(newest, path)
         except OSError:  # a file system without hard links
-            shutil.copyfile(newest, path)
+            partial = path.with_suffix(PARTIAL_SUFFIX)
+            shutil.copyfile(newest, partial)
+            os.replace(partial, path)
 
     def state_dict(self) -> dict[str, Any]:
         # What a last flush logged belongs to the checkpoint; an interruption leaves what it calls for to the resume.

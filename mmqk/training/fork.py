@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,8 @@ import torch
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError, differing_fields, flatten, write_json
-from mmqk.training.checkpoint import load_checkpoint
+from mmqk.store.checkpoints import checkpoint_name
+from mmqk.training.checkpoint import load_checkpoint, save_checkpoint
 from mmqk.training.fork_matrices import Carried
 from mmqk.training.fork_measure import Change, change_of_function
 from mmqk.training.fork_state import (
@@ -50,8 +50,8 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     assert fork is not None and fork.checkpoint is not None
     if not fork.checkpoint.exists():
         raise UserError(f"The checkpoint {fork.checkpoint} to fork from is gone: name another after --fork.")
-    saved = load_checkpoint(fork.checkpoint, "name another one after --fork")
-    found = (saved.get("mmqk_run", {}).get("id"), saved.get("global_step"))
+    saved = load_checkpoint(fork.checkpoint, "name another one after --fork", whole=True)
+    found = (saved.get("mmqk_run", {}).get("id"), saved["global_step"])
     if found != (fork.parent.id, fork.parent.step):
         raise UserError(
             f"{fork.checkpoint} is no longer step {fork.parent.step} of run {fork.parent.id}: give another --out."
@@ -94,7 +94,7 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         "mmqk_run": run.record(),
     }
     write_json(folder / FORK_NAME, _record(run, changed, carried, said, change))
-    _write(checkpoint, folder / "checkpoints" / f"step{fork.parent.step:08d}.ckpt")
+    save_checkpoint(checkpoint, folder / "checkpoints" / checkpoint_name(fork.parent.step))
     return sentence(run, changed, change)
 
 
@@ -181,13 +181,3 @@ def _trained(loss: LossConfig, model: ModelConfig) -> list[str]:
 def _device(run: RunConfig) -> torch.device:
     cuda = torch.cuda.is_available() and run.trainer.get("accelerator") not in ("cpu",)
     return torch.device("cuda" if cuda else "cpu")
-
-
-def _write(checkpoint: dict[str, Any], path: Path) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    torch.save(checkpoint, partial)
-    with open(partial, "rb") as written:
-        os.fsync(written.fileno())
-    os.replace(partial, path)

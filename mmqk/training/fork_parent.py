@@ -9,8 +9,7 @@ from typing import Any
 
 from mmqk.model import ModelConfig
 from mmqk.store import UserError, read_json
-from mmqk.training.checkpoint import load_checkpoint
-from mmqk.training.steps import checkpoints_in
+from mmqk.training.checkpoint import load_checkpoint, newest_checkpoint
 
 # Below this, fp32 weights would round most of a perturbation away.
 SMALLEST_PERTURBATION = 1e-7
@@ -98,23 +97,20 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
     if isinstance(noted, dict) and noted.get("given") == given:
         return Path(noted["checkpoint"]), Parent(noted["id"], noted["step"], noted["config"])
     path = Path(given)
-    # A checkpoint of several ranks may be a folder itself.
     if path.is_dir() and path.suffix != ".ckpt":
-        found = checkpoints_in(path / "checkpoints")
-        if not found:
-            raise UserError(
-                f"--fork {given} has no checkpoint: name a run that wrote one, or the file itself."
-            )
-        path = found[-1]
+        try:
+            path = newest_checkpoint(path)
+        except UserError as error:
+            raise UserError(f"--fork: {error}") from error
     if not path.exists():
         raise UserError(f"--fork {given} does not exist: name a checkpoint or the folder of a run.")
-    saved = load_checkpoint(path, "name another one after --fork")
+    saved = load_checkpoint(path, "name another one after --fork", whole=True)
     run = saved.get("mmqk_run")
-    if run is None or "mmqk_model" not in saved:
+    if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not isinstance(run.get("config"), dict):
         raise UserError(
             f"--fork {given} does not say which run wrote it: name a checkpoint of the present mmqk.train."
         )
-    return path, Parent(run["id"], int(saved["global_step"]), run["config"])
+    return path, Parent(run["id"], saved["global_step"], run["config"])
 
 
 def note(fork: Fork) -> dict[str, Any]:

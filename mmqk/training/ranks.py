@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from mmqk.store import UserError
+from mmqk.training.checkpoint import CheckpointFiles
 from mmqk.training.sharding import Sharded
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Ranks:
             )
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"Lightning refuses the trainer flags: {' '.join(str(error).split())}") from error
+        self.trainer.strategy.checkpoint_io = CheckpointFiles()
         self.several = self.trainer.world_size > 1
         if not self.several:
             # One of many single runs of a cluster's job is no rank among them.

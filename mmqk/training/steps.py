@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +16,9 @@ import torch
 from mmqk.data.batch import TokenBatch
 from mmqk.monitors.ranks import first_said
 from mmqk.store import DivergenceRule
+from mmqk.store.checkpoints import checkpoint_name, checkpoints_in, step_of
 from mmqk.training.module import StepRecord, TrainingModule
+from mmqk.training.resume import check_restored
 
 
 class StepLog(L.Callback):
@@ -193,7 +193,10 @@ class CheckpointConfig:
 
 
 class Checkpoints(L.Callback):
-    """Writes ``step00000500.ckpt`` whole or not at all, after a flush that found the step finite."""
+    """Writes ``step00000500.ckpt`` whole or not at all, after a flush that found the step finite.
+
+    An older one is removed only after that, so that there is always one to go on from.
+    """
 
     def __init__(self, folder: Path, config: CheckpointConfig, step_log: StepLog):
         self.folder, self.config, self.step_log = folder, config, step_log
@@ -201,6 +204,8 @@ class Checkpoints(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = trainer.global_step
+        if trainer.ckpt_path is not None:
+            check_restored(Path(trainer.ckpt_path), trainer.global_step, trainer.optimizers)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         step, every = trainer.global_step, self.config.every_n_steps
@@ -216,24 +221,10 @@ class Checkpoints(L.Callback):
         for logger in trainer.loggers:
             logger.save()
         self._saved = trainer.global_step
-        path = self.folder / f"step{trainer.global_step:08d}.ckpt"
-        partial = path.with_suffix(".partial")
-        trainer.save_checkpoint(partial)
-        if trainer.is_global_zero:
-            with open(partial, "rb") as written:
-                os.fsync(written.fileno())
-            os.replace(partial, path)
-            for old in checkpoints_in(self.folder)[: -self.config.keep]:
-                if step_of(old) in self.config.at:
-                    continue
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Whole checkpoints of a run, oldest first."""
-    return sorted(folder.glob("step*.ckpt"))
-
-
-def step_of(checkpoint: Path) -> int:
-    """Optimizer steps done at a checkpoint, by its name."""
-    return int(checkpoint.stem.removeprefix("step"))
+        path = self.folder / checkpoint_name(trainer.global_step)
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:  # the new one is on the disk and was read back from it
+            older = [old for old in checkpoints_in(self.folder) if step_of(old) < trainer.global_step]
+            for old in older[: len(older) + 1 - self.config.keep]:
+                if step_of(old) not in self.config.at:
+                    old.unlink()

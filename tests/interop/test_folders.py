@@ -17,7 +17,7 @@ from mmqk.interop.__main__ import main
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
 from mmqk.store import front_door
-from mmqk.training.checkpoint import load_model
+from mmqk.training.checkpoint import load_model, save_checkpoint
 from tests.interop.models import logits_of, some_ids, tiny
 
 LLAMA, CHAMELEON = "LlamaForCausalLM", "ChameleonForConditionalGeneration"
@@ -195,18 +195,24 @@ def test_damaged_runs(folders, tmp_path, capsys):
     checkpoint = tmp_path / "run/checkpoints/step00000000.ckpt"
     whole = checkpoint.read_bytes()
     checkpoint.write_bytes(whole[: len(whole) // 2])
-    assert "is damaged or of no model of mmqk" in refuses(capsys, tmp_path / "run", out)
-    for stored in ([1], {"state_dict": {}}, {"mmqk_model": {"width": 3}, "state_dict": {}}):
+    assert "step00000000.ckpt cannot be read" in refuses(capsys, tmp_path / "run", out)
+    middle = len(whole) // 2
+    checkpoint.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    assert "step00000000.ckpt is damaged" in refuses(capsys, tmp_path / "run", out)
+    for stored, said in (
+        ([1], "has no model configuration"),
+        ({"state_dict": {}}, "has no model configuration"),
+        ({"mmqk_model": {"width": 3}, "state_dict": {}}, "is of no model this mmqk knows"),
+    ):
         torch.save(stored, checkpoint)
-        assert "is damaged or of no model of mmqk" in refuses(capsys, tmp_path / "run", out)
+        assert said in refuses(capsys, tmp_path / "run", out)
 
 
 def test_a_run_that_no_layout_has(tmp_path, capsys):
     config = ModelConfig(blocks={"text": 8}, d_model=8, n_heads=2, n_layers=1, weight_reparam="sigma")
-    (tmp_path / "run/checkpoints").mkdir(parents=True)
     stored = {f"model.{n}": t for n, t in EarlyFusionTransformer(config).state_dict().items()}
     path = tmp_path / "run/checkpoints/step00000001.ckpt"
-    torch.save({"mmqk_model": asdict(config), "state_dict": stored}, path)
+    save_checkpoint({"mmqk_model": asdict(config), "state_dict": stored}, path)
     assert "model.weight_reparam is sigma" in refuses(capsys, tmp_path / "run", tmp_path / "out")
 
 

@@ -10,6 +10,7 @@ import torch
 
 from mmqk.store import front_door
 from mmqk.train import main
+from mmqk.training.checkpoint import save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_a_parent_that_is_none(parent, tiny_args, tmp_path, capsys):
     assert "text.ckpt cannot be read" in said(capsys, f"--fork={tmp_path / 'text.ckpt'}", out)
     content = torch.load(parent / "checkpoints/step00000004.ckpt", weights_only=True)
     del content["mmqk_run"]
-    torch.save(content, tmp_path / "old.ckpt")
+    save_checkpoint(content, tmp_path / "old.ckpt")
     assert "does not say which run wrote it" in said(capsys, f"--fork={tmp_path / 'old.ckpt'}", out)
     assert "fork_skip belongs to a fork" in said(capsys, *tiny_args, "--fork_skip=1", out)
     assert not (tmp_path / "fork").exists()
@@ -100,7 +101,7 @@ def test_a_checkpoint_that_was_written_over_since_is_refused(parent, tmp_path, c
     (out / "status.json").write_text(json.dumps({"status": "failed", "step": 4, "reason": ""}))
     content = torch.load(checkpoint, weights_only=True)
     content["mmqk_run"]["id"] = "another"
-    torch.save(content, checkpoint)
+    save_checkpoint(content, checkpoint)
     assert "is no longer step 4 of run" in said(capsys, *fields)
     checkpoint.unlink()
     assert "to fork from is gone" in said(capsys, *fields)

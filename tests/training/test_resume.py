@@ -1,4 +1,4 @@
-"""Resuming from any checkpoint gives the run that was never stopped; a bad one changes nothing."""
+"""Resuming from any checkpoint gives the run that was never stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.store import front_door, read_metrics
+from mmqk.store import read_metrics
 from mmqk.train import main
 
 WALL_CLOCK = {"tokens_per_s"}
@@ -101,28 +101,6 @@ def test_resumed_checkpoint_is_not_overwritten_in_the_middle_of_a_step(whole, tm
     before = (tmp_path / "again/checkpoints/step00000008.ckpt").read_bytes()
     assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
     assert (tmp_path / "again/checkpoints/step00000008.ckpt").read_bytes() == before
-
-
-@pytest.mark.parametrize("harm", ["cut", "empty", "foreign"])
-def test_a_bad_checkpoint_is_refused_and_nothing_is_lost(whole, tmp_path, capsys, harm):
-    out = tmp_path / "again"
-    args = rewind(whole, out, 8, status="interrupted")
-    newest = out / "checkpoints/step00000008.ckpt"
-    if harm == "foreign":
-        content = torch.load(newest, weights_only=True)
-        content["mmqk_model"]["attn_softcap"] = 30.0  # has no parameter: only the configuration tells
-        torch.save(content, newest)
-    else:
-        newest.write_bytes(newest.read_bytes()[: 2000 if harm == "cut" else 0])
-    before = (out / "metrics.jsonl").read_bytes()
-    assert front_door(main)([*args, f"--out={out}"]) == 2
-    said = capsys.readouterr().err
-    assert "step00000008.ckpt" in said and "Traceback" not in said
-    assert ("model.attn_softcap" in said) is (harm == "foreign")
-    assert (out / "metrics.jsonl").read_bytes() == before
-    newest.unlink()  # what the sentence says to do
-    assert main([*args, f"--out={out}"]) == 0
-    assert series(out) == series(whole)
 
 
 def test_tensorboard_draws_no_step_twice(whole, tmp_path):

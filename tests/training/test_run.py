@@ -175,7 +175,7 @@ def test_checkpoint_of_another_model_is_refused(tiny_args, tmp_path, whole, caps
 
     RunFolder.open(out, resolve(args).identity, {}).close()
     (out / "checkpoints").mkdir()
-    os.link(whole / "checkpoints/step00000012.ckpt", out / "checkpoints/step00000008.ckpt")
+    os.link(whole / "checkpoints/step00000012.ckpt", out / "checkpoints/step00000012.ckpt")
     assert front_door(main)(args) == 2
     said = capsys.readouterr().err
     assert "model.post_norm" in said and "model.pre_norm" in said and "Traceback" not in said

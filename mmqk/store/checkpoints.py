@@ -1,0 +1,153 @@
+"""Checkpoint files: their names, and the digest that tells whether any byte of one has changed.
+
+A checkpoint is what torch writes, then a footer of `FOOTER_BYTES` bytes with the sha256 of everything before it. The
+footer is in the file itself, so that a rename, a copy or a hard link keeps the two together, and a kill cannot
+separate them. torch and zip tools read the file as if there were no footer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from mmqk.store.files import sync_folder
+
+PARTIAL_SUFFIX, REFUSED_SUFFIX = ".partial", ".refused"
+_NAME = re.compile(r"step(\d{8,})\.ckpt", re.ASCII)
+_KEPT = re.compile(r"alarm_\w+_step\d{8,}\.ckpt", re.ASCII)
+_PREFIX = b"\nmmqk sha256 "
+FOOTER_BYTES = len(_PREFIX) + 64 + 1
+_CHUNK = 1 << 20
+
+
+class DamagedError(ValueError):
+    """A checkpoint differs from what was written; the message continues "The checkpoint X"."""
+
+
+def checkpoint_name(step: int) -> str:
+    """``step00000500.ckpt``"""
+    return f"step{step:08d}.ckpt"
+
+
+def named_step(path: Path) -> int | None:
+    """The step in the name of a checkpoint of a run; None for any other name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps done at a checkpoint that `checkpoints_in` found, by its name.
+
+    Raises:
+        ValueError: another name.
+    """
+    step = named_step(checkpoint)
+    if step is None:
+        raise ValueError(f"{checkpoint} is not named as a checkpoint of a run")
+    return step
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Files with the name of a checkpoint, oldest first. Their content is another matter."""
+    return sorted((path for path in folder.glob("step*.ckpt") if named_step(path) is not None), key=step_of)
+
+
+def strays_in(folder: Path) -> list[Path]:
+    """Files that end in .ckpt under a name that mmqk does not write, sorted."""
+    return sorted(p for p in folder.glob("*.ckpt") if named_step(p) is None and not _KEPT.fullmatch(p.name))
+
+
+class _Hashed:
+    """A file that is written front to back, and the sha256 of what was written."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._digest = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def footer(self) -> bytes:
+        return _PREFIX + self._digest.hexdigest().encode() + b"\n"
+
+
+def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
+    """Write a file with its digest, read it back from the disk, and only then give it its name.
+
+    Whoever removes an older checkpoint after this has a good one.
+
+    Args:
+        path: replaced if it is there; its folder is made.
+        write: is given a file that takes bytes front to back.
+
+    Raises:
+        OSError: the file cannot be written, or reads back otherwise; ``path`` is then as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(PARTIAL_SUFFIX)
+    try:
+        with open(partial, "wb") as file:
+            hashed = _Hashed(file)
+            write(hashed)
+            file.write(hashed.footer())
+            file.flush()
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # the next read then comes from the disk
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            has_digest(partial, hashed.footer())
+        except DamagedError as error:
+            raise OSError(errno.EIO, "the disk returns other bytes than were written", str(path)) from error
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def has_digest(path: Path, footer: bytes | None = None) -> bool:
+    """Whether a file ends in a digest, which is then that of its content: reads the whole file.
+
+    Args:
+        path: of a file.
+        footer: that it has to end in; by default any that is true of its content.
+
+    Raises:
+        DamagedError: the content has another digest.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size - FOOTER_BYTES
+        file.seek(max(0, size))
+        found = file.read()
+        if footer is None and (size < 0 or not found.startswith(_PREFIX)):
+            return False
+        digest, left = hashlib.sha256(), size
+        file.seek(0)
+        while left > 0 and (chunk := file.read(min(left, _CHUNK))):
+            digest.update(chunk)
+            left -= len(chunk)
+    if found != _PREFIX + digest.hexdigest().encode() + b"\n" or found != (footer or found):
+        raise DamagedError("is damaged: its content is not that of its sha256")
+    return True
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that was refused, so that no run takes it and nothing is lost; its new path."""
+    for number in range(1, 10**6):
+        aside = path.with_name(path.name + REFUSED_SUFFIX + (f".{number}" if number > 1 else ""))
+        if not aside.exists():
+            os.rename(path, aside)
+            sync_folder(path.parent)
+            return aside
+    raise OSError(errno.EEXIST, "too many refused files", str(path))

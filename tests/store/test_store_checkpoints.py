@@ -1,0 +1,136 @@
+"""Checkpoint files: every changed bit is seen, a kill leaves the old or the new one, names are read strictly."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mmqk.store import checkpoints as store
+from mmqk.store.checkpoints import (
+    FOOTER_BYTES,
+    DamagedError,
+    checkpoints_in,
+    has_digest,
+    set_aside,
+    step_of,
+    strays_in,
+    write_checkpoint,
+)
+
+
+def write(path: Path, content: bytes) -> None:
+    write_checkpoint(path, lambda file: [file.write(content[i : i + 7]) for i in range(0, len(content), 7)])
+
+
+def flip(path: Path, bit: int) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_every_flipped_bit_is_seen(tmp_path):
+    path, content = tmp_path / "step00000010.ckpt", bytes(range(50))
+    write(path, content)
+    assert has_digest(path) and path.read_bytes()[:-FOOTER_BYTES] == content  # the control
+    without = []
+    for bit in range(8 * path.stat().st_size):
+        flip(path, bit)
+        try:
+            assert not has_digest(path)
+            without.append(bit // 8)
+        except DamagedError:
+            pass
+        flip(path, bit)
+    # There the mark in the content says that a digest is missing; all else differs from the digest.
+    assert set(without) == set(range(50, 50 + len(b"\nmmqk sha256 ")))
+    assert has_digest(path)
+
+
+@pytest.mark.parametrize("left", [0, 1, 49, 77, 78, 100, 127])
+def test_a_cut_file_has_no_digest(tmp_path, left):
+    path = tmp_path / "step00000010.ckpt"
+    write(path, bytes(50))
+    assert path.stat().st_size == 128
+    os.truncate(path, left)
+    assert not has_digest(path)
+
+
+def test_more_at_the_end_is_seen(tmp_path):
+    path = tmp_path / "step00000010.ckpt"
+    write(path, bytes(50))
+    path.write_bytes(path.read_bytes() + path.read_bytes())
+    with pytest.raises(DamagedError):
+        has_digest(path)
+
+
+@pytest.mark.parametrize("before", ["fsync", "replace", "sync_folder"])
+def test_a_kill_leaves_the_old_or_the_new_one(tmp_path, monkeypatch, before):
+    path = tmp_path / "step00000010.ckpt"
+    write(path, b"old")
+    child = os.fork()
+    if not child:
+        where = store if before == "sync_folder" else store.os
+        monkeypatch.setattr(where, before, lambda *_: os._exit(9))
+        write(path, b"new" * 100)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert has_digest(path)
+    kept = path.read_bytes()[:-FOOTER_BYTES]
+    assert kept == (b"new" * 100 if before == "sync_folder" else b"old")
+    assert checkpoints_in(tmp_path) == [path]
+
+
+def test_what_the_disk_returns_otherwise_is_no_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "step00000010.ckpt"
+    write(path, b"old")
+    sync = os.fsync
+    partial = path.with_suffix(".partial")
+
+    def lose(descriptor: int) -> None:
+        sync(descriptor)
+        if partial.exists():
+            flip(partial, 3)
+
+    monkeypatch.setattr(store.os, "fsync", lose)
+    with pytest.raises(OSError, match="other bytes than were written"):
+        write(path, b"new")
+    assert has_digest(path) and path.read_bytes().startswith(b"old") and not partial.exists()
+    monkeypatch.setattr(store.os, "fsync", sync)
+    write(path, b"new")  # the control
+    assert path.read_bytes().startswith(b"new")
+
+
+def test_an_error_while_writing_passes_and_leaves_nothing(tmp_path):
+    def full(file) -> None:
+        file.write(b"new")
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "checkpoints" / "step00000010.ckpt"
+    with pytest.raises(OSError, match="No space left"):
+        write_checkpoint(path, full)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_names(tmp_path):
+    mine = ["step00000010.ckpt", "step99999999.ckpt", "step100000000.ckpt"]
+    strays = ["a.ckpt", "step10.ckpt", "step00000010 (copy).ckpt", "step_best.ckpt", "step٠٠٠٠٠٠١٠.ckpt"]
+    other = ["alarm_spike_median_step00000010.ckpt", "step00000010.partial", "step00000010.ckpt.refused"]
+    for name in [*mine, *strays, *other]:
+        (tmp_path / name).touch()
+    assert [path.name for path in checkpoints_in(tmp_path)] == mine
+    assert step_of(tmp_path / mine[2]) == 10**8
+    assert [path.name for path in strays_in(tmp_path)] == sorted(strays)
+    with pytest.raises(ValueError, match="step_best"):
+        step_of(tmp_path / "step_best.ckpt")
+
+
+def test_setting_aside_loses_nothing(tmp_path):
+    path, found = tmp_path / "step00000010.ckpt", []
+    for content in (b"1", b"2", b"3"):
+        path.write_bytes(content)
+        found.append(set_aside(path))
+    assert [p.read_bytes() for p in found] == [b"1", b"2", b"3"] and not path.exists()
+    assert found[0].name == "step00000010.ckpt.refused" and checkpoints_in(tmp_path) == []

@@ -1,0 +1,256 @@
+"""A checkpoint is believed only for its content, and a run always has a good one to go on from."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.interop.folders import read_run
+from mmqk.store import UserError, front_door, read_status
+from mmqk.train import main
+from mmqk.training.checkpoint import MARK, load_checkpoint, load_model, save_checkpoint
+from tests.training.test_resume import rewind, series, state
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_args, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert main([*tiny_args, "--checkpoint.keep=9", f"--out={out}"]) == 0
+    return out
+
+
+def step(folder: Path, number: int) -> Path:
+    return folder / f"checkpoints/step{number:08d}.ckpt"
+
+
+def flip(path: Path, byte: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 16
+    path.write_bytes(content)
+
+
+def place_of_weights(path: Path) -> int:
+    """A byte inside the largest weight matrix, which no zip reader checks where the file is mapped."""
+    saved = torch.load(path, weights_only=True)
+    largest = max(saved["state_dict"].values(), key=torch.Tensor.numel)
+    return path.read_bytes().index(largest.numpy().tobytes()) + 40
+
+
+def change(path: Path, **parts) -> None:
+    """Write a checkpoint again, whole and with its digest, with other parts; None takes one out."""
+    content = {**torch.load(path, weights_only=True), **parts}
+    save_checkpoint({name: part for name, part in content.items() if part is not None}, path)
+
+
+def without_digest(path: Path) -> None:
+    """As an older mmqk wrote it."""
+    content = torch.load(path, weights_only=True)
+    content.pop(MARK, None)
+    torch.save(content, path)
+
+
+def refused(capsys, *args: str) -> str:
+    """The one sentence of a command that is refused."""
+    assert front_door(main)([*args, "--quiet"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and said.count("mmqk: ") == 1
+    return said.split("mmqk: ")[1].strip()
+
+
+def test_a_changed_byte_anywhere_is_refused(whole, tmp_path):
+    path = tmp_path / "checkpoints/step00000012.ckpt"
+    path.parent.mkdir()
+    content = step(whole, 12).read_bytes()
+    path.write_bytes(content)
+    assert load_checkpoint(path)["global_step"] == 12  # the control
+    places = random.Random(0).sample(range(len(content)), 60)
+    for byte in [place_of_weights(path), *places, *range(len(content) - 100, len(content))]:
+        flip(path, byte)
+        with pytest.raises(UserError) as error:
+            load_checkpoint(path)
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+        path.write_bytes(content)
+    for end in (b"", content[-78:]):  # the footer lost, or twice
+        path.write_bytes(content[:-78] + end + end)
+        with pytest.raises(UserError, match="is damaged"):
+            load_checkpoint(path)
+
+
+def foreign_model(path: Path) -> None:
+    config = torch.load(path, weights_only=True)["mmqk_model"]
+    change(path, mmqk_model={**config, "attn_softcap": 30.0})  # has no parameter: only the configuration tells
+
+
+def foreign_run(path: Path) -> None:
+    record = torch.load(path, weights_only=True)["mmqk_run"]
+    change(path, mmqk_run={**record, "id": "0123456789"})
+
+
+HARMS = {
+    "one bit of a weight": (lambda path: flip(path, place_of_weights(path)), "is damaged"),
+    "cut": (lambda path: os.truncate(path, 2000), "cannot be read"),
+    "emptied": (lambda path: os.truncate(path, 0), "cannot be read"),
+    "of another model": (foreign_model, "is of another model (model.attn_softcap differ)"),
+    "of another run": (foreign_run, "is of run 0123456789"),
+    "without weights": (lambda path: change(path, state_dict={}), "lacks the weights model."),
+    "without moments": (lambda path: change(path, optimizer_states=None), "lacks its part optimizer_states"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "is no file"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_bad_checkpoint_is_named_and_the_one_before_is_taken(whole, tmp_path, capsys, harm):
+    out = tmp_path / "again"
+    args = rewind(whole, out, 8, status="interrupted")
+    do, says = HARMS[harm]
+    do(step(out, 8))
+    assert main([*args, f"--out={out}"]) == 0
+    said = capsys.readouterr().err
+    assert f"{step(out, 8)} {says}" in said and "resuming from step 4" in said
+    assert step(out, 8).with_name("step00000008.ckpt.refused").exists() and step(out, 8).is_file()
+    assert series(out) == series(whole)
+    assert all(torch.equal(value, state(whole)[name]) for name, value in state(out).items())
+
+
+def test_where_none_is_good_nothing_is_touched(whole, tmp_path, capsys):
+    out = tmp_path / "again"
+    args = rewind(whole, out, 8, status="interrupted")
+    for number in (4, 8):
+        os.truncate(step(out, number), 3000)
+    before = {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.suffix in (".ckpt", ".jsonl")}
+    said = refused(capsys, *args, f"--out={out}")
+    assert said.startswith(f"The checkpoint {step(out, 8)} cannot be read") and "train from step 0" in said
+    assert {path: path.read_bytes() for path in before} == before
+    for number in (4, 8):
+        step(out, number).unlink()  # what the sentence says to do
+    assert main([*args, f"--out={out}"]) == 0
+    assert series(out) == series(whole)
+
+
+@pytest.mark.parametrize("name", [10, 99])
+def test_a_name_is_not_believed(whole, tmp_path, capsys, name):
+    """Named 99 in a run of 12 steps it would have been completed, with nothing trained."""
+    out = tmp_path / "again"
+    args = rewind(whole, out, 8)
+    step(out, 8).rename(step(out, name))
+    assert main([*args, f"--out={out}"]) == 0
+    said = capsys.readouterr().err
+    assert f"{step(out, name)} holds step 8, which its name does not say" in said and "from step 4" in said
+    assert read_status(out).step == 12 and series(out) == series(whole)
+    with pytest.raises(UserError, match="holds step 12"):
+        load_checkpoint(Path(step(out, 12).rename(step(out, 13))))
+
+
+def test_stray_names_are_left_alone(whole, tmp_path, capsys):
+    out = tmp_path / "again"
+    args = rewind(whole, out, 8)
+    strays = [out / f"checkpoints/{name}" for name in ("step_best.ckpt", "step00000010 (copy).ckpt")]
+    for stray in strays:
+        stray.write_bytes(step(out, 8).read_bytes())
+    (out / "checkpoints/alarm_spike_step00000004.ckpt").write_bytes(b"")
+    assert main([*args, f"--out={out}"]) == 0
+    said = capsys.readouterr().err
+    assert all(f"{stray} is not named" in said and stray.exists() for stray in strays)
+    assert "resuming from step 8" in said and "alarm_spike" not in said  # which mmqk names so
+    assert series(out) == series(whole)
+    load_model(out)
+    assert load_checkpoint(strays[0])["global_step"] == 8  # by a name of one's own, where it is given
+    for path in (out / "checkpoints").glob("step0*.ckpt"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"only step_best\.ckpt"):
+        load_model(out)
+
+
+def moments_of_other_shapes(path: Path) -> None:
+    (optimizer,) = torch.load(path, weights_only=True)["optimizer_states"]
+    for own in optimizer["state"].values():
+        own["exp_avg"] = own["exp_avg"][:1]
+    change(path, optimizer_states=[optimizer])
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda path: change(path, loops=None), "lacks its part loops"),
+        (lambda path: change(path, callbacks=[1]), "has a misshapen part callbacks"),
+        (lambda path: change(path, lr_schedulers=[]), "has a misshapen part lr_schedulers"),
+        (lambda path: change(path, optimizer_states=[{"state": {}}]), "has a misshapen part optimizer_states"),
+        (lambda path: change(path, global_step="8"), "has no number of steps"),
+        (lambda path: change(path, mmqk_ranks={}), "has a misshapen part mmqk_ranks"),
+        (lambda path: change(path, state_dict={**torch.load(path)["state_dict"], "model.head.weight": torch.ones(3)}),
+         "has weights model.head.weight that are not of shape"),
+        (lambda path: change(path, loops={}), "has a misshapen part (KeyError: 'fit_loop')"),
+        (lambda path: change(path, loops={"fit_loop": {}}), "has a misshapen part (loops are at step 0)"),
+        (moments_of_other_shapes, "has a misshapen part (exp_avg of shape"),
+    ],
+)  # fmt: skip
+def test_missing_and_misshapen_parts_are_a_sentence(whole, tmp_path, capsys, harm, says):
+    out = tmp_path / "again"
+    args = rewind(whole, out, 8, status="interrupted")
+    step(out, 4).unlink()
+    harm(step(out, 8))
+    said = refused(capsys, *args, f"--out={out}")
+    assert said.startswith(f"The checkpoint {step(out, 8)} {says}")
+
+
+def test_an_older_one_without_a_digest_is_used_and_says_so(whole, tmp_path, capsys):
+    out = tmp_path / "again"
+    args = rewind(whole, out, 8)
+    without_digest(step(out, 8))
+    assert main([*args, f"--out={out}"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("has no sha256") == 1 and "resuming from step 8" in said
+    assert series(out) == series(whole)
+    without_digest(step(out, 4))
+    fork = [f"--fork={step(out, 4)}", "--loss.z_loss=1e-3", "--quiet"]
+    assert main([*fork, f"--out={tmp_path / 'fork'}"]) == 0
+    assert capsys.readouterr().err.count(f"{step(out, 4)} has no sha256") == 1
+    # The control: not of one that has a digest, and one that had one is refused.
+    assert main([f"--fork={step(out, 12)}", "--trainer.max_steps=13", "--quiet", f"--out={tmp_path / 'b'}"]) == 0
+    assert "sha256" not in capsys.readouterr().err
+    torch.save(torch.load(step(out, 12), weights_only=True), step(out, 12))
+    with pytest.raises(UserError, match="the sha256 at its end is missing"):
+        load_model(out)
+
+
+def test_forks_and_readers_refuse_a_flipped_bit(whole, tmp_path, capsys):
+    out = tmp_path / "parent"
+    rewind(whole, out, 12, status="completed")
+    fork = [f"--fork={out}", "--trainer.max_steps=14", f"--out={tmp_path / 'fork'}"]
+    flip(step(out, 12), place_of_weights(step(out, 12)))
+    assert f"{step(out, 12)} is damaged" in refused(capsys, *fork)
+    assert not (tmp_path / "fork").exists()
+    for read in (load_model, lambda run: read_run(step(run, 12))):
+        with pytest.raises(UserError, match=r"step00000012\.ckpt is damaged") as error:
+            read(out)
+        assert "\n" not in str(error.value)
+    flip(step(out, 12), place_of_weights(step(whole, 12)))  # the control: mended, all is read
+    load_model(out)
+    assert front_door(main)([*fork, "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_good_one_is_there_at_every_moment(tiny_args, tmp_path, monkeypatch, keep):
+    """The disk loses what is written from step 8 on: the run ends, and what it had is still there."""
+    out, sync = tmp_path / "run", os.fsync
+    args = [*tiny_args, f"--checkpoint.keep={keep}", f"--out={out}"]
+
+    def lose(descriptor: int) -> None:
+        sync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name in ("step00000008.partial", "step00000012.partial"):
+            flip(path, 5000)
+
+    monkeypatch.setattr(os, "fsync", lose)
+    with pytest.raises((OSError, UserError)):
+        main(args)
+    good = [path for path in sorted((out / "checkpoints").glob("*.ckpt")) if load_checkpoint(path)]
+    assert [path.name for path in good] == ["step00000004.ckpt"]
+    monkeypatch.setattr(os, "fsync", sync)
+    assert main(args) == 0  # the control: a disk that keeps what is written
+    left = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert left == ["step00000008.ckpt", "step00000012.ckpt"][-keep:]
