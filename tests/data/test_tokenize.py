@@ -506,11 +506,14 @@ def test_a_worker_that_is_killed_costs_one_shard(
     expected = content(run(*pattern(shards), out="expected")[0])
     held = shards / "00002.tar"
     whole = held.read_bytes()
-    held.unlink()
-    os.mkfifo(held)  # whoever opens it waits
+    held_back: list[Path] = []
     take = Progress.__call__
 
     def kill(self: Progress, shard: Shard | None, message: tuple[str, Any]) -> None:
+        if message[0] == "ready" and not held_back:  # after the patterns were read
+            held_back.append(held)
+            held.unlink()
+            os.mkfifo(held)  # whoever opens it waits
         if message[0] == "done" and shard is not None and shard.part == "00001":
             (worker,) = multiprocessing.active_children()
             worker.kill()
