@@ -43,12 +43,19 @@ def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
     """
     import torch
 
+    from mmqk.training.memory import check_memory
+
+    check_memory(run, device)
     dtype = torch.float32 if run.trainer["precision"] == "32-true" else torch.bfloat16
     windows = sorted({run.model.window_of(layer) for layer in range(run.model.n_layers)})
     try:
         kernels = [
             kernel_name(
-                run.backend, device.type, dtype, run.data.documents_apart or window > 0, run.model.attn_dropout
+                run.backend,
+                device.type,
+                dtype,
+                run.data.documents_apart or window > 0,
+                run.model.attn_dropout,
             )
             for window in windows
         ]
@@ -57,6 +64,11 @@ def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
     if device.type == "cuda" and run.backend.startswith("sdpa"):
         for window in windows:
             _try(run, device, dtype, window)
+    if run.compile and device.type == "cpu" and run.trainer["accelerator"] != "cpu":
+        raise UserError(
+            "There is no GPU here, and to compile for a CPU takes minutes and gigabytes before step 1: leave that out"
+            " with --compile false, or ask for it with --trainer.accelerator cpu."
+        )
     if run.compile and not _has_compiler(device):
         raise UserError(
             "compile needs Triton, which is not installed: install it or leave compile off."
@@ -79,6 +91,8 @@ def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
 def said(settled: dict[str, Any]) -> str:
     """`settle` in a line."""
     more = [word for word in ("compiled", "recomputed") if settled[word]]
+    if settled["compiled"] and settled["name"] == "cpu":
+        more[0] += " (this can take minutes and gigabytes before step 1)"
     return (
         f"{settled['name']}; attention: {settled['attention']}{''.join(f'; blocks {word}' for word in more)}"
     )

@@ -72,7 +72,9 @@ def test_the_kernel_that_is_named_is_the_one_that_runs(run):
 def test_a_line_says_what_is_compiled_and_recomputed(run, monkeypatch):
     monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/g++")
     settled = settle(replace(run, compile=True, recompute=True), CPU)
-    assert said(settled) == "cpu; attention: flash (SDPA); blocks compiled; blocks recomputed"
+    line = "cpu; attention: flash (SDPA); blocks compiled (this can take minutes and gigabytes before step 1)"
+    assert said(settled) == f"{line}; blocks recomputed"
+    assert said({**settled, "name": "a GPU"}).endswith("; blocks compiled; blocks recomputed")  # the control
 
 
 @pytest.mark.parametrize(
@@ -140,12 +142,37 @@ def test_compiling_on_a_cpu_needs_a_compiler(run, monkeypatch):
     assert settle(compiled, CPU)["compiled"] is True
 
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("name", ["gpu_25m", "gpu_124m"])
+def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_path, capsys, monkeypatch):
+    """It would compile on the CPU for minutes; whoever wants that says so."""
+    from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+
+    for kind in (CUDAAccelerator, MPSAccelerator):
+        monkeypatch.setattr(kind, "is_available", staticmethod(lambda: False))
+    own = [f"--data.{k}={tiny_data / k}" for k in ("pairs", "text", "tokenizers", "cache")]
+    args = [f"--config={CONFIGS / name}.yaml", *own, f"--out={tmp_path / 'run'}", "--data.val_sequences=8"]
+    assert front_door(main)(args) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("mmqk: There is no GPU here") and len(said.err.strip().splitlines()) == 1
+    assert "--compile false" in said.err and list(tmp_path.iterdir()) == []
+    # The controls: both ways out that the sentence names, and a GPU.
+    for flag in ("--compile=false", "--trainer.accelerator=cpu"):
+        assert (
+            settle(resolve([*args, flag, "--data.batch_size=8", "--model.n_layers=1"]), CPU)["name"] == "cpu"
+        )
+
+
 def test_flex_needs_a_compiler_too(run, monkeypatch):
     """On a GPU, which is only pretended here: flex without its kernel would be dense, or fail in the first step."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "a GPU")
     monkeypatch.setattr(device, "_has_compiler", lambda where: False)
-    with pytest.raises(UserError, match=r"^backend flex needs Triton, which is not installed: install it or use"):
+    with pytest.raises(
+        UserError, match=r"^backend flex needs Triton, which is not installed: install it or use"
+    ):
         settle(of(run, "flex"), gpu)
     assert settle(of(run, "math"), gpu)["name"] == "a GPU"  # the control
     monkeypatch.setattr(device, "_has_compiler", lambda where: True)

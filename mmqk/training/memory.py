@@ -1,0 +1,92 @@
+"""Whether a run can fit into memory at all: the least that its shapes need, before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mmqk.model import ModelConfig
+from mmqk.store import UserError
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def check_memory(run: RunConfig, device: torch.device) -> None:
+    """Refuse a run whose weights or one micro-batch need more memory than the device has.
+
+    The estimate is a lower bound, so a run that passes may still be too large.
+
+    Raises:
+        UserError: one sentence with both sizes and the fields that decide them.
+    """
+    weights, batch = least_bytes(run)
+    room = memory_of(device)
+    if weights + batch <= room:
+        return
+    model, data = run.model, run.data
+    if weights > room:
+        what = f"model ({parameters(model):.3g} parameters, with gradients and Adam's moments)"
+        lower = (
+            f"model.d_model {model.d_model}, model.n_layers {model.n_layers} or model.d_ff {model.mlp_width}"
+        )
+    else:
+        what = f"model and a micro-batch of {_rows(run)} sequences"
+        lower = f"data.batch_size {data.batch_size} or data.seq_len {data.seq_len}"
+        lower += ", or raise trainer.accumulate_grad_batches"
+    raise UserError(
+        f"The {what} need at least {(weights + batch) / 2**30:,.1f} GiB of memory, and this {device.type} has"
+        f" {room / 2**30:,.1f} GiB: lower {lower}."
+    )
+
+
+def least_bytes(run: RunConfig) -> tuple[int, int]:
+    """Lower bounds in bytes: weights with their gradients and moments, and what one backward pass of a rank keeps."""
+    model = run.model
+    size = 4 if run.trainer["precision"] == "32-true" else 2
+    weight = 2 if run.trainer["precision"] == "bf16-true" else 4
+    shards = run.processes if run.trainer["strategy"] == "fsdp" else 1
+    tokens = _rows(run) * run.data.seq_len
+    # Attention's input, queries and output; the MLP's input and hidden layer. With recompute, a block's input alone.
+    block = (
+        model.d_model
+        if run.recompute
+        else 3 * model.d_model + model.n_heads * model.head_dim + model.mlp_width
+    )
+    at_once = tokens if run.loss.chunk is None else min(tokens, run.loss.chunk)
+    kept = size * (tokens * model.n_layers * block + at_once * model.vocab_size)
+    if run.backend == "math" and not run.recompute:
+        kept += size * tokens * run.data.seq_len * model.n_heads * model.n_layers
+    return 4 * weight * parameters(model) // shards, kept
+
+
+def parameters(model: ModelConfig) -> int:
+    """Parameters of the matrices; gains and biases are left out."""
+    heads = model.n_heads + model.kv_heads
+    attention = 2 * model.d_model * heads * model.head_dim
+    mlp = (2 if model.mlp == "gelu" else 3) * model.d_model * model.mlp_width
+    tables = 1 if model.tie_embeddings else 2
+    return model.n_layers * (attention + mlp) + tables * model.vocab_size * model.d_model
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory of a device: of a CPU the machine's, or less where a container has a limit."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).total_memory
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in map(Path, CGROUP_LIMITS):
+        try:
+            total = min(total, int(path.read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return total
+
+
+def _rows(run: RunConfig) -> int:
+    """Sequences of a micro-batch on one device."""
+    return run.data.batch_size // (run.trainer["accumulate_grad_batches"] * run.processes)
