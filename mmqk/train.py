@@ -37,13 +37,18 @@ MOST_PADDING = 0.02
 def main(argv: list[str] | None = None) -> int:
     """Train, resume or find finished the run that ``argv`` describes; the exit code says how it stands.
 
+    Without any argument it prints the help and trains nothing.
+
     Raises:
         UserError: a mistake in the configuration, the data or the folder.
     """
     argv = sys.argv[1:] if argv is None else argv
-    from mmqk.config import resolve
+    from mmqk.config import build_parser, resolve
     from mmqk.training.ranks import Ranks
 
+    if not argv:
+        build_parser().print_help()
+        return USER_ERROR_EXIT  # nothing is trained
     run = resolve(argv)
     _quieten()
     with Ranks(run, argv) as ranks:
