@@ -23,14 +23,18 @@ from mmqk.monitors.attached.inputs import (
     Modality,
     find_ids,
     first_rows,
+    named_ids,
     named_inputs,
     sequences_of,
     valid_of,
 )
-from mmqk.monitors.attached.introduce import introduction, is_first_rank, warn_of_absent
+from mmqk.monitors.attached.introduce import introduction, is_first_rank, missing_series, warn_of_absent
 from mmqk.monitors.attached.isolate import parameters_of_one_dtype, untouched, unwrapped
 from mmqk.monitors.attached.layers import Layers, find_layers
+from mmqk.monitors.attached.origins import Origins, Tracing
 from mmqk.monitors.attached.output import find_logits, targets_of
+from mmqk.monitors.attached.sides import Side, Sides, check_sides, made_sides, mask_of
+from mmqk.monitors.measures.reduce import selection
 from mmqk.monitors.ranks import summed, world_size
 from mmqk.monitors.record import Probe
 from mmqk.store.errors import UserError
@@ -51,6 +55,7 @@ def attach(
     log: Log | None = None,
     names: Sequence[str] = ("text", "image"),
     adapter: Adapter | None = None,
+    sides: Sides | None = None,
 ) -> Watch:
     """Watch attention logits, entropy and norms by layer and modality while ``model`` trains.
 
@@ -68,6 +73,9 @@ def attach(
         log: called as ``log({tag: number}, step=int)``, for instance ``wandb.log``.
         names: of the numbers that a modality function gives.
         adapter: what to take beside the attention calls; None finds one for layers of transformers and timm.
+        sides: further tokens that attention is over, by the name that their statistics get: an input of the forward,
+            ``{"patch": "pixel_values"}``, or that and its modality, ``{"decoder": ("decoder_input_ids", {"image":
+            range(4, 8196)})}``. Cross-attention between declared sides is then measured, as ``cross_...``.
 
     Raises:
         UserError: ranges or names that cannot be, a count below its least.
@@ -78,14 +86,17 @@ def attach(
         raise UserError(f"every_n_steps is {every_n_steps}: give 0 for no probes, or more, in whole steps")
     if sequences < 1:
         raise UserError(f"sequences is {sequences}: a probe needs at least 1")
+    modalities = Modalities(modality, names)
+    declared = check_sides(sides or {}, modalities.names)
     return Watch(
         model,
-        Modalities(modality, names),
+        modalities,
         every_n_steps,
         sequences,
         None if out is None else Path(out),
         log,
         adapter or adapter_for(model),
+        declared,
     )
 
 
@@ -105,6 +116,7 @@ class Watch:
     out: Path | None
     log: Log | None
     adapter: Adapter | None
+    sides: dict[str, tuple[str, Modalities | None]] = field(default_factory=dict)
     steps: int = 0
     layers: Layers | None = None
     _catcher: Catcher = field(default_factory=Catcher)
@@ -114,6 +126,7 @@ class Watch:
     _late: bool = False  # the batch of the step that was due was empty
     _sections: list[Section] = field(default_factory=list)  # of the last probe
     _tokens_M: Tensor | None = None
+    _names: tuple[str, ...] = ()  # of the modalities of all sides
 
     def __post_init__(self) -> None:
         self._started = self.steps
@@ -200,13 +213,15 @@ class Watch:
         args, kwargs = first_rows((args, kwargs), B, rows, torch.float32 if single else None)
         inputs = named_inputs(self.model, args, kwargs)
         with torch.no_grad():
-            modality_BT = self.modalities.of(inputs).to(device)
-            valid_BT = valid_of(inputs, modality_BT).to(device)
-        seen = Boundary(self.modalities, modality_BT, valid_BT, self.adapter, collective)
-        capture = Capture(root, rows, modality_BT.shape[1], seen.see_call, seen.see_module)
+            modality_BT, sources = self._modality_and_sources(inputs)
         try:
-            with untouched(root, device, alone, self._catcher.autocast), watching(capture):
-                output = root(*args, **kwargs)
+            for source in sources:
+                seen = self._boundary(inputs, modality_BT.to(device), source, collective)
+                capture = Capture(root, rows, seen, Origins(inputs, root))
+                with untouched(root, device, alone, self._catcher.autocast), watching(capture):
+                    output = root(*args, **kwargs)
+                if seen.met:
+                    break
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -218,7 +233,8 @@ class Watch:
                 f"({type(error).__name__}: {error}){advice}"
             ) from error
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            self._output(seen, output, inputs, root)
+            seen.see_stream(capture.stream)
+            self._output(seen, output, inputs, root, capture.origins)
             found = seen.finished()
             found.add(
                 ["probe_sequences"],
@@ -228,22 +244,47 @@ class Watch:
             found = found.merged()
         calls = [section for section in seen.sections if section.call]
         self.layers = find_layers(
-            [section.path for section in calls if section.left_out is None],
+            [section.path for section in calls if section.left_out is None and not section.cross],
             {section.path for section in calls if section.left_out is not None and not section.elsewhere},
             {section.path for section in calls},
             capture.ran, capture.kinds, capture.softmaxes, capture.products,
         )  # fmt: skip
         # No more of it than this: it holds masks of the size of the attention.
-        self._sections, self._tokens_M = seen.sections, self.modalities.tokens(modality_BT, valid_BT)
+        self._sections = seen.sections
+        ready = [side for side in seen.sides if side.ready]
+        self._tokens_M = torch.cat([selection(*side.tokens, len(side.names)).sum((1, 2)) for side in ready])
+        self._names = tuple(name for side in ready for name in side.names)
         return found
 
-    def _output(self, seen: Boundary, output: Any, inputs: Inputs, root: nn.Module) -> None:
+    def _modality_and_sources(self, inputs: Inputs) -> tuple[Tensor, list[frozenset[str] | None]]:
+        """Modality (B, T), and the inputs that it may describe, the most likely first; None stands for any."""
+        ids = named_ids(inputs)
+        sources: list[frozenset[str] | None] = [] if ids is None else [frozenset({ids[0]})]
+        if self.modalities.ranges is not None:
+            return self.modalities.of(inputs), sources
+        read = Origins(inputs, bools=True)
+        with Tracing(read):
+            modality_BT = self.modalities.of(inputs)
+        origin = read.of(modality_BT)
+        if origin is not None and origin.inputs and origin.inputs not in sources:
+            sources.insert(0, origin.inputs)
+        return modality_BT, [*sources, None]
+
+    def _boundary(
+        self, inputs: Inputs, modality_BT: Tensor, source: frozenset[str] | None, collective: bool
+    ) -> Boundary:
+        device = modality_BT.device
+        valid_BT = valid_of(inputs, modality_BT, mask_of(source, inputs)).to(device)
+        main = Side("", self.modalities.names, source, self.modalities, modality_BT, valid_BT)
+        return Boundary(main, made_sides(self.sides, inputs, main, device), self.adapter, collective)
+
+    def _output(self, seen: Boundary, output: Any, inputs: Inputs, root: nn.Module, origins: Origins) -> None:
         """Statistics of the output softmax, where there are logits and the targets' ids are known."""
         if self.modalities.ranges is None or find_ids(inputs) is None:
             return
         least = max(part.stop for parts in self.modalities.ranges.values() for part in parts)
         logits_BTV = find_logits(output, seen.modality_BT.shape, least, root)
-        if logits_BTV is None:
+        if logits_BTV is None or not seen.ours(origins.of(logits_BTV)):
             return
         seen.output(logits_BTV, targets_of(output, inputs, seen.valid_BT))
 
@@ -262,7 +303,7 @@ class Watch:
             len(self.layers.hidden),
         )
         if first:
-            self._introduce(self._clock() - start)
+            self._introduce(self._clock() - start, values)
             self._marks = None
         if not is_first_rank():
             return
@@ -284,14 +325,13 @@ class Watch:
             torch.get_device_module(device).synchronize(device)
         return time.perf_counter()
 
-    def _introduce(self, seconds: float) -> None:
+    def _introduce(self, seconds: float, values: dict[str, float]) -> None:
         assert self._tokens_M is not None and self.layers is not None and self._marks is not None
         tokens_M = summed(self._tokens_M)
         if is_first_rank():
-            tokens = dict(zip(self.modalities.names, tokens_M.tolist(), strict=True))
+            tokens = dict(zip(self._names, tokens_M.tolist(), strict=True))
             gaps = [after - before for before, after in itertools.pairwise(self._marks)]
-            print(
-                introduction(self.layers, tokens, self._sections, seconds, gaps, self.every_n_steps),
-                flush=True,
-            )
+            line = introduction(self.layers, tokens, self._sections, seconds, gaps, self.every_n_steps)
+            missing = missing_series(values, self.modalities.names)
+            print(line + missing, flush=True)
             warn_of_absent(tokens)

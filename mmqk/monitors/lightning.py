@@ -13,6 +13,7 @@ except ImportError:  # the same under its other name
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.attach import Watch, attach
 from mmqk.monitors.attached.inputs import Modality
+from mmqk.monitors.attached.sides import Sides
 from mmqk.store.errors import UserError
 
 
@@ -27,6 +28,7 @@ class NormMonitor(Callback):
         out: as in `attach`.
         names: as in `attach`.
         adapter: as in `attach`.
+        sides: as in `attach`.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class NormMonitor(Callback):
         out: str | Path | None = None,
         names: tuple[str, ...] = ("text", "image"),
         adapter: Adapter | None = None,
+        sides: Sides | None = None,
     ):
         self.model = model
         self.options: dict[str, Any] = {
             "modality": modality, "every_n_steps": every_n_steps, "sequences": sequences, "out": out, "names": names,
-            "adapter": adapter,
+            "adapter": adapter, "sides": sides,
         }  # fmt: skip
         self.watch: Watch | None = None
         self._step = 0

@@ -12,6 +12,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.attach import Watch, attach
 from mmqk.monitors.attached.inputs import Modality
+from mmqk.monitors.attached.sides import Sides
 
 
 class NormCallback(TrainerCallback):
@@ -28,6 +29,7 @@ class NormCallback(TrainerCallback):
         out: as there.
         names: as there.
         adapter: as there; None finds that of the model.
+        sides: as there.
     """
 
     def __init__(
@@ -38,10 +40,11 @@ class NormCallback(TrainerCallback):
         out: str | Path | None = None,
         names: tuple[str, ...] = ("text", "image"),
         adapter: Adapter | None = None,
+        sides: Sides | None = None,
     ):
         self.options: dict[str, Any] = {
             "modality": modality, "every_n_steps": every_n_steps, "sequences": sequences, "out": out, "names": names,
-            "adapter": adapter,
+            "adapter": adapter, "sides": sides,
         }  # fmt: skip
         self.watch: Watch | None = None
         self._reporters: list[TrainerCallback] = []

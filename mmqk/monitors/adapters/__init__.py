@@ -1,7 +1,7 @@
 """What to take at the modules of a model, beyond its attention calls: a table of module names.
 
-Without an adapter every statistic at the attention boundary is there. An adapter adds what lies elsewhere:
-q and k before QK-Norm, sublayer outputs, the residual stream and what the final norm takes.
+Without an adapter every statistic at the attention boundary is there, and the residual stream where structure shows
+it. An adapter adds what lies elsewhere: q and k before QK-Norm. What it names replaces what structure finds.
 """
 
 from __future__ import annotations

@@ -17,7 +17,10 @@ from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 
 from mmqk.monitors.attached import calls, calls_flash
+from mmqk.monitors.attached.boundary import Boundary
 from mmqk.monitors.attached.calls import Call, Unread
+from mmqk.monitors.attached.origins import Origin, Origins, flat
+from mmqk.monitors.attached.stream import Stream
 
 # Of wrappers, which are no part of a module's place in the model.
 _WRAPPED = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
@@ -35,11 +38,6 @@ _PRODUCT = {
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm,
     torch.einsum,
 }  # fmt: skip
-
-# What is told: the path of the innermost module and the call, or why it could not be read.
-SeeCall = Callable[[str, "Call | Unread"], None]
-# The path of a module, its first input and its output; either is None where it is no tensor.
-SeeModule = Callable[[str, "Tensor | None", "Tensor | None"], None]
 
 
 def clean(path: str) -> str:
@@ -62,24 +60,26 @@ class Capture(TorchFunctionMode):
     Args:
         root: the model.
         rows: sequences of the batch, to read calls without an axis for them.
-        tokens: of each.
-        see_call: told of attention calls, before they run.
-        see_module: told of modules when they are done.
+        seen: told of attention calls before they run, of what embeddings take, and of modules when they are done.
+        origins: of the tensors of this forward.
 
     Attributes:
+        stream: the residual stream.
         ran: paths of the modules that ran.
         softmaxes: paths of modules that took a softmax of square matrices outside an attention call.
         products: paths of modules that multiplied activations to one number for each two tokens.
         kinds: types of the modules that made attention calls.
+        crossed: paths of modules that multiplied activations of different origins so.
     """
 
-    def __init__(
-        self, root: nn.Module, rows: int, tokens: int, see_call: SeeCall, see_module: SeeModule | None = None
-    ):
+    def __init__(self, root: nn.Module, rows: int, seen: Boundary, origins: Origins):
         super().__init__()
         innermost = {clean(name): module for name, module in root.named_modules()}
         self.paths = {module: path for path, module in innermost.items()}
-        self.rows, self.tokens, self.see_call, self.see_module = rows, tokens, see_call, see_module
+        self.rows, self.tokens, self.seen = rows, seen.modality_BT.shape[1], seen
+        self.origins = origins
+        self.stream = Stream(origins, lambda x: seen.is_stream(x, origins.of(x)), lambda: seen.own_calls)
+        self.crossed: set[str] = set()
         self.ran: dict[str, nn.Module] = {}
         self.softmaxes: set[str] = set()
         self.products: set[str] = set()
@@ -96,11 +96,12 @@ class Capture(TorchFunctionMode):
             return self._torch_module(args, kwargs)
         if func in _SOFTMAX and args and isinstance(args[0], Tensor):
             shape = args[0].shape
-            if len(shape) >= 3 and shape[-1] == shape[-2] > 1:
+            square = len(shape) >= 3 and shape[-1] == shape[-2] > 1
+            if square and self._stack[-1][0] not in self.crossed and self.seen.ours(self.origins.of(args[0])):
                 self.softmaxes.add(self._stack[-1][0])
         reader = self._readers[func] if func in self._readers else self._remember(func)
         if reader is not None:
-            call = self._tell(reader, *args, **kwargs)
+            call, origin = self._tell(reader, self._over(args, kwargs), *args, **kwargs)
             if (
                 call is not None
                 and reader in (calls_flash.of_flash, calls_flash.of_flash_varlen)
@@ -108,21 +109,41 @@ class Capture(TorchFunctionMode):
             ):
                 lse_BHT = call.q_BHTK.new_zeros(call.q_BHTK.shape[:3])
                 out_BTHK = call.output().transpose(1, 2)
-                return out_BTHK.reshape(args[0].shape[:-1] + out_BTHK.shape[-1:]), lse_BHT, None, None
+                out = out_BTHK.reshape(args[0].shape[:-1] + out_BTHK.shape[-1:]), lse_BHT, None, None
+            else:
+                out = func(*args, **kwargs)
+            self.origins.put(out, origin)
+            return out
+        if func is F.embedding:
+            self.seen.see_ids(args[0], self.origins.of(args[0]))
+        before = self.stream.before(func, args)
         out = func(*args, **kwargs)
-        if func in _PRODUCT and self._of_two_tokens(args, out):
-            self.products.add(self._stack[-1][0])
+        self.origins.see(func, args, kwargs, out)
+        self.stream.see(func, args, kwargs, out, before)
+        if func in _PRODUCT:
+            self._product(args, out)
         return out
 
-    def _of_two_tokens(self, args: Any, out: Any) -> bool:
-        """Whether a product may be logits: of two activations, no outer product, with two axes of all tokens."""
+    def _product(self, args: Any, out: Any) -> None:
+        factors = self._of_two_tokens(args, out)
+        if not factors:
+            return
+        one, other = (self.origins.of(x) for x in factors[-2:])
+        if one is not None and other is not None and one.inputs != other.inputs:
+            self.crossed.add(self._stack[-1][0])
+        elif self.seen.ours(one):
+            self.products.add(self._stack[-1][0])
+
+    def _of_two_tokens(self, args: Any, out: Any) -> list[Tensor]:
+        """Factors of a product that may be logits: of two activations, no outer product, two axes of all tokens."""
         given = [x for arg in args for x in (arg if isinstance(arg, tuple | list) else (arg,))]
         if self.tokens < 2 or not isinstance(out, Tensor):
-            return False
+            return []
         factors = [
             x for x in given if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and x.ndim >= 3
         ]
-        return len(factors) >= 2 and factors[-2].shape[-1] > 1 and list(out.shape).count(self.tokens) >= 2
+        two = len(factors) >= 2 and factors[-2].shape[-1] > 1 and list(out.shape).count(self.tokens) >= 2
+        return factors if two else []
 
     def _remember(self, func: Any) -> Callable[..., Call] | None:
         name = getattr(func, "_qualified_op_name", "") or ""
@@ -136,44 +157,77 @@ class Capture(TorchFunctionMode):
         self._readers[func] = reader
         return reader
 
-    def _tell(self, reader: Callable[..., Call], *args: Any, **kwargs: Any) -> Call | None:
+    def _tell(
+        self,
+        reader: Callable[..., Call],
+        over: tuple[Origin | None, Origin | None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Call | None, Origin | None]:
+        """The call, and the origin of what it gives."""
         path, module, _ = self._stack[-1]
         self.kinds.add(type(module))
         try:
             call = reader(self.rows, *args, **kwargs)
         except Unread as unread:
-            self.see_call(path, unread)
-            return None
-        self.see_call(path, call)
-        return call
+            return None, self._told(path, unread, over)
+        return call, self._told(path, call, over)
+
+    def _told(
+        self, path: str, call: Call | Unread, over: tuple[Origin | None, Origin | None]
+    ) -> Origin | None:
+        number = self.seen.see_call(path, call, over)
+        return None if over[0] is None else Origin(over[0].inputs, number)
+
+    def _over(self, args: Any, kwargs: Any) -> tuple[Origin | None, Origin | None]:
+        """Origins of queries and keys: those of the module around where torch's functions made neither."""
+        given = [*args[:2], *(kwargs[name] for name in ("query", "key", "q", "k") if name in kwargs)]
+        q, k = (self.origins.of(x) for x in given[:2])
+        if q is None and k is None:
+            around = (self.origins.of(x) for _, _, x in reversed(self._stack) if x is not None)
+            q = k = next((origin for origin in around if origin is not None and origin.inputs), None)
+        return q, k
 
     def _torch_module(self, args: Any, kwargs: Any) -> Any:
         """PyTorch's own module: its Python function ends in the fused call unless the weights are asked for."""
         fused = F.scaled_dot_product_attention
+        over, origins = self._over(args, kwargs), []
 
         def told(*a: Any, **k: Any) -> Any:
-            self._tell(calls.of_sdpa, *a, **k)
+            origins.append(self._tell(calls.of_sdpa, over, *a, **k)[1])
             return fused(*a, **k)
 
         with ExitStack() as stack:
             _replace(stack, F, "scaled_dot_product_attention", told)
             out = F.multi_head_attention_forward(*args, **{**kwargs, "need_weights": False})
-        return F.multi_head_attention_forward(*args, **kwargs) if kwargs.get("need_weights", True) else out
+        if kwargs.get("need_weights", True):
+            out = F.multi_head_attention_forward(*args, **kwargs)
+        self.origins.put(out, origins[0] if origins else over[0])
+        return out
 
     # Modules
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if module in self.paths:
-            self._stack.append((self.paths[module], module, first_tensor(args)))
+            path, given = self.paths[module], first_tensor(args)
+            self._stack.append((path, module, given))
+            self.stream.enter(path, given)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         path = self.paths.get(module)
         if path is None:
             return
         _, _, given = self._stack.pop()
-        self.ran[path] = module
-        if self.see_module is not None:
-            self.see_module(path, given, first_tensor(output))
+        origin, made = self.origins.of(given), first_tensor(output)
+        if self.seen.ours(origin):
+            self.ran[path] = module
+        for x in flat(output):
+            # Made out of sight: by an autograd.Function, by scripted code.
+            if self.origins.of(x) is None and origin is not None and origin.inputs:
+                self.origins.put(x, origin)
+        self.stream.leave(path, module, given, made)
+        if self.seen.ours(self.origins.of(made)):
+            self.seen.see_module(path, given, made)
 
     # transformers
 
@@ -183,7 +237,7 @@ class Capture(TorchFunctionMode):
         def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.paths.get(module, self._stack[-1][0])
             self.kinds.add(type(module))
-            self._inside = True
+            self._inside, over = True, self._over(args, kwargs)
             try:
                 out = forward(module, *args, **kwargs)
                 try:
@@ -194,7 +248,7 @@ class Capture(TorchFunctionMode):
                         call.weights_BHTS = weights
                 except Unread as unread:
                     call = unread
-                self.see_call(path, call)
+                self.origins.put(out, self._told(path, call, over))
             finally:
                 self._inside = False
             return out
@@ -207,16 +261,16 @@ class Capture(TorchFunctionMode):
         def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.paths.get(module, self._stack[-1][0])
             self.kinds.add(type(module))
-            self._inside = True
+            self._inside, over = True, self._over(args, kwargs)
             try:
                 call = calls_flash.of_transformers_flash(self.rows, module, *args, **kwargs)
-                self.see_call(path, call)
-                return call.output().transpose(1, 2), None
+                origin, out = self._told(path, call, over), (call.output().transpose(1, 2), None)
             except Unread as unread:
-                self.see_call(path, unread)
-                return forward(module, *args, **kwargs)
+                origin, out = self._told(path, unread, over), forward(module, *args, **kwargs)
             finally:
                 self._inside = False
+            self.origins.put(out, origin)
+            return out
 
         return told
 

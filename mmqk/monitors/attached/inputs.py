@@ -123,6 +123,12 @@ def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def find_ids(inputs: Inputs) -> Tensor | None:
     """The token ids, (B, T): by their usual names, else the only integer matrix; None where neither is there."""
+    found = named_ids(inputs)
+    return None if found is None else found[1]
+
+
+def named_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
+    """The same with the name that they go by."""
     found = [
         (name, x)
         for name, x in tensors(inputs)
@@ -131,8 +137,10 @@ def find_ids(inputs: Inputs) -> Tensor | None:
     for usual in _IDS:
         for name, x in found:
             if name == usual:
-                return x
-    others = [x for name, x in found if "mask" not in name and "label" not in name and "target" not in name]
+                return name, x
+    others = [
+        (name, x) for name, x in found if "mask" not in name and "label" not in name and "target" not in name
+    ]
     return others[0] if len(others) == 1 else None
 
 
@@ -272,9 +280,9 @@ def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
             )
 
 
-def valid_of(inputs: Inputs, modality_BT: Tensor) -> Tensor:
-    """(B, T) bool, False at padding: from an ``attention_mask`` (B, T) among the inputs, else True everywhere."""
+def valid_of(inputs: Inputs, modality_BT: Tensor, mask: str = "attention_mask") -> Tensor:
+    """(B, T) bool, False at padding: from a mask (B, T) of this name among the inputs, else True everywhere."""
     for name, x in tensors(inputs):
-        if name == "attention_mask" and x.shape == modality_BT.shape:
+        if name == mask and x.shape == modality_BT.shape:
             return x > 0
     return torch.ones_like(modality_BT, dtype=torch.bool)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch.distributed as dist
 
 from mmqk.monitors.attached.boundary import Section
 from mmqk.monitors.attached.layers import Layers
+from mmqk.store.tags import parsed_tag
 
 
 def is_first_rank() -> bool:
@@ -47,6 +48,38 @@ def introduction(
     return "mmqk: " + " · ".join(said + _notes(sections))
 
 
+# What a module or an addition gives, by layer but for the last.
+SERIES = (
+    "attn_in_norm", "q_raw_norm", "k_raw_norm", "q_weight_gain", "k_weight_gain", "attn_out_norm", "mlp_out_norm",
+    "resid_norm", "final_norm",
+)  # fmt: skip
+
+
+def missing_series(found: Collection[str], names: Collection[str]) -> str:
+    """Which series beyond the attention call are not there, or only for some layers; empty where all are.
+
+    Args:
+        found: tags.
+        names: of the modalities.
+    """
+    by_statistic: dict[str, set[int | None]] = {}
+    for tag in map(parsed_tag, found):
+        if tag.modality in names:
+            by_statistic.setdefault(tag.statistic, set()).add(tag.layer)
+    layers = len(by_statistic.get("q_norm", ()))
+    absent = [name for name in SERIES if name not in by_statistic]
+    partly = [
+        f"{name} of {layers - len(there)} of {layers} layers"
+        for name in SERIES
+        if (there := by_statistic.get(name)) and name != "final_norm" and len(there) < layers
+    ]
+    return (
+        f" · not found: {', '.join(absent + partly)} (an adapter names their modules)"
+        if absent + partly
+        else ""
+    )
+
+
 def warn_of_absent(tokens: Mapping[str, int]) -> None:
     """A share of 0 % (or 100 %) is more often a wrong range than a batch without the others."""
     absent = [name for name, n in tokens.items() if not n]
@@ -77,6 +110,8 @@ def _notes(sections: Sequence[Section]) -> list[str]:
     """Which calls were left out, and which have no weights, with the reason, once for each reason."""
     reasons: dict[str, list[str]] = {}
     for section in sections:
+        if section.cross and section.left_out is None:
+            reasons.setdefault("cross-attention seen", []).append(section.path)
         if section.left_out is not None:
             reasons.setdefault(f"left out ({section.left_out})", []).append(section.path)
         elif section.no_weights is not None:

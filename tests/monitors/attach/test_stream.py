@@ -1,0 +1,192 @@
+"""The residual stream found by structure, against the model's own hidden states; what is not found is listed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mmqk.monitors import attach
+from mmqk.monitors.attached.introduce import missing_series
+from tests.monitors import brute_force
+from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
+from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
+from tests.monitors.attach.test_sides import random_
+
+L = 3
+SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": L,
+        "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
+SHARED = {"num_key_value_heads": 4}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+            "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
+# Model, configuration, path of a layer, of its sublayer outputs, and whether a norm takes what the last layer gives.
+FAMILIES = {
+    "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": V, "n_embd": 32, "n_layer": L, "n_head": 4, "n_positions": 64},
+                        "transformer.h.{}", "attn", "mlp", True),
+    "MixtralForCausalLM": ("MixtralConfig", SIZE | SHARED | {"num_local_experts": 4}, "model.layers.{}", "self_attn",
+                           "mlp", True),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", SIZE | SHARED | MOE | {"num_experts": 4, "head_dim": 8},
+                            "model.layers.{}", "self_attn", "mlp", True),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", SIZE, "gpt_neox.layers.{}", "attention", "mlp", True),
+    "BertForMaskedLM": ("BertConfig", SIZE, "bert.encoder.layer.{}", "attention.output.dense", "output.dense", False),
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", SIZE | SHARED | MOE | DEEPSEEK, "model.layers.{}", "self_attn",
+                              "mlp", True),
+}  # fmt: skip
+WITHOUT = ", ".join(("attn_in_norm", "q_raw_norm", "k_raw_norm", "q_weight_gain", "k_weight_gain"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
+    transformers = pytest.importorskip("transformers")
+    config, options, layer, attn, mlp, final = FAMILIES[name]
+    model = random_(getattr(transformers, name)(getattr(transformers, config)(**options)))
+    (ids,), kept = batches(1, B=3), {}
+    measured = attach(model, modality=IMAGE).probe(input_ids=ids).flat()
+    for n in range(L):
+        block = model.get_submodule(layer.format(n))
+        for site, module in (
+            ("attn_out", block.get_submodule(attn)), ("mlp_out", block.get_submodule(mlp)), ("resid", block)
+        ):  # fmt: skip
+            module.register_forward_hook(
+                lambda m, x, out, at=(site, n): kept.update({at: out[0] if isinstance(out, tuple) else out})
+            )
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    for n in range(L - 1):  # the last of them is after the final norm
+        torch.testing.assert_close(kept["resid", n], states[n + 1])
+    if final:
+        kept["final", -1] = kept["resid", L - 1]
+    else:
+        torch.testing.assert_close(kept["resid", L - 1], states[L])
+    arrays = {at: x.detach().double().numpy() for at, x in kept.items()}
+    modality, valid = modality_of(ids), np.ones(ids.shape, bool)
+    expected = brute_force.streams(arrays, modality, valid, NAMES)
+    assert same(measured, expected) and len(expected) == 12 * L + 4 * final
+    # The control: in the order of the layers turned round.
+    turned = {(site, L - 1 - n if n >= 0 else n): x for (site, n), x in arrays.items()}
+    assert not same(measured, brute_force.streams(turned, modality, valid, NAMES))
+    absent = WITHOUT if final else f"{WITHOUT}, final_norm"
+    assert missing_series(measured, NAMES) == f" · not found: {absent} (an adapter names their modules)"
+
+
+class InPlace(Layer):
+    """Additions that write what they add to: the stream, and the branch."""
+
+    def forward(self, x, mask=None):
+        x = x.clone()
+        x += self.attention(self.norm1(x), mask)
+        out = self.mlp(self.norm2(x))
+        return out.add_(x)
+
+
+class Parts(Layer):
+    """An output of two parts, a low-rank one beside the projection, and a gate."""
+
+    def __init__(self, attention, dropout=0.0):
+        super().__init__(attention, dropout)
+        self.low, self.gate, self.expert = nn.Linear(D, D), nn.Parameter(torch.tensor(0.7)), nn.Linear(D, D)
+
+    def forward(self, x, mask=None):
+        out = self.attention(self.norm1(x), mask)
+        x = torch.add(x, out + self.low(out))
+        h = self.norm2(x)
+        return self.gate * self.mlp(h) + self.expert(h) + x
+
+
+class Normed(Layer):
+    """Post-norm within the branch."""
+
+    def forward(self, x, mask=None):
+        x = x + self.norm1(self.attention(x, mask))
+        return x + self.norm2(self.mlp(x))
+
+
+class Chain(nn.Sequential):
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
+def by_hand(layer: Layer, x):
+    """(attn_out, mlp_out, resid) with nothing in place."""
+    if isinstance(layer, Normed):
+        attn = layer.norm1(layer.attention(x))
+        mlp = layer.norm2(layer.mlp(x + attn))
+    elif isinstance(layer, Parts):
+        out = layer.attention(layer.norm1(x))
+        attn = out + layer.low(out)
+        h = layer.norm2(x + attn)
+        mlp = layer.gate * layer.mlp(h) + layer.expert(h)
+    else:
+        attn = layer.attention(layer.norm1(x))
+        mlp = layer.mlp(layer.norm2(x + attn))
+    return attn, mlp, x + attn + mlp
+
+
+@pytest.mark.parametrize("kind", [Layer, InPlace, Parts, Normed])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_however_it_is_added(kind, wrapped):
+    torch.manual_seed(0)
+    net, (ids,) = Net(["sdpa"] * L), batches(1, B=3)
+    layers = [kind(SelfAttention()) for _ in range(L)]
+    net.layers = nn.ModuleList(layers if not wrapped else [Chain(layer) for layer in layers])
+    random_(net)
+    # All layers are in one numbered module, and each of them holds another.
+    whole = nn.Sequential(net) if wrapped else net
+    measured = attach(whole, modality=IMAGE).probe(**({"input": ids} if wrapped else {"ids": ids})).flat()
+    x, sites = net.embed(ids), {}
+    for n, layer in enumerate(layers):
+        attn, mlp, x = by_hand(layer, x)
+        sites |= {("attn_out", n): attn, ("mlp_out", n): mlp, ("resid", n): x}
+    arrays = {at: x.detach().double().numpy() for at, x in sites.items()}
+    valid = np.ones(ids.shape, bool)
+    expected = brute_force.streams(arrays, modality_of(ids), valid, NAMES)
+    assert same(measured, expected) and len(expected) == 12 * L
+    swapped = {
+        ({"attn_out": "mlp_out", "mlp_out": "attn_out"}.get(s, s), n): x for (s, n), x in arrays.items()
+    }
+    assert not same(measured, brute_force.streams(swapped, modality_of(ids), valid, NAMES))
+
+
+def test_a_model_without_a_residual_stream_has_none_and_the_line_says_so(capsys):
+    class Straight(Layer):
+        def forward(self, x, mask=None):
+            return self.mlp(self.norm2(self.attention(self.norm1(x), mask)))
+
+    class Half(Layer):
+        def forward(self, x, mask=None):
+            return x + self.attention(self.norm1(x), mask)
+
+    lines = []
+    for kinds in ([Straight] * 2, [Layer, Half], [Layer] * 2):
+        net, (ids,), logged = Net(["sdpa"] * 2), batches(1), []
+        net.layers = nn.ModuleList(kind(SelfAttention()) for kind in kinds)
+        watch = attach(
+            net, modality=IMAGE, every_n_steps=1, log=lambda values, step, to=logged: to.append(values)
+        )
+        net(ids)
+        watch.step()
+        watch.close()
+        lines.append(capsys.readouterr().out)
+        assert any(name.startswith("resid") for name in logged[0]) == (kinds[0] is Layer)
+    assert (
+        f"not found: {WITHOUT}, attn_out_norm, mlp_out_norm, resid_norm, final_norm (an adapter" in lines[0]
+    )
+    assert f"not found: {WITHOUT}, final_norm, mlp_out_norm of 1 of 2 layers (an adapter" in lines[1]
+    assert f"not found: {WITHOUT}, final_norm (an adapter" in lines[2]
+
+
+def test_what_an_adapter_names_is_taken_from_there_and_nothing_is_missing(capsys):
+    from tests.monitors.attach.test_exact import hugging_face
+
+    model, (ids,) = hugging_face("llama", "LlamaForCausalLM", "LlamaConfig", {}), batches(1, B=3)
+    watch = attach(model, modality=IMAGE, every_n_steps=1)
+    model(input_ids=ids)
+    watch.step()
+    assert "not found" not in capsys.readouterr().out
+    named = watch.probe(input_ids=ids).flat()
+    watch.adapter = None
+    found = watch.probe(input_ids=ids).flat()
+    assert found.keys() < named.keys() and same(found, {name: named[name] for name in found})
+    # The control: the final norm taken for a layer's.
+    assert named["final_norm/text"] != pytest.approx(named["resid_norm/text/layer00"])
