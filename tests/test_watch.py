@@ -140,7 +140,6 @@ DAMAGE = {
         '{"name":"spike","step":1,"tag":"a//b/c/d","value":1,"threshold":1,"sentence":"odd"}',
         '{"name":"spike","step":1e400,"tag":"loss","value":1,"threshold":1,"sentence":"odd"}', "[" * 100_000,
     ),
-    "ablation.json": ('{"runs":3}', '{"runs":[3]}', '{"runs":[{"arm":1,"seed":2,"folder":3}]}'),
 }  # fmt: skip
 
 
@@ -152,10 +151,17 @@ def test_files_of_another_kind_are_passed_over(tmp_path, capsys, name, text):
     # Lines are added to what is there; of a whole file this is all.
     path.write_text((path.read_text() if name.endswith("l") else "") + text + "\n")
     said = shown(capsys, "--once", tmp_path / "r")
-    if name == "ablation.json" and "folder" in text:
-        assert "1 seed 2" in said and "waiting" in said
-    else:
-        assert "4.60" in said and "step 30: growth" in said and ("odd" in said) == ("a//b/c/d" in text)
+    assert "4.60" in said and "step 30: growth" in said and ("odd" in said) == ("a//b/c/d" in text)
+    assert (f"damaged: {path} cannot be read (" in said) == name.endswith(".json")
+
+
+@pytest.mark.parametrize("text", ['{"runs":3}', '{"runs":[3]}', '{"runs":[{"arm":1,"seed":2,"folder":3}]}'])
+def test_a_damaged_record_of_an_ablation_is_refused(tmp_path, capsys, text):
+    write_run(tmp_path / "r", "completed")
+    (tmp_path / "r/ablation.json").write_text(text)
+    assert front_door(main)(["--once", str(tmp_path / "r")]) == 2
+    error = capsys.readouterr().err
+    assert "ablation.json cannot be read (" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("bad", [0, 1])

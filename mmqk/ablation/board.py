@@ -21,6 +21,7 @@ STYLES = {
     "failed": "bold red",
     "interrupted": "yellow",
     "stopped": "yellow",
+    "damaged": "bold red",
     "waiting": "dim",
 }
 # Column, statistic, whether the smallest counts; the first to go in a narrow terminal stand last.

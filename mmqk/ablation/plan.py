@@ -28,7 +28,7 @@ from mmqk.ablation.resolver import (
 )
 from mmqk.ablation.rules import LrRule
 from mmqk.ablation.task import Task, standing
-from mmqk.store import UserError, identity_hash, read_json
+from mmqk.store import UserError, identity_hash, read_run
 
 PARENT, SELECTION = "parent", "selection"
 
@@ -137,7 +137,7 @@ class _Planner:
         seed = f"seed{run.identity['seed']}"
         folder = self.out / f"{job.arm}-{variant}" / seed
         others = [path / seed for path in self.folders.get(variant, ())]
-        there = (f for f in (folder, *others) if (read_json(f / "run.json") or {}).get("id") == run.id)
+        there = (f for f in (folder, *others) if (read_run(f) or {}).get("id") == run.id)
         return next(there, folder)
 
     def _choice(self, job: Job, rule: LrRule) -> Choice | Waiting:

@@ -22,7 +22,7 @@ from types import FrameType
 
 from mmqk.ablation.child import BLOCKED, GRACE_SECONDS, run_job
 from mmqk.ablation.task import Outcome, Task, standing
-from mmqk.store import Status, is_locked, last_metrics, mark_ended, read_status
+from mmqk.store import DamagedFile, Status, is_locked, last_metrics, mark_ended, read_status
 from mmqk.store.errors import USER_ERROR_EXIT
 
 TRAIN = "mmqk.train:main"
@@ -147,7 +147,7 @@ class Pool:
         except OSError as error:
             self.outcomes[task] = Outcome("failed", reason=f"{log} cannot be written ({error.strerror})")
             return
-        before = read_status(task.folder)
+        before = _status(task.folder)
         args = [*task.args, "--out", str(task.folder), "--quiet"]
         device = None
         if self.devices:
@@ -180,7 +180,7 @@ class Pool:
     def _outcome(self, task: Task, code: int, before: Status | None) -> Outcome:
         """The run's own word where it left one; otherwise what its exit says, recorded for it."""
         now = standing(task)
-        if now.finished if code in (0, 3) else now.ended and read_status(task.folder) != before:
+        if now.finished if code in (0, 3) else now.ended and _status(task.folder) != before:
             return now
         step = max(now.step, last_metrics(task.folder / "metrics.jsonl").get("step", 0))
         if self.stopping or code in _INTERRUPTED_CODES:
@@ -240,6 +240,13 @@ def start_server(preload: Sequence[str]) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _status(folder: Path) -> Status | None:
+    """The status of a run; None without one that can be read."""
+    with contextlib.suppress(DamagedFile):
+        return read_status(folder)
+    return None
 
 
 def _reason(code: int, log: Path) -> str:

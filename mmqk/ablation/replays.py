@@ -24,7 +24,7 @@ from mmqk.ablation.resolver import (
 )
 from mmqk.ablation.rules import ReplayRule
 from mmqk.ablation.task import Task, standing
-from mmqk.store import UserError, differing_fields, read_json, read_status
+from mmqk.store import UserError, differing_fields, read_run, read_status
 
 CONTROL = "control"
 
@@ -101,7 +101,7 @@ def plan_of_run(folder: Path, out: Path, resolver: Resolver, rule: ReplayRule) -
     Raises:
         UserError: the folder holds no run that diverged, or its configuration gives another run by now.
     """
-    record, status = read_json(folder / "run.json"), read_status(folder)
+    record, status = read_run(folder), read_status(folder)
     if record is None or status is None:
         raise UserError(f"{folder} holds no run: give the folder of a run after --replay")
     if status.status != "diverged":
@@ -162,7 +162,7 @@ def _control(
     kept = {s: f for s, f in checkpoints_of(known.folder).items() if first < s < min(steps.values())}
     # One that was begun goes on as it began.
     for folder in sorted(root.glob(f"{CONTROL}-*")):
-        record = read_json(folder / "run.json") or {}
+        record = read_run(folder) or {}
         begun = ((record.get("identity") or {}).get("fork") or {}).get("step", 0)
         if record.get("id") == known.run.id:
             kept = {}

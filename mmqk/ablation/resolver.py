@@ -10,7 +10,7 @@ from typing import Any
 from mmqk.ablation.arms import Job
 from mmqk.ablation.choose import Choice
 from mmqk.ablation.task import Task
-from mmqk.store import UserError, read_json
+from mmqk.store import UserError, read_run
 from mmqk.store.checkpoints import checkpoints_in, step_of
 
 
@@ -145,7 +145,7 @@ def _resolve(args: list[str], parent: Known | None, step: int) -> Any:
 
 def threads_of(folder: Path) -> int:
     """CPU threads that the run of a folder was begun with, 0 if nothing says so."""
-    details = (read_json(folder / "run.json") or {}).get("details") or {}
+    details = (read_run(folder) or {}).get("details") or {}
     return int((details.get("config") or {}).get("threads") or 0)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmqk.store import FINISHED, last_metrics, read_json, read_status
+from mmqk.store import FINISHED, DamagedFile, last_metrics, read_run, read_status
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,12 @@ class Outcome:
 
 
 def standing(task: Task) -> Outcome:
-    """What the folder of a task says about it; "waiting" when it holds no run of that identity."""
-    record = read_json(task.folder / "run.json")
-    status = read_status(task.folder)
+    """What the folder of a task says about it; "waiting" when it holds no run of that identity, and "failed" with
+    the reason when its records cannot be read."""
+    try:
+        record, status = read_run(task.folder), read_status(task.folder)
+    except DamagedFile as damaged:
+        return Outcome("failed", reason=str(damaged))
     if record is None or record.get("id") != task.id or status is None:
         return Outcome("waiting")
     last = last_metrics(task.folder / "metrics.jsonl", having="loss")

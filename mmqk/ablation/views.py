@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from mmqk.ablation.written import read_ablation
 from mmqk.store import (
     Alarm,
+    DamagedFile,
     Status,
     UserError,
     from_json,
     is_locked,
+    open_regular,
+    parse_json,
     parsed_tag,
     read_alarms,
-    read_json,
+    read_run,
     read_status,
 )
 
@@ -33,7 +35,8 @@ class View:
     """One run.
 
     Attributes:
-        status: as status.json says, "waiting" before it has begun, "stopped" when its process is gone.
+        status: as status.json says, "waiting" before it has begun, "stopped" when its process is gone, "damaged" when
+            run.json or status.json cannot be read.
         step: the newest one that was written.
         max_steps: 0 where it is not known.
         left: seconds to the end at the pace so far, None where that cannot be said.
@@ -89,12 +92,16 @@ class Follow:
     def look(self) -> View:
         """The run as it stands."""
         self._read()
-        status = read_status(self.folder)
-        trainer = _inside(_inside(read_json(self.folder / "run.json"), "identity"), "trainer")
-        length = trainer.get("max_steps")
-        max_steps = length if isinstance(length, int) else 0
-        view = View(self.name, max_steps=max_steps, values=dict(self._values), step=self._step)
+        view = View(self.name, values=dict(self._values), step=self._step)
         view.alarms = read_alarms(self.folder)
+        try:
+            identity = (read_run(self.folder) or {}).get("identity") or {}
+            view.max_steps = max_steps = (identity.get("trainer") or {}).get("max_steps", 0)
+            status = read_status(self.folder)
+        except DamagedFile as damaged:
+            view.status = "running" if is_locked(self.folder) else "damaged"
+            view.reason = str(damaged)
+            return view
         if status is None:
             view.status = "running" if is_locked(self.folder) else "waiting"
             return view
@@ -117,7 +124,7 @@ class Follow:
 
     def _read(self) -> None:
         try:
-            with open(self.folder / "metrics.jsonl", "rb") as file:
+            with open_regular(self.folder / "metrics.jsonl") as file:
                 stat = os.fstat(file.fileno())
                 known = self._file == (stat.st_dev, stat.st_ino) and stat.st_size >= self._offset
                 if not known:  # another file: a run that was taken up again drops lines
@@ -134,10 +141,10 @@ class Follow:
 
     def _take(self, line: bytes) -> None:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             step = int(record.pop("step"))
             values = {name: from_json(value) for name, value in record.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return
         self._values.update(values)
         self._step = max(self._step, step)
@@ -147,7 +154,7 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
     """The runs of these folders, each one run, an arm with seeds, or an ablation with its waiting runs.
 
     Raises:
-        UserError: a folder does not exist or holds no run.
+        UserError: a folder does not exist or holds no run, or its ablation.json cannot be read.
     """
     found: list[Follow] = []
     for folder in folders:
@@ -163,11 +170,9 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
 
 
 def _of_ablation(folder: Path) -> list[Follow]:
-    entries = (read_json(folder / "ablation.json") or {}).get("runs")
     return [
-        Follow(f"{entry['arm']} seed {entry['seed']}", folder / str(entry["folder"]))
-        for entry in (entries if isinstance(entries, list) else [])
-        if isinstance(entry, dict) and {"arm", "seed", "folder"} <= entry.keys()
+        Follow(f"{entry['arm']} seed {entry['seed']}", folder / entry["folder"])
+        for entry in (read_ablation(folder) or {"runs": ()})["runs"]
     ]
 
 
@@ -190,9 +195,3 @@ def _mtime(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _inside(record: Any, name: str) -> dict[str, Any]:
-    """An object within a record, empty where there is none."""
-    found = record.get(name) if isinstance(record, dict) else None
-    return found if isinstance(found, dict) else {}

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mmqk.store import parse_json, read_regular
+from mmqk.store.files import MOST_INTEGER
 
 Series = tuple[NDArray[Any], NDArray[np.float64]]
 
@@ -70,25 +73,29 @@ _Kept = tuple[NDArray[Any] | slice, NDArray[np.float64]]
 def read_columns(path: str | os.PathLike[str]) -> Columns:
     """The columns of a metrics file, none without a file; lines that cannot be read are left out."""
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = read_regular(path).splitlines()
     except OSError:
         return Columns(())
     try:
         # One call of the scanner is faster than one a line, and knows every tag by one string.
         records = json.loads(b"[" + b",".join(lines) + b"]")
-    except ValueError:
+    except (ValueError, RecursionError):
         records = []
     if len(records) != len(lines):
         records = [_record(line) for line in lines]
-    whole = [record for record in records if isinstance(record, dict) and type(record.get("step")) is int]
+    whole = [record for record in records if isinstance(record, dict) and _is_step(record.get("step"))]
     return Columns(whole, truncated=len(whole) < len(lines))
 
 
 def _record(line: bytes) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:
         return None
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and abs(value) <= MOST_INTEGER
 
 
 def _columns(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, _Kept]]:
@@ -111,7 +118,8 @@ def _columns(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Iter
 def _number(value: Any) -> float | None:
     if isinstance(value, str):
         return float(value) if value in _NOT_FINITE else None
-    return float(value) if isinstance(value, int | float) else None
+    too_large = isinstance(value, int) and abs(value) > sys.float_info.max
+    return float(value) if isinstance(value, int | float) and not too_large else None
 
 
 def _join(parts: Sequence[_Part]) -> Series:

@@ -14,7 +14,6 @@ from mmqk.analysis.shapes import Figure, Line, Panel
 from mmqk.analysis.study import Study
 from mmqk.analysis.style import GREY, legend
 from mmqk.analysis.words import listed, number, plural
-from mmqk.store import read_json
 
 MOST_ROWS = 60
 
@@ -74,11 +73,6 @@ def fork_tree(study: Study) -> list[Node]:
     return nodes
 
 
-def _record(run: Run) -> Mapping[str, Any]:
-    record = read_json(run.path / "fork.json")
-    return record if isinstance(record, Mapping) else {}
-
-
 def _step(run: Run) -> int:
     step = (run.fork or {}).get("step")
     return step if isinstance(step, int) else 0
@@ -87,7 +81,7 @@ def _step(run: Run) -> int:
 def _parent_name(run: Run, runs: Sequence[Run]) -> str:
     """The name of a fork's parent among the runs, by folder or by id; otherwise what the fork calls it."""
     said = (run.fork or {}).get("parent")
-    recorded = _record(run).get("parent")
+    recorded = run.forked.get("parent")
     parents = [p for p in (said, recorded) if p]
     names = [str(p) for p in parents if isinstance(p, str)]
     ids = [str(p["id"]) for p in parents if isinstance(p, Mapping) and p.get("id")] + names
@@ -110,7 +104,7 @@ def _ends(path: str, end: str) -> bool:
 
 def _words(run: Run) -> tuple[str, str]:
     """What a fork changed, and what else there is to know."""
-    record = _record(run)
+    record = run.forked
     changed = [
         f"{c.get('field')} {_short(c.get('from'))} → {_short(c.get('to'))}"
         for c in record.get("changed") or ()

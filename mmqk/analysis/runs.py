@@ -6,20 +6,46 @@ missing: leaving it out would hide it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from mmqk.ablation.written import read_ablation
 from mmqk.analysis.columns import EMPTY, Columns, Series, read_columns
-from mmqk.store import Alarm, Status, Tag, UserError, parse_tag, read_alarms, read_json, read_status
+from mmqk.store import (
+    Alarm,
+    DamagedFile,
+    Status,
+    Tag,
+    UserError,
+    parse_tag,
+    read_alarms,
+    read_json,
+    read_run,
+    read_status,
+)
 
+_T = TypeVar("_T")
 _SEED = re.compile(r"seed(\d+)")
 _ARM = re.compile(r"(?P<arm>.+)-[0-9a-f]{10}")
+_ENTROPY = (float, None)
+_DATA = {
+    "*": {
+        "share": _ENTROPY, "unigram": _ENTROPY, "compressed": _ENTROPY, "model": _ENTROPY, "floor": _ENTROPY,
+        "repeated": _ENTROPY, "used": int, "block": int,
+    }
+}  # fmt: skip
+_CHANGE = [{"name": str, "how": str}]
+_FORK = {
+    "parent": {"id": (None, str), "folder": (None, str), "step": int}, "changed": [{"field": str}],
+    "added": _CHANGE, "dropped": _CHANGE, "optimizer": str, "function": dict,
+}  # fmt: skip
 
 
 @dataclass
@@ -42,6 +68,7 @@ class Run:
         role: "verdict", "selection" (of a learning rate: no verdict may use it) or "replay".
         fork: ``{"parent": folder or id, "step": n}`` of a run that began in another one, or None.
         replay: what a replay is one of, how deep and in which numerics, or None.
+        forked: content of its fork.json, empty without one.
     """
 
     path: Path
@@ -59,6 +86,7 @@ class Run:
     role: str = "verdict"
     fork: Mapping[str, Any] | None = None
     replay: Mapping[str, Any] | None = None
+    forked: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.family = self.family or self.arm
@@ -86,7 +114,7 @@ class Run:
     def notes(self) -> tuple[str, ...]:
         """What is missing or odd, one sentence each."""
         cut = ("a line of metrics.jsonl cannot be read",) if self._columns.truncated else ()
-        return (*self.remarks, *cut)
+        return (*self.remarks, *self._data_notes, *cut)
 
     @cached_property
     def tags(self) -> dict[str, Tag]:
@@ -102,10 +130,18 @@ class Run:
         return named
 
     @cached_property
+    def _data_read(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        notes: list[str] = []
+        return _noted(lambda: read_json(self.path / "data.json", _DATA), notes) or {}, tuple(notes)
+
+    @property
     def data(self) -> Mapping[str, Any]:
         """Statistics of its data by modality, as training wrote them; empty without data.json."""
-        record = read_json(self.path / "data.json")
-        return record if isinstance(record, dict) else {}
+        return self._data_read[0]
+
+    @property
+    def _data_notes(self) -> tuple[str, ...]:
+        return self._data_read[1]
 
     @cached_property
     def alarms(self) -> list[Alarm]:
@@ -181,7 +217,7 @@ def load_runs(folder: str | Path) -> list[Run]:
         return [
             _load(folder / entry["folder"], entry["folder"], entry["arm"], int(entry["seed"]), entry)
             for entry in ablation["runs"]
-            if (folder / entry["folder"]).is_dir()
+            if os.path.isdir(folder / entry["folder"])
         ]
     found = sorted(
         path
@@ -192,24 +228,6 @@ def load_runs(folder: str | Path) -> list[Run]:
     if not found:
         raise UserError(f"{folder} holds no run (no run.json or metrics.jsonl): give a folder that has runs")
     return [_load(path, *_names(path, folder)) for path in found]
-
-
-def read_ablation(folder: Path) -> dict[str, Any] | None:
-    """The content of ``ablation.json``, or None for a folder that has none.
-
-    Raises:
-        UserError: it is there and cannot be read.
-    """
-    path = folder / "ablation.json"
-    if not path.exists():
-        return None
-    record = read_json(path)
-    if record is None or not isinstance(record.get("grid"), dict) or not isinstance(record.get("runs"), list):
-        raise UserError(f"{path} cannot be read as the record of an ablation: run mmqk.ablate again")
-    for entry in record["runs"]:
-        if not isinstance(entry, dict) or not {"arm", "seed", "folder"} <= entry.keys():
-            raise UserError(f"{path} lists a run without arm, seed and folder: run mmqk.ablate again")
-    return record
 
 
 def _names(path: Path, root: Path) -> tuple[str, str, int]:
@@ -225,23 +243,38 @@ def _names(path: Path, root: Path) -> tuple[str, str, int]:
 
 
 def _seed_of_record(path: Path) -> int:
-    seed = ((read_json(path / "run.json") or {}).get("identity") or {}).get("seed", 0)
-    return seed if isinstance(seed, int) else 0
+    identity = (_noted(lambda: read_run(path), []) or {}).get("identity") or {}
+    return identity.get("seed", 0)
+
+
+def _noted(read: Callable[[], _T | None], notes: list[str]) -> _T | None:
+    """What ``read`` reads; None, with a note, where the file cannot be read."""
+    try:
+        return read()
+    except DamagedFile as damaged:
+        notes.append(f"its {damaged.path.name} cannot be read: {damaged.why}")
+        return None
 
 
 def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] | None = None) -> Run:
     entry = entry or {}
-    notes = []
-    record = read_json(path / "run.json")
+    notes: list[str] = []
+    record = _noted(lambda: read_run(path), notes)
     if record is None:
-        notes.append("its run.json is missing or cannot be read")
         record = {}
-    status = read_status(path)
+        if not notes:
+            notes.append("its run.json is missing")
+    known = len(notes)
+    status = _noted(lambda: read_status(path), notes)
     if status is None:
-        notes.append("its status.json is missing or cannot be read")
         status = Status("failed", reason="no status was written")
+        if len(notes) > known:
+            status = Status("failed", reason=notes[-1])
+        else:
+            notes.append("its status.json is missing")
     if status.status == "running":
         notes.append("still running, or cut off")
+    forked = _noted(lambda: read_json(path / "fork.json", _FORK), notes) or {}
     identity, details = record.get("identity"), record.get("details")
     return Run(
         path=path,
@@ -257,8 +290,9 @@ def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] |
         family=str(entry.get("family") or arm),
         point=_mapping(entry.get("point")) or {},
         role=str(entry.get("role") or "verdict"),
-        fork=_mapping(entry.get("fork")) or _fork_of(path),
+        fork=_mapping(entry.get("fork")) or _fork_of(forked),
         replay=_mapping(entry.get("replay")),
+        forked=forked,
     )
 
 
@@ -266,9 +300,9 @@ def _mapping(value: Any) -> Mapping[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _fork_of(path: Path) -> dict[str, Any] | None:
+def _fork_of(forked: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the run's own fork.json says of its parent."""
-    parent = (read_json(path / "fork.json") or {}).get("parent")
-    if not isinstance(parent, dict):
+    parent = forked.get("parent")
+    if parent is None:
         return None
     return {"parent": parent.get("folder") or parent.get("id"), "step": parent.get("step")}

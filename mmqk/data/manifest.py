@@ -6,13 +6,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mmqk.data.unread import UNUSED, Unread
-from mmqk.store import OneSentenceParser, UserError, identity_hash, run_main, write_json
+from mmqk.store import (
+    DamagedFile,
+    OneSentenceParser,
+    UserError,
+    identity_hash,
+    read_json,
+    run_main,
+    write_json,
+)
 
 MANIFEST = "manifest.json"
 RESTORE = "restore it with git, or rebuild with python -m mmqk.data.build"
@@ -69,19 +76,18 @@ def load_manifest(folder: Path | str) -> Manifest:
         UserError: there is none, or it is not a manifest.
     """
     path = Path(folder) / MANIFEST
-    check_regular(path)
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        splits = {
-            str(split): tuple(Shard(str(s["file"]), int(s["samples"]), str(s["sha256"])) for s in shards)
-            for split, shards in record.pop("splits").items()
-        }
-    except FileNotFoundError:
+    record = read_json(path, {"splits": {"*": [{"file": str, "samples": int, "sha256": str}]}}, RESTORE)
+    if record is None:
         raise UserError(
             f"{path} is missing: {RESTORE}; for your own shards run python -m mmqk.data.manifest {folder}"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as a manifest ({error}): {RESTORE}") from None
+        )
+    try:
+        splits = {
+            split: tuple(Shard(s["file"], s["samples"], s["sha256"]) for s in shards)
+            for split, shards in record.pop("splits").items()
+        }
+    except KeyError as error:
+        raise DamagedFile(path, f"there is no {error}", RESTORE) from None
     return Manifest(splits, record)
 
 

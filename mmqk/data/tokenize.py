@@ -9,7 +9,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -22,11 +22,18 @@ from mmqk.data.tokenize_pool import Progress, run_shards
 from mmqk.data.tokenize_worker import Job, Shard
 from mmqk.data.tokens import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
 from mmqk.data.unread import DOTTED, EXAMPLES, Unread, printable
-from mmqk.store import OneSentenceParser, UserError, read_json, run_main, write_json
+from mmqk.store import DamagedFile, OneSentenceParser, UserError, read_json, run_main, write_json
 
 # Beside the parts until all are there: what was asked for, and a record of each shard that is done.
 UNFINISHED = "unfinished"
 OPTIONS = "options.json"
+BEGIN_AGAIN = "remove the folder and run the command again"
+_RECORD = {
+    "state": [int],
+    "record": {
+        "file": str, "samples": int, "dropped": {"*": int}, "examples": {"*": [str]}, "documents": {"*": int},
+    },
+}  # fmt: skip
 
 EPILOG = """\
 --shards takes tar archives as img2dataset writes them ({key}.jpg .txt .json; also png, webp), or with --interleaved
@@ -178,7 +185,7 @@ def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(f"another process is writing {out}: wait for it, or give another --out") from None
-        begun = read_json(unfinished / OPTIONS)
+        begun = read_json(unfinished / OPTIONS, advice=BEGIN_AGAIN)
         if begun is None:
             write_json(unfinished / OPTIONS, options)
         else:
@@ -191,9 +198,9 @@ def _tokenize(job: Job, shards: list[Shard], workers: int | None) -> list[dict[s
     unfinished = job.out / UNFINISHED
     stats = {shard.part: shard.path.stat() for shard in shards}
     states = {part: [stat.st_size, stat.st_mtime_ns] for part, stat in stats.items()}
-    known = ((shard.part, read_json(unfinished / f"{shard.part}.json")) for shard in shards)
+    known = ((shard.part, _known(unfinished / f"{shard.part}.json")) for shard in shards)
     # A shard that has changed since is done again.
-    records = {part: k["record"] for part, k in known if k is not None and k["state"] == states[part]}
+    records = {part: k["record"] for part, k in known if k.get("state") == states[part] and "record" in k}
     left = [shard for shard in shards if shard.part not in records]
     _remove_parts(job.out, {shard.part for shard in left})
     broken: list[str] = []
@@ -238,6 +245,13 @@ def _tokenize(job: Job, shards: list[Shard], workers: int | None) -> list[dict[s
             "the others are kept, and the same command goes on once these are repaired"
         )
     return [records[shard.part] for shard in shards]
+
+
+def _known(path: Path) -> dict[str, Any]:
+    """The record of a shard that was done; empty where there is none, or none that can be read: it is done again."""
+    with suppress(DamagedFile):
+        return read_json(path, _RECORD) or {}
+    return {}
 
 
 def _remove_parts(out: Path, parts: set[str]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,13 +26,21 @@ from typing import Any
 import numpy as np
 
 from mmqk.data.manifest import check_regular, sha256_file
-from mmqk.store import UserError, identity_hash, read_json, write_json
+from mmqk.store import DamagedFile, UserError, identity_hash, read_json, write_json
 
 TOKENS = "tokens.json"
 FORMAT = 1
 KINDS = ("pair", "text", "interleaved", "tokens")
 SPLITS = ("train", "val")
 MOST_IDS = 2**32  # uint32
+_ID = (None, int)
+_PART = {"name": str, "documents": int, "tokens": int, "sha256": [str]}
+_SHAPE = {
+    "format": int, "kind": str, "tokenizers": str, "splits": {"*": [_PART]}, "dropped": {"*": int}, "about": dict,
+    "layout": {
+        "blocks": {"*": int}, "bos": _ID, "eos": _ID, "pad": _ID, "begin_image": _ID, "end_image": _ID,
+    },
+}  # fmt: skip
 SPECIAL_NAMES = ("bos", "eos", "pad", "begin_image", "end_image")
 
 
@@ -270,7 +277,9 @@ class Note:
     def __init__(self, cache: Path, folder: Path, layout: Layout) -> None:
         name = hashlib.sha256(f"{folder.resolve()}/{layout.size}".encode()).hexdigest()[:20]
         self._path = cache / "compared" / f"{name}.json"
-        self._kept, self._new = read_json(self._path) or {}, dict[str, Any]()
+        self._kept, self._new = dict[str, Any](), dict[str, Any]()
+        with contextlib.suppress(DamagedFile):  # everything is compared again
+            self._kept = read_json(self._path) or {}
 
     def holds(self, path: Path, sha256: str) -> bool:
         """Whether the file was compared with this hash and has not changed since; notes that it is now."""
@@ -325,22 +334,23 @@ def read_header(folder: Path | str) -> dict[str, Any]:
         UserError: it is missing, damaged, or of another format.
     """
     path = Path(folder) / TOKENS
-    check_regular(path)
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        layout = Layout(**record["layout"])
-        whole = record["format"] == FORMAT and record["kind"] in KINDS and layout.blocks
-        whole = whole and all(isinstance(n, int) and 0 < n <= MOST_IDS for n in layout.blocks.values())
-        whole = whole and all(isinstance(i, int) and 0 <= i < layout.size <= MOST_IDS for i in layout.specials)
-        whole = whole and isinstance(record["dropped"], dict) and isinstance(record["about"], dict)
-        whole = whole and isinstance(record["tokenizers"], str)
-        whole = whole and all(_is_part(p) for parts in record["splits"].values() for p in parts)
-    except FileNotFoundError:
+    advice = "make it again."
+    record = read_json(path, _SHAPE, advice)
+    if record is None:
         raise UserError(
             f"{path} is missing: no token folder, or one that was not finished (run its command again)."
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}): make it again.") from None
+        )
+    try:
+        layout = Layout(**record["layout"])
+        whole = record["format"] == FORMAT and record["kind"] in KINDS and layout.blocks
+        whole = whole and all(0 < n <= MOST_IDS for n in layout.blocks.values())
+        whole = whole and all(0 <= i < layout.size <= MOST_IDS for i in layout.specials)
+        whole = whole and all(_is_part(p) for parts in record["splits"].values() for p in parts)
+        whole = whole and {"dropped", "about", "tokenizers"} <= record.keys()
+    except KeyError as error:
+        raise DamagedFile(path, f"there is no {error}", advice) from None
+    except TypeError as error:
+        raise DamagedFile(path, str(error), advice) from None
     if not whole:
         raise UserError(f"{path} is not the record of a token folder of format {FORMAT}: make it again.")
     return record

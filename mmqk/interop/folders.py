@@ -32,7 +32,7 @@ def read_huggingface(folder: Path) -> PreTrainedModel:
     Raises:
         UserError: another architecture, damaged or missing files, or transformers is not installed.
     """
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", {"architectures": (None, [str])}, "download the model again.")
     if config is None:
         raise UserError(f"{folder / 'config.json'} cannot be read: download the model again.")
     named = config.get("architectures") or ["none"]

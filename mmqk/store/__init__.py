@@ -11,8 +11,16 @@ from mmqk.store.alarms import (
     truncate_alarms,
 )
 from mmqk.store.errors import OneSentenceParser, UserError, front_door, run_main
-from mmqk.store.files import read_json, write_atomic, write_json
-from mmqk.store.folder import EXIT_CODES, FINISHED, RunFolder, Status, mark_ended, read_status
+from mmqk.store.files import (
+    DamagedFile,
+    open_regular,
+    parse_json,
+    read_json,
+    read_regular,
+    write_atomic,
+    write_json,
+)
+from mmqk.store.folder import EXIT_CODES, FINISHED, RunFolder, Status, mark_ended, read_run, read_status
 from mmqk.store.identity import (
     canonical,
     code_hash,
@@ -32,6 +40,7 @@ __all__ = [
     "Alarm",
     "AlarmConfig",
     "AlarmRules",
+    "DamagedFile",
     "DivergenceRule",
     "FolderLock",
     "MetricLines",
@@ -56,11 +65,15 @@ __all__ = [
     "is_locked",
     "last_metrics",
     "mark_ended",
+    "open_regular",
+    "parse_json",
     "parse_tag",
     "parsed_tag",
     "read_alarms",
     "read_json",
     "read_metrics",
+    "read_regular",
+    "read_run",
     "read_status",
     "run_main",
     "tag",

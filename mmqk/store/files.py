@@ -1,14 +1,35 @@
-"""Files that are whole or absent: a reader never sees half a file, whatever kills the writer."""
+"""Files that are whole or absent: a reader never sees half a file, whatever kills the writer.
+
+`read_json` is the one reader of mmqk's records (run.json, status.json, ablation.json, manifests).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn
+
+from mmqk.store.errors import UserError
 
 TEMPORARY_SUFFIX = ".mmqk-tmp"
+
+MOST_BYTES = 32 * 2**20
+MOST_DEPTH = 64
+MOST_INTEGER = 2**63 - 1  # what numpy and torch hold
+RESTORE = "restore it from a copy, or remove it"
+
+# A type, `float` for any number, None for null; a tuple for one of several; a list for a list of one shape; a dict
+# for an object, whose "*" is the shape of every other value. Keys may be absent, and others are accepted.
+Shape = Any
+_TYPES = {
+    str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list",
+    None: "null",
+}  # fmt: skip
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
@@ -33,22 +54,187 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of readable JSON with keys in the order given."""
-    write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in ``path``, or None when it is absent, unreadable or not an object."""
+    """`write_atomic` of readable JSON with keys in the order given; numbers that are not finite become text."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_with_text(value), indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomic(path, text + "\n")
+
+
+class DamagedFile(UserError):
+    """A file that is there and cannot be used.
+
+    Attributes:
+        path: of the file.
+        why: what is wrong with it, in a few words without the path.
+    """
+
+    def __init__(self, path: Path, why: str, advice: str = RESTORE):
+        super().__init__(f"{path} cannot be read ({why}): {advice}")
+        self.path, self.why = path, why
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for reading without waiting: a pipe or a device in its place is an error at once.
+
+    Raises:
+        OSError: it cannot be opened, or is no file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(None, "it is a folder" if stat.S_ISDIR(mode) else "it is no file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file; see `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def parse_json(text: bytes | str) -> Any:
+    """A JSON value whose numbers are finite and fit 64 bits, at most `MOST_DEPTH` levels deep, of valid text.
+
+    Raises:
+        ValueError: it is not, with the reason.
+    """
+    try:
+        value = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_not_finite)
+    except RecursionError:
+        raise ValueError(f"it has more than {MOST_DEPTH} levels") from None
+    _check_levels(value)
+    return value
+
+
+def read_json(
+    path: Path, shape: Mapping[str, Shape] | None = None, advice: str = RESTORE, most: int = MOST_BYTES
+) -> dict[str, Any] | None:
+    """The JSON object in ``path``, or None when nothing lies there.
+
+    Args:
+        path: of the file.
+        shape: what its values must be (`Shape`).
+        advice: how the error sentence ends.
+        most: bytes that the file may have.
+
+    Raises:
+        DamagedFile: it is there and is no JSON object, not a file, too large, or has another shape.
+    """
+    try:
+        with open_regular(path) as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise ValueError(f"it has more than {most // 2**20} MiB")
+        value = parse_json(content)
+        wrong = misfit(value, dict) or misfit(value, shape or {})
+        if wrong:
+            raise ValueError(wrong)
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.islink(path):
+            raise DamagedFile(path, "it is a link to a missing file", advice) from None
         return None
-    return value if isinstance(value, dict) else None
+    except OSError as error:
+        raise DamagedFile(path, error.strerror or str(error), advice) from None
+    except ValueError as error:
+        raise DamagedFile(path, _reason(error), advice) from None
+    return value
+
+
+def misfit(value: Any, shape: Shape, where: str = "") -> str:
+    """What of a value does not have a shape, in a few words with its place; empty where all of it does."""
+    if isinstance(shape, tuple):
+        found = [misfit(value, one, where) for one in shape]
+        return "" if "" in found else found[-1]
+    if isinstance(shape, dict | list):
+        kind = type(shape)
+        if not isinstance(value, kind):
+            return _unlike(value, kind, where)
+        pairs: Any = (
+            value.items() if isinstance(value, dict) else ((f"[{i}]", v) for i, v in enumerate(value))
+        )
+        for name, inner in pairs:
+            wanted = shape[0] if isinstance(shape, list) else shape.get(name, shape.get("*", object))
+            if wanted is not object:
+                dot = "." if where and isinstance(shape, dict) else ""
+                if said := misfit(inner, wanted, f"{where}{dot}{name}"):
+                    return said
+        return ""
+    if shape is None:
+        return "" if value is None else _unlike(value, None, where)
+    if isinstance(value, bool):
+        return "" if shape is bool else _unlike(value, shape, where)
+    return "" if isinstance(value, int | float if shape is float else shape) else _unlike(value, shape, where)
+
+
+def _unlike(value: Any, kind: Any, where: str) -> str:
+    text = json.dumps(value)
+    return f"{where[:80] or 'it'} is {text if len(text) <= 40 else text[:37] + '...'} and not {_TYPES[kind]}"
+
+
+def _reason(error: ValueError) -> str:
+    """Why a file is no JSON, without the library's own prose."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON from line {error.lineno}, column {error.colno} on"
+    return str(error)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or abs(number := int(digits)) > MOST_INTEGER:
+        raise ValueError(f"the number {digits[:12]}... does not fit 64 bits")
+    return number
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"the number {digits[:12]} is not finite")
+    return number
+
+
+def _not_finite(name: str) -> NoReturn:
+    raise ValueError(f"the number {name} is not finite")
+
+
+def _check_levels(value: Any) -> None:
+    """Raise ValueError where a value has too many levels or half a character in it."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        deeper: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                deeper += one.keys()
+                deeper += one.values()
+            elif isinstance(one, list):
+                deeper += one
+            elif isinstance(one, str) and not one.isascii():
+                try:
+                    one.encode()
+                except UnicodeEncodeError:
+                    raise ValueError("it has half a character in a text") from None
+        if not deeper:
+            return
+        level = deeper
+    raise ValueError(f"it has more than {MOST_DEPTH} levels")
 
 
 def is_temporary(path: Path) -> bool:
     """Whether ``path`` is what a killed `write_atomic` left behind."""
     return path.name.startswith(".") and path.name.endswith(TEMPORARY_SUFFIX)
+
+
+def _with_text(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_text(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmqk.store.errors import UserError
-from mmqk.store.files import is_temporary, read_json, write_json
+from mmqk.store.files import DamagedFile, is_temporary, read_json, write_json
 from mmqk.store.identity import code_hash, differing_fields, flatten, identity_hash
 from mmqk.store.lock import LOCK_NAME, FolderLock
 
@@ -29,6 +29,30 @@ FINISHED = ("completed", "diverged")
 # What a run that was killed before it wrote run.json may have left, or the shell that started it.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
+STATUS_SHAPE = {"status": str, "step": int, "reason": str, "seconds": float}
+_CONFIG = {
+    "model": dict,
+    "loss": {"weights": {"*": float}},
+    "optim": {"lr": float, "warmup_steps": int, "schedule_steps": (int, None)},
+    "data": {"batch_size": int, "seq_len": int, "mix": {"*": float}},
+    "trainer": {"max_steps": int, "precision": str},
+    "fork": (None, str, {"parent": str, "step": int, "skip": int, "perturb": float, "draw": int}),
+    "backend": str,
+    "seed": int,
+    "threads": int,
+}
+RUN_SHAPE = {
+    "id": str,
+    "code": str,
+    "identity": _CONFIG,
+    "details": {
+        "config": (None, _CONFIG),
+        "command": (str, [str]),
+        "versions": dict,
+        "machine": dict,
+        "fork": {"given": str, "checkpoint": str, "id": str, "step": int, "config": dict},
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -54,19 +78,31 @@ class Status:
 
 
 def read_status(folder: Path) -> Status | None:
-    """The status of a run folder, or None when it has none that can be read."""
-    record = read_json(folder / STATUS_NAME)
-    if record is None or record.get("status") not in STATUSES:
+    """The status of a run folder, or None when it has none.
+
+    Raises:
+        DamagedFile: status.json is there and cannot be read.
+    """
+    path, advice = folder / STATUS_NAME, "remove it, and the run goes on from its newest checkpoint"
+    record = read_json(path, STATUS_SHAPE, advice)
+    if record is None:
         return None
-    try:
-        return Status(
-            record["status"],
-            int(record.get("step", 0)),
-            str(record.get("reason", "")),
-            float(record.get("seconds", 0.0)),
-        )
-    except (TypeError, ValueError):
-        return None
+    if record.get("status") not in STATUSES:
+        raise DamagedFile(path, f"its status is {record.get('status')!r:.40}", advice)
+    if min(record.get("step", 0), record.get("seconds", 0)) < 0:
+        raise DamagedFile(path, "its step or seconds are negative", advice)
+    return Status(
+        record["status"], record.get("step", 0), record.get("reason", ""), float(record.get("seconds", 0.0))
+    )
+
+
+def read_run(folder: Path) -> dict[str, Any] | None:
+    """The record in ``run.json`` of a run folder, or None when there is none.
+
+    Raises:
+        DamagedFile: it is there and cannot be read.
+    """
+    return read_json(folder / RUN_NAME, RUN_SHAPE, "restore it from a copy, or give another --out")
 
 
 class RunFolder:
@@ -111,7 +147,7 @@ class RunFolder:
 
         Raises:
             UserError: the folder cannot be written, another process trains in it, it holds a run of another
-                identity, or it holds other files.
+                identity, other files, or a record that cannot be read.
         """
         path = Path(path)
         _check(path, identity)
@@ -198,7 +234,8 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
     """Record how a run ended whose process died without saying so; False when the run's own word stands.
 
     It stands when the run is finished, interrupted or failed by its own account, or when a living process
-    holds the folder. A status equal to ``before``, read as the process started, is not its word.
+    holds the folder. A status equal to ``before``, read as the process started, is not its word. A status.json that
+    cannot be read is left as it is.
     """
     try:
         lock = FolderLock(path)
@@ -210,6 +247,8 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
             return False
         write_json(path / STATUS_NAME, asdict(Status(status, step, reason, own.seconds)))
         return True
+    except DamagedFile:
+        return False
     finally:
         lock.release()
 
@@ -229,9 +268,12 @@ def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
                 f"{path} is not a run folder and holds other files ({others[0]}): give another --out"
             )
         return None
-    record = read_json(path / RUN_NAME)
-    if record is None or not isinstance(record.get("identity"), dict) or "id" not in record:
-        raise UserError(f"{path / RUN_NAME} cannot be read: give another --out or remove the folder")
+    record = read_run(path)
+    for key in ("id", "code", "identity"):
+        if record is None or key not in record:
+            raise DamagedFile(path / RUN_NAME, f"it has no {key}", "give another --out or remove the folder")
+    assert record is not None
+    read_status(path)
     fields = differing_fields(record["identity"], identity)
     if fields:
         there, here = flatten(record["identity"]), flatten(identity)

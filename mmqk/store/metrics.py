@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmqk.store.files import write_atomic
+from mmqk.store.files import open_regular, parse_json, read_regular, write_atomic
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -96,7 +96,7 @@ def read_metrics(path: str | os.PathLike[str]) -> MetricLines:
     steps: dict[int, dict[str, Any]] = {}
     lines = MetricLines()
     try:
-        content = Path(path).read_bytes()
+        content = read_regular(path)
     except FileNotFoundError:
         return lines
     for line in content.splitlines():
@@ -117,7 +117,7 @@ def last_metrics(
     Empty when there is none in the last ``tail_bytes``.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - tail_bytes))
             lines = file.read().splitlines()
@@ -151,7 +151,7 @@ def from_json(value: float | str) -> float:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) and type(record.get("step")) is int else None

@@ -20,7 +20,7 @@ from mmqk.data.cache import open_source
 from mmqk.data.sequences import SequenceBuilder
 from mmqk.data.tokens import layout_of
 from mmqk.model import EarlyFusionTransformer
-from mmqk.store import OneSentenceParser, UserError, read_json, run_main
+from mmqk.store import OneSentenceParser, UserError, read_run, run_main
 from mmqk.tokenizers.files import tokenizers_hash
 
 BATCH = 32
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneSentenceParser(prog="python -m mmqk.tokenizers.caption_gain", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of a finished run")
     run = parser.parse_args(argv).run
-    record = read_json(run / "run.json")
+    record = read_run(run)
     if record is None:
         raise UserError(f"{run} is not a run folder: name one that python -m mmqk.train wrote.")
     try:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from mmqk.store import UserError
+from mmqk.store import UserError, parse_json
 from mmqk.tokenizers.convnext import CONVNEXT_WIDTHS, STEM_STRIDE, ConvNeXtFeatures, Decoder
 from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
 
@@ -200,7 +200,7 @@ def read_config(folder: Path | str) -> ImageTokenizerConfig:
     path = existing_file(folder, IMAGE_FILE)
     try:
         with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+            about = parse_json((file.metadata() or {}).get(METADATA_KEY, "{}"))
         if about.get("format") != FORMAT:
             raise ValueError(f"it is not marked {FORMAT!r}")
         return ImageTokenizerConfig(**about["config"])

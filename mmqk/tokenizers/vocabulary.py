@@ -11,7 +11,6 @@ The specials count as text. Block ranges, not names, decide the modality of an i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,11 @@ from typing import TypeVar, cast
 import numpy as np
 from torch import Tensor
 
+from mmqk.store import DamagedFile, read_json
 from mmqk.tokenizers.files import TEXT_FILE, damaged, existing_file
 from mmqk.tokenizers.image import read_config
 
+MOST_BYTES = 2**28  # of text.json: a large vocabulary with its merges
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "</image>")
 BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE = range(len(SPECIALS))
 
@@ -53,9 +54,11 @@ class JointVocabulary:
         """
         path = existing_file(folder, TEXT_FILE)
         try:
-            text_size = len(json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise damaged(path, f"{type(error).__name__}: {error}") from error
+            record = read_json(path, {"model": {"vocab": {"*": int}}}, most=MOST_BYTES) or {}
+            text_size = len(record["model"]["vocab"])
+        except (DamagedFile, KeyError) as error:
+            why = error.why if isinstance(error, DamagedFile) else f"there is no {error}"
+            raise damaged(path, why) from error
         return cls(text_size=text_size, image_size=read_config(folder).codes)
 
     @property

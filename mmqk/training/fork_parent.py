@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.model import ModelConfig
-from mmqk.store import UserError, read_json
+from mmqk.store import UserError, read_run
 from mmqk.training.checkpoint import load_checkpoint, newest_checkpoint
 
 # Below this, fp32 weights would round most of a perturbation away.
@@ -93,7 +93,7 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
     Raises:
         UserError: there is none, it cannot be read, or it is of no run.
     """
-    noted = ((read_json(Path(out) / "run.json") or {}).get("details") or {}).get("fork") if out else None
+    noted = ((read_run(Path(out)) or {}).get("details") or {}).get("fork") if out else None
     if isinstance(noted, dict) and noted.get("given") == given:
         return Path(noted["checkpoint"]), Parent(noted["id"], noted["step"], noted["config"])
     path = Path(given)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqk.store import flatten, read_json, read_status
+from mmqk.store import flatten, read_run, read_status
 
 # What arms differ in as a rule; run.json has everything.
 FIELDS = (
@@ -25,7 +25,7 @@ def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
     """
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-    status, record = read_status(folder), read_json(folder / "run.json")
+    status, record = read_status(folder), read_run(folder)
     if status is None or not status.finished or record is None:
         return []
     identity = flatten(record.get("identity") or {})

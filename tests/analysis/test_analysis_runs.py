@@ -134,7 +134,7 @@ def test_a_run_of_axes_forks_and_replays_says_so(tmp_path):
         "point": {"optim.lr": 0.01},
         "role": "selection",
         "fork": {"parent": "mixed/seed1", "step": 3},
-        "replay": {"of": "mixed/seed1", "depth": 0.05},
+        "replay": {"of": "mixed/seed1", "depth": 0.05, "step": 3, "numerics": "fp32"},
     }
     (folder / "ablation.json").write_text(json.dumps(record))
     run = load_runs(folder)[0]
@@ -185,7 +185,7 @@ def test_missing_runs_are_named(tmp_path):
         (lambda path: (path / "ablation.json").write_text("{") and path, "ablation.json cannot be read"),
         (
             lambda path: (path / "ablation.json").write_text('{"grid": {}, "runs": [{"arm": "a"}]}') and path,
-            "without arm, seed and folder",
+            r"ablation.json cannot be read \(runs\[0\] has no seed\)",
         ),
     ],
 )

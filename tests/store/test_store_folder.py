@@ -250,10 +250,13 @@ def test_a_process_that_died_before_it_began_can_begin_again(tmp_path):
         assert run.state == "new" and run.status().status == "running"
 
 
-def test_an_unknown_status_is_a_defect_and_an_unreadable_one_is_none(tmp_path):
+def test_an_unknown_status_is_a_defect_and_an_unreadable_one_is_refused(tmp_path):
     with open_run(tmp_path / "r") as run:
         with pytest.raises(ValueError, match="finished"):
             run.set_status("finished", 1)
         for text in ('{"status": "odd"}', "[]", '{"status": "completed", "step": "x"}', ""):
             (run.path / "status.json").write_text(text)
-            assert read_status(run.path) is None
+            with pytest.raises(UserError, match=r"status\.json cannot be read \(.+\): remove it"):
+                read_status(run.path)
+        (run.path / "status.json").unlink()
+        assert read_status(run.path) is None

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mmqk.store.files import write_atomic
+from mmqk.store.files import parse_json, read_regular, write_atomic
 from mmqk.store.metrics import as_json, from_json
 from mmqk.store.tags import parse_tag
 
@@ -73,7 +73,7 @@ def read_alarms(folder: str | os.PathLike[str], after: int | None = None) -> lis
         after: leave out those up to this step.
     """
     try:
-        content = (Path(folder) / ALARMS_NAME).read_bytes()
+        content = read_regular(Path(folder) / ALARMS_NAME)
     except OSError:
         return []
     found = [alarm for line in content.splitlines() if (alarm := _decode(line)) is not None]
@@ -99,7 +99,7 @@ def _encode(alarm: Alarm) -> bytes:
 
 def _decode(line: bytes) -> Alarm | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         return Alarm(
             str(record["name"]),
             int(record["step"]),
@@ -108,5 +108,5 @@ def _decode(line: bytes) -> Alarm | None:
             from_json(record["threshold"]),
             str(record["sentence"]),
         )
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -1,0 +1,255 @@
+"""One reader for every JSON record: what it refuses, and a grid whose files are damaged in hundreds of ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mmqk import report, watch
+from mmqk.store import DamagedFile, RunFolder, UserError, front_door, read_json, write_json
+from tests.analysis.fake_runs import Planted, write_grid
+
+DAMAGE = {
+    "cut": b'{"a": ',
+    "bytes": b'{"a": "\xff"}',
+    "empty": b"",
+    "list": b"[1]",
+    "infinite": b'{"a": 1e400}',
+    "Infinity": b'{"a": -Infinity}',
+    "NaN": b'{"a": NaN}',
+    "digits": b'{"a": ' + b"9" * 400 + b"}",
+    "more digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "65 bits": b'{"a": 18446744073709551616}',
+    "levels": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "some levels": b'{"a": ' + b"[" * 80 + b"]" * 80 + b"}",
+    "half a character": b'{"a": "\\ud800"}',
+    "type": b'{"a": [1, "x"]}',
+    "true": b'{"a": [true]}',
+    "size": b'{"a": "' + b"x" * 1000 + b'"}',
+}
+SHAPE = {"a": ([int], float, str)}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_cannot_be_a_record_is_one_sentence_that_names_the_file(tmp_path, name):
+    path = tmp_path / "x.json"
+    path.write_bytes(DAMAGE[name])
+    with pytest.raises(UserError, match=r"x\.json cannot be read \(.+\): ask") as refusal:
+        read_json(path, SHAPE, "ask", most=1000 if name == "size" else 10**6)
+    assert len(str(refusal.value)) < 300 + len(str(path)) and "\n" not in str(refusal.value)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    path = tmp_path / "x.json"
+    makers = {
+        "it is a folder": path.mkdir,
+        "it is no file": lambda: os.mkfifo(path),
+        "Too many levels of symbolic links": lambda: path.symlink_to(path),
+        "it is a link to a missing file": lambda: path.symlink_to(tmp_path / "nowhere"),
+    }
+    for why, make in makers.items():
+        make()
+        with pytest.raises(DamagedFile) as refusal:
+            read_json(path)
+        assert refusal.value.why == why
+        path.rmdir() if path.is_dir() else path.unlink()
+    # The controls: nothing there is nothing, and a link to a record is that record.
+    assert read_json(path) is None and read_json(tmp_path / "nowhere/x.json") is None
+    (tmp_path / "real.json").write_text('{"a": [1], "other": {"deep": [null, 1e300, 9223372036854775807]}}')
+    path.symlink_to("real.json")
+    assert read_json(path, SHAPE) == {"a": [1], "other": {"deep": [None, 1e300, 2**63 - 1]}}
+
+
+def test_what_is_written_can_be_read(tmp_path):
+    write_json(tmp_path / "x.json", {"a": [float("nan"), float("inf"), 1.5], "é": {"b": -float("inf")}})
+    assert read_json(tmp_path / "x.json") == {"a": ["nan", "inf", 1.5], "é": {"b": "-inf"}}
+
+
+# The grid that is damaged.
+
+CLAIM = {
+    "id": "A", "statement": "more", "metric": "largest_attention_logit", "treatment": "hot", "control": "cold",
+    "delta": 0.69, "direction": "greater", "finding": {"reproduced": "{ratio} times"}, "seeds": 2,
+}  # fmt: skip
+FORK = {
+    "parent": {"id": "0000000000", "folder": "cold", "checkpoint": "x.ckpt", "step": 20},
+    "changed": [{"field": "optim.lr", "from": 0.01, "to": 0.02}], "added": [{"name": "a", "how": "b"}], "dropped": [],
+    "optimizer": "kept", "function": {"logits_rms_relative": 0.0, "loss": {"text": [1.0, 1.0]}},
+}  # fmt: skip
+FILES = ("run.json", "status.json", "data.json", "fork.json", "ablation.json")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two arms with two seeds, a fork and a replay, all finished."""
+    folder = tmp_path_factory.mktemp("whole") / "grid"
+    grid = {
+        "title": "Grid", "arms": {"hot": {"label": "hot", "set": {"optim.lr": 0.1}}, "cold": None, "late": None},
+        "claims": [CLAIM], "report": {"hero": ["hot", "cold"], "cannot_tell": ["size"], "command": "make it"},
+    }  # fmt: skip
+    runs = [
+        ({"arm": arm, "seed": seed, "id": "0" * 10, "family": arm, "point": {}, "role": "verdict"}, planted, {})
+        for arm, planted in (("hot", Planted(80.0)), ("cold", Planted(9.0)))
+        for seed in (0, 1)
+    ]
+    fork = {"parent": "cold-0000000002/seed0", "step": 20}
+    runs.append(({"arm": "late", "seed": 0, "id": "1" * 10, "fork": fork}, Planted(10.0), {"fork": {"step": 20}}))
+    replay = {"of": "hot-0000000000/seed0", "depth": 0.05, "step": 20, "numerics": "fp32", "number": 1}
+    runs.append(({"arm": "hot-replay", "seed": 0, "role": "replay", "replay": replay}, Planted(10.0), {}))
+    write_grid(folder, grid, runs)
+    (folder / "late-0000000004/seed0/fork.json").write_text(json.dumps(FORK))
+    for path in folder.glob("*/seed*/run.json"):
+        record = json.loads(path.read_text())
+        record["details"]["config"] |= {"threads": 1, "data": {"batch_size": 4, "seq_len": 8, "mix": {"pair": 1.0}}}
+        record["identity"]["optim"] |= {"warmup_steps": 3}
+        path.write_text(json.dumps(record))
+    return folder
+
+
+VALUES = (
+    None, True, -1, 0, 10**18, -(10**18), 1e308, 5e-324, "", "x", "\0", "../../..", "/etc", "é" * 5000, [], {}, [[]],
+    {"a": 1}, [None, {}], {"": None}, "NaN",
+)  # fmt: skip
+
+
+def places(value, at=()):
+    """Every place inside a value."""
+    yield at
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, one in inner:
+        yield from places(one, (*at, name))
+
+
+def mutate(draw: random.Random, path: Path) -> str:
+    """Damage a file; what was done."""
+    content = path.read_bytes()
+    kind = draw.choice(("cut", "flip", "value", "value", "value", "value", "gone key", "text", "number", "deep", "other"))
+    if kind == "cut":
+        path.write_bytes(content[: draw.randrange(len(content))])
+    elif kind == "flip":
+        at, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
+        path.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
+        kind += f" {at}"
+    elif kind in ("value", "gone key"):
+        record = json.loads(content)
+        at = draw.choice([p for p in places(record) if p])
+        holder = record
+        for name in at[:-1]:
+            holder = holder[name]
+        if kind == "value":
+            holder[at[-1]] = draw.choice(VALUES)
+            kind += f" {at} = {holder[at[-1]]!r:.40}"
+        else:
+            del holder[at[-1]]
+            kind += f" {at}"
+        path.write_text(json.dumps(record))
+    elif kind == "text":
+        path.write_bytes(draw.choice(list(DAMAGE.values())))
+    elif kind in ("number", "deep"):
+        # In the place of a number, so that the rest of the file stays as it is.
+        digits = [i for i in range(len(content)) if content[i : i + 1].isdigit()]
+        at = draw.choice(digits)
+        new = draw.choice((b"9" * 400, b"1e999", b"NaN", b"-Infinity", b"9" * 6000))
+        path.write_bytes(content[:at] + (b"[" * 100_000 if kind == "deep" else new) + content[at + 1 :])
+    else:
+        path.unlink()
+        make = (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to(path), lambda: path.symlink_to("gone"))
+        draw.choice(make)()
+    return kind
+
+
+def fine(command, capsys, *argv) -> None:
+    """A command works, or ends in one sentence; anything else is raised."""
+    capsys.readouterr()
+    code = front_door(command)([str(arg) for arg in argv])
+    error = capsys.readouterr().err
+    assert code in (0, 2) and (code == 0 or error.count("\n") == 1 and ".json" in error), error
+
+
+def resume(folder: Path) -> None:
+    """Take up every run, as training does; what cannot be read is refused and left as it is."""
+    for path in sorted(folder.glob("*/seed*")):
+        before = {p.name: p.lstat().st_mtime_ns for p in path.iterdir()}
+        try:
+            identity = json.loads((path / "run.json").read_text())["identity"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            identity = {"seed": 0}
+        try:
+            RunFolder.open(path, identity, {}, code="c0de").close()
+        except UserError as error:
+            assert str(path) in str(error)
+            assert {n: p.lstat().st_mtime_ns for n in before if (p := path / n).is_symlink() or p.exists()} == before
+        except (ValueError, TypeError, RecursionError):
+            # The identity given here is the damaged one, which no command line makes.
+            assert not isinstance(identity, dict) or "run.json" in before
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_grid_is_read_or_refused_in_one_sentence(whole, tmp_path, capsys, monkeypatch, seed):
+    """Figures are left out: they take seconds, and what they draw is tested elsewhere."""
+    monkeypatch.setattr("mmqk.analysis.page.figures", lambda study: [])
+    monkeypatch.setattr("mmqk.analysis.page.paper_figures", lambda study: [])
+    monkeypatch.setattr("mmqk.analysis.page.claim_figure", lambda study, verdict: None)
+    monkeypatch.setattr("mmqk.analysis.page.figure_files", lambda brush, figure: {})
+    monkeypatch.setattr("mmqk.analysis.page.svg_panels", lambda brush, figure: [""] * 99)
+    draw = random.Random(seed)
+    for number in range(50):
+        folder = tmp_path / f"{number}" / "grid"
+        shutil.copytree(whole, folder)
+        name = FILES[number % len(FILES)]
+        path = draw.choice(sorted(folder.rglob(name)))
+        done = f"seed {seed}, number {number}: {mutate(draw, path)} of {path.relative_to(folder)}"
+        try:
+            fine(report.main, capsys, folder, "--out", tmp_path / "page")
+            fine(watch.main, capsys, "--once", folder)
+            if number % 4 == 0:
+                resume(folder)
+        except Exception as error:
+            raise AssertionError(done) from error
+        shutil.rmtree(folder)
+
+
+def test_the_grid_itself_is_read_without_a_note(whole, tmp_path, capsys):
+    """The control of the mutations: nothing is refused or noted where nothing is damaged."""
+    assert front_door(report.main)([str(whole), "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.md").read_text()
+    assert "cannot be read" not in page and "is missing" not in page
+    assert front_door(watch.main)(["--once", str(whole)]) == 0
+    assert "damaged" not in capsys.readouterr().out
+
+
+def test_a_damaged_record_of_a_run_is_named_on_the_page_without_its_folder(whole, tmp_path):
+    folder = tmp_path / "grid"
+    shutil.copytree(whole, folder)
+    for name, arm in (("run.json", "hot-*"), ("status.json", "cold-*"), ("data.json", "cold-*"), ("fork.json", "late-*")):
+        sorted(folder.glob(f"{arm}/seed0/{name}"))[0].write_text('{"share": ')
+    assert front_door(report.main)([str(folder), "--out", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page/report.md").read_text()
+    for name in ("run.json", "status.json", "data.json", "fork.json"):
+        assert f"ts {name} cannot be read: it is not JSON" in page, name
+    assert str(tmp_path) not in page
+
+
+@pytest.mark.parametrize("name", ["../other/seed0", "/etc", "a/../../b", "", ".", "a\0b"])
+def test_a_grid_names_no_folder_outside_itself(whole, tmp_path, capsys, name):
+    folder = tmp_path / "grid"
+    shutil.copytree(whole, folder)
+    shutil.copytree(folder / "cold-0000000002", tmp_path / "other")
+    record = json.loads((folder / "ablation.json").read_text())
+    record["runs"][0]["folder"] = name
+    (folder / "ablation.json").write_text(json.dumps(record))
+    for command in (report.main, watch.main):
+        argv = ["--once", str(folder)] if command is watch.main else [str(folder), "--out", str(tmp_path / "page")]
+        assert front_door(command)(argv) == 2
+        assert "runs[0].folder is " in capsys.readouterr().err
+    # The control: what replays are of may lie elsewhere where nothing is claimed.
+    if name == "../other/seed0":
+        record["grid"]["claims"] = []
+        record["runs"][-1]["replay"]["of"] = name
+        (folder / "ablation.json").write_text(json.dumps(record))
+        assert front_door(watch.main)(["--once", str(folder)]) == 0
