@@ -12,22 +12,22 @@ from typing import Any
 from mmqk.ablation.claims import claims_hash
 from mmqk.ablation.grid import Grid
 from mmqk.ablation.resolver import Plan
-from mmqk.store import FolderLock, UserError, read_json, write_json
+from mmqk.ablation.written import ABLATION_NAME, read_ablation
+from mmqk.store import FolderLock, UserError, read_run, write_json
 
-ABLATION_NAME = "ablation.json"
 LOCK_NAME = "ablation.lock"
 STALE = "stale"
 
 
 def check_out(out: Path, grid: Grid) -> None:
-    """Refuse a file, and the folder of another grid.
+    """Refuse a file, the folder of another grid, and one whose ablation.json cannot be read.
 
     Raises:
         UserError: it is one.
     """
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
-    record = read_json(out / ABLATION_NAME)
+    record = read_ablation(out)
     if record is not None and record.get("name") != grid.name:
         raise UserError(
             f"{out} holds the ablation {record.get('name')!r}, not {grid.name!r}: give another --out"
@@ -38,16 +38,17 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
     """Write ablation.json of the plan that ``make`` makes; several processes may do so, one after the other.
 
     The claims' hash as they were first registered stays, and so does, with each run, that of the claims as they stood
-    when the run was first planned.
+    when the run was first planned. A record that cannot be read is left as it is. Without one, claims whose runs have
+    begun are registered too late: "lost" says so from then on, and the analysis calls none of them confirmatory.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be written, or its ablation.json cannot be read.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _alone(out / LOCK_NAME):
+            first = read_ablation(out) or {}
             plan = make()
-            first = read_json(out / ABLATION_NAME) or {}
             now = claims_hash(grid.raw)
             # A record without the field still has the claims themselves.
             registered = first.get("registered") or (claims_hash(first.get("grid") or {}) if first else now)
@@ -58,6 +59,8 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
             }
             runs = [{**run, "claims": before.get((run["id"], run["arm"]), now)} for run in plan.entries]
             record: dict[str, Any] = {"name": grid.name, "registered": registered, "grid": grid.raw}
+            if first.get("lost") or (not first and grid.raw.get("claims") and _begun(plan)):
+                record["lost"] = True
             record |= {"runs": runs, "threads": threads}
             if plan.choices:
                 record["lr"] = [choice.record() for choice in plan.choices]
@@ -66,6 +69,11 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
             return plan
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): give another --out") from error
+
+
+def _begun(plan: Plan) -> bool:
+    """Whether a run of the plan was begun."""
+    return any(read_run(task.folder) is not None for task in plan.tasks)
 
 
 @contextlib.contextmanager
@@ -80,7 +88,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 def code_of(folder: Path) -> str:
     """Hash of the code that made a run."""
-    return str((read_json(folder / "run.json") or {}).get("code"))
+    return str((read_run(folder) or {}).get("code"))
 
 
 def set_aside(folder: Path, out: Path) -> Path | None:

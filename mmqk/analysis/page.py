@@ -40,6 +40,9 @@ SECTIONS = (
     ("not-decided", "Shown, not decided", ("shown",)),
 )
 CHANGED = "Claims were changed after they were first registered."
+LOST = (
+    "Claims were registered after runs had begun, as there was no earlier registration: they are exploratory."
+)
 # Commands of single runs on the page; each run.json has its own.
 MOST_COMMANDS = 4
 
@@ -146,7 +149,11 @@ def page_content(found: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[s
         },
         "figures": views,
         "verdicts": claims,
-        "registration": CHANGED if study.claims_changed else "",
+        "registration": " ".join(
+            said
+            for said, holds in ((CHANGED, study.claims_changed), (LOST, study.registration_lost))
+            if holds
+        ),
         "marks": used_marks(verdicts),
         "slugs": {v.claim.id: slug(v.claim.id) for v in verdicts},
         "cannot_tell": cannot_tell(study, verdicts),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Study:
         missing: (arm, seed) of those that have none.
         registered: whether there is a grid at all.
         claims_changed: whether its claims are other ones than those first registered.
+        registration_lost: whether its claims were registered after runs had begun; none is confirmatory then.
         families: variants before they were crossed, by name, in the grid's order.
         rate_metrics: what an arm's learning rate was chosen by; that of all others under "".
     """
@@ -64,6 +65,7 @@ class Study:
     missing: tuple[tuple[str, int], ...]
     registered: bool
     claims_changed: bool = False
+    registration_lost: bool = False
     families: Mapping[str, Arm] = field(default_factory=dict)
     rate_metrics: Mapping[str, str] = field(default_factory=dict)
 
@@ -174,6 +176,9 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
         points.setdefault(arm.family, []).append(arm.point)
     points |= {arm.name: [arm.point] for arm in arms.values()}
     claims = read_claims(grid.get("claims") or (), points, name, where)
+    lost = bool(ablation.get("lost"))
+    if lost:
+        claims = tuple(replace(c, status="exploratory") if c.status == "confirmatory" else c for c in claims)
     rate_metrics = {"": str((grid.get("lr") or {}).get("metric", RATE_METRIC))}
     rate_metrics |= {str(choice["arm"]): str(choice["metric"]) for choice in ablation.get("lr") or ()}
     return Study(
@@ -191,6 +196,7 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
         ),
         registered=True,
         claims_changed=ablation.get("registered") not in (None, claims_hash(grid)),
+        registration_lost=lost,
         families=families,
         rate_metrics=rate_metrics,
     )

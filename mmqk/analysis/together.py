@@ -149,6 +149,7 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
         missing=tuple(missing),
         registered=any(study.registered for study, *_ in parts),
         claims_changed=any(study.claims_changed for study, *_ in parts),
+        registration_lost=any(study.registration_lost for study, *_ in parts),
     )
     return study, tuple(verdicts), tuple(replays)
 

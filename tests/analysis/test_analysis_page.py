@@ -166,6 +166,19 @@ def test_a_threshold_is_our_smallest_effect_of_interest(demo):
         assert "asked for" not in text.lower() and "asks for" not in text
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_the_page_says_when_a_registration_was_lost(tmp_path, lost):
+    runs = write_demo(tmp_path / "demo")
+    path = runs / "ablation.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lost": lost}))
+    found = read([runs])
+    content = page_content(found, Drawn([], {}, [], None), []) | {"css": css()}
+    for name in ("index.html", "report.md"):
+        assert ("Claims were registered after runs had begun" in render(name, content)) == lost
+    statuses = {v.claim.id: v.as_record()["status"] for v in found.verdicts}
+    assert (statuses["C2"], statuses["C13"]) == ("exploratory" if lost else "confirmatory", "shown")
+
+
 @pytest.mark.parametrize("registered", ["same", "other", "absent"])
 def test_the_page_says_when_claims_were_changed(tmp_path, registered):
     runs = write_demo(tmp_path / "demo")
