@@ -48,7 +48,9 @@ def test_a_damaged_grid_is_planned_or_refused_in_one_sentence(world, capsys):
 def test_a_damaged_registration_is_refused_and_kept(world, capsys, damage):
     assert world(grid=GRID) == 0
     whole = RECORD.read_bytes()
-    content = {"cut": whole[: len(whole) // 2], "empty": b"", "levels": b'{"grid": ' + b"[" * 100_000}.get(damage)
+    content = {"cut": whole[: len(whole) // 2], "empty": b"", "levels": b'{"grid": ' + b"[" * 100_000}.get(
+        damage
+    )
     RECORD.unlink()
     RECORD.mkdir() if content is None else RECORD.write_bytes(content)
     runs = {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*/seed*/*")}
