@@ -139,7 +139,8 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     at_start: dict[str, float] = {}
     if folder is not None:
         at_start = _at_start(run, data)
-        write_json(folder.path / "data.json", data.statistics())
+        sequences = run.trainer["max_steps"] * run.data.batch_size
+        write_json(folder.path / "data.json", data.statistics(sequences))
     step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, at_start, _first_step(run))
     checkpoints = Checkpoints(run.out / "checkpoints", run.checkpoint, step_log)
     monitor = RunMonitor(run.monitor, heldout, data.step_rows)

@@ -30,6 +30,7 @@ from mmqk.analysis.multiple import Adjusted, benjamini_hochberg, holm, level_of_
 from mmqk.analysis.remarks import about_family, about_power, about_seeds, about_spread
 from mmqk.analysis.stats import Effect
 from mmqk.analysis.study import Claim, Study
+from mmqk.analysis.targets import about_targets
 from mmqk.analysis.words import listed, number, plural
 
 __all__ = ["Judgement", "Verdict", "detectable_in_words", "judge", "middle"]
@@ -158,7 +159,7 @@ def _judge(
     if missing := [members.label for members in found.groups.values() if not members.runs]:
         notes.append(f"No finished run of {', '.join(missing)}.")
         return Verdict(claim, "not run", None, {}, names, (), tuple(notes))
-    notes += found.notes
+    notes += [*about_targets(found.groups), *found.notes]
     if not claim.decided or adjusted is None:
         n = max(len(members.runs) for members in found.groups.values())
         notes.insert(0, f"Shown, {plural(n, 'seed')}: not decided.")

@@ -27,6 +27,8 @@ from mmqk.store import UserError
 
 # Training sequences that statistics of the data are taken from.
 SAMPLE = 512
+# Training sequences whose targets are counted: a fraction of a second.
+COUNTED = 8192
 
 
 class MicroBatches(Dataset):
@@ -208,9 +210,10 @@ class TokenDataModule(L.LightningDataModule):
         """The first training sequences of this run's order."""
         return [self.order.row(index) for index in range(sequences)]
 
-    def statistics(self) -> dict[str, dict[str, Any]]:
+    def statistics(self, sequences: int = SAMPLE) -> dict[str, dict[str, Any]]:
         """What is known of the data by modality: `ModalityStatistics` of the first training sequences as plain data,
-        and "floor", the loss on the validation set of a model that knows the source; None where nobody does."""
+        "floor", the loss on the validation set of a model that knows the source (None where nobody does), and
+        "targets", the mean number of targets in each of the run's ``sequences`` (`targets`)."""
         pairs = self.builder.stores.get("pair", ())
         side = round((pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
         contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
@@ -232,7 +235,21 @@ class TokenDataModule(L.LightningDataModule):
             if name in found:
                 found[name]["share"] = float((read == number).mean())
                 found[name]["floor"] = float(of_it.mean()) if len(of_it) else None
+        for name, count in self.targets(sequences).items():
+            if name in found:
+                found[name]["targets"] = count
         return found
+
+    def targets(self, sequences: int) -> dict[str, float]:
+        """Mean number of targets of each modality in a training sequence, over the first ``sequences`` of this run's
+        order: at most `COUNTED`, or `SAMPLE` where each has to be decoded."""
+        n = max(1, min(sequences, SAMPLE if self.config.read == "shards" else COUNTED))
+        rows = self.sample()[:n] if n <= SAMPLE else map(self.order.row, range(n))
+        ids = self.builder.layout
+        counts_M = np.zeros(len(ids.blocks))
+        for row in rows:
+            counts_M += np.bincount(ids.modality(_targets(row)), minlength=len(ids.blocks))
+        return dict(zip(ids.blocks, (counts_M / n).tolist(), strict=True))
 
     def unigram_loss(self, sequences: int = SAMPLE) -> dict[str, float]:
         """Validation loss of a predictor that knows the form of a sequence and how often each token occurs.

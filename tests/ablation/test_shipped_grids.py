@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -13,11 +15,13 @@ from mmqk.ablation import load_grid
 from mmqk.ablation.grid import Grid
 from mmqk.analysis import load_study
 from mmqk.config import RunConfig, resolve
+from mmqk.data.module import TokenDataModule
 from mmqk.store import UserError, flatten
 
 ROOT = Path(__file__).parents[2]
 DEMO = Path("configs/ablations/demo.yaml")
 QK, PRE, POST, LR = "model.qk_norm.kind", "model.pre_norm", "model.post_norm", "optim.lr"
+BATCH = "data.batch_size"
 CHOOSING_SEED = 0  # the learning rate was chosen on it
 
 
@@ -86,8 +90,8 @@ def table(runs: dict[tuple[str, int], RunConfig]) -> dict[str, set[tuple]]:
     return found
 
 
-def test_thirteen_jobs_three_seeds_where_something_is_decided(demo, runs):
-    assert len(demo.jobs) == len(runs) == len({run.id for run in runs.values()}) == 13
+def test_fourteen_jobs_three_seeds_where_something_is_decided(demo, runs):
+    assert len(demo.jobs) == len(runs) == len({run.id for run in runs.values()}) == 14
     blocks = {arm.name: arm.block for arm in demo.arms}
     assert set(blocks.values()) == {"decided", "shown"}
     for arm in demo.arms:
@@ -112,14 +116,16 @@ def test_decided_arms_share_one_learning_rate_below_the_shown_one_and_are_pre_no
     one = {arm: next(iter(row)) for arm, row in rows.items()}
     decided = {arm.name: one[arm.name] for arm in demo.arms if arm.block == "decided"}
     shown = {arm.name: one[arm.name] for arm in demo.arms if arm.block == "shown"}
+    unmatched = shown.pop("image-off")
     [lr], [higher] = {row[0] for row in decided.values()}, {row[0] for row in shown.values()}
     assert lr < higher
     assert all((pre, post) == (True, False) for _, _, pre, post, _ in decided.values())
     assert {arm: (qk, weights) for arm, (_, qk, _, _, weights) in decided.items()} == {
         "mixed": ("none", "{}"),
         "mixed-qk": ("rms", "{}"),
-        "image-off": ("none", "{'image': 0.0}"),
+        "image-off-matched": ("none", "{'image': 0.0}"),
     }
+    assert unmatched == one["image-off-matched"]
     assert {row[1:4] for row in shown.values()} == {
         *(("none", True, False), ("rms", True, False), ("none", False, True), ("rms", False, True))
     }
@@ -134,13 +140,31 @@ def test_arms_differ_only_in_what_they_set(demo, runs, tmp_path):
     decided = [arm.name for arm in demo.arms if arm.block == "decided"]
     assert {(a, b): unequal(runs[a, 1], runs[b, 1]) for a, b in combinations(decided, 2)} == {
         ("mixed", "mixed-qk"): {QK},
-        ("mixed", "image-off"): {"loss.weights.image"},
-        ("mixed-qk", "image-off"): {QK, "loss.weights.image"},
+        ("mixed", "image-off-matched"): {"loss.weights.image", BATCH},
+        ("mixed-qk", "image-off-matched"): {QK, "loss.weights.image", BATCH},
     }
+    assert unequal(runs["mixed", 1], runs["image-off", 1]) == {"loss.weights.image"}
     assert unequal(runs["high-pre", 1], runs["high-post", 1]) == {PRE, POST}
     # The control: an arm that was resolved with one more field is found.
     wider = resolve([*next(j.args for j in demo.jobs if j.arm == "mixed"), "--optim.beta2=0.99"])
     assert strays(demo, {**runs, ("mixed", 1): wider})["mixed", "mixed-qk"] == {"optim.beta2"}
+
+
+def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step(runs, tmp_path):
+    """Counted target by target, without what a run writes down itself."""
+    data = TokenDataModule(replace(runs["mixed", 1].data, cache=str(tmp_path)), seed=1)
+    data.setup()
+    ids = np.concatenate([data.order.row(index).ids[1:] for index in range(2048)])  # one document a row
+    share = float((ids < 1029).mean())
+
+    def targets(arm: str) -> float:
+        run = runs[arm, 1]
+        text, image = (run.loss.weights.get(name, 1.0) > 0 for name in ("text", "image"))
+        return run.data.batch_size * len(ids) / 2048 * (share * text + (1 - share) * image)
+
+    assert targets("image-off-matched") == pytest.approx(targets("mixed"), rel=0.01)
+    # The control: the arm that keeps its batch trains about half of them.
+    assert targets("image-off") < 0.6 * targets("mixed")
 
 
 def test_jobs_are_fp32_on_one_thread_and_otherwise_alike(runs):
@@ -164,7 +188,7 @@ def test_every_claim_can_be_judged(demo, tmp_path):
     claims = {claim.id: claim for claim in study.claims}
     assert list(claims) == [claim["id"] for claim in demo.raw["claims"]]
     assert claims["C2"].compared == ("mixed", "mixed-qk") and claims["C2"].decided
-    assert claims["C10"].compared == ("mixed", "image-off") and claims["C10"].decided
+    assert claims["C10"].compared == ("mixed", "image-off-matched") and claims["C10"].decided
     assert claims["C13"].compared == ("high-pre", "high-pre-qk", "high-post", "high-post-qk")
     assert not claims["C13"].decided
     assert demo.raw["report"]["headline"] in claims
@@ -174,7 +198,7 @@ def test_every_claim_can_be_judged(demo, tmp_path):
         if claim.decided:
             assert set(claim.compared) <= decided and claim.falsifier, claim.id
         assert not claim.positive_control or claim.positive_control in claims
-    assert len(study.missing) == 13
+    assert len(study.missing) == 14
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.config import resolve
-from mmqk.data.module import TokenDataModule
+from mmqk.data.module import MicroBatches, TokenDataModule
 from mmqk.store import read_metrics
 from mmqk.train import main
 from mmqk.training.loss import modality_losses, modality_means, modality_sums
@@ -71,6 +71,31 @@ def test_real_data_have_statistics_and_no_floor(tiny_args, tmp_path):
     assert record["image"]["share"] == pytest.approx(np.mean([t >= 305 for t in seen]))
     assert record["text"]["floor"] is None
     assert not any("excess" in name for line in read_metrics(tmp_path / "run/metrics.jsonl") for name in line)
+
+
+@pytest.mark.parametrize("steps", [12, 150])  # fewer sequences than the sample, and more
+def test_targets_are_those_of_the_batches_that_the_run_trains_on(tiny_args, steps):
+    config = resolve(tiny_args).data
+    data = TokenDataModule(config, 0)
+    data.setup()
+    batches = MicroBatches(data.order, config.batch_size, accumulate=2, rank=0, world=1, steps=steps)
+    counts_M = torch.zeros(2)
+    for batch in (batches[i] for i in range(len(batches))):
+        modality_BT = batch.ids_BT.roll(-1, 1) >= 305
+        counts_M += torch.stack([(batch.target_mask_BT & (modality_BT == m)).sum() for m in (False, True)])
+    found = data.targets(steps * config.batch_size)
+    assert found == pytest.approx(
+        dict(zip(("text", "image"), (counts_M / steps / 4).tolist(), strict=True)), rel=1e-6
+    )
+    # The control: other sequences have other targets.
+    assert data.targets(1)["text"] != pytest.approx(found["text"], rel=1e-6)
+
+
+def test_a_run_writes_its_targets_down(dialled, tiny_args):
+    data = TokenDataModule(resolve([*tiny_args, *DIAL]).data, 0)
+    data.setup()
+    record = json.loads((dialled / "data.json").read_text())
+    assert {name: record[name]["targets"] for name in ("text", "image")} == data.targets(12 * 4)
 
 
 def test_a_source_that_cannot_be_learnt_in_time_is_said_to_be_so(tiny_args, dialled, tmp_path, capsys):

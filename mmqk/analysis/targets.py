@@ -1,0 +1,49 @@
+"""How many targets a step of a run trains: what arms that train other modalities or batches are matched in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from mmqk.analysis.compared import Group
+from mmqk.analysis.metrics import trained_modalities
+from mmqk.analysis.runs import Run
+from mmqk.analysis.words import listed, number
+
+# Arms that train the same modalities are alike up to here: seeds read different sequences.
+ALIKE = 0.01
+
+
+def trained_targets(run: Run) -> float:
+    """Mean number of trained targets in an optimizer step, over all ranks, as counted in the run's own sequences.
+
+    NaN where the run did not count them. Targets of a modality that is not trained are left out.
+    """
+    size = run.setting("data.batch_size")
+    known = [run.data.get(modality) for modality in trained_modalities(run)]
+    counts = [record.get("targets") if isinstance(record, Mapping) else None for record in known]
+    if not counts or not all(isinstance(count, int | float) for count in (size, *counts)):
+        return math.nan
+    return float(size * sum(counts))
+
+
+def about_targets(compared: Mapping[str, Group]) -> list[str]:
+    """How many targets a step trains in each arm, where the arms train other modalities or other numbers of targets;
+    nothing where a run did not count them."""
+    counts: dict[str, float] = {}
+    trained = set()
+    for members in compared.values():
+        found = [trained_targets(run) for run in members.all]
+        if not found or not all(math.isfinite(count) and count > 0 for count in found):
+            return []
+        counts[members.label] = sum(found) / len(found)
+        trained |= {trained_modalities(run) for run in members.all}
+    apart = max(counts.values()) / min(counts.values()) - 1 if counts else 0.0
+    if apart <= ALIKE and len(trained) < 2:
+        return []
+    said = listed([f"{count:,.0f} ({label})" for label, count in counts.items()])
+    return [f"Trained targets a step, counted in the data of the runs: {said}; {_percent(apart)} apart."]
+
+
+def _percent(share: float) -> str:
+    return "less than 0.1 %" if share < 1e-3 else f"{number(100 * share, 2)} %"

@@ -1,0 +1,89 @@
+"""The sentence about trained targets: made of counts, there where arms train differently, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_runs import C2, C10, C13, Planted, write_grid
+
+from mmqk.analysis import judge, load_study
+from mmqk.analysis.study import Study
+from mmqk.analysis.targets import trained_targets
+
+PLAIN, QK = {"model.qk_norm.kind": "none"}, {"model.qk_norm.kind": "rms"}
+OFF = {"loss.weights.image": 0.0}
+ARMS = {"mixed": PLAIN, "mixed-qk": QK, "image-off": {**PLAIN, **OFF}, "image-off-matched": {**PLAIN, **OFF}}
+LABELS = {
+    "mixed": "mixed",
+    "mixed-qk": "with QK-Norm",
+    "image-off": "image off",
+    "image-off-matched": "matched",
+}
+BATCH = {"image-off-matched": 15}
+TARGETS = {"text": 55.0, "image": 48.0}
+
+
+def study_of(folder: Path, batch: dict[str, int], targets: dict[str, float]) -> Study:
+    """Three seeds an arm; seeds and arms read slightly different text."""
+    off = {**C10, "positive_control": ""}
+    claims = [{**C2, "positive_control": ""}, {**off, "control": "image-off-matched"}, {**off, "id": "C10b"}]
+    claims.append({**C13, "arms": ["mixed", "mixed-qk", "image-off"]})
+    arms = {arm: {"label": LABELS[arm], "set": settings} for arm, settings in ARMS.items()}
+    runs = [
+        ({"arm": arm, "seed": seed}, Planted(60.0), settings)
+        for arm, settings in ARMS.items()
+        for seed in (0, 1, 2)
+    ]
+    write_grid(folder, {"arms": arms, "seeds": [0, 1, 2], "claims": claims}, runs)
+    for entry in json.loads((folder / "ablation.json").read_text())["runs"]:
+        run = folder / entry["folder"]
+        record = json.loads((run / "run.json").read_text())
+        record["details"]["config"]["data"] = {"batch_size": batch.get(entry["arm"], 8)}
+        (run / "run.json").write_text(json.dumps(record))
+        data = json.loads((run / "data.json").read_text())
+        for name, count in targets.items():
+            data[name]["targets"] = count + 0.1 * (entry["seed"] - 1) * (name == "text")
+        (run / "data.json").write_text(json.dumps(data))
+    return load_study(folder)
+
+
+def said(study: Study) -> dict[str, str]:
+    """The sentence by claim."""
+    notes = {verdict.claim.id: verdict.notes for verdict in judge(study)}
+    return {
+        claim: next((note for note in found if note.startswith("Trained targets")), "")
+        for claim, found in notes.items()
+    }
+
+
+START = "Trained targets a step, counted in the data of the runs: "
+
+
+def test_arms_that_train_other_modalities_have_their_counts(tmp_path):
+    study = study_of(tmp_path / "runs", BATCH, TARGETS)
+    assert {run.arm: trained_targets(run) for run in study.runs if run.seed == 1} == pytest.approx(
+        {"mixed": 8 * 103, "mixed-qk": 8 * 103, "image-off": 8 * 55, "image-off-matched": 15 * 55}
+    )
+    found = said(study)
+    assert found["C10"] == START + "824 (mixed) and 825 (matched); 0.12 % apart."
+    assert found["C10b"] == START + "824 (mixed) and 440 (image off); 87 % apart."
+    assert found["C13"] == START + "824 (mixed), 824 (with QK-Norm) and 440 (image off); 87 % apart."
+    assert found["C2"] == ""  # arms that train the same targets
+
+
+def test_the_numbers_are_counted_and_not_written(tmp_path):
+    """The same grid over other data: the batch that matched does not."""
+    found = said(study_of(tmp_path / "runs", BATCH, {"text": 100.0, "image": 28.0}))
+    assert found["C10"] == START + "1,024 (mixed) and 1,500 (matched); 46 % apart."
+
+
+def test_arms_of_another_batch_are_told_apart_and_runs_without_counts_say_nothing(tmp_path):
+    found = said(study_of(tmp_path / "other", {"mixed-qk": 16}, TARGETS))
+    assert found["C2"] == START + "824 (mixed) and 1,648 (with QK-Norm); 100 % apart."
+    assert set(said(study_of(tmp_path / "none", BATCH, {})).values()) == {""}
+    odd = study_of(tmp_path / "odd", BATCH, TARGETS)
+    path = next((tmp_path / "odd").glob("mixed-0*/seed1")) / "data.json"
+    path.write_text(json.dumps({"text": {"targets": "many"}, "image": 7}))
+    assert said(load_study(tmp_path / "odd"))["C10"] == "" and odd.runs
