@@ -5,27 +5,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from dataclasses import asdict, dataclass
-from functools import cache
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import yaml
 from jsonargparse import ArgumentError, Namespace
+from jsonargparse import _loaders_dumpers as loaders
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
-from mmqk.config_sentences import sentence_of
+from mmqk.config_sentences import OWN_TRAINER_FLAGS, class_path_sentence, sentence_of
 from mmqk.data.config import DataConfig, data_identity, layout
 from mmqk.model import BACKENDS, ModelConfig, check_backend
 from mmqk.monitors import MonitorConfig
-from mmqk.store import AlarmConfig, UserError, identity_hash
+from mmqk.ranges import MOST_SEED, MOST_STEPS, Range, decimal_numbers
+from mmqk.store import AlarmConfig, UserError, identity_hash, with_dashes
 from mmqk.training.device import check_shown, is_masked
 from mmqk.training.fork_parent import Fork, Parent, base_of, check_forkable, read_parent
 from mmqk.training.loss import LossConfig
 from mmqk.training.optim import OptimConfig
 from mmqk.training.qk_clip import check_qk_clip
 from mmqk.training.steps import CheckpointConfig
-from mmqk.training.world import check_sharded, world_size
+from mmqk.training.world import DEVICES, NODES, STRATEGIES, check_sharded, world_size
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
@@ -41,16 +45,27 @@ SHOWN_TRAINER_FLAGS = (
     "accelerator", "devices", "num_nodes", "strategy", "max_steps", "precision", "accumulate_grad_batches",
     "gradient_clip_val",
 )  # fmt: skip
-# What mmqk decides itself, or what would make a run something else than its configuration says.
-OWN_TRAINER_FLAGS = {
-    "logger", "callbacks", "max_epochs", "min_epochs", "min_steps", "max_time", "default_root_dir",
-    "enable_checkpointing", "enable_progress_bar", "num_sanity_val_steps", "use_distributed_sampler",
-    "reload_dataloaders_every_n_epochs", "log_every_n_steps", "enable_model_summary", "fast_dev_run",
-    "overfit_batches", "limit_train_batches", "limit_val_batches", "limit_test_batches",
-    "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_algorithm",
-    "plugins", "barebones", "model_registry", "sync_batchnorm",
-}  # fmt: skip
+# Trainer's flags that are a word here, and an object of a class in Lightning too: type, default, help.
+WORDS_OF_TRAINER: dict[str, tuple[Any, str | None, str]] = {
+    "accelerator": (str, "auto", "cpu, gpu, mps or auto: a GPU where there is one."),
+    "strategy": (str, "auto", f"How several processes train together: {', '.join(STRATEGIES)}."),
+    "profiler": (
+        Literal["simple", "advanced", "pytorch"] | None,
+        None,
+        "Lightning's table of times, printed at the end.",
+    ),
+}
 IDENTITY_TRAINER_FLAGS = ("max_steps", "precision", "accumulate_grad_batches", "gradient_clip_val")
+# The numbers that are no field of a section.
+RANGES = {
+    "seed": Range(0, MOST_SEED),
+    "threads": Range(0, 1024),
+    "trainer.max_steps": Range(1, MOST_STEPS),
+    "trainer.accumulate_grad_batches": Range(1, 2**24),
+    "trainer.gradient_clip_val": Range(1e-12, 1e12, zero=True),
+    "trainer.devices": DEVICES,
+    "trainer.num_nodes": NODES,
+}
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
@@ -111,6 +126,10 @@ class RunConfig:
         return {"id": self.id, "config": {k: v for k, v in self.nested().items() if k not in flags}}
 
 
+# jsonargparse reads every file and every value with this loader.
+loaders.yaml_default_loader = decimal_numbers(loaders.get_yaml_default_loader())
+
+
 class Parser(LightningArgumentParser):
     """Raises what argparse would print and exit on, so that a mistake is one sentence."""
 
@@ -157,14 +176,16 @@ def build_parser(help_all: bool = False) -> Parser:
     parser.add_argument("--quiet", action="store_true", help="No progress line.")
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
-    parser.add_lightning_class_args(Trainer, "trainer")
+    taken = OWN_TRAINER_FLAGS | WORDS_OF_TRAINER.keys()
+    skipped = taken & signature(Trainer).parameters.keys()  # Trainer's flags differ by version
+    parser.add_class_arguments(Trainer, "trainer", skip=skipped, fail_untyped=False)
+    for flag, (kind, default, what) in WORDS_OF_TRAINER.items():
+        parser.add_argument(f"--trainer.{flag}", type=kind, default=default, help=what)
     defaults = {"max_steps": 1000, "devices": 1, "gradient_clip_val": 1.0, "precision": "32-true"}
     parser.set_defaults({f"trainer.{flag}": value for flag, value in defaults.items()})
     for action in parser._actions:
         flag = action.dest.removeprefix("trainer.")
-        if flag != action.dest and (
-            flag in OWN_TRAINER_FLAGS or not (help_all or flag in SHOWN_TRAINER_FLAGS)
-        ):
+        if flag != action.dest and not (help_all or flag in SHOWN_TRAINER_FLAGS):
             action.help = argparse.SUPPRESS
     return parser
 
@@ -203,38 +224,30 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
 def _parse(argv: list[str]) -> Namespace:
     parser = build_parser()
     try:
-        return parser.parse_args(argv)
+        return parser.parse_args(with_dashes(parser, argv))
     except ArgumentError as error:
         raise UserError(sentence_of(str(error), parser)) from error
-
-
-@cache
-def trainer_defaults() -> dict[str, Any]:
-    """Trainer's flags as they are when nobody sets them."""
-    return vars(build_parser().get_defaults().trainer)
+    except OverflowError as error:
+        long = next((word for word in argv if re.search(r"\d{300}", word)), "A field")
+        raise UserError(
+            f"{long.split('=')[0].lstrip('-')} has a number of hundreds of digits: write a smaller one."
+        ) from error
 
 
 def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
-    trainer = {k: v for k, v in vars(parsed.trainer).items() if k not in OWN_TRAINER_FLAGS}
-    defaults = trainer_defaults()
-    for flag in sorted(OWN_TRAINER_FLAGS & vars(parsed.trainer).keys()):  # Trainer's flags differ by version
-        if getattr(parsed.trainer, flag) != defaults[flag]:
-            raise UserError(f"trainer.{flag} is decided by mmqk and cannot be set: leave it out.")
-    if trainer["max_steps"] < 1:
-        raise UserError(f"trainer.max_steps is {trainer['max_steps']}: a run has at least 1 step.")
+    trainer = dict(vars(parsed.trainer))
+    _check_ranges(parsed)
+    for flag in WORDS_OF_TRAINER:
+        if "class_path" in str(trainer[flag]):
+            raise UserError(class_path_sentence(f"trainer.{flag}"))
     if trainer["precision"] not in PRECISIONS:
         raise UserError(
             f"trainer.precision is '{trainer['precision']}': choose one of {', '.join(PRECISIONS)}."
         )
-    if trainer["accumulate_grad_batches"] < 1:
-        raise UserError("trainer.accumulate_grad_batches must be at least 1.")
     if trainer.get("deterministic") == "warn":
         raise UserError(
             "trainer.deterministic warn leaves attention as it is: set it to true, or leave it out."
         )
-    for name in ("seed", "threads"):
-        if getattr(parsed, name) < 0:
-            raise UserError(f"{name} is {getattr(parsed, name)}: it cannot be negative.")
     try:
         world = world_size(trainer)
         sections = {name: _build(section, getattr(parsed, name), name) for name, section in SECTIONS.items()}
@@ -246,7 +259,7 @@ def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
                 " out, or set --data.tokenizers."
             )
         sections["model"] = dataclasses.replace(sections["model"], blocks=blocks)
-        sections["loss"].weights_of(sections["model"].modalities)
+        _check_trained(sections["loss"], sections["data"], sections["model"])
         _check_batches(sections["monitor"], sections["data"], trainer["accumulate_grad_batches"], world)
         model = sections["model"]
         if fork is not None:
@@ -302,6 +315,28 @@ def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
     )
 
 
+def _check_ranges(parsed: Namespace) -> None:
+    """The numbers that are no field of a section; devices and nodes, which may be text, wait for `world_size`."""
+    for name, wanted in RANGES.items():
+        value = parsed[name]
+        if value is not None and wanted not in (DEVICES, NODES):
+            try:
+                wanted.check(name, value)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+
+
+def _check_trained(loss: LossConfig, data: DataConfig, model: ModelConfig) -> None:
+    """Raise ValueError where no token of the data has a loss."""
+    loss.weights_of(model.modalities)
+    kinds = {kind for kind, weight in data.mix.items() if weight > 0}
+    if kinds == {"text"} and loss.weights.get("text") == 0:
+        raise ValueError(
+            "loss.weights.text is 0 and data.mix has only text, which trains nothing: raise the weight or add another"
+            " kind to data.mix."
+        )
+
+
 def _check_steps(max_steps: int, at: list[int], fork: Fork | None) -> None:
     start = 0 if fork is None else fork.parent.step
     if start >= max_steps:
@@ -355,6 +390,4 @@ def _build(section: type, values: Any, path: str) -> Any:
 
 def print_yaml(run: RunConfig) -> str:
     """The resolved configuration as YAML."""
-    import yaml
-
     return yaml.safe_dump(run.nested(), sort_keys=False, allow_unicode=True)

@@ -7,12 +7,25 @@ import re
 
 from jsonargparse import ArgumentParser
 
+from mmqk.ranges import shortened
 from mmqk.store import flatten
+
+# What mmqk decides itself, or what would make a run something else than its configuration says.
+OWN_TRAINER_FLAGS = {
+    "logger", "callbacks", "max_epochs", "min_epochs", "min_steps", "max_time", "default_root_dir",
+    "enable_checkpointing", "enable_progress_bar", "num_sanity_val_steps", "use_distributed_sampler",
+    "reload_dataloaders_every_n_epochs", "log_every_n_steps", "enable_model_summary", "fast_dev_run",
+    "overfit_batches", "limit_train_batches", "limit_val_batches", "limit_test_batches",
+    "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_algorithm",
+    "plugins", "barebones", "model_registry", "sync_batchnorm",
+}  # fmt: skip
 
 
 def sentence_of(message: str, parser: ArgumentParser) -> str:
     """jsonargparse's message as one sentence that names the field and the nearest known one."""
     flat = " ".join(message.split())
+    if named := re.search(r'Parser key "(trainer\.\w+)".*class_path', flat):
+        return class_path_sentence(named[1])
     if unknown := re.search(r"[Uu]nrecognized arguments?: (\S+)", flat):
         return _unknown(unknown[1].lstrip("-").split("=")[0], parser)
     if nested := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", flat):
@@ -20,24 +33,33 @@ def sentence_of(message: str, parser: ArgumentParser) -> str:
     if top := re.search(r"Option '([\w.]+)' is not accepted", flat):
         return _unknown(top[1], parser)
     if group := re.search(r"Parser key \"([\w.]+)\": Unable to load config '(.*?)'", flat):
-        return f"{group[1]} is a group of fields, not '{group[2]}': set one of them, as --help lists them."
+        return f"{group[1]} is a group of fields, not {shortened(group[2])}: set one of them, as --help lists them."
     if broken := re.search(r"Problems parsing config: (.*)", flat):
         return f"A file given with --config is not the YAML of a run ({broken[1]}): check the path."
     if union := re.search(r'Parser key "([\w.]+)": Does not validate .*?Subtypes: \[(.*?)\] Errors', flat):
         value = re.search(r"Given value: (.*)", flat)
+        given = shortened(value[1]) if value else "'?'"
         kinds = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", union[2])
         expected = f"expected {kinds.replace('], ', '] or ').replace('NoneType', 'null')}"
         expected = expected if len(expected) < 100 else "--help-all says what it takes"
-        return f"{union[1]} is '{value[1] if value else '?'}', which is of the wrong type: {expected}."
+        return f"{union[1]} is {given}, which is of the wrong type: {expected}."
     if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', flat):
         kind = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", wrong[2])
-        return f"{wrong[1]} is '{wrong[3]}': expected {kind}."
+        return f"{wrong[1]} is {shortened(wrong[3])}: expected {kind}."
     if missing := re.search(r"config\"?: Path is not a file: '(.+?)'|([\w./-]+\.ya?ml)", flat):
         return f"The configuration {missing[1] or missing[2]} cannot be read: check the path after --config."
     return flat[:400]
 
 
+def class_path_sentence(field: str) -> str:
+    """Why a class path is refused."""
+    return f"{field} names a class, which mmqk does not take: give it a plain value, or leave it out."
+
+
 def _unknown(name: str, parser: ArgumentParser) -> str:
+    flag = name.removeprefix("trainer.").split(".")[0].rstrip("+")
+    if name.startswith("trainer.") and flag in OWN_TRAINER_FLAGS:
+        return f"trainer.{flag} is decided by mmqk and cannot be set: leave it out."
     known = [action.dest for action in parser._actions] + list(flatten(parser.get_defaults().as_dict()))
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"did you mean '{near[0]}'?" if near else "python -m mmqk.train --help lists the fields."

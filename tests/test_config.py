@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.config import print_yaml, resolve
-from mmqk.store import UserError, differing_fields, front_door, read_metrics
+from mmqk.store import OneSentenceParser, UserError, differing_fields, front_door, read_metrics
 from mmqk.train import main
 
 
@@ -27,7 +27,7 @@ from mmqk.train import main
         (["--model.attn_softcap=30"], "sdpa cannot apply model.attn_softcap"),
         (["--optim.lr=-1"], "optim.lr is -1.0"),
         (["--loss.weights.video=0"], "loss.weights names 'video'"),
-        (["--loss.chunk=0"], "loss.chunk is 0: a chunk has at least 1 token; null is all at once"),
+        (["--loss.chunk=0"], "loss.chunk is 0: it must be a whole number from 1 to 1099511627776, or null."),
         (["--data.mix.video=1"], "data.mix knows pair, text, image"),
         (["--data.seq_len=40"], "data.seq_len 40 is too short"),
         (["--data.batch_size=6", "--trainer.accumulate_grad_batches=4"], "not a multiple of"),
@@ -42,7 +42,7 @@ from mmqk.train import main
         (["--trainer.precision=16-mixed"], "trainer.precision is '16-mixed': choose one of"),
         (["--trainer.precision=int8"], "which is of the wrong type: --help-all"),
         (["--trainer.devices=0"], "trainer.devices is 0"),
-        (["--trainer.devices=auto"], "trainer.devices is auto: give the number"),
+        (["--trainer.devices=auto"], "trainer.devices is 'auto': it must be a whole number from 1"),
         (["--trainer.num_nodes=0"], "trainer.num_nodes is 0"),
         (["--trainer.devices=3"], "data.batch_size 4 is not a multiple of"),
         (["--trainer.strategy=deepspeed"], "trainer.strategy is deepspeed: choose one of auto, ddp, fsdp"),
@@ -162,6 +162,101 @@ def test_help_is_for_a_newcomer():
     )
 
 
+def test_no_arguments_print_the_help_and_train_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert front_door(main)([]) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith("usage: python -m mmqk.train") and "--model.qk_norm.kind" in said.out
+    assert not said.err and list(tmp_path.iterdir()) == []
+
+
+def test_one_argument_is_a_run(tiny_args, tmp_path, capsys):
+    """The control: with an argument the help stays away."""
+    assert main([*tiny_args, "trainer.max_steps=2", f"out={tmp_path / 'run'}"]) == 0
+    assert "usage:" not in capsys.readouterr().out
+    assert read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        (["trainer.max_steps=5"], ["--trainer.max_steps=5"]),
+        (["loss.weights.text=2"], ["--loss.weights.text=2"]),
+        (['data.mix={"text": 1}', "seed=3"], ['--data.mix={"text": 1}', "--seed=3"]),
+        (["--quiet", "optim.lr=0.5"], ["--optim.lr=0.5"]),
+        (["--seed", "3", "optim.lr=0.5"], ["--seed=3", "--optim.lr=0.5"]),
+    ],
+    ids=str,
+)
+def test_a_field_needs_no_dashes(tiny_args, given, same):
+    run = resolve([*tiny_args, *given])
+    assert run.id == resolve([*tiny_args, *same]).id != resolve(tiny_args).id
+
+
+def test_the_value_of_an_option_may_have_an_equals_sign(tiny_args, tmp_path):
+    """The control: what follows an option is its value; an unknown name is still refused by name."""
+    (tmp_path / "seed=3.yaml").write_text("optim: {lr: 0.5}\n")
+    run = resolve([*tiny_args, "--out", "seed=3", f"--config={tmp_path / 'seed=3.yaml'}"])
+    assert (str(run.out), run.seed, run.optim.lr) == ("seed=3", 0, 0.5)
+    for word, says in (
+        ("trainer.max_step=5", "no field 'trainer.max_step': did you mean 'trainer.max_steps'"),
+        ("nothing=5", "no field 'nothing'"),
+        ("trainer.max_steps", "no field 'trainer.max_steps'"),
+    ):
+        with pytest.raises(UserError, match=says):
+            resolve([*tiny_args, word])
+
+
+def test_other_commands_need_no_dashes_either(tmp_path):
+    parser = OneSentenceParser(prog="p")
+    parser.add_argument("runs", nargs="*")
+    parser.add_argument("--out")
+    parser.add_argument("--max-minutes", type=float)
+    parser.add_argument("--once", action="store_true")
+    found = parser.parse_args(["--once", "out=a", "max-minutes=2", "folder", "x=1"])
+    assert (found.out, found.max_minutes, found.runs, found.once) == ("a", 2.0, ["folder", "x=1"], True)
+    assert parser.parse_args(["--out", "out=a"]).out == "out=a"
+
+
+CLASS = "{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: x}}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("logger", "trainer.logger is decided by mmqk"),
+        ("callbacks", "trainer.callbacks is decided by mmqk"),
+        ("plugins", "trainer.plugins is decided by mmqk"),
+        ("strategy", "trainer.strategy names a class"),
+        ("accelerator", "trainer.accelerator names a class"),
+        ("profiler", "trainer.profiler names a class"),
+    ],
+)
+def test_a_class_under_trainer_is_one_sentence(tiny_args, tmp_path, capsys, flag, says):
+    """In a file and in each way of the command line; none is imported, and no folder is made."""
+    (tmp_path / "class.yaml").write_text(f"trainer: {{{flag}: {CLASS}}}\n")
+    ways = [
+        f"--config={tmp_path / 'class.yaml'}", f"--trainer.{flag}={CLASS}",
+        f"--trainer.{flag}.class_path=os.path.join", f"--trainer.{flag}+=EarlyStopping",
+    ]  # fmt: skip
+    if "decided" in says:
+        ways += [f"--trainer.{flag}=EarlyStopping", f"--trainer.{flag}.help=EarlyStopping"]
+    for way in ways:
+        assert front_door(main)([*tiny_args, way, f"--out={tmp_path / 'run'}"]) == 2, way
+        said = capsys.readouterr().err.strip()
+        assert f"trainer.{flag}" in said and len(said.splitlines()) == 1 and len(said) < 300, (way, said)
+        if "+=" not in way:
+            assert says in said, (way, said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_word_under_trainer_is_taken(tiny_args):
+    """The control."""
+    run = resolve([*tiny_args, "--trainer.profiler=simple", "--trainer.strategy=ddp"])
+    assert (run.trainer["profiler"], run.trainer["strategy"]) == ("simple", "ddp")
+    assert "logger" not in run.trainer
+
+
 def test_the_table_of_commands():
     said = subprocess.run([sys.executable, "-m", "mmqk"], capture_output=True, text=True).stdout
     assert all(name in said for name in ("mmqk.train", "mmqk.ablate", "mmqk.report", "mmqk.tokenizers.train"))
@@ -172,7 +267,10 @@ def test_the_table_of_commands():
     [
         ("cpu", ()),
         ("dial", ("--monitor.sequences=8",)),
-        ("gpu_25m", ("--compile=false",)),  # half a minute of a C++ compiler; tests/model/test_compiled.py has that
+        (
+            "gpu_25m",
+            ("--compile=false",),
+        ),  # half a minute of a C++ compiler; tests/model/test_compiled.py has that
         ("gpu_124m", ("--model.n_layers=1", "--compile=false")),
     ],
 )

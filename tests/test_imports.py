@@ -105,18 +105,19 @@ LAB = (
     *("scipy", "matplotlib", "jinja2", "rich", "vector_quantize_pytorch"),
 )
 RULES = {
-    "store": Rule(("mmqk.store",), mmqk=("mmqk.store",), stdlib_only=True),
-    "model": Rule(("mmqk.model",), mmqk=("mmqk.model",), absent=LAB),
+    "ranges": Rule(("mmqk.ranges",), mmqk=("mmqk.ranges",), stdlib_only=True),
+    "store": Rule(("mmqk.store",), mmqk=("mmqk.store", "mmqk.ranges"), stdlib_only=True),
+    "model": Rule(("mmqk.model",), mmqk=("mmqk.model", "mmqk.ranges"), absent=LAB),
     "monitors": Rule(
         ("mmqk.monitors",),
-        mmqk=("mmqk.monitors", "mmqk.model", "mmqk.data.batch", "mmqk.store"),
+        mmqk=("mmqk.monitors", "mmqk.model", "mmqk.data.batch", "mmqk.store", "mmqk.ranges"),
         absent=LAB,
         leave_out=("mmqk.monitors.lab.callback", "mmqk.monitors.lightning", "mmqk.monitors.transformers"),
         then=PROBE,
     ),
     "interop": Rule(
         ("mmqk.interop",),
-        mmqk=("mmqk.interop", "mmqk.model", "mmqk.store"),
+        mmqk=("mmqk.interop", "mmqk.model", "mmqk.store", "mmqk.ranges"),
         never=("transformers", "lightning"),
         leave_out=("mmqk.interop.__main__",),
     ),

@@ -12,6 +12,7 @@ from typing import Any
 from mmqk.ablation import language as read
 from mmqk.ablation.axes import Axis, read_axes
 from mmqk.ablation.rules import LrRule, ReplayRule
+from mmqk.ranges import MOST_SEED, MOST_STEPS, check_numbers, number, ranged
 from mmqk.store import UserError
 
 ARM_KEYS = ("label", "block", "seeds", "set", "axes", "fork")
@@ -26,8 +27,11 @@ class Fork:
     """Where the runs of an arm begin: in those of another arm (or one point of it) at a step, or in a checkpoint."""
 
     arm: str = ""
-    step: int = 0
+    step: int = number(0, 0, MOST_STEPS)
     checkpoint: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "fork")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Arm:
     name: str
     label: str
     block: str
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = field(metadata=ranged(0, MOST_SEED))
     fields: Mapping[str, Any]
     axes: tuple[Axis, ...] = ()
     fork: Fork | None = None
@@ -53,6 +57,9 @@ class Arm:
     replay: ReplayRule | None = None
     grid: str = ""
     path: Path = Path()
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "")
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
@@ -169,7 +176,7 @@ def _fork(value: Any, where: str, path: Path) -> Fork:
         return Fork(checkpoint=file)
     if set(record) != {"arm", "step"}:
         raise UserError(f"{where}.fork must name an arm and a step, or a checkpoint")
-    return Fork(str(record["arm"]), read.whole(record["step"], f"{where}.fork.step"))
+    return read.in_range(Fork, where, str(record["arm"]), read.whole(record["step"], f"{where}.fork.step"))
 
 
 def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:

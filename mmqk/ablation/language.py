@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
+from mmqk.ranges import MOST_SEED, decimal_numbers, shortened
 from mmqk.store import UserError
 
+T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(decimal_numbers(yaml.SafeLoader)):  # type: ignore[misc]
     """YAML that refuses a key written twice, which would lose an arm without a word, and one that is no text."""
 
 
@@ -93,18 +95,28 @@ def strings(value: Any, where: str) -> list[str]:
     return values
 
 
+def in_range(kind: Callable[..., T], where: str, *values: Any) -> T:
+    """A dataclass of these values, whose ranges it checks itself; the sentence names ``where``."""
+    try:
+        return kind(*values)
+    except ValueError as error:
+        raise UserError(f"{where}.{str(error).rstrip('.')}") from error
+
+
 def seeds(value: Any, where: str) -> tuple[int, ...]:
-    """Different whole numbers from 0 on."""
-    good = isinstance(value, list) and value and all(type(v) is int and v >= 0 for v in value)
+    """Different whole numbers that may seed a run."""
+    good = isinstance(value, list) and value and all(type(v) is int and 0 <= v <= MOST_SEED for v in value)
     if not good or len(set(value)) < len(value):
-        raise UserError(f"{where} must be a list of different whole numbers from 0 on, not {value!r}")
+        raise UserError(
+            f"{where} must be a list of different whole numbers from 0 to {MOST_SEED}, not {shortened(value)}"
+        )
     return tuple(value)
 
 
 def whole(value: Any, where: str) -> int:
     """A whole number from 1 on."""
     if type(value) is not int or value < 1:
-        raise UserError(f"{where} must be a whole number from 1 on, not {value!r}")
+        raise UserError(f"{where} must be a whole number from 1 on, not {shortened(value)}")
     return value
 
 
@@ -112,10 +124,10 @@ def number(value: Any, where: str) -> float:
     """A number above 0; YAML reads ``1e-3``, without a point, as text."""
     try:
         found = float(value) if isinstance(value, int | float | str) and value is not True else 0.0
-    except ValueError:
+    except (ValueError, OverflowError):
         found = 0.0
     if not 0 < found < float("inf"):
-        raise UserError(f"{where} must be a number above 0, not {value!r}")
+        raise UserError(f"{where} must be a number above 0, not {shortened(value)}")
     return found
 
 

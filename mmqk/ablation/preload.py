@@ -26,4 +26,4 @@ from mmqk.store import code_hash
 
 # What runs is what was imported here, whatever becomes of the files.
 code_hash()
-mmqk.config.trainer_defaults()
+mmqk.config.build_parser()

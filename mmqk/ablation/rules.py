@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mmqk.ablation import language as read
+from mmqk.ranges import BELOW_ONE, LARGEST, MOST_SEED, SMALLEST, check_numbers, number, ranged
 from mmqk.store import UserError
 
 # As `mmqk.training.fork_parent` has it, which imports torch.
@@ -23,9 +24,12 @@ class LrRule:
         metric: of `mmqk.analysis.metrics`; its good end is best, the mean over seeds counts.
     """
 
-    grid: tuple[float, ...]
-    seeds: tuple[int, ...]
+    grid: tuple[float, ...] = field(metadata=ranged(SMALLEST, LARGEST))
+    seeds: tuple[int, ...] = field(metadata=ranged(0, MOST_SEED))
     metric: str
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "")
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,13 @@ class ReplayRule:
         horizon: length of a replay, in distances from its start to the divergence.
     """
 
-    depths: tuple[float, ...] = DEPTHS
-    replays: int = 3
-    perturb: float = 1e-6
-    horizon: float = 3.0
+    depths: tuple[float, ...] = number(DEPTHS, 1e-6, BELOW_ONE)
+    replays: int = number(3, 1, 1000)
+    perturb: float = number(1e-6, SMALLEST_PERTURBATION, 1.0)
+    horizon: float = number(3.0, 1.001, 1000.0)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "")
 
 
 def read_lr(value: Any, where: str) -> LrRule | None:
@@ -61,7 +68,9 @@ def read_lr(value: Any, where: str) -> LrRule | None:
     read.known(record, ("rule", "grid", "seeds", "metric"), where)
     if "grid" not in record:
         raise UserError(f"{where}: own_best needs a grid of learning rates")
-    return LrRule(
+    return read.in_range(
+        LrRule,
+        where,
         tuple(sorted(read.numbers(record["grid"], f"{where}.grid"))),
         read.seeds(record.get("seeds", [0]), f"{where}.seeds"),
         str(record.get("metric", "final_excess")),
@@ -79,18 +88,11 @@ def read_replay(value: Any, where: str) -> ReplayRule:
     read.known(record, tuple(ReplayRule.__dataclass_fields__), where)
     default = ReplayRule()
     depths = read.numbers(record.get("depths", list(DEPTHS)), f"{where}.depths")
-    if max(depths) >= 1:
-        raise UserError(f"{where}.depths: {max(depths)} is not below 1: depths are shares of the run")
     horizon = read.number(record.get("horizon", default.horizon), f"{where}.horizon")
-    if horizon <= 1:
-        raise UserError(f"{where}.horizon is {horizon}: a replay must last longer than until the divergence")
     perturb = read.number(record.get("perturb", default.perturb), f"{where}.perturb")
-    if not SMALLEST_PERTURBATION <= perturb <= 1:
-        raise UserError(
-            f"{where}.perturb is {perturb:g}: choose a share of the weights' RMS between {SMALLEST_PERTURBATION:g},"
-            " below which fp32 rounds it away, and 1"
-        )
-    return ReplayRule(
+    return read.in_range(
+        ReplayRule,
+        where,
         tuple(sorted(depths)),
         read.whole(record.get("replays", default.replays), f"{where}.replays"),
         perturb,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmqk.analysis.metrics import FamilyMetric, Metric, find_metric
+from mmqk.ranges import check_numbers, number, shortened
 from mmqk.store import UserError
 
 REGIMES = ("both modalities learnt", "all modalities learnt")
@@ -71,7 +72,7 @@ class Claim:
     control: str = ""
     at: Mapping[str, Any] = field(default_factory=dict)
     arms: tuple[str, ...] = ()
-    delta: float = math.nan
+    delta: float = number(math.nan, 1e-12, 1e12)
     direction: str = "greater"
     test: str = "superiority"
     regime: str = ""
@@ -79,11 +80,11 @@ class Claim:
     positive_control: str = ""
     negative_control: str = ""
     manipulation_check: str = ""
-    at_least: float = math.nan
+    at_least: float = number(math.nan, -1e30, 1e30)
     status: str = "confirmatory"
     alpha_family: str = ""
-    seeds: int = 0
-    stopping: Mapping[str, int] = field(default_factory=dict)
+    seeds: int = number(0, 0, 10_000)
+    stopping: Mapping[str, int] = number(dict, 0, 10_000)
     lr_rule: str = ""
     exclusions: str = ""
     falsifier: str = ""
@@ -240,6 +241,10 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
     if claim.status == "control" and isinstance(metric, FamilyMetric):
         raise UserError(f"{where} is a control, and {claim.metric} is not a number of one run")
     _check_seeds(claim, where)
+    try:
+        check_numbers(claim, "")
+    except ValueError as error:
+        raise UserError(f"{where}: {str(error).rstrip('.')}") from error
     for name in claim.compared:
         if name not in arms:
             raise UserError(f"{where} names the arm {name!r}, which the grid does not have")
@@ -278,9 +283,9 @@ def said(point: Mapping[str, Any]) -> str:
 
 def _number(value: Any, where: str) -> float:
     try:
-        number = float(value)
+        found = float(value if not isinstance(value, bool) else "")
     except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise UserError(f"{where} is {value!r}, not a number")
-    return number
+        found = math.nan
+    if not math.isfinite(found):
+        raise UserError(f"{where} is {shortened(value)}, not a number")
+    return found

@@ -11,6 +11,7 @@ from mmqk.data.dial import Dial, DialConfig
 from mmqk.data.mix import Mixture
 from mmqk.data.online import online_hash
 from mmqk.data.tokens import Layout, layout_of, read_header, tokens_hash
+from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_numbers, number
 from mmqk.store import UserError
 
 # Kinds of data.mix that share a vocabulary: mmqk's tokenizers', that of the user's own ids, the dial's.
@@ -48,38 +49,29 @@ class DataConfig:
 
     pairs: str = "data/emoji"
     read: Literal["tokens", "shards"] = "tokens"
-    val_share: float = 0.01
+    val_share: float = number(0.01, 1e-9, BELOW_ONE)
     text: str = "data/text"
     interleaved: str = ""
     tokens: str = ""
     tokenizers: str = "data/tokenizers"
     cache: str = ".cache/tokens"
-    seq_len: int = 128
-    batch_size: int = 16
-    mix: dict[str, float] = field(default_factory=lambda: {"pair": 3.0, "text": 1.0})
-    image_first: float = 0.5
+    seq_len: int = number(128, 2, 2**22)
+    batch_size: int = number(16, 1, 2**24)
+    mix: dict[str, float] = number(lambda: {"pair": 3.0, "text": 1.0}, 1e-9, 1e9, zero=True)
+    image_first: float = number(0.5, 0.0, 1.0)
     pack: Literal["none", "documents"] = "none"
     document_mask: bool = True
     dial: DialConfig = field(default_factory=DialConfig)
-    val_sequences: int = 128
-    val_every_n_steps: int = 0
-    workers: int = 0
+    val_sequences: int = number(128, 1, 2**24)
+    val_every_n_steps: int = number(0, 0, MOST_STEPS)
+    workers: int = number(0, 0, 1024)
 
     def __post_init__(self) -> None:
-        if self.seq_len < 2:
-            raise ValueError(f"data.seq_len is {self.seq_len}: a sequence has at least 2 tokens.")
-        for name in ("batch_size", "val_sequences"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"data.{name} is {getattr(self, name)}: it must be at least 1.")
-        if not 0 < self.val_share < 1:
-            raise ValueError(f"data.val_share is {self.val_share}: it is a share between 0 and 1.")
+        check_numbers(self, "data")
         if self.read == "shards" and self.pack == "documents":
             raise ValueError(
                 "data.read shards knows no lengths to pack by: set data.pack none, or tokenize first."
             )
-        for name in ("workers", "val_every_n_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"data.{name} is {getattr(self, name)}: it cannot be negative.")
         Mixture(self.mix, self.image_first, seed=0)  # refuses what cannot be mixed
         wanted = [kind for kind, weight in self.mix.items() if weight > 0]
         if sum(any(kind in family for kind in wanted) for family in FAMILIES) > 1:

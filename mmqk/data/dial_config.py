@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mmqk.data.coupling import Coupling, coupling, unigram_entropy, zipf
+from mmqk.ranges import MOST_SEED, check_numbers, number
 from mmqk.store import tag
 
 _SLACK = 1e-9  # nats; a bound that the user computed may differ in the last digits
@@ -43,17 +44,18 @@ class DialConfig:
         ValueError: numbers that cannot be had together, with the interval that can.
     """
 
-    vocabulary: dict[str, int] = field(default_factory=lambda: {"text": 128, "image": 128})
-    skew: dict[str, float] = field(default_factory=lambda: {"text": 0.7, "image": 0.7})
-    entropy: dict[str, float] = field(default_factory=lambda: {"text": 2.75, "image": 2.75})
-    tokens: dict[str, int] = field(default_factory=lambda: {"text": 48, "image": 48})
-    lag: dict[str, int] = field(default_factory=lambda: {"text": 4, "image": 4})
-    grid: dict[str, int] = field(default_factory=dict)
-    mutual_information: float = 0.0
+    vocabulary: dict[str, int] = number(lambda: {"text": 128, "image": 128}, 2, 2**20)
+    skew: dict[str, float] = number(lambda: {"text": 0.7, "image": 0.7}, 0.0, 10.0)
+    entropy: dict[str, float] = number(lambda: {"text": 2.75, "image": 2.75}, -_SLACK, 14.0)
+    tokens: dict[str, int] = number(lambda: {"text": 48, "image": 48}, 1, 2**20)
+    lag: dict[str, int] = number(lambda: {"text": 4, "image": 4}, 1, 2**20)
+    grid: dict[str, int] = number(dict, 0, 2**20)
+    mutual_information: float = number(0.0, -_SLACK, 2e7)
     order: Literal["forward", "backward", "both"] = "both"
-    language: int = 0
+    language: int = number(0, 0, MOST_SEED)
 
     def __post_init__(self) -> None:
+        check_numbers(self, "data.dial")
         names = tuple(self.vocabulary)
         if not names:
             raise ValueError(
@@ -76,19 +78,14 @@ class DialConfig:
                 " give it no other modalities."
             )
         for m in names:
-            _within(f"vocabulary.{m}", self.vocabulary[m], 2, 2**20, "")
-            _within(f"skew.{m}", self.skew[m], 0.0, 10.0, "")
-            _within(f"tokens.{m}", self.tokens[m], 1, 2**20, "")
-            _within(f"lag.{m}", self.lag[m], 1, 2**20, "")
             width = self.grid.get(m, 0)
-            if width < 0 or (width and self.tokens[m] % width):
+            if width and self.tokens[m] % width:
                 raise ValueError(
                     f"data.dial.grid.{m} is {width}: it lies between 0 (a chain) and {self.tokens[m]} and divides"
                     f" data.dial.tokens.{m}, which is {self.tokens[m]}."
                 )
         if self.order not in ("forward", "backward", "both"):
             raise ValueError(f"data.dial.order is '{self.order}': it is forward, backward or both.")
-        _within("language", self.language, 0, 2**32 - 1, "")
         for m in names:
             low, high = self.entropy_interval(m)
             given = f"with vocabulary {self.vocabulary[m]} and skew {self.skew[m]:g} "

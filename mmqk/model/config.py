@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
+from mmqk.ranges import BELOW_ONE, LARGEST, SMALLEST, check_numbers, number
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAYER = re.compile(r"(layer|head)\d{2,}")  # parts of the names of logged series
 
@@ -33,13 +35,14 @@ class QKNormConfig:
     scope: Literal["head", "full"] = "head"
     gain: Literal["none", "shared", "per_head", "zero_centred"] = "shared"
     bias: bool = False
-    eps: float = 1e-5
+    eps: float = number(1e-5, SMALLEST, 1.0)
     place: Literal["before_rope", "after_rope"] = "before_rope"
     normalize_v: bool = False
-    scale_init: float = 10.0
-    scale_max: float | None = None
+    scale_init: float = number(10.0, 1e-6, 1e12)
+    scale_max: float | None = number(None, 1e-6, 1e12)
 
     def __post_init__(self) -> None:
+        check_numbers(self, "model.qk_norm")
         _one_of("qk_norm.kind", self.kind, ("none", "rms", "layer", "l2"))
         if self.kind == "none":
             _to_defaults(self, "scope", "gain", "bias", "eps", "place", "normalize_v")
@@ -50,8 +53,6 @@ class QKNormConfig:
         _one_of("qk_norm.scope", self.scope, ("head", "full"))
         _one_of("qk_norm.gain", self.gain, ("none", "shared", "per_head", "zero_centred"))
         _one_of("qk_norm.place", self.place, ("before_rope", "after_rope"))
-        _above_zero("qk_norm.eps", self.eps)
-        _above_zero("qk_norm.scale_init", self.scale_init)
         if self.bias and self.kind in ("rms", "l2"):
             raise ValueError(
                 f"model.qk_norm.bias belongs to kind layer, but model.qk_norm.kind is {self.kind}."
@@ -66,7 +67,7 @@ class QKNormConfig:
                     "model.qk_norm.gain zero_centred does not go with model.qk_norm.kind l2, whose scale starts at"
                     " model.qk_norm.scale_init: choose none, shared or per_head."
                 )
-            if self.scale_max is not None and not self.scale_init <= self.scale_max < math.inf:
+            if self.scale_max is not None and self.scale_max < self.scale_init:
                 raise ValueError(
                     f"model.qk_norm.scale_max {self.scale_max} is below model.qk_norm.scale_init {self.scale_init}."
                 )
@@ -106,19 +107,18 @@ class RopeScalingConfig:
     """
 
     kind: Literal["none", "linear", "llama3"] = "none"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
+    factor: float = number(1.0, 1e-6, 1e6)
+    low_freq_factor: float = number(1.0, 1e-6, 1e6)
+    high_freq_factor: float = number(4.0, 1e-6, 1e6)
+    original_length: int = number(8192, 1, 2**30)
 
     def __post_init__(self) -> None:
+        check_numbers(self, "model.rope_scaling")
         _one_of("rope_scaling.kind", self.kind, ("none", "linear", "llama3"))
         if self.kind == "none":
             _to_defaults(self, "factor")
         if self.kind != "llama3":
             _to_defaults(self, "low_freq_factor", "high_freq_factor", "original_length")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_length"):
-            _above_zero(f"rope_scaling.{name}", getattr(self, name))
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"model.rope_scaling.high_freq_factor {self.high_freq_factor} must be above"
@@ -180,44 +180,45 @@ class ModelConfig:
         rope_scaling: How the frequencies are stretched.
     """
 
-    blocks: dict[str, int] = field(default_factory=dict)
-    d_model: int = 64
-    n_layers: int = 4
-    n_heads: int = 4
-    n_kv_heads: int = 0
-    d_head: int = 0
-    d_ff: int = 0
+    blocks: dict[str, int] = number(dict, 1, 2**24)
+    d_model: int = number(64, 1, 2**17)
+    n_layers: int = number(4, 1, 4096)
+    n_heads: int = number(4, 1, 4096)
+    n_kv_heads: int = number(0, 0, 4096)
+    d_head: int = number(0, 0, 2**14)
+    d_ff: int = number(0, 0, 2**21)
     mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
     pre_norm: bool = True
     post_norm: bool = False
     norm: Literal["rms", "layer"] = "rms"
     norm_gain: Literal["plain", "none", "zero_centred"] = "plain"
     norm_bias: bool = False
-    norm_eps: float = 1e-5
-    post_gain_init: float = 1.0
+    norm_eps: float = number(1e-5, SMALLEST, 1.0)
+    post_gain_init: float = number(1.0, -1e6, 1e6)
     qk_norm: QKNormConfig = field(default_factory=QKNormConfig)
-    attn_softcap: float | None = None
-    final_softcap: float | None = None
-    attn_scale: Literal["rsqrt", "inverse", "none"] | float = "rsqrt"
+    attn_softcap: float | None = number(None, 1e-6, 1e12)
+    final_softcap: float | None = number(None, 1e-6, 1e12)
+    attn_scale: Literal["rsqrt", "inverse", "none"] | float = number("rsqrt", 1e-9, 1e12)
     attention: Literal["softmax", "sigmoid"] = "softmax"
     weight_reparam: Literal["none", "sigma"] = "none"
     reparam_gamma: Literal["sigma", "one"] = "sigma"
-    residual_dropout: float = 0.0
-    attn_dropout: float = 0.0
-    layer_scale: float | None = None
+    residual_dropout: float = number(0.0, 1e-6, BELOW_ONE, zero=True)
+    attn_dropout: float = number(0.0, 1e-6, BELOW_ONE, zero=True)
+    layer_scale: float | None = number(None, 1e-12, 1e6)
     output_init: Literal["plain", "total", "depth"] = "plain"
-    embed_init: dict[str, float] = field(default_factory=dict)
-    embed_scale: dict[str, float] = field(default_factory=dict)
+    embed_init: dict[str, float] = number(dict, SMALLEST, LARGEST)
+    embed_scale: dict[str, float] = number(dict, SMALLEST, LARGEST)
     embed_sqrt_d: bool = False
     untie: UntieConfig = field(default_factory=UntieConfig)
     tie_embeddings: bool = False
-    window: int = 0
-    global_every: int = 0
-    rope_theta: float = 10000.0
-    local_rope_theta: float | None = None
+    window: int = number(0, 0, 2**30)
+    global_every: int = number(0, 0, 4096)
+    rope_theta: float = number(10000.0, 1e-6, 1e18)
+    local_rope_theta: float | None = number(None, 1e-6, 1e18)
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
 
     def __post_init__(self) -> None:
+        check_numbers(self, "model")
         self._check_shape()
         self._check_choices()
         if not self.post_norm:
@@ -244,12 +245,6 @@ class ModelConfig:
         self._check_untied()
 
     def _check_shape(self) -> None:
-        for name in ("d_model", "n_layers", "n_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name} must be at least 1, but is {getattr(self, name)}.")
-        for name in ("d_ff", "d_head", "n_kv_heads", "window", "global_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.{name} must be 0 or above, but is {getattr(self, name)}.")
         if not self.d_head and self.d_model % self.n_heads:
             raise ValueError(
                 f"model.d_model {self.d_model} cannot be split into model.n_heads {self.n_heads} equal heads:"
@@ -266,27 +261,13 @@ class ModelConfig:
             raise ValueError(
                 f"model.n_heads {self.n_heads} cannot share model.n_kv_heads {self.n_kv_heads} key heads evenly."
             )
-        for name, size in self.blocks.items():
+        for name in self.blocks:
             if not (isinstance(name, str) and _NAME.fullmatch(name)) or _LAYER.fullmatch(name):
                 raise ValueError(
                     f"model.blocks has a modality {name!r}: name it in letters, digits and _, not like layer03."
                 )
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(
-                    f"model.blocks gives {name} {size} ids; a modality needs a whole number above 0."
-                )
 
     def _check_choices(self) -> None:
-        for name in ("attn_softcap", "final_softcap", "layer_scale", "local_rope_theta"):
-            if getattr(self, name) is not None:
-                _above_zero(name, getattr(self, name))
-        for name in ("residual_dropout", "attn_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"model.{name} must lie in [0, 1), but is {getattr(self, name)}.")
-        for name in ("norm_eps", "rope_theta"):
-            _above_zero(name, getattr(self, name))
-        if not math.isfinite(self.post_gain_init):
-            raise ValueError(f"model.post_gain_init must be finite, but is {self.post_gain_init}.")
         _one_of("mlp", self.mlp, ("swiglu", "geglu", "gelu"))
         _one_of("norm", self.norm, ("rms", "layer"))
         _one_of("norm_gain", self.norm_gain, ("plain", "none", "zero_centred"))
@@ -296,11 +277,8 @@ class ModelConfig:
         _one_of("output_init", self.output_init, ("plain", "total", "depth"))
         if isinstance(self.attn_scale, str):
             _one_of("attn_scale", self.attn_scale, ("rsqrt", "inverse", "none"))
-        else:
-            _above_zero("attn_scale", self.attn_scale)
         for name in ("embed_init", "embed_scale"):
-            for modality, factor in getattr(self, name).items():
-                _above_zero(f"{name}.{modality}", factor)
+            for modality in getattr(self, name):
                 if self.blocks and modality not in self.blocks:
                     known = ", ".join(self.blocks)
                     raise ValueError(f"model.{name} names {modality!r}, but the modalities here are {known}.")
@@ -376,8 +354,3 @@ def _to_defaults(config: object, *names: str) -> None:
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"model.{name} must be one of {', '.join(choices)}, but is {value!r}.")
-
-
-def _above_zero(name: str, value: float) -> None:
-    if not (value > 0.0 and math.isfinite(value)):
-        raise ValueError(f"model.{name} must be a finite number above 0, but is {value}.")

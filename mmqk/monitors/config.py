@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mmqk.ranges import MOST_STEPS, check_numbers, number
+
 
 @dataclass(frozen=True)
 class MonitorConfig:
@@ -27,28 +29,19 @@ class MonitorConfig:
         budget_steps: length of such a window.
     """
 
-    every_n_steps: int = 100
-    sequences: int = 4
+    every_n_steps: int = number(100, 0, MOST_STEPS)
+    sequences: int = number(4, 1, 2**20)
     batch: Literal["current", "heldout"] = "current"
     tensorboard_layers: bool = False
     heads: bool = False
     parameters: bool = False
     precision: bool = False
     gradient_agreement: bool = False
-    budget_every_n_steps: int = 0
-    budget_steps: int = 50
+    budget_every_n_steps: int = number(0, 0, MOST_STEPS)
+    budget_steps: int = number(50, 1, MOST_STEPS)
 
     def __post_init__(self) -> None:
-        if self.every_n_steps < 0:
-            raise ValueError(f"monitor.every_n_steps is {self.every_n_steps}: it cannot be negative.")
-        if self.sequences < 1:
-            raise ValueError(f"monitor.sequences is {self.sequences}: a probe needs at least 1.")
-        if self.budget_every_n_steps < 0:
-            raise ValueError(
-                f"monitor.budget_every_n_steps is {self.budget_every_n_steps}: it cannot be negative."
-            )
-        if self.budget_steps < 1:
-            raise ValueError(f"monitor.budget_steps is {self.budget_steps}: a window has at least 1 step.")
+        check_numbers(self, "monitor")
         if 0 < self.budget_every_n_steps < self.budget_steps:
             raise ValueError(
                 f"monitor.budget_every_n_steps {self.budget_every_n_steps} is less than monitor.budget_steps"

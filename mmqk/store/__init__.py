@@ -10,7 +10,7 @@ from mmqk.store.alarms import (
     read_alarms,
     truncate_alarms,
 )
-from mmqk.store.errors import OneSentenceParser, UserError, front_door, run_main
+from mmqk.store.errors import OneSentenceParser, UserError, front_door, run_main, with_dashes
 from mmqk.store.files import (
     DamagedFile,
     open_regular,
@@ -78,6 +78,7 @@ __all__ = [
     "run_main",
     "tag",
     "truncate_alarms",
+    "with_dashes",
     "write_atomic",
     "write_json",
 ]

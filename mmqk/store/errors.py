@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 USER_ERROR_EXIT = 2
 INTERRUPTED_EXIT = 130
 # What a shell reports for a command whose reader went away (128 + SIGPIPE).
 BROKEN_PIPE_EXIT = 141
+
+_WITHOUT_DASHES = re.compile(r"([A-Za-z_][\w.-]*)=")
 
 Main = Callable[[list[str] | None], int]
 
@@ -22,10 +25,34 @@ class UserError(Exception):
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """A parser whose errors are a `UserError` that names ``--help``: no usage block, no exit of its own."""
+    """A parser whose errors are a `UserError` that names ``--help``: no usage block, no exit of its own.
+
+    ``jobs=2`` is read as ``--jobs=2``.
+    """
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        return super().parse_known_args(with_dashes(self, sys.argv[1:] if args is None else args), namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}: see {self.prog} --help")
+
+
+def with_dashes(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """The command line with ``name=value`` as ``--name=value``, where the parser has such an option or its group.
+
+    The value of an option, as in ``--config a=b.yaml``, stays as it is.
+    """
+    options = parser._option_string_actions
+    given: list[str] = []
+    for word in argv:
+        before = options.get(given[-1]) if given else None
+        found = _WITHOUT_DASHES.match(word)
+        if found and (before is None or before.nargs == 0):
+            parts = found[1].split(".")
+            if any(f"--{'.'.join(parts[:n])}" in options for n in range(1, len(parts) + 1)):
+                word = f"--{word}"
+        given.append(word)
+    return given
 
 
 def front_door(main: Main) -> Callable[..., int]:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from mmqk.ranges import check_numbers, number
 from mmqk.store import UserError, parse_json
 from mmqk.tokenizers.convnext import CONVNEXT_WIDTHS, STEM_STRIDE, ConvNeXtFeatures, Decoder
 from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
@@ -41,14 +42,15 @@ class ImageTokenizerConfig:
         decoder_depth: residual blocks of the decoder at the grid.
     """
 
-    image_size: int = 64
-    grid: int = 8
-    codes: int = 512
-    code_dim: int = 32
-    decoder_width: int = 160
-    decoder_depth: int = 2
+    image_size: int = number(64, 4, 4096)
+    grid: int = number(8, 1, 1024)
+    codes: int = number(512, 1, 2**24)
+    code_dim: int = number(32, 1, 2**14)
+    decoder_width: int = number(160, 1, 2**14)
+    decoder_depth: int = number(2, 0, 256)
 
     def __post_init__(self) -> None:
+        check_numbers(self, "")
         strides = [STEM_STRIDE * 2**i for i in range(len(CONVNEXT_WIDTHS))]
         if self.grid < 1 or self.image_size % self.grid or self.stride not in strides:
             sides = [str(self.image_size // s) for s in reversed(strides) if self.image_size % s == 0]

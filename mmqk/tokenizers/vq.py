@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from torchvision.utils import make_grid
 
+from mmqk.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_numbers, number
 from mmqk.store import UserError
 from mmqk.tokenizers.image import ImageTokenizer, ImageTokenizerConfig
 from mmqk.tokenizers.measure import psnr, token_statistics
@@ -46,17 +47,20 @@ class VQTrainingConfig:
         seed: of weights, order and augmentation.
     """
 
-    steps: int = 1200
-    batch_size: int = 32
-    lr: float = 3e-3
-    decay: float = 0.97
-    dead_below: float = 2.0
-    dead_share: float = 0.5
-    commitment: float = 0.25
-    edge: float = 0.5
-    squared: float = 2.0
-    shift: int = 4
-    seed: int = 0
+    steps: int = number(1200, 1, MOST_STEPS)
+    batch_size: int = number(32, 1, 2**20)
+    lr: float = number(3e-3, 1e-12, 1e3)
+    decay: float = number(0.97, 0.0, BELOW_ONE)
+    dead_below: float = number(2.0, 0.0, 1e9)
+    dead_share: float = number(0.5, 0.0, 1e3)
+    commitment: float = number(0.25, 0.0, 1e6)
+    edge: float = number(0.5, 0.0, 1e6)
+    squared: float = number(2.0, 0.0, 1e6)
+    shift: int = number(4, 0, 4096)
+    seed: int = number(0, 0, MOST_SEED)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "")
 
     def dead_count(self, config: ImageTokenizerConfig) -> float:
         """The moving count, vectors a step, below which a code of this tokenizer is replaced.

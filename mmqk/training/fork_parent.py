@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.model import ModelConfig
+from mmqk.ranges import MOST_SEED, MOST_STEPS, check_numbers, number
 from mmqk.store import UserError, read_run
 from mmqk.training.checkpoint import load_checkpoint, newest_checkpoint
 
@@ -46,19 +47,12 @@ class Fork:
     parent: Parent
     given: str = ""
     checkpoint: Path | None = None
-    skip: int = 0
-    perturb: float = 0.0
-    draw: int = 0
+    skip: int = number(0, 0, MOST_STEPS)
+    perturb: float = number(0.0, SMALLEST_PERTURBATION, 1.0, zero=True)
+    draw: int = number(0, 0, MOST_SEED)
 
     def __post_init__(self) -> None:
-        for name in ("skip", "draw"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"fork_{name} is {getattr(self, name)}: it cannot be negative.")
-        if self.perturb and not SMALLEST_PERTURBATION <= self.perturb <= 1:
-            raise ValueError(
-                f"fork_perturb is {self.perturb:g}: choose 0 or a share of a matrix's RMS between"
-                f" {SMALLEST_PERTURBATION:g}, below which fp32 weights round it away, and 1."
-            )
+        check_numbers(self, "fork", "_")
         if self.draw and not self.perturb:
             raise ValueError("fork_draw numbers the draws of fork_perturb, which is 0: set fork_perturb.")
 

@@ -3,9 +3,8 @@
 Shapes are in the names: B batch, T tokens, V vocabulary, M modalities.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from mmqk.data.batch import TokenBatch
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import capped
+from mmqk.ranges import check_numbers, number
 from mmqk.store import tag
 
 
@@ -28,26 +28,30 @@ class LossConfig:
             are usual on a GPU with a large vocabulary. Null is all of them at once.
     """
 
-    z_loss: float = 0.0
-    weights: dict[str, float] = field(default_factory=dict)
-    chunk: int | None = None
+    z_loss: float = number(0.0, 1e-12, 1e6, zero=True)
+    weights: dict[str, float] = number(dict, 1e-12, 1e6, zero=True)
+    chunk: int | None = number(None, 1, 2**40)
 
     def __post_init__(self) -> None:
-        for name, value in [("z_loss", self.z_loss), *((f"weights.{m}", w) for m, w in self.weights.items())]:
-            if not (value >= 0.0 and math.isfinite(value)):
-                raise ValueError(f"loss.{name} must be a finite number, 0 or above, but is {value}.")
-        if self.chunk is not None and self.chunk < 1:
-            raise ValueError(
-                f"loss.chunk is {self.chunk}: a chunk has at least 1 token; null is all at once."
-            )
+        check_numbers(self, "loss")
 
     def weights_of(self, modalities: Sequence[str]) -> list[float]:
-        """The weight of each modality, in the order given; ValueError for a name that is not among them."""
+        """The weight of each modality, in the order given.
+
+        Raises:
+            ValueError: a weight of a modality that is not among them, or no weight above 0.
+        """
         for name in self.weights:
             if name not in modalities:
                 known = ", ".join(modalities)
                 raise ValueError(f"loss.weights names {name!r}, but the modalities here are {known}.")
-        return [self.weights.get(name, 1.0) for name in modalities]
+        weights = [self.weights.get(name, 1.0) for name in modalities]
+        if modalities and not any(weights):
+            raise ValueError(
+                f"loss.weights are 0 for {' and '.join(modalities)}, which trains nothing: give at least one of them"
+                " a weight above 0."
+            )
+        return weights
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn, optim
 
+from mmqk.ranges import BELOW_ONE, LARGEST, MOST_STEPS, SMALLEST, check_numbers, number
 from mmqk.training.split_adam import SplitAdamW
 
 
@@ -39,51 +40,34 @@ class OptimConfig:
             best learning rate.
     """
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    lr: float = number(1e-3, SMALLEST, LARGEST)
+    beta1: float = number(0.9, 0.0, BELOW_ONE)
+    beta2: float = number(0.95, 0.0, BELOW_ONE)
+    eps: float = number(1e-8, SMALLEST, 1e6)
+    weight_decay: float = number(0.1, 1e-12, 1e3, zero=True)
     decay_mode: Literal["coupled", "independent"] = "coupled"
-    warmup_steps: int = 50
+    warmup_steps: int = number(50, 0, MOST_STEPS)
     schedule: Literal["constant", "cosine", "exponential"] = "cosine"
-    final_lr: float = 0.1
-    schedule_steps: int | None = None
+    final_lr: float = number(0.1, 1e-12, 1.0, zero=True)
+    schedule_steps: int | None = number(None, 1, MOST_STEPS)
     decay_gains: bool = False
     decay_embeddings: bool = True
-    qk_clip: float | None = None
+    qk_clip: float | None = number(None, 1e-6, 1e12)
     split_second_moment: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"optim.{name} is {getattr(self, name)}: it must be above 0 and finite.")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"optim.weight_decay is {self.weight_decay}: it must be at least 0 and finite.")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optim.{name} is {getattr(self, name)}: it must be in [0, 1).")
-        if self.warmup_steps < 0:
-            raise ValueError(f"optim.warmup_steps is {self.warmup_steps}: it cannot be negative.")
-        if not 0 <= self.final_lr <= 1:
+        check_numbers(self, "optim")
+        if self.decay_mode == "independent" and self.weight_decay > 1:
             raise ValueError(
-                f"optim.final_lr is {self.final_lr}: it is a share of the peak, between 0 and 1."
+                f"optim.weight_decay is {self.weight_decay}, which optim.decay_mode independent subtracts in every"
+                " step as a share of the weights: give it at most 1, usually of the order of 1e-4."
             )
         if self.schedule == "exponential" and self.final_lr == 0:
             raise ValueError(
                 "optim.schedule exponential cannot end at optim.final_lr 0: give it a share above 0."
             )
-        if self.schedule_steps is not None and self.schedule_steps < 1:
-            raise ValueError(
-                f"optim.schedule_steps is {self.schedule_steps}: a schedule has at least 1 step, and null is"
-                " the run's length."
-            )
         if self.schedule == "constant":
             object.__setattr__(self, "schedule_steps", None)  # it has no length
-        if self.qk_clip is not None and not 0 < self.qk_clip < math.inf:
-            raise ValueError(
-                f"optim.qk_clip is {self.qk_clip}: it must be above 0 and finite, or null for none."
-            )
 
 
 def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:

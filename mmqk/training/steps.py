@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from mmqk.data.batch import TokenBatch
 from mmqk.monitors.ranks import first_said
+from mmqk.ranges import MOST_STEPS, check_numbers, number
 from mmqk.store import DivergenceRule
 from mmqk.store.checkpoints import checkpoint_name, checkpoints_in, step_of
 from mmqk.training.module import StepRecord, TrainingModule
@@ -181,15 +182,12 @@ class CheckpointConfig:
         at: steps at which one is written and kept whatever comes after, for forks; no part of the run's identity.
     """
 
-    every_n_steps: int = 500
-    keep: int = 2
-    at: list[int] = field(default_factory=list)
+    every_n_steps: int = number(500, 0, MOST_STEPS)
+    keep: int = number(2, 1, MOST_STEPS)
+    at: list[int] = number(list, 1, MOST_STEPS)
 
     def __post_init__(self) -> None:
-        if self.every_n_steps < 0:
-            raise ValueError(f"checkpoint.every_n_steps is {self.every_n_steps}: it cannot be negative.")
-        if self.keep < 1:
-            raise ValueError(f"checkpoint.keep is {self.keep}: at least 1 is needed to resume.")
+        check_numbers(self, "checkpoint")
 
 
 class Checkpoints(L.Callback):

@@ -6,9 +6,11 @@ from typing import Any
 
 from mmqk.model import ModelConfig
 from mmqk.monitors import MonitorConfig
+from mmqk.ranges import Range
 from mmqk.training.loss import LossConfig
 from mmqk.training.optim import OptimConfig
 
+DEVICES, NODES = Range(1, 1024), Range(1, 2**16)
 STRATEGIES = ("auto", "ddp", "fsdp")
 
 
@@ -18,10 +20,10 @@ def world_size(trainer: dict[str, Any]) -> int:
     Raises:
         ValueError: a number that nobody knows yet, such as "auto", or another strategy.
     """
-    for flag, what in (("devices", "a machine; CUDA_VISIBLE_DEVICES says which"), ("num_nodes", "the run")):
-        if not str(trainer[flag]).isdecimal() or int(trainer[flag]) < 1:
-            raise ValueError(f"trainer.{flag} is {trainer[flag]}: give the number of them of {what}.")
-        trainer[flag] = int(trainer[flag])
+    for flag, wanted in (("devices", DEVICES), ("num_nodes", NODES)):
+        given = str(trainer[flag])
+        trainer[flag] = int(given) if given.isdecimal() and len(given) < 10 else trainer[flag]
+        wanted.check(f"trainer.{flag}", trainer[flag])
     world = trainer["devices"] * trainer["num_nodes"]
     if trainer["strategy"] not in STRATEGIES:
         raise ValueError(f"trainer.strategy is {trainer['strategy']}: choose one of {', '.join(STRATEGIES)}.")

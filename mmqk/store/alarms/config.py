@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mmqk.ranges import MOST_STEPS, check_numbers, number
 from mmqk.store.alarms.alarm import NAMES
 
 
@@ -22,9 +23,10 @@ class AlarmConfig:
     checkpoint: list[str] = field(default_factory=list)
     probe: list[str] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
-    probe_steps: int = 20
+    probe_steps: int = number(20, 1, MOST_STEPS)
 
     def __post_init__(self) -> None:
+        check_numbers(self, "alarm")
         for action in ("checkpoint", "probe", "stop"):
             for name in getattr(self, action):
                 if name not in NAMES:
@@ -34,8 +36,6 @@ class AlarmConfig:
                         f"alarm.{action} has 'divergence', which always ends a run, without a checkpoint of what it"
                         " broke: leave it out."
                     )
-        if self.probe_steps < 1:
-            raise ValueError(f"alarm.probe_steps is {self.probe_steps}: at least 1 step is probed.")
 
     @property
     def acts(self) -> bool:

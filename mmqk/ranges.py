@@ -1,0 +1,139 @@
+"""Numbers of a configuration: each field declares its range, and its dataclass checks it where it is built.
+
+    @dataclass(frozen=True)
+    class OptimConfig:
+        lr: float = number(1e-3, SMALLEST, LARGEST)
+
+        def __post_init__(self) -> None:
+            check_numbers(self, "optim")
+
+Standard library only: every package may import it. A range is metadata of its field and no part of a run's identity.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
+
+# What fp32 holds as normal numbers, for a field that nothing else bounds.
+SMALLEST, LARGEST = 1e-37, 1e38
+BELOW_ONE = 1 - 1e-7
+MOST_STEPS = 10**9
+MOST_SEED = 2**32 - 1
+_KEY = "range"
+# YAML 1.1 also reads 0x10 (16), 010 (8), 0b1 and 1:30 (90). These stay text, and so do whole numbers of 19 digits on.
+_NOT_DECIMAL = {
+    "tag:yaml.org,2002:int": r"(?![-+]?0[0-9a-zA-Z_]|[^:]*:|[-+]?[0-9_]{19})",
+    "tag:yaml.org,2002:float": r"(?![^:]*:)",
+}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from ``low`` to ``high``, both included; whole ones where both are ``int``.
+
+    Attributes:
+        zero: whether 0 is allowed too, and means off.
+    """
+
+    low: float
+    high: float
+    zero: bool = False
+
+    def check(self, name: str, value: Any, note: str = "") -> None:
+        """Refuse a value that is not in the range.
+
+        Raises:
+            ValueError: one sentence that names the field, the value and the range.
+        """
+        whole = isinstance(self.low, int) and isinstance(self.high, int)
+        right = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+        if right and (self.low <= value <= self.high or (self.zero and value == 0)):
+            return
+        kind = "whole number" if whole else "number"
+        raise ValueError(
+            f"{name} is {shortened(value)}: it must be a {kind} from {_said(self.low)} to {_said(self.high)}"
+            f"{', or 0' if self.zero else ''}{note}."
+        )
+
+
+def number(default: Any, low: float, high: float, *, zero: bool = False) -> Any:
+    """A field with a range; of a mapping or a list, every element has it. ``default`` may be a factory."""
+    metadata = ranged(low, high, zero=zero)
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def ranged(low: float, high: float, *, zero: bool = False) -> dict[str, Range]:
+    """The metadata of a field with a range, for one without a default."""
+    return {_KEY: Range(low, high, zero)}
+
+
+def range_of(declared: Field[Any]) -> Range | None:
+    """The range that a field declares."""
+    return declared.metadata.get(_KEY)
+
+
+def check_numbers(config: Any, path: str, between: str = ".") -> None:
+    """Check every field of a dataclass that declares a range.
+
+    A default passes unseen where it is null, NaN or a word: these mean that there is no number.
+
+    Args:
+        config: the dataclass.
+        path: its dotted name, for the sentence; empty for none.
+        between: what stands between that and the name of a field.
+
+    Raises:
+        ValueError: the first number outside its range.
+    """
+    for declared in fields(config):
+        wanted, value = range_of(declared), getattr(config, declared.name)
+        if wanted is None or value is None or (isinstance(value, str) and isinstance(declared.default, str)):
+            continue
+        if value is declared.default and isinstance(value, float) and math.isnan(value):
+            continue
+        note = ", or null" if declared.default is None else ""
+        for name, each in _each(f"{path}{between}{declared.name}" if path else declared.name, value):
+            wanted.check(name, each, note)
+
+
+def _each(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield f"{name}.{key}", each
+    elif isinstance(value, list | tuple):
+        for i, each in enumerate(value):
+            yield f"{name}[{i}]", each
+    else:
+        yield name, value
+
+
+def _said(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:.12g}"
+
+
+def shortened(value: Any) -> str:
+    """A value as text of at most 60 characters; a whole number of thousands of digits cannot be printed at all."""
+    if isinstance(value, int) and abs(value) >= 10**24:
+        return f"a number of more than 24 digits ({'-' if value < 0 else ''}…)"
+    text = f"'{value}'" if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f"{text[:56]} …"
+
+
+def decimal_numbers(loader: Any) -> Any:
+    """A PyYAML loader class that leaves numbers in other forms than decimal digits as text."""
+
+    resolvers = {
+        first: [
+            (tag, re.compile(f"{_NOT_DECIMAL.get(tag, '')}(?:{pattern.pattern})", pattern.flags))
+            for tag, pattern in known
+        ]
+        for first, known in loader.yaml_implicit_resolvers.items()
+    }
+    return type(loader.__name__, (loader,), {"yaml_implicit_resolvers": resolvers})

@@ -1,0 +1,306 @@
+"""Every number of every configuration has a range, found by looking at all fields, and is refused outside it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import math
+import typing
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mmqk
+from mmqk.ablation.arms import Arm
+from mmqk.ablation.arms import Fork as GridFork
+from mmqk.ablation.language import read_yaml
+from mmqk.ablation.rules import LrRule, ReplayRule
+from mmqk.analysis.claims import Claim, read_claims
+from mmqk.config import RANGES, SECTIONS, build_parser, resolve
+from mmqk.ranges import Range, check_numbers, decimal_numbers, number, range_of
+from mmqk.store import UserError, front_door
+from mmqk.train import main
+from mmqk.training.fork_parent import Fork, Parent
+
+PACKAGE = Path(mmqk.__file__).parent
+CLAIM = {"id": "C", "statement": "s", "treatment": "a", "control": "b", "delta": 1.0}
+
+
+def claim(**values: Any) -> Claim:
+    """A claim as a grid has it; a range is checked where the grid is read."""
+    return read_claims([{**CLAIM, **values}], {"a": [{}], "b": [{}]}, "g", "g")[0]
+
+
+# How those are built that are no *Config, or need something.
+BUILT = {
+    Claim: claim,
+    Fork: lambda **values: Fork(Parent("id", 1, {}), **values),
+    GridFork: GridFork,
+    LrRule: lambda **values: LrRule(**{"grid": (0.1,), "seeds": (0,), "metric": "m", **values}),
+    ReplayRule: ReplayRule,
+    Arm: lambda **values: Arm(
+        **{"name": "a", "label": "", "block": "", "seeds": (0,), "fields": {}, **values}
+    ),
+}
+
+
+def configs() -> list[type]:
+    """Every dataclass of mmqk whose name ends with Config, by its source, and those of the grid language."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(["mmqk", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
+            ".__init__"
+        )
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Config") and node.decorator_list:
+                found.append(getattr(importlib.import_module(module), node.name))
+    return [kind for kind in found if is_dataclass(kind)] + list(BUILT)
+
+
+def is_number(hint: Any) -> bool:
+    """Whether a type, or what is inside of it, is int or float."""
+    return hint in (int, float) or any(is_number(inner) for inner in typing.get_args(hint))
+
+
+def numbers_of(kind: type) -> list[str]:
+    hints = typing.get_type_hints(kind)
+    return [f.name for f in fields(kind) if is_number(hints[f.name])]
+
+
+def without_range(kind: type) -> list[str]:
+    declared = {f.name: f for f in fields(kind)}
+    own = RANGES if kind.__name__ == "RunConfig" else {}
+    return [n for n in numbers_of(kind) if range_of(declared[n]) is None and n not in own]
+
+
+CONFIGS = configs()
+NUMBERS = [(kind, name) for kind in CONFIGS if kind.__name__ != "RunConfig" for name in numbers_of(kind)]
+
+
+def wrapped(kind: type, name: str, value: Any) -> Any:
+    """A value in the shape of its field: a mapping, a list, a tuple or itself."""
+    hint = typing.get_type_hints(kind)[name]
+    origin = typing.get_origin(hint)
+    if origin in (list, tuple):
+        return origin([value])
+    if origin is not None and issubclass(origin if isinstance(origin, type) else object, typing.Mapping):
+        return {"max_seeds" if kind is Claim else "text": value}
+    return value
+
+
+def outside(wanted: Range) -> list[Any]:
+    """Numbers, and what is none, that a range does not hold."""
+    below = wanted.low - max(1, abs(wanted.low))
+    bad = [math.nan, math.inf, -math.inf, -1e300, 1e300, 10**400, wanted.high * 3 + 1, below]
+    if wanted.zero:
+        bad.remove(below)
+    if isinstance(wanted.low, float) and wanted.low > 0:
+        bad.append(5e-324)
+    return [*bad, True, "wide"]
+
+
+# By introspection ------------------------------------------------------------------------------------------
+
+
+def test_every_number_has_a_range():
+    assert len(CONFIGS) > 15 and {*SECTIONS.values()} <= {*CONFIGS} and len(NUMBERS) > 90
+    assert {kind.__name__: bare for kind in CONFIGS if (bare := without_range(kind))} == {}
+
+
+def test_a_new_field_without_a_range_is_found():
+    """The control: what the test above is for."""
+
+    @dataclass
+    class NewConfig:
+        given: int = number(1, 0, 2)
+        plain: int = 1
+        maybe: float | None = None
+        many: dict[str, float] = number(dict, 0.0, 1.0)
+        words: str = ""
+        on: bool = False
+
+    globals()["NewConfig"] = NewConfig
+    assert numbers_of(NewConfig) == ["given", "plain", "maybe", "many"]
+    assert without_range(NewConfig) == ["plain", "maybe"]
+
+
+def test_every_numeric_flag_of_the_command_line_has_one_too():
+    of_section = {f"{section}." for section in SECTIONS}
+    bare = [
+        action.dest
+        for action in build_parser()._actions
+        if is_number(getattr(action, "_typehint", None) or action.type)
+        and not action.dest.startswith((*of_section, "fork_"))
+        and action.dest not in RANGES
+    ]
+    # Two that are no numbers of ours: the words of precision, and a flag whose only number is a word.
+    assert bare in ([], ["trainer.precision"])
+
+
+@pytest.mark.parametrize(("kind", "name"), NUMBERS, ids=lambda v: v if isinstance(v, str) else v.__name__)
+def test_a_number_outside_its_range_is_one_sentence_where_its_dataclass_is_built(kind, name):
+    build = BUILT.get(kind, kind)
+    declared = {f.name: f for f in fields(kind)}[name]
+    wanted = range_of(declared)
+    build()  # the control: its default is inside
+    for value in outside(wanted):
+        if value == "wide" and isinstance(declared.default, str):
+            continue  # model.attn_scale has words, which are checked as words
+        if declared.default is math.nan and value is math.nan:
+            continue  # of a claim: none is given, and no grid file can hold it
+        with pytest.raises((ValueError, UserError)) as said:
+            build(**{name: wrapped(kind, name, value)})
+        sentence = str(said.value)
+        assert name in sentence and len(sentence) < 250 and "\n" not in sentence, (value, sentence)
+
+
+def test_the_ends_of_a_range_are_inside():
+    for low, high, kind in ((1, 5, "whole number"), (0.5, 2.5, "number")):
+        wanted = Range(low, high)
+        for value in (low, high):
+            wanted.check("a.b", value)
+        for value in (low - 0.25, high + 0.25):
+            with pytest.raises(
+                ValueError, match=rf"^a\.b is {value}: it must be a {kind} from {low} to {high}"
+            ):
+                wanted.check("a.b", value)
+    with pytest.raises(ValueError, match="whole number"):
+        Range(1, 5).check("a.b", 2.5)
+    Range(1.0, 5.0).check("a.b", 2)  # a whole number is a number
+    Range(0.5, 1.0, zero=True).check("a.b", 0)
+    with pytest.raises(ValueError, match="or 0"):
+        Range(0.5, 1.0, zero=True).check("a.b", 0.25)
+
+
+def test_a_class_that_forgets_to_check_is_found():
+    """The control: a range alone refuses nothing."""
+
+    @dataclass
+    class Forgetful:
+        x: int = number(1, 0, 2)
+
+    check_numbers(Forgetful(), "f")
+    with pytest.raises(ValueError, match=r"^f\.x is 7"):
+        check_numbers(Forgetful(7), "f")
+
+
+# Through the front door ------------------------------------------------------------------------------------
+
+
+def numeric_flags() -> list[tuple[str, str]]:
+    return [
+        (action.dest, str(getattr(action, "_typehint", None) or action.type))
+        for action in build_parser()._actions
+        if is_number(getattr(action, "_typehint", None) or action.type) and action.dest != "trainer.precision"
+    ]
+
+
+@pytest.mark.parametrize("text", ["nan", "1e300", "0x10", "1:30", "9" * 400, "9" * 5000])
+def test_what_is_no_number_of_a_field_is_one_sentence_for_every_flag(text, monkeypatch):
+    parser = build_parser()
+    monkeypatch.setattr("mmqk.config.build_parser", lambda: parser)
+    for name, hint in numeric_flags():
+        value = f'{{"text": {text}}}' if "dict" in hint else f"[{text}]" if hint.startswith("list") else text
+        with pytest.raises(UserError) as said:
+            resolve([f"--{name}={value}"])
+        assert len(str(said.value)) < 300, name
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--trainer.gradient_clip_val=-0.5"], "trainer.gradient_clip_val is -0.5: it must be a number from"),
+        (
+            ["--loss.weights={text: 0, image: 0}"],
+            "loss.weights are 0 for text and image, which trains nothing",
+        ),
+        (
+            ["--loss.weights.text=0", "--data.mix={text: 1}"],
+            "loss.weights.text is 0 and data.mix has only text",
+        ),
+        (["--optim.decay_mode=independent", "--optim.weight_decay=2"], "optim.weight_decay is 2.0, which"),
+        (["--optim.lr=5e-324"], "optim.lr is 5e-324: it must be a number from 1e-37 to 1e+38"),
+        (
+            ["--model.n_layers=999999999"],
+            "model.n_layers is 999999999: it must be a whole number from 1 to 4096",
+        ),
+        (["--trainer.max_steps=1e21"], "trainer.max_steps is"),
+        (["--trainer.devices=0x10"], "trainer.devices is '0x10'"),
+        (["--model.d_ff=2000000", "--model.n_layers=4000"], "The model ("),
+        (["--data.batch_size=16000000"], "The model and a micro-batch of 16000000 sequences need at least"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused_before_it_has_a_folder(tiny_args, tmp_path, capsys, flags, says):
+    assert front_door(main)([*tiny_args, *flags, f"--out={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr().err.strip().split("mmqk: ")
+    assert len(said) == 2 and says in said[1] and "\n" not in said[1] and len(said[1]) < 330
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--trainer.gradient_clip_val=0"],
+        ["--trainer.gradient_clip_val=null"],
+        ["--loss.weights={text: 0}"],
+        ["--loss.weights.image=0", "--data.mix={text: 1}"],
+        ["--optim.decay_mode=independent", "--optim.weight_decay=1e-4"],
+        ["--optim.lr=1e30"],
+        ["--trainer.max_steps=1_000"],
+        ["--optim.eps=1E-8"],
+        ["--model.d_head=16", "--threads=0"],
+    ],
+    ids=str,
+)
+def test_what_makes_sense_is_not_refused(tiny_args, flags):
+    resolve([*tiny_args, *flags])
+
+
+def test_numbers_in_files_are_decimal(tmp_path):
+    """In the file of a run and in that of a grid; YAML 1.1 alone reads others without a word."""
+    text = "a: [0x10, 010, 1:30, 0b1, 12, 1_000, 1.5e+3, -2, 0, .5, .inf]\n"
+    assert yaml.safe_load(text)["a"][:4] == [16, 8, 90, 1]
+    read = yaml.load(text, Loader=decimal_numbers(yaml.SafeLoader))["a"]
+    assert read == ["0x10", "010", "1:30", "0b1", 12, 1000, 1500.0, -2, 0, 0.5, math.inf]
+    (tmp_path / "run.yaml").write_text("optim: {warmup_steps: 0x10}\n")
+    with pytest.raises(UserError, match=r"optim\.warmup_steps is '0x10': expected int"):
+        resolve([f"--config={tmp_path / 'run.yaml'}"])
+    (tmp_path / "run.yaml").write_text("optim: {warmup_steps: 16, lr: 1e-3}\n")
+    assert resolve([f"--config={tmp_path / 'run.yaml'}"]).optim.lr == 1e-3
+    (tmp_path / "grid.yaml").write_text("seeds: [0x10]\n")
+    assert read_yaml(tmp_path / "grid.yaml") == {"seeds": ["0x10"]}
+
+
+# Memory ----------------------------------------------------------------------------------------------------
+
+
+def test_the_least_memory_is_below_what_a_model_takes(tiny_args):
+    """Against torch's own count: never above it, and near it."""
+    from mmqk.model import EarlyFusionTransformer
+    from mmqk.training.memory import least_bytes, parameters
+
+    for flags in ([], ["--model.mlp=gelu"], ["--model.n_kv_heads=1", "--model.tie_embeddings=true"]):
+        run = resolve([*tiny_args, *flags, "--model.d_model=64"])
+        counted = sum(p.numel() for p in EarlyFusionTransformer(run.model, "sdpa").parameters())
+        assert 0.95 * counted < parameters(run.model) <= counted
+        assert least_bytes(run)[0] == 16 * parameters(run.model)
+
+
+def test_a_larger_device_has_room(tiny_args, monkeypatch):
+    import torch
+
+    from mmqk.training import memory
+
+    run = resolve([*tiny_args, "--model.d_ff=2000000"])
+    need = sum(memory.least_bytes(run))
+    monkeypatch.setattr(memory, "memory_of", lambda device: need)
+    memory.check_memory(run, torch.device("cpu"))
+    monkeypatch.setattr(memory, "memory_of", lambda device: need - 1)
+    with pytest.raises(UserError, match=r"need at least .* GiB of memory, and this cpu has .* GiB: lower"):
+        memory.check_memory(run, torch.device("cpu"))
+    # Halves of a batch are shared out.
+    halved = replace(run, trainer={**run.trainer, "accumulate_grad_batches": 2})
+    assert memory.least_bytes(halved)[1] < memory.least_bytes(run)[1]
