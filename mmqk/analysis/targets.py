@@ -22,9 +22,10 @@ def trained_targets(run: Run) -> float:
     size = run.setting("data.batch_size")
     known = [run.data.get(modality) for modality in trained_modalities(run)]
     counts = [record.get("targets") if isinstance(record, Mapping) else None for record in known]
-    if not counts or not all(isinstance(count, int | float) for count in (size, *counts)):
+    numbers = [float(count) for count in (size, *counts) if isinstance(count, int | float)]
+    if not counts or len(numbers) <= len(counts):
         return math.nan
-    return float(size * sum(counts))
+    return numbers[0] * sum(numbers[1:])
 
 
 def about_targets(compared: Mapping[str, Group]) -> list[str]:
