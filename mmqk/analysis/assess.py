@@ -103,7 +103,8 @@ def assess(study: Study, claim: Claim) -> Assessment:
         runs = [run for members in compared.values() for run in members.all]
         controls = tuple(filter(None, [within_bound(runs)]))
         shown = paired_effect(treatment, control, None)
-        return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
+        # Numbers by arm are as measured: without an effect nothing is a bound.
+        return Assessment(claim, compared, shown, None, medians, controls, tuple(notes) if shown else ())
     spread = pooled_spread(spread_outcomes(study, claim, compared, outcomes))
     both = claim.treatment, claim.control
     treatment, control = (outcomes.values[name] for name in both)

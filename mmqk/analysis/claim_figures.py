@@ -19,6 +19,7 @@ from mmqk.analysis.verdicts import Verdict
 from mmqk.analysis.words import capital, nats, number, plural, slug
 
 MOST_TICKS = 10
+JOINED = "#c3c9cf"
 
 
 def claim_arms(study: Study, verdict: Verdict) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
     return Figure(
         f"claim-{slug(verdict.claim.id)}",
         _reading(verdict, label, arms, study),
-        _caption(verdict, runs, points, lines, family),
+        _caption(verdict, runs, points, panels, family),
         (tuple(panels),),
         arms,
         legend(study, arms),
@@ -88,23 +89,37 @@ def _losses(modality: str) -> Any:
 
 
 def _reading(verdict: Verdict, label: str, arms: Sequence[str], study: Study) -> str:
+    if verdict.counts:
+        # The curves are of the metric, the numbers of the verdict how many runs count.
+        counts = [f"{a} of {n} ({study.label(arm)})" for arm, (a, n) in verdict.counts.items()]
+        return f"{capital(verdict.metric.label.replace('share of runs', 'runs'))}: {', '.join(counts)}."
     found = [f"{number(value)} ({study.label(arm)})" for arm, value in verdict.medians.items()]
     return f"{capital(label)}: {', '.join(found)}." if found else f"{capital(label)}."
 
 
-def _caption(verdict: Verdict, runs: Sequence[Run], points: int, lines: Sequence[Line], family: bool) -> str:
-    said = [f"Every one of {plural(len(runs), 'run')} that the verdict counts."]
-    if any(len(line.steps) >= points for line in lines):
-        said.append(f"Curves are raw, thinned to {points} points: the lowest and highest of every stretch.")
-    else:
-        said.append("Curves are raw.")
-    said.append(
-        "Numbers above are medians over runs."
-        if not family
-        else "A number is of a family's runs at one seed."
+def _caption(
+    verdict: Verdict, runs: Sequence[Run], points: int, panels: Sequence[Panel], family: bool
+) -> str:
+    """What the panels hold: the curves if there are any, then what each run came to."""
+    decided = verdict.claim.decided
+    said = [
+        f"Every one of {plural(len(runs), 'run')} that the {'verdict counts' if decided else 'claim shows'}."
+    ]
+    curves, ends = (
+        [p for p in panels if (p.statistic == verdict.claim.metric) == at_end] for at_end in (False, True)
     )
-    if not family and verdict.effect is not None:
-        said.append("Right: what each run came to; grey lines join the runs of a seed.")
+    if any(len(line.steps) >= points for panel in curves for line in panel.lines):
+        said.append(f"Curves are raw, thinned to {points} points: the lowest and highest of every stretch.")
+    elif curves:
+        said.append("Curves are raw.")
+    if family:
+        said.append("A number is of a family's runs at one seed.")
+    elif not verdict.counts and len(runs) > len(verdict.medians):
+        said.append("Numbers above are medians over runs.")
+    if ends and not family:
+        said.append(f"{'Right: what' if curves else 'What'} each run came to.")
+    if any(line.colour == JOINED for panel in ends for line in panel.lines):
+        said.append("Grey lines join the runs of a seed.")
     if any(run.status.status == "diverged" for run in runs):
         said.append("× marks a run that was stopped as diverged.")
     return " ".join(said)
@@ -134,7 +149,7 @@ def _of_arms(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Ve
         for seed, found in by_seed.items():
             if len(found) > 1:
                 at, values = (np.array(column, dtype=float) for column in zip(*sorted(found), strict=True))
-                lines.insert(0, Line("", "", seed, at, values, colour="#c3c9cf", dash="-"))
+                lines.insert(0, Line("", "", seed, at, values, colour=JOINED, dash="-"))
     ticks = tuple(_tick(study.label(arm)) for arm in arms)
     if len(arms) > MOST_TICKS:
         ticks = tuple("" for _ in arms)

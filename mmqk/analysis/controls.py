@@ -204,8 +204,11 @@ def reaches(study: Study, control: Claim, name: str, wanted: bool = True) -> Con
         values = [_reached(control, metric, run, modality) for run in runs]
         median = float(np.median(values)) if values else math.nan
         passed = passed and (median >= control.at_least if wanted else median < control.at_least)
+        which = "median " if len(values) > 1 else ""
         seen.append(
-            f"{number(median)} in {study.label(arm)}" if values else f"no finished run of {study.label(arm)}"
+            f"{which}{number(median)} in {study.label(arm)}"
+            if values
+            else f"no finished run of {study.label(arm)}"
         )
     what = f"{metric.label} {'at least' if wanted else 'below'} {control.at_least:g}"
     return Control(f"{name} {control.id}", passed, f"{what}: {', '.join(seen)}")

@@ -18,9 +18,11 @@ from mmqk.analysis.readings import (
     hero_reading,
     listed_ends,
     loss_series,
+    of_medians,
     reduced,
     seeds_caption,
     untrained,
+    verb,
 )
 from mmqk.analysis.runs import Run, Series
 from mmqk.analysis.shapes import Figure, HeatMap, Line, Panel
@@ -85,12 +87,19 @@ def shown(study: Study) -> Figure | None:
     arms = study.shown
     if not arms:
         return None
-    ends = listed_ends(study, by_logit(study, arms), LOGIT)
+    measured = [arm for arm in by_logit(study, arms) if not math.isnan(at_end(study, arm, LOGIT))]
+    runs = [run for arm in arms for run in study.of_arm(arm)]
     diverged = [study.label(a) for a in arms if any(r.status.status == "diverged" for r in study.of_arm(a))]
-    tail = f"; diverged: {listed(diverged)}" if diverged else "; none diverged"
-    return _loss_and_logits(
-        study, "shown", arms, f"The largest attention logit ended at {listed(ends)}{tail}."
+    tail = f"; diverged: {listed(diverged)}" if diverged else ""
+    if not diverged and all(run.status.finished for run in runs):
+        tail = "; none diverged"
+    ends = listed(listed_ends(study, measured, LOGIT))
+    reading = (
+        f"The largest attention logit {verb(study, measured)} at {ends}{of_medians(study, measured)}"
+        if measured
+        else "Attention logits were not measured"
     )
+    return _loss_and_logits(study, "shown", arms, f"{reading}{tail}.")
 
 
 def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str) -> Figure | None:
@@ -124,10 +133,11 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
     caption = [seeds_caption(study, arms) if len(arms) <= FEW_ARMS else "A line a run."]
     if width > 1:
         caption.append(f"A point of the loss is the mean of {width} steps.")
-    caption.append(
-        "Logits are those of attention, before any cap, largest over layers, heads, keys and the probe's "
-        "sequences."
-    )
+    if any(line.role != "bound" for panel in logits for line in panel.lines):
+        caption.append(
+            "Logits are those of attention, before any cap, largest over layers, heads, keys and the probe's "
+            "sequences."
+        )
     if cut:
         caption.append(f"Losses above {nats(top)} nats are cut off.")
     if any(line.role == "bound" for panel in logits for line in panel.lines):
@@ -136,7 +146,7 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
             "the evidence is elsewhere."
         )
     caption += untrained(study, arms)
-    if any(line.diverged for panel in losses for line in panel.lines):
+    if any(line.diverged for panel in (*losses, *logits) for line in panel.lines):
         caption.append("× marks where a run was stopped as diverged.")
     if any(len(at) > points for at in _probes(study, arms)):
         caption.append(
@@ -186,7 +196,8 @@ def entropy(study: Study) -> Figure | None:
     if not any(panel.lines for panel in panels):
         return None
     ends = ends_by_modality(study, arms, attention_entropy, "queries", lambda v: f"{nats(v)} nats")
-    reading = f"The attention entropy ended {ends}." if ends else "The attention entropy is not finite."
+    ended = f"{verb(study, arms)} {ends}{of_medians(study, arms)}"
+    reading = f"The attention entropy {ended}." if ends else "The attention entropy is not finite."
     caption = (
         f"{lines_caption(study, arms)} Mean over heads and queries that see at least 8 keys, in the "
         "layer where it is lowest."
@@ -253,7 +264,9 @@ def final_norm(study: Study, arms: tuple[str, ...] = ()) -> Figure | None:
         return None
     ends = ends_by_modality(study, arms, METRICS["final_norm"].measure, "tokens", number)
     reading = (
-        f"The last layer's output norm ended {ends}." if ends else "The last layer's output is not finite."
+        f"The last layer's output norm {verb(study, arms)} {ends}{of_medians(study, arms)}."
+        if ends
+        else "The last layer's output is not finite."
     )
     caption = (
         f"{lines_caption(study, arms)} Norm of the residual stream after the last layer and before the "
@@ -309,10 +322,13 @@ def heat_map(study: Study) -> Figure | None:
         return None
     drawn = tuple(dict.fromkeys(panel.arm for row in rows for panel in row))
     which = (
-        "in the arm where it ended highest, and in the one where it ended lowest" if len(drawn) > 1 else ""
+        f"in the arm where it {verb(study, drawn)} highest, and in the one where it {verb(study, drawn)} lowest"
+        if len(drawn) > 1
+        else ""
     )
     reading = "The largest attention logit by layer."
     if parts:
         reading = f"At the last probe the largest attention logit stood {', and '.join(parts)}."
-    caption = f"The largest logit by layer {which}".rstrip() + "; median over seeds, one colour scale."
+    median = of_medians(study, drawn, "median over seeds, ")
+    caption = f"The largest logit by layer {which}".rstrip() + f"; {median}one colour scale."
     return Figure("layers", reading, caption, tuple(rows), drawn)

@@ -10,6 +10,7 @@ import numpy as np
 from mmqk.analysis.claims import CHECKS
 from mmqk.analysis.exact import Counts
 from mmqk.analysis.metrics import METRICS, Metric, final_loss
+from mmqk.analysis.readings import of_medians, verb
 from mmqk.analysis.replays import ReplayVerdict, replay_verdicts
 from mmqk.analysis.stats import Effect
 from mmqk.analysis.study import Study
@@ -54,7 +55,7 @@ def finding(study: Study, verdict: Verdict) -> str:
         return f"{claim.id} was not run: {capital(claim.statement).rstrip('.')}."
     if not claim.decided:
         values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
-        return f"{capital(verdict.metric.label)}: {listed(values)}; shown, not decided."
+        return f"{_medians(verdict)}: {listed(values)}; shown, not decided."
     if effect is None:
         return f"{claim.id} stays open: {_lower(verdict.open) or 'nothing was measured'}."
     said = _measured(study, verdict, effect)
@@ -169,7 +170,7 @@ def number_here(study: Study, verdict: Verdict) -> tuple[str, str]:
     if verdict.verdict == "not run":
         return "", "Not run."
     values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
-    medians = f"{capital(verdict.metric.label)}: {', '.join(values)}."
+    medians = f"{_medians(verdict)}: {', '.join(values)}."
     effect = verdict.effect
     if effect is None or not verdict.claim.decided:
         return "", medians
@@ -177,6 +178,32 @@ def number_here(study: Study, verdict: Verdict) -> tuple[str, str]:
     value = f"×{words['ratio']}" if verdict.metric.scale == "log" else words["ratio"]
     interval = f" ({words['low']} to {words['high']})" if effect.has_interval else " (no interval)"
     return f"{value}{interval}, n = {effect.n}", medians
+
+
+def _medians(verdict: Verdict) -> str:
+    """The metric, and that its numbers by arm are medians, where they are: effects are means."""
+    return capital(verdict.metric.label) + (", medians" if _several(verdict) else "")
+
+
+def _several(verdict: Verdict) -> bool:
+    """Whether its numbers by arm are medians of several runs."""
+    return not verdict.counts and len(verdict.runs) > len(verdict.medians)
+
+
+def about_numbers(verdicts: Sequence[Verdict]) -> str:
+    """What the effects, intervals and numbers by arm of the verdict table are."""
+    effects = [v for v in verdicts if v.claim.decided and v.effect is not None]
+    means = [v for v in effects if isinstance(v.effect, Effect)]
+    said = []
+    if means:
+        of = ", of ratios on the logarithm" if any(v.metric.scale == "log" for v in means) else ""
+        medians = ", and numbers by arm medians over runs" if any(map(_several, means)) else ""
+        said.append(f"Effects are means over shared seeds{of}{medians}")
+        if any(v.effect is not None and v.effect.has_interval for v in means):
+            said.append("intervals are Student's t")
+    if len(means) < len(effects):
+        said.append("differences of shares have Chan and Zhang's exact interval")
+    return f"{capital('; '.join(said))}." if said else ""
 
 
 def _threshold(verdict: Verdict) -> str:
@@ -205,17 +232,19 @@ def _plain_headline(study: Study) -> str:
         return f"{study.title}: {runs}, without a measured attention logit"
     if len(measured) == 1:
         (arm, value), *_ = measured.items()
+        ended = verb(study, measured)
         losses = [
             f"{m} {nats(middle(final_loss(run, m).value for run in study.ended(arm)))}"
             for m in study.modalities
             if any(math.isfinite(final_loss(run, m).value) for run in study.ended(arm))
         ]
-        ended = f" and the losses at {listed(losses)} nats" if losses else ""
-        return f"{study.label(arm)}: the largest attention logit ended at {number(value)}{ended} ({runs})"
+        also = f" and the losses at {listed(losses)} nats" if losses else ""
+        medians = of_medians(study, measured)
+        return f"{study.label(arm)}: the largest attention logit {ended} at {number(value)}{also} ({runs}{medians})"
     low, high = min(measured, key=measured.__getitem__), max(measured, key=measured.__getitem__)
     return (
-        f"Over {runs} the largest attention logit ended between {number(measured[low])} ({study.label(low)}) "
-        f"and {number(measured[high])} ({study.label(high)})"
+        f"Over {runs} the largest attention logit {verb(study, measured)} between {number(measured[low])} "
+        f"({study.label(low)}) and {number(measured[high])} ({study.label(high)}){of_medians(study, measured)}"
     )
 
 
@@ -255,7 +284,7 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
 
 def _about_runs(study: Study) -> list[str]:
     items = []
-    if not study.registered:
+    if not study.claims:
         items.append(
             "Whether a difference is more than chance. Nothing was claimed before these runs were made, so nothing "
             "here is decided and no number has an interval."
@@ -273,7 +302,8 @@ def _about_runs(study: Study) -> list[str]:
             f"What is not finished: {', '.join(parts)}. Such runs are drawn and count in no verdict."
         )
     rates = sorted({float(v) for v in _values(study, study.hero, "optim.lr")})
-    if study.registered and len(rates) == 1:
+    tuned = any(study.selection(study.arms[arm]) for arm in study.hero)
+    if study.registered and len(rates) == 1 and len(study.hero) > 1 and not tuned:
         items.append(
             f"Other learning rates: the compared arms ran at {rates[0]:g} and were not tuned one by one, so "
             "an arm may stand better or worse at its own best one."

@@ -15,7 +15,7 @@ from mmqk.analysis.claim_figures import claim_figure
 from mmqk.analysis.compose import figure_files
 from mmqk.analysis.draw import Brush, svg_panels
 from mmqk.analysis.figures import figures
-from mmqk.analysis.findings import cannot_tell, finding, headline, lead
+from mmqk.analysis.findings import about_numbers, cannot_tell, finding, headline, lead
 from mmqk.analysis.forks import Node, fork_figure, fork_tree
 from mmqk.analysis.metrics import LEARNT_NATS, LOSS_WINDOW, unigram_entropy
 from mmqk.analysis.papers import paper_figures
@@ -27,7 +27,7 @@ from mmqk.analysis.style import arm_colours
 from mmqk.analysis.tables import arm_rows, claim_sections, data_rows, environment, used_marks, verdict_rows
 from mmqk.analysis.together import Findings, read
 from mmqk.analysis.verdicts import Verdict
-from mmqk.analysis.words import plural, slug
+from mmqk.analysis.words import DASH, plural, slug
 from mmqk.store import UserError
 
 # The data inspector's page has the same style sheet.
@@ -120,7 +120,7 @@ def page_content(found: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[s
     brush = Brush.of(study)
     views = {figure.name: _view(study, brush, figure) for figure in drawn.all}
     colours = arm_colours(study)
-    rows = run_rows(study, colours)
+    rows, stands = run_rows(study, colours), arm_rows(study, colours)
     shown = {study.label(arm) for arm in study.shown}
     claims = [
         row | section | {"figure": views[drawn.claims[row["id"]].name] if row["id"] in drawn.claims else None}
@@ -142,8 +142,9 @@ def page_content(found: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[s
             "standfirst": _standfirst(study, verdicts),
             "kicker": _kicker(study),
             "learnt": _about_learning(study),
-            "losses": "* marks means of the last training steps; the others are held-out.",
-            "window": LOSS_WINDOW,
+            "losses": _about_losses([row["final"] for row in stands]),
+            "run_losses": _about_losses([loss for row in rows for loss in row["losses"]]),
+            "numbers": about_numbers(verdicts),
             "data": ABOUT_DATA,
             "totals": totals(study),
         },
@@ -159,7 +160,7 @@ def page_content(found: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[s
         "cannot_tell": cannot_tell(study, verdicts),
         "commands": _commands(found),
         "sections": sections,
-        "arms": arm_rows(study, colours),
+        "arms": stands,
         "data": data_rows(study),
         "excess": any(tag.statistic == "excess" for run in study.runs for tag in run.tags.values()),
         "runs": rows,
@@ -288,6 +289,16 @@ def _kicker(study: Study) -> str:
     total = len(study.runs) + len(study.missing)
     runs = plural(total, "run") if finished == total else f"{finished} of {plural(total, 'run')} finished"
     return f"{study.title} · {runs} of {plural(len(study.arms), 'arm')}"
+
+
+def _about_losses(cells: Sequence[str]) -> str:
+    """What the losses of a table are: held-out ones and, where starred, means of the last training steps."""
+    measured = [cell for cell in cells if cell != DASH]
+    means = [cell for cell in measured if cell.endswith("*")]
+    if not means:
+        return "Losses are on held-out data." if measured else ""
+    what = f"* marks means of the last {LOSS_WINDOW} training steps"
+    return f"{what}; the others are on held-out data." if len(means) < len(measured) else f"{what}."
 
 
 def _about_learning(study: Study) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from mmqk.analysis.curves import bin_width, binned, points_a_line
 from mmqk.analysis.figures import few_lines, final_norm, hero_arms, lines_caption
 from mmqk.analysis.metrics import LOSS_WINDOW, is_trained, model_size
+from mmqk.analysis.readings import of_medians, verb
 from mmqk.analysis.runs import Run, Series
 from mmqk.analysis.shapes import Figure, Key, Panel
 from mmqk.analysis.study import Study
@@ -134,7 +135,7 @@ def training_loss(study: Study, arms: Sequence[str], like: str) -> Figure | None
     unlike = len(weights) > 1 or len(mixes) > 1
     tag, which = (f"loss/{same[0]}", f"{same[0]} tokens") if unlike and same else ("loss", "all tokens")
     ends = listed([_end(study, arm, tag) for arm in arms])
-    reading = f"The training loss of {which} ended at {ends}."
+    reading = f"The training loss of {which} {verb(study, arms)} at {ends}{of_medians(study, arms)}."
     caption = [lines_caption(study, arms)]
     if width > 1:
         caption.append(f"A point is the mean of {width} steps.")
@@ -153,7 +154,7 @@ def _training(study: Study, arms: Sequence[str], modality: str) -> tuple[str, ..
 
 
 def _end(study: Study, arm: str, tag: str) -> str:
-    runs = [run for run in study.of_arm(arm) if len(run.series(tag)[0])]
+    runs = [run for run in study.ended(arm) if len(run.series(tag)[0])]
     value = middle(float(run.series(tag)[1][-LOSS_WINDOW:].mean()) for run in runs)
     failed = sum(run.status.status == "diverged" for run in runs)
     diverged = f"; {failed} of {len(runs)} diverged" if failed else ""

@@ -50,6 +50,16 @@ def listed_ends(
     return [f"{value} ({study.label(arm)})" for value, arm in zip(values, arms, strict=True)]
 
 
+def verb(study: Study, arms: Collection[str]) -> str:
+    """``ended`` of arms that all have finished runs, and of others ``stood last``, which is true of any."""
+    return "ended" if all(study.finished(arm) for arm in arms) else "stood last"
+
+
+def of_medians(study: Study, arms: Collection[str], before: str = "; medians over runs") -> str:
+    """``before`` where a number of an arm is the median of several runs, else nothing."""
+    return before if any(len(study.ended(arm)) > 1 for arm in arms) else ""
+
+
 def by_logit(study: Study, arms: Sequence[str]) -> list[str]:
     """Arms by their largest logit, highest first."""
     ends = {arm: at_end(study, arm, LOGIT) for arm in arms}
@@ -73,7 +83,7 @@ def ends_by_modality(
 
 
 def hero_reading(study: Study, arms: Sequence[str]) -> str:
-    """Where the logits ended, and how far apart the losses are: logits of unlike losses say little."""
+    """Where the logits ended, and by how much final losses differ: logits of unlike losses say little."""
     arms = by_logit(study, arms)
     if len(arms) > MANY_ARMS:
         measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
@@ -81,27 +91,33 @@ def hero_reading(study: Study, arms: Sequence[str]) -> str:
             return f"The losses of {plural(len(arms), 'arm')}."
         ends = listed_ends(study, dict.fromkeys((measured[0], measured[-1])), LOGIT)
         where = f"between {ends[-1]} and {ends[0]}" if len(ends) > 1 else f"at {ends[0]}"
-        return f"The largest attention logit of {plural(len(arms), 'arm')} ended {where}."
-    ends = listed_ends(study, [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))], LOGIT)
-    verb = "ended" if any(study.finished(arm) for arm in arms) else "stood last"
+        ended = verb(study, measured)
+        return (
+            f"The largest attention logit of {plural(len(measured), 'arm')} {ended} {where}"
+            f"{of_medians(study, measured)}."
+        )
+    measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
+    ends = listed_ends(study, measured, LOGIT)
     reading = (
-        f"The largest attention logit {verb} at {listed(ends)}"
+        f"The largest attention logit {verb(study, measured)} at {listed(ends)}"
         if ends
         else "Attention logits were not measured"
     )
-    gaps = []
+    gaps, compared = [], set(measured)
     for modality in study.modalities:
-        losses = [
-            middle(final_loss(run, modality).value for run in study.ended(arm))
+        losses = {
+            arm: middle(final_loss(run, modality).value for run in study.ended(arm))
             for arm in arms
             if all(is_trained(run, modality) for run in study.of_arm(arm))
-        ]
-        losses = [loss for loss in losses if math.isfinite(loss)]
+        }
+        losses = {arm: loss for arm, loss in losses.items() if math.isfinite(loss)}
         if len(losses) > 1:
-            gaps.append(f"{nats(max(losses) - min(losses))} nat ({modality})")
+            gaps.append(f"{nats(max(losses.values()) - min(losses.values()))} nats ({modality})")
+            compared |= set(losses)
     if gaps:
-        reading += f"; final losses of what is trained lie within {listed(gaps)} of each other"
-    return f"{reading}."
+        what = "final losses" if verb(study, compared) == "ended" else "last losses"
+        reading += f"; {what} of what is trained differ between arms by up to {listed(gaps)}"
+    return f"{reading}{of_medians(study, compared)}."
 
 
 def seeds_caption(study: Study, arms: Sequence[str]) -> str:

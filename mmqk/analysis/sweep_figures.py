@@ -76,11 +76,12 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
     keys = [Key(_size(size), colours[size]) for size in sizes] if several else []
     keys += [Key(s.label, c, arms=s.arms) for c, s in zip(PALETTE, found, strict=False)]
     reading = f"{capital('; '.join(said))}." if said else "Final loss against the learning rate."
-    caption = (
-        f"{_dots(found)} A run that diverged (×) is given its loss at initialisation. Sensitivity: mean over the "
-        "learning rates of min(final loss, loss at initialisation) less the best of them (the source's Section 2.2), "
-        "of the seeds that have every learning rate."
-    )
+    caption = _dots(found) + _given(found, "its loss at initialisation")
+    if said:
+        caption += (
+            " Sensitivity: mean over the learning rates of min(final loss, loss at initialisation) less the best of "
+            "them (the source's Section 2.2), of the seeds that have every learning rate."
+        )
     return Figure("lr_sensitivity", reading, caption, tuple(rows), _arms(found), tuple(keys), like)
 
 
@@ -163,13 +164,19 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
     if not rows:
         return None
     top = max(rate(run) for sweep in found for run in sweep.at(size=shown[-1]))
-    ends = [
-        f"{number(middle(map(_logit, runs)))} ({sweep.label})"
+    last = {
+        sweep.label: runs
         for sweep in found
         if (runs := [r for r in sweep.at(lr=top, size=shown[-1]) if r.status.finished])
-    ]
-    reading = f"At learning rate {top:g} and {_size(shown[-1])} the largest attention logit ended at {listed(ends)}."
-    caption = f"{_dots(found)} A run that diverged (×) is given its loss at initialisation and its last finite logit."
+    }
+    ends = listed([f"{number(middle(map(_logit, runs)))} ({label})" for label, runs in last.items()])
+    several = "; medians over runs" if any(len(runs) > 1 for runs in last.values()) else ""
+    reading = (
+        f"At learning rate {top:g} and {_size(shown[-1])} the largest attention logit ended at {ends}{several}."
+        if ends
+        else "The largest attention logit against the learning rate."
+    )
+    caption = _dots(found) + _given(found, "its loss at initialisation and its last finite logit")
     if len(shown) < len(sizes):
         caption += f" Smallest and largest of {len(sizes)} sizes."
     keys = tuple(Key(s.label, c, arms=s.arms) for c, s in zip(PALETTE, found, strict=False))
@@ -304,9 +311,15 @@ def _arms(found: Sequence[Sweep]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(arm for sweep in found for arm in sweep.arms))
 
 
+def _given(found: Sequence[Sweep], what: str) -> str:
+    """What stands in for a run that diverged; nothing where none did."""
+    diverged = any(run.status.status == "diverged" for sweep in found for run in sweep.runs)
+    return f" A run that diverged (×) is given {what}." if diverged else ""
+
+
 def _dots(found: Sequence[Sweep]) -> str:
     runs = [run for sweep in found for run in sweep.runs]
-    chosen = sum(run.role == "selection" for run in runs)
+    chosen = sum(run.role == "selection" and run.status.finished for run in runs)
     left = sum(not run.status.finished for run in runs)
     words = f"A point a run ({len(runs) - left}), lines through their medians."
     if chosen:

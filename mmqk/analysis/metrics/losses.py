@@ -12,8 +12,13 @@ from mmqk.analysis.runs import Run
 
 LOSS_WINDOW = 50
 LEARNT_NATS = 0.1
-# Modalities of each kind of sequence in data.mix; a kind that is not here holds the one of its own name.
-MODALITIES_OF = {"pair": ("text", "image")}
+# Modalities of each kind of sequence in data.mix; a kind that is not here (dial, tokens) names its own.
+MODALITIES_OF = {
+    "pair": ("text", "image"),
+    "text": ("text",),
+    "image": ("image",),
+    "interleaved": ("text", "image"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,14 +86,15 @@ def learnt(run: Run, modality: str) -> bool:
 def is_trained(run: Run, modality: str) -> bool:
     """Whether the run trains this modality: it has a loss, the data mix holds it, its weight is above 0.
 
-    The special tokens around an image belong to the text, but an image alone does not train it.
+    The special tokens around an image belong to the text, but an image alone does not train it. Modalities of the
+    dial and of token folders are whatever they were named, so that the loss alone tells.
     """
     if not len(run.series(f"loss/{modality}")[0]):
         return False
     mix = run.setting("data.mix")
     if isinstance(mix, Mapping):
         kinds = [kind for kind, share in mix.items() if share > 0]
-        if not any(modality in MODALITIES_OF.get(kind, (kind,)) for kind in kinds):
+        if not any(modality in MODALITIES_OF.get(kind, (modality,)) for kind in kinds):
             return False
     weight = run.setting(f"loss.weights.{modality}", 1.0)
     return not isinstance(weight, int | float) or weight > 0
