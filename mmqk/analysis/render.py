@@ -18,6 +18,13 @@ _NUMBER = re.compile(
     r"(?<![\w.#/-])[×+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?(?![\w/]|\.\d|-[a-zA-Z]| % interval)"
 )
 
+# What is a mark anywhere in a line of GitHub's Markdown; the dollar begins mathematics, the ampersand an entity.
+_MARK = re.compile(r"[\\`*_\[\]<>|~$&]")
+# What is one at the beginning of a line: heading, list, rule.
+_LINE_MARK = re.compile(r"^(\s*\d{0,9})([-+=#](?=[-+=#\s]|$)|(?<=\d)[.)](?=\s|$))")
+_INDENT = re.compile(r"^( *\t\s*|\s{4,})(?=\S)")
+_BREAK = re.compile(r"[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]")
+
 
 def render(name: str, content: Mapping[str, Any]) -> str:
     """A template of the package with its content."""
@@ -28,7 +35,11 @@ def render(name: str, content: Mapping[str, Any]) -> str:
         trim_blocks=False,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"md": markdown, "linked": linked, "claims": claims, "slug": slug}
+    environment.filters |= {"linked": linked, "claims": claims, "slug": slug}
+    if name.endswith(".md"):
+        # Whatever a template does not mark is text of a user, as in HTML: no place can be forgotten.
+        environment.finalize = markdown
+        environment.filters |= {"raw": Raw, "code": code, "fenced": fenced}
     return environment.get_template(name).render(content)
 
 
@@ -37,12 +48,41 @@ def css() -> str:
     return (TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
 
 
+class Raw(str):
+    """Markdown that is meant as such."""
+
+
 def markdown(text: object) -> str:
-    """Text that Markdown leaves as it is, also inside a table."""
-    escaped = str(text)
-    for character in "\\`*_<>|":
-        escaped = escaped.replace(character, f"\\{character}")
-    return escaped
+    """Text as text in Markdown, also inside a table, a link or an image: in one line, no mark of its own in force."""
+    if isinstance(text, Raw):
+        return text
+    return _LINE_MARK.sub(r"\1\\\2", _MARK.sub(r"\\\g<0>", _one_line(text)))
+
+
+def code(text: object) -> Raw:
+    """Text as a code span, also inside a table: no backslash works in one, so that its fence must be the longer."""
+    plain = _one_line(text).replace("|", "\\|")
+    fence = "`" * (_longest(plain) + 1)
+    return Raw(f"{fence} {plain} {fence}" if "`" in plain else f"{fence}{plain}{fence}")
+
+
+def fenced(text: object) -> Raw:
+    """Lines as a block of code."""
+    fence = "`" * max(3, _longest(str(text)) + 1)
+    return Raw(f"{fence}\n{text}\n{fence}")
+
+
+def _one_line(text: object) -> str:
+    """Without line breaks, and without the indent that would make it a block of code."""
+    plain = str(text)
+    if _BREAK.search(plain):
+        plain = " ".join(line.strip() for line in plain.splitlines())
+    return _INDENT.sub(" ", plain)
+
+
+def _longest(text: str) -> int:
+    """Length of the longest run of backticks."""
+    return max(map(len, re.findall("`+", text)), default=0)
 
 
 def linked(text: object, href: str) -> Markup:

@@ -24,6 +24,8 @@ INK, FAINT = "#1b1f24", "#8b929b"
 RC: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 11,
+    # A dollar in a label is a dollar; ticks are written out.
+    "text.parse_math": False,
     "axes.labelsize": 11,
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
