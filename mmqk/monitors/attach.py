@@ -242,6 +242,9 @@ class Watch:
                 lambda raw: (raw["sum"], torch.ones_like(raw["sum"])),
             )
             found = found.merged()
+        for path in sorted(capture.crossed - capture.products):
+            by_hand = "cross-attention, written out by hand"
+            seen.sections.append(Section(path, left_out=by_hand, elsewhere=True))
         calls = [section for section in seen.sections if section.call]
         self.layers = find_layers(
             [section.path for section in calls if section.left_out is None and not section.cross],

@@ -129,7 +129,7 @@ class Capture(TorchFunctionMode):
         if not factors:
             return
         one, other = (self.origins.of(x) for x in factors[-2:])
-        if one is not None and other is not None and one.inputs != other.inputs:
+        if one and other and one.inputs and other.inputs and one.inputs != other.inputs:
             self.crossed.add(self._stack[-1][0])
         elif self.seen.ours(one):
             self.products.add(self._stack[-1][0])

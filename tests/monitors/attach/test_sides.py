@@ -10,7 +10,7 @@ from torch import nn
 from mmqk.monitors import attach
 from mmqk.monitors.attached.introduce import introduction
 from mmqk.store import UserError
-from tests.monitors.attach.nets import D, Net, V, batches
+from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
 
 LAYERS = 3
@@ -281,6 +281,35 @@ def test_streams_that_are_put_together_are_one_side():
     watch = attach(Before(["sdpa"] * 2), modality=modality)
     found = watch.probe(ids=ids, pixels=pixels).flat()
     assert layers_in(found) == {"layer00", "layer01"} and "left out" not in told(watch)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand):
+    """In a tower of its own and across; that of the watched tokens does."""
+
+    class CrossAttention(nn.Module):
+        def forward(self, x, context):
+            return x + (x @ context.mT).softmax(-1) @ context
+
+    class Towers(Net):
+        def __init__(self, calls):
+            super().__init__(calls)
+            self.tower = nn.ModuleList(Layer(SelfAttention("by hand")) for _ in range(2))
+            self.across = nn.ModuleList(CrossAttention() for _ in calls)
+
+        def forward(self, ids, pixels):
+            x = self.embed(ids)
+            for layer in self.tower:
+                pixels = layer(pixels)
+            for layer, across in zip(self.layers, self.across, strict=True):
+                x = across(layer(x), pixels)
+            return self.head(x)
+
+    model, (ids,) = Towers(["sdpa", "by hand" if by_hand else "sdpa"]), batches(1, B=3)
+    watch = attach(model, modality=IMAGE)
+    watch.probe(ids=ids, pixels=torch.randn(3, 16, D))
+    assert watch.layers.hidden == ["layers.1"] * by_hand
+    assert "left out (cross-attention, written out by hand): across.0 and 1 more" in told(watch)
 
 
 @pytest.mark.parametrize(
