@@ -173,7 +173,7 @@ def build_parser(help_all: bool = False) -> Parser:
     perturb = "Of a fork: change each weight matrix by a random one of this share of its RMS."
     parser.add_argument("--fork_perturb", type=float, default=0.0, help=perturb)
     parser.add_argument("--fork_draw", type=int, default=0, help="Of a fork: number of that random change.")
-    parser.add_argument("--quiet", action="store_true", help="No progress line.")
+    parser.add_argument("--quiet", action="store_true", help="Print one line: how the run ended and where.")
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
     taken = OWN_TRAINER_FLAGS | WORDS_OF_TRAINER.keys()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mmqk.store import (
     EXIT_CODES,
     AlarmRules,
+    DamagedFile,
     RunFolder,
     UserError,
     dashboards,
@@ -125,7 +126,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
             # Killed between its last checkpoint, which comes after the last validation and probe, and its last word.
             folder.set_status("completed", step_of(resume_from))
-            return EXIT_CODES["completed"]
+            return _ended(run, folder)
     there_is_more, resume_from = ranks.start(resume_from)
     if not there_is_more:
         return EXIT_CODES["completed"]
@@ -174,6 +175,8 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
             f"interrupted at step {trainer.global_step}; the same command goes on from there.",
             file=sys.stderr,
         )
+        if run.quiet:
+            _ended(run, folder)
         return 128 + stop.signum
     except SystemExit:  # how Lightning leaves on a second Ctrl-C
         return EXIT_CODES["interrupted"]
@@ -185,9 +188,15 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     status = folder.status()
     if status.status == "diverged":
         print(f"diverged at step {status.step}: {status.reason}", file=sys.stderr)
+    return _ended(run, folder)
+
+
+def _ended(run: RunConfig, folder: RunFolder) -> int:
+    """Print how the run ended and where it is, the one line of --quiet; its exit code."""
+    status = folder.status()
+    print(f"{status.status} at step {status.step} in {folder.path}", flush=True)
     if not run.quiet:
-        print(f"{status.status} at step {status.step} in {folder.path}")
-        print(dashboards(folder.path))
+        print(dashboards(folder.path), flush=True)
     return EXIT_CODES[status.status]
 
 
@@ -223,10 +232,13 @@ def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
     if not data.skipped:
         return
     path = folder.path / "skipped.json"
-    found = {**(read_json(path) or {}), **data.skipped}
+    found = data.skipped
     try:
+        found = {**(read_json(path) or {}), **data.skipped}
         write_json(path, found)
         named = f"{path} names them and says why"
+    except DamagedFile as damaged:
+        named = str(damaged)
     except OSError as error:  # the run has ended, and its numbers are written
         named = f"{path}, which names them, cannot be written ({error.strerror or error})"
     print(f"{len(found)} samples were skipped, as they cannot be used: {named}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -203,3 +204,25 @@ def test_out_below_a_file_is_refused(tiny_args, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert front_door(main)([*tiny_args, f"--out={tmp_path / 'file/run'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_quiet_prints_one_line_with_the_run_folder_and_the_status(tiny_args, tmp_path, capsys):
+    args = [*(a for a in tiny_args if a != "--quiet"), f"--out={tmp_path / 'run'}"]
+    assert main([*args, "--quiet"]) == 0
+    assert capsys.readouterr().out == f"completed at step 12 in {tmp_path / 'run'}\n"
+    assert main([*args, "--quiet"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run'} is completed at step 12: nothing to train.\n"
+    # Only the last word is missing.
+    (tmp_path / "run/status.json").write_text('{"status": "running", "step": 4}')
+    assert main([*args, "--quiet"]) == 0
+    assert capsys.readouterr().out == f"completed at step 12 in {tmp_path / 'run'}\n"
+    # The control: without it there is more.
+    assert main([*args[:-1], f"--out={tmp_path / 'loud'}"]) == 0
+    out = capsys.readouterr().out
+    assert f"completed at step 12 in {tmp_path / 'loud'}\n" in out and out.count("\n") > 1
+    # One that diverges says so too.
+    wild = ["--optim.lr=1e30", "--trainer.max_steps=200", "--trainer.gradient_clip_val=0", "--quiet"]
+    assert main([*args[:-1], *wild, f"--out={tmp_path / 'wild'}"]) == 3
+    assert re.fullmatch(
+        rf"diverged at step \d+ in {re.escape(str(tmp_path / 'wild'))}\n", capsys.readouterr().out
+    )
