@@ -24,7 +24,7 @@ from mmqk.store import (
 )
 from mmqk.store.checkpoints import checkpoints_in, step_of
 from mmqk.store.errors import USER_ERROR_EXIT
-from mmqk.store.folder import METRICS_NAME
+from mmqk.store.metrics import METRICS_NAME
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig

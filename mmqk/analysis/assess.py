@@ -13,6 +13,7 @@ from mmqk.analysis.compared import (
     Group,
     Outcomes,
     groups,
+    lost_of,
     measure,
     middle,
     of_run,
@@ -25,6 +26,7 @@ from mmqk.analysis.controls import (
     numerics_agree,
     only_declared_differences,
     rates,
+    rates_of_whole_runs,
     regime_reached,
     within_bound,
 )
@@ -102,6 +104,7 @@ def assess(study: Study, claim: Claim) -> Assessment:
         treatment, control = (outcomes.values.get(name, {}) for name in (claim.treatment, claim.control))
         runs = [run for members in compared.values() for run in members.all]
         controls = tuple(filter(None, [within_bound(runs)]))
+        notes += [_without(outcomes.unmeasured)] if any(map(lost_of, ([run] for run in runs))) else []
         shown = paired_effect(treatment, control, None)
         # Numbers by arm are as measured: without an effect nothing is a bound.
         return Assessment(claim, compared, shown, None, medians, controls, tuple(notes) if shown else ())
@@ -205,6 +208,7 @@ def _controls(
     if "seeds" not in claim.unchecked:
         found.append(enough_seeds(claim, compared))
     found.append(within_bound(runs))
+    found.append(rates_of_whole_runs(study, compared))
     found += about_rates
     if claim.test == "count":
         found.append(numerics_agree(study, compared))
@@ -215,7 +219,7 @@ def _counted(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Asses
     """A claim about how many runs diverge, or reach a value."""
     counted = {name: [_counts(claim, run) for run in g.all] for name, g in compared.items()}
     unmeasured = [
-        f"{compared[name].label} seed {run.seed}"
+        f"{compared[name].label} seed {run.seed}" + (f" ({lost_of([run])})" if run.lost else "")
         for name, seen in counted.items()
         for run, one in zip(compared[name].all, seen, strict=True)
         if one is None
@@ -236,6 +240,8 @@ def _counted(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Asses
 
 def _counts(claim: Claim, run: Run) -> bool | None:
     """Whether a run is one of those that are counted; None where that was not measured."""
+    if run.lost:
+        return None
     if run.status.status == "diverged":
         return True
     metric, _ = find_metric(claim.metric)

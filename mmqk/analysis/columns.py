@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmqk.store import parse_json, read_regular
-from mmqk.store.files import MOST_INTEGER
+from mmqk.store.metrics import is_record
 
 Series = tuple[NDArray[Any], NDArray[np.float64]]
 
@@ -36,6 +36,7 @@ class Columns(Mapping[str, Series]):
 
     def __init__(self, records: Sequence[Mapping[str, Any]], truncated: bool = False):
         self.truncated = truncated
+        self.steps = {record["step"] for record in records}
         # By tag: what each kind of line has of it, in the order of the file within a kind.
         self._parts: dict[str, list[_Part]] = {}
         self._joined: dict[str, Series] = {}
@@ -83,7 +84,7 @@ def read_columns(path: str | os.PathLike[str]) -> Columns:
         records = []
     if len(records) != len(lines):
         records = [_record(line) for line in lines]
-    whole = [record for record in records if isinstance(record, dict) and _is_step(record.get("step"))]
+    whole = [record for record in records if is_record(record)]
     return Columns(whole, truncated=len(whole) < len(lines))
 
 
@@ -92,10 +93,6 @@ def _record(line: bytes) -> Any:
         return parse_json(line)
     except ValueError:
         return None
-
-
-def _is_step(value: Any) -> bool:
-    return type(value) is int and abs(value) <= MOST_INTEGER
 
 
 def _columns(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, _Kept]]:

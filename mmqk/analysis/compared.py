@@ -93,6 +93,11 @@ def groups(study: Study, claim: Claim) -> dict[str, Group]:
     return {name: group(study, claim, name) for name in claim.compared}
 
 
+def lost_of(runs: Iterable[Run]) -> str:
+    """Which numbers of these runs are missing, so that they have no value; empty where none is."""
+    return "; ".join(dict.fromkeys(sentence for run in runs for sentence in run.lost))
+
+
 def of_run(run: Run, name: str) -> float:
     """A metric of a run, measured once: several claims ask for the same."""
     known: dict[str, float] = run.__dict__.setdefault("_measured", {})
@@ -111,6 +116,10 @@ def measure(compared: Mapping[str, Group], name: str) -> Outcomes:
     for key, members in compared.items():
         found.values[key], found.raw[key] = {}, []
         for seed, runs in sorted(members.runs.items()):
+            if lost := lost_of(runs):
+                found.raw[key].append(math.nan)
+                found.unmeasured.append(f"{members.label} seed {seed} ({lost})")
+                continue
             measured = _measured(metric, modality, name, runs, members.arms)
             value = metric.on_scale(measured.value)
             found.raw[key].append(measured.value)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmqk.analysis.claims import CHECKS
-from mmqk.analysis.compared import Group, of_run
+from mmqk.analysis.compared import Group, lost_of, of_run
 from mmqk.analysis.learning_rates import Choice, chosen, metric_of, told_apart, value_of
 from mmqk.analysis.metrics import FamilyMetric, Metric, find_metric, is_trained, learnt
 from mmqk.analysis.replays import replay_verdicts
@@ -203,6 +203,10 @@ def reaches(study: Study, control: Claim, name: str, wanted: bool = True) -> Con
         runs = [run for a in study.arms_of(arm, control.at) for run in study.finished(a.name)]
         values = [_reached(control, metric, run, modality) for run in runs]
         median = float(np.median(values)) if values else math.nan
+        if lost := lost_of(runs):
+            passed = False
+            seen.append(f"{study.label(arm)} has a run whose numbers are not whole ({lost})")
+            continue
         passed = passed and (median >= control.at_least if wanted else median < control.at_least)
         which = "median " if len(values) > 1 else ""
         seen.append(
@@ -289,6 +293,13 @@ def _apart(study: Study, compared: Mapping[str, Group], choices: Mapping[str, Ch
         else "the runs that chose them tell the rates apart"
     )
     return [Control("learning rates differ by more than chance", not close, detail)]
+
+
+def rates_of_whole_runs(study: Study, compared: Mapping[str, Group]) -> Control | None:
+    """A failed check where numbers of the runs that chose a learning rate are missing, else None."""
+    arms = [arm for members in compared.values() for arm in members.arms]
+    lost = lost_of(run for arm in arms for run in study.selection(arm))
+    return Control("learning rates were chosen by whole runs", False, lost) if lost else None
 
 
 def _rate(run: Run) -> float:

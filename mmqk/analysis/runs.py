@@ -30,7 +30,9 @@ from mmqk.store import (
     read_run,
     read_status,
 )
+from mmqk.store.lost import lost_alarms, lost_steps
 
+CUT = "a line of metrics.jsonl cannot be read"
 _T = TypeVar("_T")
 _SEED = re.compile(r"seed(\d+)")
 _ARM = re.compile(r"(?P<arm>.+)-[0-9a-f]{10}")
@@ -113,8 +115,30 @@ class Run:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is missing or odd, one sentence each."""
-        cut = ("a line of metrics.jsonl cannot be read",) if self._columns.truncated else ()
-        return (*self.remarks, *self._data_notes, *cut)
+        cut = (CUT,) if self._columns.truncated and not self.lost else ()
+        return (*self.remarks, *self.lost, *self._data_notes, *cut)
+
+    @cached_property
+    def lost(self) -> tuple[str, ...]:
+        """Which of its numbers are missing, one sentence each; of a run that ended by its own account.
+
+        A run that was killed has what it wrote until then, and counts in no verdict.
+        """
+        found = [part for part in self.status.lost.split("; ") if part]
+        trainer = self.identity.get("trainer")
+        if self.status.finished and isinstance(trainer, Mapping):  # a run of mmqk.train: one line a step
+            first = (_mapping(self.identity.get("fork")) or {}).get("step", 0)
+            columns = self._columns
+            steps = lost_steps(columns.steps, first, self.status.step)
+            told = {
+                (int(step), name.partition("/")[2]): float(value)
+                for name in columns
+                if name.startswith("alarm/")
+                for step, value in zip(*columns[name], strict=True)
+            }
+            found += [steps or (CUT if columns.truncated else "")]
+            found += [lost_alarms(told, ((alarm.step, alarm.name) for alarm in self.alarms))]
+        return tuple(dict.fromkeys(filter(None, found)))
 
     @cached_property
     def tags(self) -> dict[str, Tag]:

@@ -11,7 +11,7 @@ run.lock        held while a process trains here
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +20,9 @@ from mmqk.store.errors import UserError
 from mmqk.store.files import DamagedFile, is_temporary, read_json, write_json
 from mmqk.store.identity import code_hash, differing_fields, flatten, identity_hash
 from mmqk.store.lock import LOCK_NAME, FolderLock
+from mmqk.store.metrics import METRICS_NAME
 
-RUN_NAME, STATUS_NAME, LOG_NAME, METRICS_NAME = "run.json", "status.json", "train.log", "metrics.jsonl"
+RUN_NAME, STATUS_NAME, LOG_NAME = "run.json", "status.json", "train.log"
 EXIT_CODES = {"completed": 0, "failed": 1, "diverged": 3, "interrupted": 130}
 STATUSES = ("running", *EXIT_CODES)
 FINISHED = ("completed", "diverged")
@@ -29,7 +30,7 @@ FINISHED = ("completed", "diverged")
 # What a run that was killed before it wrote run.json may have left, or the shell that started it.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
-STATUS_SHAPE = {"status": str, "step": int, "reason": str, "seconds": float}
+STATUS_SHAPE = {"status": str, "step": int, "reason": str, "seconds": float, "lost": str}
 _CONFIG = {
     "model": dict,
     "loss": {"weights": {"*": float}},
@@ -64,12 +65,14 @@ class Status:
         step: optimizer steps done when it was written.
         reason: one sentence, or empty.
         seconds: wall-clock seconds of training, over all resumes.
+        lost: which of its numbers were missing or changed at a resume, in words; empty for a whole run. It stays.
     """
 
     status: str
     step: int = 0
     reason: str = ""
     seconds: float = 0.0
+    lost: str = ""
 
     @property
     def finished(self) -> bool:
@@ -92,7 +95,11 @@ def read_status(folder: Path) -> Status | None:
     if min(record.get("step", 0), record.get("seconds", 0)) < 0:
         raise DamagedFile(path, "its step or seconds are negative", advice)
     return Status(
-        record["status"], record.get("step", 0), record.get("reason", ""), float(record.get("seconds", 0.0))
+        record["status"],
+        record.get("step", 0),
+        record.get("reason", ""),
+        float(record.get("seconds", 0.0)),
+        record.get("lost", ""),
     )
 
 
@@ -127,6 +134,7 @@ class RunFolder:
         )
         self.stale = self.state == "finished" and record.get("code") != code
         self._seconds_before = status.seconds if status is not None and not new else 0.0
+        self._lost = status.lost if status is not None and not new else ""
         self._opened = time.monotonic()
 
     @classmethod
@@ -212,7 +220,14 @@ class RunFolder:
         if status not in STATUSES:
             raise ValueError(f"{status!r} is not one of {', '.join(STATUSES)}")
         seconds = round(self._seconds_before + time.monotonic() - self._opened, 3)
-        write_json(self.path / STATUS_NAME, asdict(Status(status, int(step), reason, seconds)))
+        _write_status(self.path, Status(status, int(step), reason, seconds, self._lost))
+
+    def mark_lost(self, sentences: Iterable[str]) -> None:
+        """Record which numbers are missing, beside those that were missing before; the mark stays."""
+        known = [part for part in self._lost.split("; ") if part]
+        self._lost = "; ".join(dict.fromkeys([*known, *sentences]))
+        now = self.status()
+        self.set_status(now.status, now.step, now.reason)
 
     def close(self) -> None:
         """Give the folder back; doing so twice does no harm."""
@@ -230,6 +245,13 @@ def _finished(path: Path) -> bool:
     return status is not None and status.finished
 
 
+def _write_status(path: Path, status: Status) -> None:
+    record = asdict(status)
+    if not status.lost:
+        del record["lost"]
+    write_json(path / STATUS_NAME, record)
+
+
 def mark_ended(path: Path, status: str, step: int, reason: str, before: Status | None = None) -> bool:
     """Record how a run ended whose process died without saying so; False when the run's own word stands.
 
@@ -245,7 +267,7 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
         own = read_status(path) or Status("running")
         if own.status != "running" and (own != before or own.finished):
             return False
-        write_json(path / STATUS_NAME, asdict(Status(status, step, reason, own.seconds)))
+        _write_status(path, Status(status, step, reason, own.seconds, own.lost))
         return True
     except DamagedFile:
         return False

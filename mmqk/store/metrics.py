@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 
 from mmqk.store.files import open_regular, parse_json, read_regular, write_atomic
 
+METRICS_NAME = "metrics.jsonl"
+LAST_STEP = 2**53  # no run is so long: what is beyond is damage
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -58,7 +60,7 @@ class MetricsWriter:
         """
         self._emit()
         lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (record := _parse(line)) is not None and record["step"] <= step]
+        kept = [line for line in lines if (record := parse_line(line)) is not None and record["step"] <= step]
         if len(kept) < len(lines):
             self._file.close()
             try:
@@ -100,7 +102,7 @@ def read_metrics(path: str | os.PathLike[str]) -> MetricLines:
     except FileNotFoundError:
         return lines
     for line in content.splitlines():
-        record = _parse(line)
+        record = parse_line(line)
         if record is None:
             lines.truncated = True
         else:
@@ -124,7 +126,7 @@ def last_metrics(
     except OSError:
         return {}
     for line in reversed(lines):
-        if (record := _parse(line)) is not None and (having is None or having in record):
+        if (record := parse_line(line)) is not None and (having is None or having in record):
             return _with_floats(record)
     return {}
 
@@ -149,12 +151,18 @@ def from_json(value: float | str) -> float:
     return float(_NOT_FINITE.get(value, value) if isinstance(value, str) else value)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record of a line, its numbers as JSON has them; None for a line that no run writes."""
     try:
         record = parse_json(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+    return record if is_record(record) else None
+
+
+def is_record(record: Any) -> bool:
+    """Whether this is an object with the number of a step."""
+    return isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < LAST_STEP
 
 
 def _repair_end(path: Path) -> None:
@@ -168,7 +176,7 @@ def _repair_end(path: Path) -> None:
         start = content.rfind(b"\n") + 1
         if start == len(content):
             return
-        if _parse(content[start:]) is not None:
+        if parse_line(content[start:]) is not None:
             file.write(b"\n")
         else:
             file.truncate(start)

@@ -156,6 +156,7 @@ def callback_state(saved: Mapping[str, Any], changed: Sequence[str], change: Cha
     they know of the data, and so does an open window of the radial budget where anything of the update has.
     """
     states = copy.deepcopy(dict(saved))
+    states.pop("Checkpoints", None)  # what stood in the parent's folder
     model = any(name.startswith("model.") for name in changed)
     data = any(name.startswith("data.") and not name.startswith(SAME_DATA) for name in changed)
     jumped = {name for name, (before, after) in change.loss.items() if not after - before <= JUMP_NATS}

@@ -13,6 +13,7 @@ import torch
 
 from mmqk.store import MetricsWriter, RunFolder, UserError
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoints_in, set_aside, step_of, strays_in
+from mmqk.store.lost import DAMAGED_SUFFIX, RECORDS, examine
 from mmqk.training.checkpoint import ONE, CheckpointError, check_run, read_checkpoint
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
     step = step_of(found) if found is not None else 0
     for partial in folder.checkpoints.glob(f"*{PARTIAL_SUFFIX}"):
         partial.unlink()
+    if step > first_step:
+        _examine(folder, first_step, step, content)
     if folder.metrics_path.exists():
         writer = MetricsWriter(folder.metrics_path)
         # What the first step says comes again too.
@@ -55,6 +58,27 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
             file=sys.stderr,
         )
     return found
+
+
+def _examine(folder: RunFolder, first_step: int, step: int, content: dict[str, Any]) -> None:
+    """Say what is missing of the numbers up to the checkpoint, and mark the run for it."""
+    own = content["callbacks"].get("Checkpoints") or {}
+    try:
+        lost = examine(folder.path, first_step, step, own.get("written"))
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}): move it away.") from error
+    if before := own.get("lost"):  # also where status.json was removed since
+        folder.mark_lost(before.split("; "))
+    if lost:
+        folder.mark_lost(lost)
+        print(
+            f"{folder.path}: {' and '.join(lost)}. The run goes on, is marked in status.json, and no verdict uses it:"
+            " train it in another --out to have these numbers.",
+            file=sys.stderr,
+        )
+    for name in RECORDS:
+        if (folder.path / f"{name}{DAMAGED_SUFFIX}").exists():
+            print(f"Damaged lines are kept in {folder.path / name}{DAMAGED_SUFFIX}.", file=sys.stderr)
 
 
 def _newest_good(run: RunConfig, folder: RunFolder, first_step: int) -> tuple[Path | None, dict[str, Any]]:

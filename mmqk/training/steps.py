@@ -16,8 +16,9 @@ import torch
 from mmqk.data.batch import TokenBatch
 from mmqk.monitors.ranks import first_said
 from mmqk.ranges import MOST_STEPS, check_numbers, number
-from mmqk.store import DivergenceRule
+from mmqk.store import DivergenceRule, UserError, read_status
 from mmqk.store.checkpoints import checkpoint_name, checkpoints_in, step_of
+from mmqk.store.lost import Written
 from mmqk.training.module import StepRecord, TrainingModule
 from mmqk.training.resume import check_restored
 
@@ -198,7 +199,15 @@ class Checkpoints(L.Callback):
 
     def __init__(self, folder: Path, config: CheckpointConfig, step_log: StepLog):
         self.folder, self.config, self.step_log = folder, config, step_log
-        self._saved = -1
+        self._saved, self._written = -1, Written(folder.parent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the run has written so far, so that a resume sees whether it is still there, and what it had lost."""
+        lost = ""
+        with contextlib.suppress(UserError):  # whoever damaged the file gets the sentence at the resume
+            status = read_status(self.folder.parent)
+            lost = status.lost if status is not None else ""
+        return {"written": self._written.now(), "lost": lost}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = trainer.global_step

@@ -76,7 +76,7 @@ def read_alarms(folder: str | os.PathLike[str], after: int | None = None) -> lis
         content = read_regular(Path(folder) / ALARMS_NAME)
     except OSError:
         return []
-    found = [alarm for line in content.splitlines() if (alarm := _decode(line)) is not None]
+    found = [alarm for line in content.splitlines() if (alarm := alarm_of_line(line)) is not None]
     return found if after is None else [alarm for alarm in found if alarm.step > after]
 
 
@@ -97,7 +97,8 @@ def _encode(alarm: Alarm) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
-def _decode(line: bytes) -> Alarm | None:
+def alarm_of_line(line: bytes) -> Alarm | None:
+    """The alarm of a line; None for a line that no run writes."""
     try:
         record = parse_json(line)
         return Alarm(
