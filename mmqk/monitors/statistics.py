@@ -339,9 +339,8 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
     ),
     "Gradients": (
         Statistic(("grad_agreement/TARGET-OTHER[/layerNN]",),
-            "⟨g_a^A, g_b^B⟩ / √(⟨g_a^A, g_a^B⟩ ⟨g_b^A, g_b^B⟩), A and B disjoint halves; an estimate that noise"
-            " does not"
-            " shrink and that can leave [−1, 1]", "–", TARGET,
+            "½ (⟨g_a^A, g_b^B⟩ + ⟨g_b^A, g_a^B⟩) / √(⟨g_a^A, g_a^B⟩ ⟨g_b^A, g_b^B⟩), A and B disjoint halves; an"
+            " estimate that noise does not shrink and that can leave [−1, 1]", "–", TARGET,
             f"{UNKNOWN}; unlike gradients of modalities trouble AdamW (arXiv 2605.16165 [A])",
             "below 0: what helps one modality hurts the other", "agreement"),
         Statistic(("grad_signal/TARGET[/layerNN]",),

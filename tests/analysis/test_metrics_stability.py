@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,6 +48,18 @@ def test_spike_score_is_that_of_brute_force(tmp_path):
     down = noise(1400)
     down[[300, 700]] -= 0.5
     assert value("spike_score", small_run(tmp_path / "y", {"loss": down.tolist()})) == 0
+
+
+def test_the_denominator_of_the_spike_score_is_the_one_of_the_page(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith("| `spike_score`"))
+    stated = re.search(r"of those with (\d+) or more before them", row)
+    assert stated is not None
+    losses = noise(250)
+    losses[[150, 200]] += 0.5
+    found = value("spike_score", small_run(tmp_path / "x", {"loss": losses.tolist()}))
+    assert found == pytest.approx(100 * 2 / (250 - int(stated[1])))
+    assert found != pytest.approx(100 * 2 / 250)  # the control: of all losses it is another number
 
 
 def test_spike_rate_is_that_of_a_median_filter(tmp_path):

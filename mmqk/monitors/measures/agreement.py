@@ -20,7 +20,8 @@ class Agreement:
     """Of M modalities, over the parameters given.
 
     Attributes:
-        cosine: ``<g_a^A, g_b^B> / sqrt(<g_a^A, g_a^B> <g_b^A, g_b^B>)``, the two ways round averaged, (M, M). An
+        cosine: ``(<g_a^A, g_b^B> + <g_b^A, g_a^B>) / 2 / sqrt(<g_a^A, g_a^B> <g_b^A, g_b^B>)``, (M, M). Either
+            product of the numerator has the same mean; their mean has less noise and does not depend on which half is A. An
             estimate of the true gradients' cosine that noise does not shrink; it can leave [-1, 1], and is NaN where
             a signal is not above 0, which says that the batch is too small to tell.
         signal: ``<g^A, g^B>``, an unbiased estimate of the squared length of the true gradient, (M,).

@@ -155,7 +155,11 @@ class Stall:
 
 
 def spike_score(values: Sequence[float]) -> float:
-    """Spike score of OLMo 2: per cent of the values that are spikes (see `Spike`); nan without values to judge."""
+    """Spike score of OLMo 2: per cent of the values that are spikes (see `Spike`); nan without values to judge.
+
+    The first `SPIKE_FEWEST` finite values are not judged and not counted (ours: the source does not state a shorter
+    window than its 1000 values).
+    """
     window, spikes, judged = Moments(SPIKE_WINDOW), 0, 0
     for value in values:
         if not math.isfinite(value):
