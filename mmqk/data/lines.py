@@ -5,18 +5,22 @@ from __future__ import annotations
 import gzip
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from mmqk.store import UserError
 
+# Of a longer line only so much, and one byte more, is read into memory.
+LONGEST_LINE = 2**24
 _REWRITE = "copy or download it again, or write it again"
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
     """Number from 1, line, and share of the file that was read, of a plain, gzip or xz file.
 
-    How it is packed is told from its first bytes.
+    How it is packed is told from its first bytes. A line of more than `LONGEST_LINE` bytes is cut after one byte
+    more, so that memory has a bound, also for a packed file.
 
     Raises:
         UserError: it cannot be read, is packed in another way, damaged or cut short (a plain file may end
@@ -27,14 +31,19 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
             size = max(1, raw.seek(0, 2))
             raw.seek(0)
             start = raw.peek(6)
-            lines: Iterable[bytes] = raw
+            lines: IO[bytes] | gzip.GzipFile | lzma.LZMAFile = raw
             if start.startswith(b"\x1f\x8b"):
                 lines = gzip.GzipFile(fileobj=raw)
             elif start.startswith(b"\xfd7zXZ\0"):
                 lines = lzma.LZMAFile(raw)  # noqa: SIM115 (it opens nothing)
             elif start.startswith((b"BZh", b"\x28\xb5\x2f\xfd")):
                 raise UserError(f"{path} is packed with bzip2 or zstd: unpack it, or pack it with gzip or xz")
-            for number, line in enumerate(lines, 1):
+            number = 0
+            while line := lines.readline(LONGEST_LINE + 1):
+                number += 1
+                rest = line
+                while len(rest) > LONGEST_LINE and not rest.endswith(b"\n"):
+                    rest = lines.readline(LONGEST_LINE + 1)
                 yield number, line, raw.tell() / size
     except EOFError:
         raise UserError(f"{path} is cut short (it ends early): {_REWRITE}") from None

@@ -12,7 +12,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mmqk.data.images import IMAGE_REASONS, Dropped
+from mmqk.data.lines import LONGEST_LINE
 from mmqk.data.unread import DOTTED
+
+# Of the text of a document, in bytes of UTF-8; the tokenizer takes some 150 times as much memory.
+MAX_TEXT = 2**22
+# A json may hold escapes and other fields beside the text.
+MAX_JSON = LONGEST_LINE
 
 IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
 CAPTION_FIELD = "caption"
@@ -22,6 +28,7 @@ NO_IMAGE = "no image file"
 FURTHER_DOT = "no image file but some with a further dot in their names"
 NO_CAPTION = "no caption"
 EMPTY_CAPTION = "caption is empty"
+TOO_LONG = "text is longer than 4 MiB (its json: 16 MiB)"
 NOT_UNICODE = "text is not valid Unicode"
 NO_LISTS = "no json with the lists images and texts"
 UNEQUAL = "lists images and texts are not equally long"
@@ -31,7 +38,7 @@ NOT_JSON = "line is not a JSON object"
 NO_TEXT = "no field text"
 NO_MATCH = "image files do not match the lists"
 # Why a pair cannot be used.
-REASONS = (NO_IMAGE, FURTHER_DOT, NO_CAPTION, EMPTY_CAPTION, NOT_UNICODE, *IMAGE_REASONS)
+REASONS = (NO_IMAGE, FURTHER_DOT, NO_CAPTION, EMPTY_CAPTION, NOT_UNICODE, TOO_LONG, *IMAGE_REASONS)
 
 _NUMBERED = re.compile(rf"([0-9]{{1,9}})\.(?:{'|'.join(IMAGE_FIELDS)})")
 _DOTTED = {(".", field) for field in IMAGE_FIELDS}
@@ -66,7 +73,7 @@ def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tu
             "caption" of the json and, where that is missing, the text file.
 
     Raises:
-        Dropped: there is no image file or no caption, or the caption is blank or no valid Unicode.
+        Dropped: there is no image file or no caption, or the caption is blank, too long or no valid Unicode.
     """
     image = next((sample[field] for field in IMAGE_FIELDS if field in sample), None)
     if image is None:
@@ -93,7 +100,7 @@ def interleaved_of(sample: Mapping[str, bytes]) -> list[bytes | str]:
 
     Raises:
         Dropped: the lists are missing, of different length, empty or ill-formed, the image files are not
-            exactly those that the lists speak of, or a text is no valid Unicode.
+            exactly those that the lists speak of, or a text is no valid Unicode or the texts are too long.
     """
     record = _json_object(sample)
     images, texts = record.get("images"), record.get("texts")
@@ -108,6 +115,7 @@ def interleaved_of(sample: Mapping[str, bytes]) -> list[bytes | str]:
     files = _image_files(images, sample)
     if not files and not any(texts):
         raise Dropped(EMPTY_DOCUMENT)
+    checked_text("".join(text for text in texts if text is not None))
     return [files[i] if text is None else checked_text(text) for i, text in enumerate(texts)]
 
 
@@ -115,8 +123,10 @@ def text_of(line: bytes) -> str:
     """The field "text" of a line of JSON.
 
     Raises:
-        Dropped: the line is no JSON object in UTF-8, or its text is missing or blank.
+        Dropped: the line is no JSON object in UTF-8, or its text is missing, blank or too long.
     """
+    if len(line) > MAX_JSON:
+        raise Dropped(TOO_LONG)
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -136,12 +146,14 @@ def checked_text(text: str) -> str:
     """The text itself.
 
     Raises:
-        Dropped: it holds half a surrogate pair, which JSON can write but no encoding of Unicode can.
+        Dropped: it is too long, or holds half a surrogate pair, which JSON can write but no encoding of Unicode can.
     """
     try:
-        text.encode("utf-8")
+        size = len(text.encode("utf-8"))
     except UnicodeEncodeError:
         raise Dropped(NOT_UNICODE) from None
+    if size > MAX_TEXT:
+        raise Dropped(TOO_LONG)
     return text
 
 
@@ -169,6 +181,8 @@ def _field_named(image: Any) -> str | None:
 
 
 def _json_object(sample: Mapping[str, bytes]) -> dict[str, Any]:
+    if len(sample.get("json", b"")) > MAX_JSON:
+        raise Dropped(TOO_LONG)
     try:
         record = json.loads(sample["json"])
     except (KeyError, ValueError, RecursionError):
@@ -177,6 +191,8 @@ def _json_object(sample: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _decoded(content: bytes) -> str:
+    if len(content) > MAX_TEXT:
+        raise Dropped(TOO_LONG)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -40,7 +40,8 @@ EPILOG = """\
 documents of several images and texts ({key}.json with the lists "images" and "texts", {key}.0.webp ...). --text takes
 JSON lines with a field "text", plain or packed with gzip or xz. Patterns are brace ranges and globs, in quotes.
 
-A sample that cannot be used is dropped and counted by reason; a shard that cannot be read to its end is an error.
+A sample that cannot be used is dropped and counted by reason, and so is a document of more than 4 MiB of text; a
+shard that cannot be read to its end is an error.
 What was done is kept: after an interruption, or once a shard is repaired, the same command goes on. Samples with
 equal images (documents with equal content) fall into the same split. Images come out as the tokenizer's square:
 --fit crop keeps the centre, pad adds white, stretch distorts.

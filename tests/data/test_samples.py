@@ -9,7 +9,7 @@ import pytest
 
 from mmqk.data import samples
 from mmqk.data.images import Dropped
-from mmqk.data.samples import checked_text, interleaved_of, pair_of
+from mmqk.data.samples import checked_text, interleaved_of, pair_of, text_of
 
 RECORD = {"caption": "from json", "alt": "another", "none": None, "number": 3, "blank": " \n"}
 BOTH = {"jpg": b"image", "txt": b"from txt", "json": json.dumps(RECORD).encode()}
@@ -129,3 +129,73 @@ def test_documents_that_are_none() -> None:
     assert reason(interleaved_of, document([None], [3])) == samples.NOT_ONE
     sample = {"json": b'{"images": [null], "texts": ["\\udc00"]}'}
     assert reason(interleaved_of, sample) == samples.NOT_UNICODE
+
+
+def test_a_text_beyond_the_limit_is_dropped_and_one_at_it_is_not(monkeypatch):
+    from mmqk.data import samples
+
+    monkeypatch.setattr(samples, "MAX_TEXT", 100)
+    monkeypatch.setattr(samples, "MAX_JSON", 400)
+
+    def made(size, how):
+        text = "ä" + "x" * (size - 2)  # of so many bytes
+        document = json.dumps({"images": [None, None], "texts": [text[: size // 2], text[size // 2 :]]}).encode()
+        return {
+            "line": lambda: text_of(json.dumps({"text": text}).encode()),
+            "padded line": lambda: text_of(json.dumps({"text": "a", "more": "x" * (4 * size)}).encode()),
+            "json": lambda: pair_of({"jpg": b"", "json": json.dumps({"caption": text}).encode()}),
+            "padded json": lambda: pair_of({"jpg": b"", "txt": b"a", "json": b'{"a":"%s"}' % (b"x" * 4 * size)}),
+            "txt": lambda: pair_of({"jpg": b"", "txt": text.encode()}),
+            "interleaved": lambda: interleaved_of({"json": document}),
+        }[how]()
+
+    for how in ("line", "padded line", "json", "padded json", "txt", "interleaved"):
+        with pytest.raises(Dropped, match="longer than 4 MiB"):
+            made(101, how)
+        assert made(90 if how.startswith("padded") else 100, how)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".xz"])
+def test_a_long_line_is_cut_and_the_next_ones_are_whole(tmp_path, monkeypatch, ending):
+    import gzip
+    import lzma
+
+    from mmqk.data import lines
+
+    monkeypatch.setattr(lines, "LONGEST_LINE", 64)
+    content = [b"a" * 63, b"b" * 64, b"c" * 1000, b"", b"d", b"e" * 200]
+    path = tmp_path / f"x.jsonl{ending}"
+    opened = {"": open, ".gz": gzip.open, ".xz": lzma.open}[ending]
+    with opened(path, "wb") as file:
+        file.write(b"\n".join(content))
+    found = list(lines.read_lines(path))
+    assert [number for number, _, _ in found] == [1, 2, 3, 4, 5, 6]
+    assert [line.rstrip(b"\n") for _, line, _ in found] == [c[:65] for c in content]
+
+
+def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch):
+    """A line of 256 MB in a file of 250 kB, in at most a few times the limit."""
+    import gzip
+    import tracemalloc
+
+    from mmqk.data import lines
+
+    monkeypatch.setattr(lines, "LONGEST_LINE", 2**20)
+    path = tmp_path / "x.jsonl.gz"
+    with gzip.open(path, "wb") as file:
+        for _ in range(256):
+            file.write(b" " * 2**20)
+        file.write(b'\n{"text": "after"}\n')
+
+    def peak(read):
+        tracemalloc.start()
+        try:
+            read()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(lambda: list(lines.read_lines(path))) < 2**25
+    with gzip.open(path) as whole:
+        assert peak(whole.readline) > 2**28  # the control
+    assert [text_of(line) for _, line, _ in lines.read_lines(path) if line.strip()] == ["after"]
