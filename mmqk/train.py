@@ -208,6 +208,8 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
         documents = run.trainer["max_steps"] * run.data.batch_size * per_row
         for sentence in data.dial.unlearnable(documents * data.dial.length):
             print(sentence, file=sys.stderr)
+    if few := data.few_held_out():
+        print(few, file=sys.stderr)
     for line in data.unread():
         print(line, file=sys.stderr)
     for kind, padding in data.order.padding.items():
@@ -253,7 +255,7 @@ def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     from mmqk.training.fork import PROBE_SEQUENCES, make_fork
 
     if run.fork is not None and not checkpoints_in(folder.checkpoints):
-        probe = data.probe_batch(min(PROBE_SEQUENCES, run.data.val_sequences))
+        probe = data.probe_batch(PROBE_SEQUENCES)
         print(make_fork(run, folder.path, probe), file=sys.stderr, flush=True)
 
 

@@ -82,7 +82,9 @@ def inspect(
         **_sequences(run, data, decoder, plain, shown),
     }
     files = {"index.html": render(content), "statistics.json": plain}
-    return files, [*(standfirst(plain)[:1]), "", *table_lines(list(plain["modalities"]), rows)]
+    few = data.few_held_out()
+    first = [*([few] if few else []), *(standfirst(plain)[:1]), ""]
+    return files, [*first, *table_lines(list(plain["modalities"]), rows)]
 
 
 def render(content: dict[str, Any]) -> str:

@@ -137,9 +137,16 @@ class TokenDataModule(L.LightningDataModule):
             train, val = ({kind: s[split] for kind, s in stores.items()} for split in ("train", "val"))
             for kind in (k for k, weight in config.mix.items() if weight > 0 and k != "dial"):
                 if not len(val["pair" if kind == "image" else kind]):
+                    documents = len(train["pair" if kind == "image" else kind])
+                    share = f"{min(0.5, 20 / max(documents, 1)):.1g}"
+                    online = config.read == "shards" and kind in ("pair", "image")
                     raise ValueError(
-                        f"data.mix asks for {kind}, of which nothing is held out: make its folder again with a larger"
-                        " --val-share."
+                        f"data.mix asks for {kind}, of which nothing is held out of {documents} documents: "
+                        + (
+                            f"set data.val_share to {share}."
+                            if online
+                            else f"make its folder again with a larger --val-share, such as {share}."
+                        )
                     )
             self.builder = SequenceBuilder(train, ids, config.seq_len)
             self.order = TrainingOrder(self.builder, config.mix, config.image_first, self.seed, pack, dial)
@@ -162,6 +169,16 @@ class TokenDataModule(L.LightningDataModule):
             else:
                 stores[kind] = open_source(kind, folder, tokenizers, cache)
         return stores
+
+    def few_held_out(self) -> str:
+        """A sentence where fewer sequences are held out than data.val_sequences asks for; else empty."""
+        asked, there = self.config.val_sequences, len(self.val_rows)
+        if there >= asked:
+            return ""
+        return (
+            f"data.val_sequences asks for {asked} held-out sequences, and the data have {there} in these shares of"
+            f" their kinds: validation uses {there}; hold out more, or set data.val_sequences to {there}."
+        )
 
     def unread(self) -> list[str]:
         """Lines to print on files of shards that are read while training, of which no pair is made."""

@@ -37,7 +37,7 @@ class Windows(Kept):
         if tokens < 2 * self.length:
             raise ValueError(
                 f"data.{kind} has {tokens} training tokens, too few for sequences of data.seq_len {builder.seq_len}:"
-                " shorten them, or give more."
+                f" set data.seq_len to at most {tokens // 2 + 1}, or give more."
             )
         self._epochs = Epochs(tokens // self.length - 1, seed, stream=TEXT)
         super().__init__(2)
@@ -222,8 +222,10 @@ VALIDATION_CYCLE = ("pair", "pair", "pair", "text", "interleaved", "tokens")
 def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) -> list[Row]:
     """The fixed validation sequences: the same for every arm and seed, and never packed.
 
+    Fewer than ``n`` where a kind has not as many: the kinds keep their shares.
+
     Raises:
-        ValueError: there are not as many.
+        ValueError: a kind has none.
     """
     if dial is not None:
         # An odd seed: those of training runs are even.
@@ -234,9 +236,14 @@ def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) 
         raise ValueError("there is nothing held out: no validation split has a document.")
     rows: list[Row] = []
     taken = dict.fromkeys(cycle, 0)
-    there = {
-        kind: Spread(builder, kind, sum(cycle[i % len(cycle)] == kind for i in range(n))) for kind in taken
-    }
+    held_out = {kind: Spread(builder, kind).there for kind in taken}
+    for i in range(n):
+        taken[kind := cycle[i % len(cycle)]] += 1
+        if taken[kind] > held_out[kind]:
+            n, taken[kind] = i, held_out[kind]
+            break
+    there = {kind: Spread(builder, kind, wanted) for kind, wanted in taken.items()}
+    taken = dict.fromkeys(cycle, 0)
     for i in range(n):
         kind = cycle[i % len(cycle)]
         rows.append(there[kind].row(taken[kind]))
@@ -247,24 +254,27 @@ def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) 
 class Spread:
     """Some of the held-out rows of a kind, spread over all of them, as these may be of many sources.
 
+    Args:
+        builder: of the held-out split.
+        kind: of `VALIDATION_CYCLE`.
+        wanted: number of rows.
+
     Raises:
-        ValueError: there are not as many.
+        ValueError: there is not one row.
     """
 
-    def __init__(self, builder: SequenceBuilder, kind: str, wanted: int) -> None:
+    def __init__(self, builder: SequenceBuilder, kind: str, wanted: int = 0) -> None:
         self.builder, self.kind, self.wanted = builder, kind, wanted
         store = builder.stores[kind]
         self._pieces = None if kind in ("pair", "text") else pieces(store, builder.room)
         self.there = len(store) if self._pieces is None else len(self._pieces)
         if kind == "text":
             self.there = store.tokens // builder.room
-        if wanted > self.there:
-            what = {"pair": "pairs", "text": "windows of text", "tokens": "documents"}.get(
-                kind, f"{kind} documents"
-            )
-            raise ValueError(
-                f"data.val_sequences asks for more than the {self.there} held-out {what}: lower it."
-            )
+            if not self.there:
+                raise ValueError(
+                    f"data.text holds out {store.tokens} tokens, too few for a sequence of data.seq_len"
+                    f" {builder.seq_len}: set data.seq_len to at most {store.tokens + 1}, or hold out more."
+                )
 
     def row(self, k: int) -> Row:
         """The k-th of those wanted."""

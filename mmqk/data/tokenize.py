@@ -303,7 +303,8 @@ def _finish(job: Job, options: Mapping[str, Any], records: list[dict[str, Any]])
     for line in unread.lines(files):
         print(line)
     if job.val_share and not any(record["documents"]["val"] for record in records):
-        print("no document was held out: training needs some, so give a larger --val-share")
+        share = f"{min(0.5, 20 / samples):.1g}"
+        print(f"no document was held out: training needs some, so give a larger --val-share, such as {share}")
 
 
 def _counts(splits: Mapping[str, list[dict[str, Any]]]) -> str:

@@ -192,8 +192,37 @@ def test_validation_rows_are_fixed_and_hold_every_form(tiny_data):
         "text" if BEGIN_IMAGE not in row else "first" if row[1] == BEGIN_IMAGE else "last" for row in rows
     ]
     assert forms == ["first", "last", "first", "text", "last", "first", "last", "text"]
-    with pytest.raises(ValueError, match="held-out pairs"):
-        validation_rows(builder, 100)
+
+
+def test_fewer_are_held_out_than_asked_for(tiny_data, capsys):
+    builder = builder_of(tiny_data, "val")
+    rows = validation_rows(builder, 100)
+    # 12 pairs, and a text in every fourth place.
+    assert len(rows) == 16 and len({tuple(row.ids) for row in rows}) == 16
+    assert sum(BEGIN_IMAGE in row.ids for row in rows) == 12
+    assert [r.ids.tolist() for r in rows] == [r.ids.tolist() for r in validation_rows(builder, 16)]
+    folders = {n: str(tiny_data / n) for n in ("pairs", "text", "tokenizers", "cache")}
+    said = {}
+    for asked in (8, 16, 100):
+        data = TokenDataModule(DataConfig(**folders, seq_len=88, val_sequences=asked), seed=0)
+        data.setup()
+        said[asked] = data.few_held_out()
+    assert said[8] == said[16] == "" and "asks for 100" in said[100] and "val_sequences to 16" in said[100]
+
+
+def test_a_run_with_fewer_held_out_sequences_says_so_and_validates(tiny_args, tmp_path, capfd):
+    from mmqk.store import front_door, read_metrics
+    from mmqk.train import main as train
+
+    args = [*tiny_args, "--trainer.max_steps=2"]
+    assert front_door(train)([*args, "--data.val_sequences=100", f"--out={tmp_path / 'few'}"]) == 0
+    assert "validation uses 16; hold out more" in capfd.readouterr().err
+    assert "val_loss/text" in list(read_metrics(tmp_path / "few/metrics.jsonl"))[-1]
+    assert front_door(train)([*args, "--data.val_sequences=16", f"--out={tmp_path / 'enough'}"]) == 0
+    assert "validation uses" not in capfd.readouterr().err
+    assert front_door(train)([*args, "--data.seq_len=100000", f"--out={tmp_path / 'long'}"]) == 2
+    err = capfd.readouterr().err
+    assert "set data.seq_len to at most" in err and "val_sequences" not in err
 
 
 def test_too_short_a_sequence_is_refused(tiny_data):
@@ -295,8 +324,14 @@ def test_too_little_text_is_named():
     store = text_store(100, 60)
     with pytest.raises(ValueError, match=r"data\.text has 160 training tokens, too few .*seq_len 88"):
         TrainingOrder(SequenceBuilder({"text": store}, store.layout, 88), {"text": 1.0}, 0.5, 0)
-    with pytest.raises(ValueError, match="more than the 1 held-out windows of text"):
-        validation_rows(SequenceBuilder({"text": store}, store.layout, 88), 2)
+    assert len(validation_rows(SequenceBuilder({"text": store}, store.layout, 88), 2)) == 1
+    with pytest.raises(ValueError, match=r"data\.text holds out 160 tokens, .* data\.seq_len to at most 161"):
+        validation_rows(SequenceBuilder({"text": store}, store.layout, 162), 2)
+    # The number that is named works.
+    assert len(validation_rows(SequenceBuilder({"text": store}, store.layout, 161), 2)) == 1
+    TrainingOrder(SequenceBuilder({"text": store}, store.layout, 81), {"text": 1.0}, 0.5, 0)
+    with pytest.raises(ValueError, match=r"data\.seq_len to at most 81"):
+        TrainingOrder(SequenceBuilder({"text": store}, store.layout, 82), {"text": 1.0}, 0.5, 0)
 
 
 def test_validation_is_spread_over_what_is_held_out():
