@@ -27,7 +27,7 @@ from mmqk.ablation.replays import arm_of, plan_of_run
 from mmqk.ablation.resolver import Resolver
 from mmqk.ablation.rules import ReplayRule
 from mmqk.ablation.session import Session
-from mmqk.store import OneSentenceParser, dashboards, run_main
+from mmqk.store import OneSentenceParser, dashboards, relative, run_main
 
 DESCRIPTION = """\
 Train every run of a grid (arms x axes x seeds), several at a time, each in its own process.
@@ -147,7 +147,7 @@ def _check_claims(grid: Grid, session: Session) -> list[str]:
 def _grid(options: argparse.Namespace) -> Grid:
     if options.replay:
         arm = arm_of(options.replay)
-        name, title = f"{arm}-replays", f"Replays of {options.replay}"
+        name, title = f"{arm}-replays", f"Replays of {relative(options.replay)}"
         return Grid(
             options.replay, name, title, (), {"name": name, "title": title, "arms": {arm: {"label": arm}}}
         )
@@ -155,9 +155,9 @@ def _grid(options: argparse.Namespace) -> Grid:
     for metric in {arm.lr.metric for arm in grid.arms if arm.lr}:
         check_metric(metric)
     report = grid.raw.get("report") or {}
-    if "command" in report or any(Path(path).is_absolute() for path in options.config):
+    if "command" in report:
         return grid
-    command = " ".join(["python -m mmqk.ablate", *(f"--config {path}" for path in options.config)])
+    command = " ".join(["python -m mmqk.ablate", *(f"--config {relative(path)}" for path in options.config)])
     return replace(grid, raw={**grid.raw, "report": {**report, "command": command}})
 
 

@@ -14,6 +14,7 @@ from mmqk.analysis.shapes import Figure, Line, Panel
 from mmqk.analysis.study import Study
 from mmqk.analysis.style import GREY, legend
 from mmqk.analysis.words import listed, number, plural
+from mmqk.store import without_roots
 
 MOST_ROWS = 60
 
@@ -95,7 +96,7 @@ def _parent_name(run: Run, runs: Sequence[Run]) -> str:
     for other in runs:
         if other is not run and other.id and other.id in ids:
             return other.name
-    return next(iter(ids), "an unnamed run")
+    return without_roots(next(iter(ids), "an unnamed run"))
 
 
 def _ends(path: str, end: str) -> bool:

@@ -28,7 +28,7 @@ from mmqk.analysis.tables import arm_rows, claim_sections, data_rows, environmen
 from mmqk.analysis.together import Findings, read
 from mmqk.analysis.verdicts import Verdict
 from mmqk.analysis.words import DASH, plural, slug
-from mmqk.store import UserError
+from mmqk.store import UserError, relative_word, without_roots
 
 # The data inspector's page has the same style sheet.
 __all__ = ["TEMPLATES", "write_report"]
@@ -93,7 +93,9 @@ def _files(found: Findings) -> dict[str, str | bytes]:
     )
     brush = Brush.of(study)
     files: dict[str, str | bytes] = {
-        "verdicts.json": json.dumps([v.as_record() for v in found.verdicts], indent=1, ensure_ascii=False)
+        "verdicts.json": json.dumps(
+            without_roots([v.as_record() for v in found.verdicts]), indent=1, ensure_ascii=False
+        )
         + "\n"
     }
     for figure in drawn.all:
@@ -169,7 +171,7 @@ def page_content(found: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[s
         "forks": _fork_rows(study, nodes, colours),
         "replays": _replay_rows(found),
     }
-    return content | {"index": _index(content)}
+    return without_roots(content | {"index": _index(content)})
 
 
 def _titles(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
@@ -318,7 +320,7 @@ def _about_learning(study: Study) -> str:
 def _commands(found: Findings) -> list[str]:
     """What makes the runs and the page again."""
     study = found.study
-    # An absolute path is true of one machine only.
+    # An absolute path holds on one machine alone.
     folders = [
         f"runs/{folder.resolve().name}" if folder.is_absolute() else folder.as_posix()
         for folder in found.folders
@@ -331,7 +333,9 @@ def _commands(found: Findings) -> list[str]:
         made = [named] if isinstance(named, str) else list(dict.fromkeys(named))
         return [*map(str, made), f"{report}   # the page alone, from finished runs"]
     commands = [run.details.get("command") for run in study.runs]
-    trained = [" ".join(map(str, c)) if isinstance(c, list) else str(c) for c in commands if c]
+    trained = [
+        " ".join(map(relative_word, c)) if isinstance(c, list) else without_roots(str(c)) for c in commands if c
+    ]
     trained = list(dict.fromkeys(trained))
     if len(trained) > MOST_COMMANDS:
         rest = len(trained) - MOST_COMMANDS + 1

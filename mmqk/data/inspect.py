@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mmqk.store import OneSentenceParser, UserError, run_main
+from mmqk.store import OneSentenceParser, UserError, relative_word, run_main
 
 DESCRIPTION = """\
 Show what a model will see: the first training sequences of a configuration and seed, with their text, images,
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     from mmqk.data import inspect_page
 
     run = resolve(rest)
-    command = "python -m mmqk.data.inspect " + shlex.join(_as_given(parser, options, rest))
+    command = "python -m mmqk.data.inspect " + shlex.join(map(relative_word, _as_given(parser, options, rest)))
     files, lines = inspect_page.inspect(run, options.sequences, options.tokens, command, _name(rest))
     write(options.out, files)
     print("\n".join(lines))

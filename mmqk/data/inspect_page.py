@@ -22,6 +22,7 @@ from mmqk.data.module import TokenDataModule
 from mmqk.data.order import Content
 from mmqk.data.reading import WINDOW, read, record
 from mmqk.data.views import SequenceView, Viewer
+from mmqk.store import without_roots
 
 LARGEST_PAGE = 5_000_000
 PICTURE_BYTES = 2_500_000  # of all pictures, before base64
@@ -59,7 +60,7 @@ def inspect(
     data.setup()
     decoder = Decoder(run.data.tokenizers) if "pair" in run.data.family else None
     reading = read(run, data, tokens, decoder.grid if decoder else 0)
-    plain = record(reading, run, data)
+    plain = without_roots(record(reading, run, data))
     shown = min(sequences, reading.run_sequences)
     rows = statistics_rows(plain)
     content = {

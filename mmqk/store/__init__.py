@@ -32,7 +32,7 @@ from mmqk.store.identity import (
 from mmqk.store.lock import FolderLock, is_locked
 from mmqk.store.metrics import MetricLines, MetricsWriter, from_json, last_metrics, read_metrics
 from mmqk.store.tags import Tag, parse_tag, parsed_tag, tag
-from mmqk.store.words import clock, dashboards
+from mmqk.store.words import clock, dashboards, relative, relative_word, without_roots
 
 __all__ = [
     "EXIT_CODES",
@@ -75,10 +75,13 @@ __all__ = [
     "read_regular",
     "read_run",
     "read_status",
+    "relative",
+    "relative_word",
     "run_main",
     "tag",
     "truncate_alarms",
     "with_dashes",
+    "without_roots",
     "write_atomic",
     "write_json",
 ]

@@ -1,9 +1,17 @@
-"""Numbers as every command's progress says them."""
+"""Numbers and paths as commands and pages print them."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_FOLDERS = ("configs", "runs", "reports", "data")
+# A path of at least two names, not a link, a closing tag or the middle of a word.
+_ABSOLUTE = re.compile(r"""(?<![\w.:/<>~\-\]])/(?:[^\s/'"`,;:()\[\]{}<>]+/)+[^\s/'"`,;:()\[\]{}<>]*""")
 
 
 def clock(seconds: float) -> str:
@@ -22,3 +30,40 @@ def dashboards(folder: str | os.PathLike[str]) -> str:
         f"dashboards: python -m tensorboard.main --logdir {shlex.quote(os.fspath(folder))}"
         " --samples_per_plugin scalars=1000000, then open http://localhost:6006/#custom_scalars"
     )
+
+
+def relative(path: str | os.PathLike[str]) -> str:
+    """A path as a page prints it: relative to the repository or to the present folder.
+
+    Of any other absolute path it is what follows its last folder of the repository's layout, or its name. A relative
+    path is returned as it is.
+    """
+    given = Path(path)
+    if not given.is_absolute():
+        return str(path)
+    for base in (ROOT, Path.cwd()):
+        if given.is_relative_to(base):
+            return given.relative_to(base).as_posix()
+    known = [place for place, name in enumerate(given.parts) if name in _FOLDERS]
+    return Path(*given.parts[known[-1] :]).as_posix() if known else given.name
+
+
+def relative_word(word: str) -> str:
+    """A word of a command line, such as ``--out=/home/me/runs/a``, with its path as `relative` gives it."""
+    flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    return f"{flag}{equals}{relative(value) if value.startswith('/') else without_roots(value)}"
+
+
+def without_roots(value: Any) -> Any:
+    """Plain data with every absolute path in its texts as `relative` gives it; drawings and pictures as they are."""
+    if isinstance(value, str):
+        if value.startswith(("<svg", "data:")) or not _ABSOLUTE.search(value):
+            return value
+        return _ABSOLUTE.sub(lambda match: relative(match[0]), value)
+    if isinstance(value, dict):
+        return {key: without_roots(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_roots(inner) for inner in value]
+    if type(value) is tuple:
+        return tuple(map(without_roots, value))
+    return value

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from mmqk.store import OneSentenceParser, UserError, run_main
+from mmqk.store import OneSentenceParser, UserError, relative_word, run_main, without_roots
 from mmqk.tokenizers import train
 from mmqk.tokenizers.choice import add_data_arguments, choice_of
 from mmqk.tokenizers.documents import Documents
@@ -231,7 +231,7 @@ def _differing(p: argparse.ArgumentParser, given: dict[str, Any], but: tuple[str
     for name, default in vars(p.parse_args([])).items():
         if name in given and name not in but and given[name] != default:
             values = given[name] if isinstance(given[name], list) else [given[name]]
-            flags += [f"--{name.replace('_', '-')}", *map(str, values)]
+            flags += [f"--{name.replace('_', '-')}", *(relative_word(str(value)) for value in values)]
     return flags
 
 
@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         kept = before.partition(KEPT_BELOW)[2]
         # 128 colours are enough for a page and keep the file small
         sheet.quantize(128).save(args.out / SHEET, optimize=True)
-        readme.write_text(f"{text}\n{KEPT_BELOW}\n{kept.lstrip()}", encoding="utf-8")
+        readme.write_text(f"{without_roots(text)}\n{KEPT_BELOW}\n{kept.lstrip()}", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{args.out} cannot be written ({error.strerror}): give another --out.") from error
     print(f"wrote {readme} and {args.out / SHEET}")

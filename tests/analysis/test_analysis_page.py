@@ -19,6 +19,7 @@ from mmqk.analysis import load_study, write_report
 from mmqk.analysis.curves import binned, layer_map
 from mmqk.analysis.figures import figures, hero
 from mmqk.analysis.findings import cannot_tell, finding, headline
+from mmqk.analysis.forks import fork_figure, fork_tree
 from mmqk.analysis.page import Drawn, page_content
 from mmqk.analysis.render import css, render
 from mmqk.analysis.style import arm_colours
@@ -164,6 +165,32 @@ def test_a_threshold_is_our_smallest_effect_of_interest(demo):
         text = (demo[1] / name).read_text()
         assert "Smallest effect of interest: a factor of 1.99." in text
         assert "asked for" not in text.lower() and "asks for" not in text
+
+
+def test_no_absolute_path_is_on_the_page(tmp_path, monkeypatch):
+    """Wherever the runs came from: commands, reasons, versions, the parents of forks."""
+    runs = tmp_path / "mine" / "runs" / "r"
+    for seed, here in enumerate((tmp_path, Path("/elsewhere/me"))):
+        path = write_run(runs / f"seed{seed}", Planted(50.0), seed)
+        record = json.loads((path / "run.json").read_text())
+        record["details"] |= {
+            "command": ["python", "-m", "mmqk.train", "--config", f"{here}/my configs/x.yaml",
+                        f"--out={here}/runs/a b", "--seed=3", f'--data.sets=["{here}/data/one"]'],
+            "versions": {"torch": f"2.6 of {here}/torch/lib"},
+        }  # fmt: skip
+        (path / "run.json").write_text(json.dumps(record))
+        ended = {"status": "failed", "step": 3, "reason": f"OSError: no space in {here}/runs/x/y.ckpt"}
+        (path / "status.json").write_text(json.dumps(ended))
+        (path / "fork.json").write_text(json.dumps({"parent": {"folder": f"{here}/runs/parent", "step": 2}}))
+    monkeypatch.chdir(tmp_path)
+    found = read([runs])
+    nodes = fork_tree(found.study)
+    content = page_content(found, Drawn([], {}, [], fork_figure(found.study, nodes)), nodes) | {"css": css()}
+    for name in ("index.html", "report.md"):
+        text = render(name, content)
+        assert str(tmp_path) not in text and "/elsewhere" not in text and "/me/" not in text
+        assert "--config my configs/x.yaml" in text and "--out=runs/a b" in text and "--seed=3" in text
+        assert "no space in runs/x/y.ckpt" in text and "runs/parent" in text
 
 
 @pytest.mark.parametrize("lost", [True, False])
