@@ -19,6 +19,7 @@ from mmqk.analysis.shapes import Figure, HeatMap, Line, Panel
 from mmqk.analysis.study import Study
 from mmqk.analysis.style import GREY, INK, RC, STYLES, arm_colours
 from mmqk.analysis.svg import svg_element
+from mmqk.store.words import plain
 
 PANEL_INCHES = (5.4, 3.5)
 HEAT_INCHES = (5.4, 2.5)
@@ -298,7 +299,7 @@ def _short(value: float, _position: int | None = None) -> str:
     if value >= 1e3:
         for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
             if value >= size:
-                return f"{value / size:.3g}{letter}"
+                return f"{plain(value / size)}{letter}"
     return f"{value:.0e}".replace("e-0", "e-") if value < 1e-3 else f"{value:g}"
 
 

@@ -16,6 +16,7 @@ from mmqk.analysis.stats import Effect
 from mmqk.analysis.study import Study
 from mmqk.analysis.verdicts import Verdict, detectable_in_words, middle
 from mmqk.analysis.words import capital, decimals, fixed, listed, nats, number, plural
+from mmqk.store.words import plain
 
 # Of a ratio whose interval reaches further than this on the logarithm, two digits are enough.
 ROUGH = 0.35
@@ -212,8 +213,8 @@ def _threshold(verdict: Verdict) -> str:
     sign = 1 if either else verdict.claim.sign
     way = " either way" if either else ""
     if verdict.metric.scale == "log":
-        return f"a factor of {math.exp(sign * delta):.3g}{way}"
-    return f"{sign * delta:.3g} {verdict.metric.unit}".strip() + way
+        return f"a factor of {plain(math.exp(sign * delta))}{way}"
+    return f"{plain(sign * delta)} {verdict.metric.unit}".strip() + way
 
 
 def threshold_in_words(verdict: Verdict) -> str:

@@ -9,6 +9,7 @@ from mmqk.analysis.exact import Counts, clopper_pearson
 from mmqk.analysis.multiple import Adjusted
 from mmqk.analysis.stats import Effect, Spread
 from mmqk.analysis.words import decimals, fixed, number, plural
+from mmqk.store.words import percent, plain
 
 ENOUGH_SEEDS = 6
 
@@ -26,7 +27,7 @@ def about_family(claim: Claim, effect: Effect | Counts | None, adjusted: Adjuste
         said.append(
             f"p {_p(p)} against the smallest effect of interest, adjusted p {_p(adjusted.p)} by "
             f"{adjusted.method} over {plural(adjusted.claims, f'{claim.status} claim')}{looks}; decided by the "
-            f"{100 * (1 - adjusted.alpha):.3g} % interval, {low} to {high}."
+            f"{percent(1 - adjusted.alpha, 3)} interval, {low} to {high}."
         )
     else:
         said.append(f"p {_p(p)} against the smallest effect of interest.")
@@ -47,17 +48,17 @@ def about_spread(spread: Spread | None, effect: Effect | Counts | None) -> list[
     if effect.of == "differences":
         sd = effect.error * math.sqrt(effect.n)
         return [
-            f"The interval is that of the differences by seed, whose spread is {sd:.2g}, as the runs of a seed are "
-            f"one until the fork ({effect.df:.3g} degrees of freedom)."
+            f"The interval is that of the differences by seed, whose spread is {plain(sd, 2)}, as the runs of a seed "
+            f"are one until the fork ({plain(effect.df)} degrees of freedom)."
         ]
-    sds = ", ".join(f"{sd:.2g}" for sd in spread.by_arm.values())
+    sds = ", ".join(f"{plain(sd, 2)}" for sd in spread.by_arm.values())
     method = {
         "pooled": "the pooled one",
         "two arms": "Welch's, of the two arms alone, whose standard error is larger",
     }[effect.of]
     return [
-        f"Seed spread by arm {sds}, pooled {spread.sd:.2g} (equal spread p = {spread.p_equal:.2g}); the interval is "
-        f"{method} ({effect.df:.3g} degrees of freedom)."
+        f"Seed spread by arm {sds}, pooled {plain(spread.sd, 2)} (equal spread p = {spread.p_equal:.2g}); the interval "
+        f"is {method} ({plain(effect.df)} degrees of freedom)."
     ]
 
 

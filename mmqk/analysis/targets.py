@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from mmqk.analysis.compared import Group
 from mmqk.analysis.metrics import trained_modalities
 from mmqk.analysis.runs import Run
-from mmqk.analysis.words import listed, number
+from mmqk.analysis.words import listed
+from mmqk.store.words import percent
 
 # Arms that train the same modalities are alike up to here: seeds read different sequences.
 ALIKE = 0.01
@@ -43,8 +44,4 @@ def about_targets(compared: Mapping[str, Group]) -> list[str]:
     if apart <= ALIKE and len(trained) < 2:
         return []
     said = listed([f"{count:,.0f} ({label})" for label, count in counts.items()])
-    return [f"Trained targets a step, counted in the data of the runs: {said}; {_percent(apart)} apart."]
-
-
-def _percent(share: float) -> str:
-    return "less than 0.1 %" if share < 1e-3 else f"{number(100 * share, 2)} %"
+    return [f"Trained targets a step, counted in the data of the runs: {said}; {percent(apart)} apart."]

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Sequence
 
+from mmqk.store.words import plain
+
 DASH = "–"
 
 
@@ -75,7 +77,7 @@ def count(value: float) -> str:
     """A large number for a reader: ``950``, ``12k``, ``2.36M``, ``1.2B``."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
-            return f"{value / size:.3g}{letter}"
+            return f"{plain(value / size)}{letter}"
     return f"{value:.0f}"
 
 

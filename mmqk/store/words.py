@@ -20,6 +20,17 @@ def clock(seconds: float) -> str:
     return f"{whole // 60}:{whole % 60:02d}"
 
 
+def plain(value: float, digits: int = 3) -> str:
+    """A number to so many significant digits, large ones written out: ``0.17``, ``45.6``, ``123,000``."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if "e+" in text else text
+
+
+def percent(share: float, digits: int = 2) -> str:
+    """A share of 1 in per cent: ``0.17 %``, ``160 %``; ``less than 0.01 %`` instead of a power of ten."""
+    return "less than 0.01 %" if 0 < share < 1e-4 else f"{plain(100 * share, digits)} %"
+
+
 def dashboards(folder: str | os.PathLike[str]) -> str:
     """How to open the dashboards of a folder of runs.
 

@@ -11,6 +11,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError, differing_fields, flatten, write_json
 from mmqk.store.checkpoints import checkpoint_name
+from mmqk.store.words import plain
 from mmqk.training.checkpoint import load_checkpoint, save_checkpoint
 from mmqk.training.fork_matrices import Carried
 from mmqk.training.fork_measure import Change, change_of_function
@@ -124,7 +125,7 @@ def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> s
     near = (
         "the function is the parent's to the bit"
         if change.logits == 0
-        else f"logits differ by {change.logits:.2g} of their RMS, loss {losses}"
+        else f"logits differ by {plain(change.logits, 2)} of their RMS, loss {losses}"
     )
     return (
         f"forked from step {fork.parent.step} of run {fork.parent.id} with {', '.join(what) or 'nothing changed'}:"

@@ -1,41 +1,74 @@
-"""Paths as pages print them."""
+"""Numbers in sentences are written out: no power of ten where a person reads per cent, milliseconds or a norm."""
 
+from __future__ import annotations
+
+import re
 from pathlib import Path
 
 import pytest
 
-from mmqk.store import relative, relative_word, without_roots
-from mmqk.store.words import ROOT
+from mmqk.analysis.words import count
+from mmqk.monitors.attached.introduce import introduction
+from mmqk.monitors.attached.layers import Layers
+from mmqk.store.alarms.probes import Growth
+from mmqk.store.words import percent, plain
 
-
-def test_a_path_is_relative_to_the_repository_or_the_present_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert relative(ROOT / "configs/demo.yaml") == "configs/demo.yaml"
-    assert relative(tmp_path / "mine/x.yaml") == "mine/x.yaml"
-    assert relative("/somewhere/else/configs/my grid.yaml") == "configs/my grid.yaml"
-    assert relative("/somewhere/runs/a/runs/b") == "runs/b"
-    assert relative("/somewhere/x.yaml") == "x.yaml"
-    assert relative_word("--out=/elsewhere/my disk/runs/a") == "--out=runs/a"
-    assert relative_word("/elsewhere/x.yaml") == "x.yaml"
-    assert relative_word('--data.sets=["/elsewhere/data/a", "data/b"]') == '--data.sets=["data/a", "data/b"]'
+POWER = re.compile(r"\de[+-]\d")
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("value", "digits", "said"),
     [
-        "runs/demo", "../up/x.yaml", "./here/x", "~/mine/x", "q_norm/text/layer03", "1/2/3", "tokens/s, nats/token",
-        "https://example.org/a/b", "<p>a</p><b>c</b>", "text / image / audio", "--data.mix={\"pair\": 1}", "[a](/b)",
-        "<svg><path d='M0 0'/>/home/me/x</svg>", "data:image/png;base64,/9j/4AAQ/x",
+        (1.6, 2, "1.6"), (160.0, 2, "160"), (99.96, 3, "100"), (999.6, 3, "1,000"), (1999.0, 2, "2,000"),
+        (123456.0, 3, "123,000"), (-1500.0, 2, "-1,500"), (0.0, 3, "0"), (0.0173, 2, "0.017"),
+        (float("inf"), 2, "inf"),
     ],
 )  # fmt: skip
-def test_what_is_no_absolute_path_stays(text):
-    assert without_roots(text) == text
-    if "=" in text or Path(text).parts == ("runs", "demo"):
-        assert relative_word(text) == text
+def test_a_number_has_its_digits_and_no_power_of_ten(value, digits, said):
+    assert plain(value, digits) == said
+    if POWER.search(f"{value:.{digits}g}"):  # the control: what it says differs from a format only there
+        assert plain(value, digits) != f"{value:.{digits}g}"
+    else:
+        assert plain(value, digits) == f"{value:.{digits}g}"
 
 
-def test_texts_of_plain_data_lose_their_roots():
-    said = "OSError: [Errno 28] No space left: '/home/me/runs/a/b.ckpt', see /home/me/log.txt"
-    assert without_roots({"a": [said, ("x", 1)]}) == {
-        "a": ["OSError: [Errno 28] No space left: 'runs/a/b.ckpt', see log.txt", ("x", 1)]
-    }
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [(1.6, "160 %"), (20.0, "2,000 %"), (0.0017, "0.17 %"), (1e-4, "0.01 %"), (9e-7, "less than 0.01 %"),
+     (0.0, "0 %")],
+)  # fmt: skip
+def test_a_share_is_said_in_per_cent(share, said):
+    assert percent(share) == said
+
+
+def line(seconds: float, step: float, every: int) -> str:
+    return introduction(Layers([], [], 0), {"text": 8}, [], seconds, [step], every)
+
+
+def test_the_cost_of_a_probe_is_written_out():
+    assert "probe 12,000 ms, 2,000 % of a step, 200 % of training" in line(12.0, 0.6, 10)
+    assert "probe 160 ms, 16,000 % of a step, 160 % of training" in line(0.16, 0.001, 100)
+    assert "probe 12.3 ms, 12.3 % of a step, 0.12 % of training" in line(0.0123, 0.1, 100)  # as before
+    assert "less than 0.01 % of training" in line(1e-6, 1.0, 1000)
+
+
+def test_an_alarm_and_a_count_write_large_numbers_out():
+    rule = Growth(0, 1000)
+    alarms = (rule.update(step, "final_norm/text", 2e4 * 2 ** (step / 100)) for step in range(0, 1000, 20))
+    [alarm] = [alarm for alarm in alarms if alarm is not None]
+    assert (
+        alarm.value > 1e5 and not POWER.search(alarm.sentence) and f"{alarm.value:,.0f}"[:3] in alarm.sentence
+    )
+    assert [count(n) for n in (999, 999_999, 5e12)] == ["999", "1,000k", "5,000B"]
+
+
+def test_no_sentence_formats_per_cent_with_a_power_of_ten():
+    """Over all of the code: a format by significant digits never stands before a per cent sign."""
+    bad = re.compile(r":[.]\d+[ge]\} ?%")
+    assert bad.search('f"{share:.2g} % of training"')  # the control
+    found = [
+        f"{path}: {match[0]}"
+        for path in Path("mmqk").rglob("*.py")
+        for match in bad.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert Path("mmqk/train.py").exists() and found == []

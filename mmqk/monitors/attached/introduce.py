@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mmqk.monitors.attached.boundary import Section
 from mmqk.monitors.attached.layers import Layers
 from mmqk.store.tags import parsed_tag
+from mmqk.store.words import percent, plain
 
 
 def is_first_rank() -> bool:
@@ -36,10 +37,10 @@ def introduction(
         gaps: seconds between optimizer steps so far.
         every_n_steps: between probes.
     """
-    cost = f"probe {1000 * seconds:.3g} ms"
+    cost = f"probe {plain(1000 * seconds)} ms"
     if gaps:
-        share = 100 * seconds / statistics.median(gaps)
-        cost += f", {share:.3g} % of a step, {share / every_n_steps:.2g} % of training"
+        share = seconds / statistics.median(gaps)
+        cost += f", {percent(share, 3)} of a step, {percent(share / every_n_steps)} of training"
     said = [
         _layers_line(layers, sections),
         "tokens " + ", ".join(f"{n} {name}" for name, n in tokens.items()),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmqk.store.alarms.alarm import Alarm
+from mmqk.store.words import plain
 
 # What grows. Not norms before a QK-Norm, which may grow without anything growing with them, and not outputs of
 # sublayers, whose sum is the residual stream.
@@ -79,7 +80,7 @@ class Growth:
             return None
         doubling = math.log(2) / slope
         said = (
-            f"{tag} {value:.4g} is {grown:.1f} times what it was at step {self.start} and doubles every"
+            f"{tag} {plain(value, 4)} is {grown:.1f} times what it was at step {self.start} and doubles every"
             f" {doubling:.0f} steps, with {left} to go"
         )
         return Alarm("growth", step, tag, value, GROWTH_FACTOR * first, said)
@@ -127,9 +128,9 @@ class Collapse:
         began, self.on = low and not self.on, low
         if not began:
             return None
-        said = f"{tag} {value:.3g} nats is {value / self.first:.0%} of its {self.first:.3g} at the start"
+        said = f"{tag} {plain(value)} nats is {value / self.first:.0%} of its {plain(self.first)} at the start"
         if rank is not None and self.first_rank is not None:
-            said += f"; the rank of the layer's attention is {rank:.3g}, from {self.first_rank:.3g}"
+            said += f"; the rank of the layer's attention is {plain(rank)}, from {plain(self.first_rank)}"
         return Alarm("collapse", step, tag, value, COLLAPSE_SHARE * self.first, said)
 
     def state_dict(self) -> dict[str, Any]:

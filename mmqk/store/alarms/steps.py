@@ -9,6 +9,7 @@ from typing import Any
 
 from mmqk.store.alarms.alarm import Alarm
 from mmqk.store.alarms.window import Moments, Window
+from mmqk.store.words import plain
 
 # Spike score of OLMo 2 (arXiv 2501.00656, section 3): values at least 7 standard deviations above the rolling mean
 # of the last 1000 values. Which values the deviation is of is not said there: here the same ones (ours).
@@ -55,8 +56,8 @@ class Spike:
         spikes = std > 1e-9 * abs(mean) and value >= threshold
         if spikes and not self.on:
             said = (
-                f"{tag} {value:.4g} is {(value - mean) / std:.1f} standard deviations above the mean {mean:.4g} of"
-                f" the last {len(self.window)} steps"
+                f"{tag} {plain(value, 4)} is {(value - mean) / std:.1f} standard deviations above the mean"
+                f" {plain(mean, 4)} of the last {len(self.window)} steps"
             )
             alarm = Alarm("spike", step, tag, value, threshold, said)
         self.on = spikes
@@ -97,7 +98,10 @@ class SpikeOfMedian:
         if not began:
             return None
         above_now = value - median
-        said = f"{tag} {value:.4g} is {above_now:.2f} above the median {median:.4g} of the last {MEDIAN_WINDOW} steps"
+        said = (
+            f"{tag} {plain(value, 4)} is {above_now:.2f} above the median {plain(median, 4)} of the last"
+            f" {MEDIAN_WINDOW} steps"
+        )
         return Alarm("spike_median", step, tag, value, median + above, said)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,41 @@
+"""Paths as pages print them."""
+
+from pathlib import Path
+
+import pytest
+
+from mmqk.store import relative, relative_word, without_roots
+from mmqk.store.words import ROOT
+
+
+def test_a_path_is_relative_to_the_repository_or_the_present_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert relative(ROOT / "configs/demo.yaml") == "configs/demo.yaml"
+    assert relative(tmp_path / "mine/x.yaml") == "mine/x.yaml"
+    assert relative("/somewhere/else/configs/my grid.yaml") == "configs/my grid.yaml"
+    assert relative("/somewhere/runs/a/runs/b") == "runs/b"
+    assert relative("/somewhere/x.yaml") == "x.yaml"
+    assert relative_word("--out=/elsewhere/my disk/runs/a") == "--out=runs/a"
+    assert relative_word("/elsewhere/x.yaml") == "x.yaml"
+    assert relative_word('--data.sets=["/elsewhere/data/a", "data/b"]') == '--data.sets=["data/a", "data/b"]'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "runs/demo", "../up/x.yaml", "./here/x", "~/mine/x", "q_norm/text/layer03", "1/2/3", "tokens/s, nats/token",
+        "https://example.org/a/b", "<p>a</p><b>c</b>", "text / image / audio", "--data.mix={\"pair\": 1}", "[a](/b)",
+        "<svg><path d='M0 0'/>/home/me/x</svg>", "data:image/png;base64,/9j/4AAQ/x",
+    ],
+)  # fmt: skip
+def test_what_is_no_absolute_path_stays(text):
+    assert without_roots(text) == text
+    if "=" in text or Path(text).parts == ("runs", "demo"):
+        assert relative_word(text) == text
+
+
+def test_texts_of_plain_data_lose_their_roots():
+    said = "OSError: [Errno 28] No space left: '/home/me/runs/a/b.ckpt', see /home/me/log.txt"
+    assert without_roots({"a": [said, ("x", 1)]}) == {
+        "a": ["OSError: [Errno 28] No space left: 'runs/a/b.ckpt', see log.txt", ("x", 1)]
+    }
