@@ -57,8 +57,8 @@ def about_spread(spread: Spread | None, effect: Effect | Counts | None) -> list[
         "two arms": "Welch's, of the two arms alone, whose standard error is larger",
     }[effect.of]
     return [
-        f"Seed spread by arm {sds}, pooled {plain(spread.sd, 2)} (equal spread p = {spread.p_equal:.2g}); the interval "
-        f"is {method} ({plain(effect.df)} degrees of freedom)."
+        f"Seed spread by arm {sds}, pooled {plain(spread.sd, 2)} (equal spread p = {spread.p_equal:.2g}); the "
+        f"interval is {method} ({plain(effect.df)} degrees of freedom)."
     ]
 
 
