@@ -27,7 +27,8 @@ _ARM = {
 }  # fmt: skip
 _CLAIM = {
     "*": (*_WORD, None), "id": _WORD, "treatment": (None, str), "control": (None, str), "arms": _WORDS,
-    "metric": str, "at": (None, dict), "stopping": (None, dict), "finding": (None, {"*": _WORD}),
+    "metric": str, "at": (None, dict), "stopping": (None, dict), "unchecked": (None, dict),
+    "finding": (None, {"*": _WORD}),
     "regime": (None, str), "grid": str,
 }  # fmt: skip
 _REPORT = {

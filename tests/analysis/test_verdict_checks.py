@@ -143,7 +143,7 @@ def test_nothing_is_said_of_checks_that_are_on(tmp_path):
         ({"unchecked": {"learnt": ""}}, "give one of learnt, declared, seeds and the reason"),
         ({"unchecked": {"learnt": None}}, "and the reason"),
         ({"unchecked": {"seeds": 2}}, "and the reason"),
-        ({"unchecked": ["learnt"]}, "not a mapping of names to values"),
+        ({"unchecked": ["learnt"]}, 'unchecked is ["learnt"] and not an object'),
         (
             {"unchecked": {"learnt": "so"}, "regime": "both modalities learnt"},
             "drop regime or unchecked.learnt",
