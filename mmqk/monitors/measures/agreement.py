@@ -21,9 +21,9 @@ class Agreement:
 
     Attributes:
         cosine: ``(<g_a^A, g_b^B> + <g_b^A, g_a^B>) / 2 / sqrt(<g_a^A, g_a^B> <g_b^A, g_b^B>)``, (M, M). Either
-            product of the numerator has the same mean; their mean has less noise and does not depend on which half is A. An
-            estimate of the true gradients' cosine that noise does not shrink; it can leave [-1, 1], and is NaN where
-            a signal is not above 0, which says that the batch is too small to tell.
+            product of the numerator has the same mean; their average has less noise and does not depend on which half
+            is A. An estimate of the true gradients' cosine that noise does not shrink; it can leave [-1, 1], and is
+            NaN where a signal is not above 0, which says that the batch is too small to tell.
         signal: ``<g^A, g^B>``, an unbiased estimate of the squared length of the true gradient, (M,).
         noise: ``|g^A - g^B|^2 / 2``, of the variance of a half's gradient, (M,).
     """
