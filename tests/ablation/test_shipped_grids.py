@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -15,8 +13,9 @@ from mmqk.ablation import load_grid
 from mmqk.ablation.grid import Grid
 from mmqk.analysis import load_study
 from mmqk.config import RunConfig, resolve
-from mmqk.data.module import TokenDataModule
+from mmqk.data.shards import read_pairs
 from mmqk.store import UserError, flatten
+from mmqk.tokenizers import TextTokenizer
 
 ROOT = Path(__file__).parents[2]
 DEMO = Path("configs/ablations/demo.yaml")
@@ -150,17 +149,20 @@ def test_arms_differ_only_in_what_they_set(demo, runs, tmp_path):
     assert strays(demo, {**runs, ("mixed", 1): wider})["mixed", "mixed-qk"] == {"optim.beta2"}
 
 
-def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step(runs, tmp_path):
-    """Counted target by target, without what a run writes down itself."""
-    data = TokenDataModule(replace(runs["mixed", 1].data, cache=str(tmp_path)), seed=1)
-    data.setup()
-    ids = np.concatenate([data.order.row(index).ids[1:] for index in range(2048)])  # one document a row
-    share = float((ids < 1029).mean())
+def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step(runs):
+    """By the captions and the mixture alone. A text row has 127 targets, a pair its caption, three specials and an
+    image of 64; beside an image there is room for 60 tokens of a caption."""
+    text = TextTokenizer.load(ROOT / "data/tokenizers")
+    captions = [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
+    mix, length = runs["mixed", 1].data.mix, runs["mixed", 1].data.seq_len
+    assert (mix, length) == ({"pair": 3.0, "text": 1.0}, 128)
+    of_pair = 3 + sum(min(n, 60) for n in captions) / len(captions)
+    count = {"text": 0.75 * of_pair + 0.25 * 127, "image": 0.75 * 64}
 
     def targets(arm: str) -> float:
         run = runs[arm, 1]
-        text, image = (run.loss.weights.get(name, 1.0) > 0 for name in ("text", "image"))
-        return run.data.batch_size * len(ids) / 2048 * (share * text + (1 - share) * image)
+        trained = (name for name in count if run.loss.weights.get(name, 1.0) > 0)
+        return run.data.batch_size * sum(count[name] for name in trained)
 
     assert targets("image-off-matched") == pytest.approx(targets("mixed"), rel=0.01)
     # The control: the arm that keeps its batch trains about half of them.
