@@ -165,7 +165,8 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
     ),
     "weight reparameterisation": (
         Remedy("sigma_reparam", "σReparam", {"model.weight_reparam": "sigma"},
-            "W ← gamma / sigma(W) · W, gamma learned from sigma(W), which is uᵀWv by a power step an update, in fp32",
+            "W ← gamma / sigma(W) · W, gamma learned from sigma(W), which is uᵀWv, exact at the"
+            " start, by 10 power steps an update (the source: 1), in fp32",
             "Zhai et al. 2023, arXiv 2303.06296 [S], and the authors' PyTorch code [V]",
             "every matrix of the blocks, not embedding and head",
             "two passes over every matrix in the forward; u and v as state"),

@@ -58,4 +58,4 @@ def init_weights(model: nn.Module, seed: int) -> None:
                 raise TypeError(f"no initial values for {module_name}.{name} of {type(module).__name__}.")
             parameter.copy_(values)
         if isinstance(module, SigmaLinear):
-            module.start(parameter_generator(seed, f"{shared_name}.u"))
+            module.start()

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from .config import ModelConfig
 from .norms import at_least_fp32
 
-FIRST_POWER_STEPS = 30
 TINY = 1e-30
+# Power iterations after an update. With one, as in the source, sigma was up to 31 % below the true one in the first
+# 30 steps of configs/demo.yaml at a learning rate of 0.03 with 5 steps of warm-up; with ten up to 6 %.
+POWER_STEPS = 10
 
 
 class Linear(nn.Linear):
@@ -28,9 +30,10 @@ class Linear(nn.Linear):
 class SigmaLinear(Linear):
     """`gamma / sigma(W) * W x`, sigma the largest singular value of W (σReparam, Zhai et al. 2023, arXiv 2303.06296).
 
-    sigma is `u^T W v` in fp32. The forward takes u and v as they are and never writes them; `power_step` brings
-    them nearer to the leading singular vectors and is called once after every update of W. Both are in the state
-    dict, so a resumed run goes on with the same sigma.
+    sigma is `u^T W v` in fp32, which is never above the true one. The forward takes u and v as they are and never
+    writes them. They start as the leading singular vectors; `power_step` brings them nearer to those of the present
+    W and is called `POWER_STEPS` times after every update. Both are in the state dict, so a resumed run goes on with
+    the same sigma.
 
     Args:
         d_in: Width of the input.
@@ -76,11 +79,16 @@ class SigmaLinear(Linear):
             self.u.copy_(_direction(wide @ v, at_least_fp32(self.u)))
 
     @torch.no_grad()
-    def start(self, generator: torch.Generator) -> None:
-        """u, v and gamma of the present W, from a random direction that `generator` draws."""
-        self.u.copy_(F.normalize(torch.randn(self.u.shape, generator=generator), dim=0))
-        for _ in range(FIRST_POWER_STEPS):
-            self.power_step()
+    def start(self) -> None:
+        """u, v and gamma of the present W: its leading singular vectors, by an eigendecomposition in fp64 on the CPU.
+
+        Power iterations would need hundreds: the largest singular values of a random matrix lie close together.
+        """
+        wide = self.weight.detach().cpu().double().nan_to_num()
+        tall = wide.shape[0] > wide.shape[1]
+        leading = torch.linalg.eigh(wide.T @ wide if tall else wide @ wide.T).eigenvectors[:, -1]
+        self.u.copy_(_direction(wide @ leading, self.u.cpu().double()) if tall else leading)
+        self.power_step()
         if self.keep:
             self.gamma.copy_(self.sigma())
 
@@ -92,10 +100,11 @@ def _direction(vector: Tensor, before: Tensor) -> Tensor:
 
 
 def power_step(model: nn.Module) -> None:
-    """One power iteration of every σReparam matrix of `model`: call it after each optimizer step."""
+    """`POWER_STEPS` power iterations of every σReparam matrix of `model`: call it after each optimizer step."""
     for module in model.modules():
         if isinstance(module, SigmaLinear):
-            module.power_step()
+            for _ in range(POWER_STEPS):
+                module.power_step()
 
 
 def linear(config: ModelConfig, d_in: int, d_out: int, init_scale: float = 1.0) -> Linear:

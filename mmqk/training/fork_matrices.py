@@ -102,7 +102,7 @@ class Matrices:
                 if f"{name}.weight" in self.done.from_name:
                     self.rescaled(f"{name}.weight", factor)
             if isinstance(here, SigmaLinear) and (factor is not None or not isinstance(there, SigmaLinear)):
-                here.start(torch.Generator().manual_seed(0))
+                here.start()
                 here.gamma.copy_(here.sigma())
                 if not isinstance(there, SigmaLinear):
                     self.done.added[f"{name}.gamma"] = "sigma of its matrix"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from mmqk.model.linear import SigmaLinear
+from mmqk.model.linear import POWER_STEPS, SigmaLinear
 from mmqk.training import module as training
 from tests.peers import Peer
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
@@ -92,6 +92,59 @@ def test_one_power_step_is_its_formula():
     assert float((expected - u).abs().max()) > 1e-2
 
 
+def test_sigma_starts_as_the_largest_singular_value_and_draws_no_number():
+    widths = [(64, 64), (170, 64), (64, 170)]
+    layers = []
+    for d_out, d_in in widths:
+        layer = SigmaLinear(d_in, d_out)
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(d_out, d_in, generator=torch.Generator().manual_seed(d_out)))
+        state = torch.get_rng_state()
+        layer.start()
+        assert torch.equal(torch.get_rng_state(), state)
+        layers.append(layer)
+    for layer in layers:
+        true = torch.linalg.matrix_norm(layer.weight.detach().double(), 2)
+        sigma = float(layer.sigma().detach())
+        assert sigma == pytest.approx(float(true), rel=1e-5) == pytest.approx(float(layer.gamma.detach()))
+        u = layer.u.clone()
+        layer.start()
+        assert torch.equal(layer.u, u)
+        # The control: thirty power steps from a random direction stay below.
+        with torch.no_grad():
+            layer.u.copy_(torch.randn(len(u), generator=torch.Generator().manual_seed(1)))
+        for _ in range(30):
+            layer.power_step()
+        assert float(layer.sigma().detach()) < 0.9999 * float(true)
+    empty = SigmaLinear(3, 4)
+    torch.nn.init.zeros_(empty.weight)
+    empty.start()
+    assert float(empty.sigma().detach()) == 0 and empty.u.isfinite().all()
+
+
+def test_sigma_follows_a_direction_that_grows_from_one_update_to_the_next():
+    """As in the first steps at a high learning rate: another direction becomes the leading one."""
+    layer = SigmaLinear(32, 32)
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(32, 32, generator=random) / 32**0.5)
+    layer.start()
+    push = torch.outer(*torch.randn(2, 32, generator=random)) / 32
+    late = copy.deepcopy(layer)
+    worst = {"ten": 0.0, "one": 0.0}
+    for _ in range(12):
+        for name, each in (("ten", layer), ("one", late)):
+            with torch.no_grad():
+                each.weight += 0.4 * push
+            if name == "ten":
+                training.power_step(nn.Sequential(each))
+            else:
+                each.power_step()
+            true = float(torch.linalg.matrix_norm(each.weight.detach(), 2))
+            worst[name] = max(worst[name], 1 - float(each.sigma().detach()) / true)
+    assert worst["ten"] < 0.05 < worst["one"], worst
+
+
 # In training -----------------------------------------------------------------------------------------------
 
 
@@ -105,19 +158,20 @@ def test_sigma_follows_the_largest_singular_value(monkeypatch):
     assert max(errors(stale)) > 2 * max(errors(module)) and apart(weights(stale), weights(module)) > 1e-3
 
 
-def test_a_step_is_the_update_and_then_one_power_step(monkeypatch):
-    """One after the update of W and not before, one a step and not one a micro-batch."""
+def test_a_step_is_the_update_and_then_the_power_steps(monkeypatch):
+    """After the update of W and not before, once a step and not once a micro-batch."""
     with monkeypatch.context() as patch:
         patch.setattr(training, "power_step", lambda model: None)
         expected = module_of(SIGMA)
         fit(expected, cut(toy_batch(0), 2), accumulate=2)
     before = weights(expected)
     for m in matrices(expected).values():
-        m.power_step()
+        for _ in range(POWER_STEPS):
+            m.power_step()
     found = module_of(SIGMA)
     fit(found, cut(toy_batch(0), 2), accumulate=2)
     assert apart(weights(found), weights(expected)) == 0
-    # The controls: no step, and two.
+    # The controls: no step, and one more.
     assert apart(weights(found), before) > 1e-6
     for m in matrices(expected).values():
         m.power_step()
