@@ -98,10 +98,9 @@ class DataConfig:
 
     @property
     def sources(self) -> dict[str, Path]:
-        """Folders by kind of what can be read beside each other: those named, of this vocabulary."""
-        if "pair" not in self.family:
-            return {}
-        return {kind: Path(path) for kind, name in SOURCE_FIELDS.items() if (path := getattr(self, name))}
+        """Folders by kind of what data.mix asks for, tokens apart; nothing else is read, also not for validation."""
+        wanted = {"pair" if kind == "image" else kind for kind, weight in self.mix.items() if weight > 0}
+        return {kind: Path(getattr(self, name)) for kind, name in SOURCE_FIELDS.items() if kind in wanted}
 
 
 def layout(config: DataConfig) -> Layout:

@@ -210,6 +210,28 @@ def test_fewer_are_held_out_than_asked_for(tiny_data, capsys):
     assert said[8] == said[16] == "" and "asks for 100" in said[100] and "val_sequences to 16" in said[100]
 
 
+def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):
+    """Neither trained on, nor validated on, nor a part of the identity."""
+    folders = {n: str(tiny_data / n) for n in ("pairs", "text", "tokenizers")}
+
+    def of(mix, cache, **others):
+        fields = folders | others
+        config = DataConfig(**fields, seq_len=88, val_sequences=8, mix=mix, cache=str(tmp_path / cache))
+        data = TokenDataModule(config, seed=0)
+        data.setup()
+        forms = {BEGIN_IMAGE in row.ids for row in data.val_rows}
+        return set(data.stores), forms, data_identity(config)
+
+    kinds, forms, identity = of({"pair": 1.0}, "a")
+    assert (kinds, forms) == ({"pair"}, {True}) and identity == of({"pair": 1.0}, "a", text="nowhere")[2]
+    assert of({"image": 1.0}, "b", text="")[0] == {"pair"}
+    assert of({"text": 1.0}, "c", pairs="nowhere")[:2] == ({"text"}, {False})
+    # The control: what is in the mixture is read and validated on.
+    assert of({"pair": 3.0, "text": 1.0}, "d")[:2] == ({"pair", "text"}, {True, False})
+    with pytest.raises(UserError, match="nowhere"):
+        of({"pair": 3.0, "text": 1.0}, "d", text="nowhere")
+
+
 def test_a_run_with_fewer_held_out_sequences_says_so_and_validates(tiny_args, tmp_path, capfd):
     from mmqk.store import front_door, read_metrics
     from mmqk.train import main as train
@@ -367,7 +389,7 @@ def test_fields_that_change_no_sample_are_no_part_of_the_identity(tiny_data):
 def test_what_is_no_source_is_told_what_to_do(tiny_data, tmp_path):
     for more, says in (
         ({"pairs": "shards/*.tar"}, r"python -m mmqk\.data\.tokenize --shards .* --data\.read shards"),
-        ({"interleaved": str(tmp_path)}, r"tokenize --interleaved --shards"),
+        ({"interleaved": str(tmp_path), "mix": {"interleaved": 1.0}}, r"tokenize --interleaved --shards"),
         ({"text": str(tmp_path)}, r"tokenize --text"),
     ):
         with pytest.raises(UserError, match=says):
