@@ -19,11 +19,12 @@ import torch
 from benchmarks.harness import Context, Row, Unit, Way, compare, seconds_of
 from benchmarks.others import needs
 from benchmarks.setups import toy
+from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig
 from mmqk.data.dial import Dial, DialConfig
 from mmqk.data.images import load_image
 from mmqk.data.manifest import checked_shards
-from mmqk.data.module import MicroBatches, TokenDataModule
+from mmqk.data.module import MicroBatches, PositionedLoader, TokenDataModule
 from mmqk.data.online import open_online
 from mmqk.data.samples import pair_of
 from mmqk.data.tars import index_tar
@@ -125,6 +126,16 @@ def ways_of(shard: str, config: DataConfig, cache: Path, batches: int = BATCHES)
 
         return make
 
+    def loaded(of: DataConfig, workers: int) -> Make:
+        def make() -> Callable[[], Work]:
+            data = TokenDataModule(of, seed=0)
+            data.setup()
+            dataset = MicroBatches(data.order, of.batch_size, 1, 0, 1, steps=10**9)
+            stream = iter(PositionedLoader(dataset, workers, torch.device("cpu")))
+            return counted(lambda: next(stream), batches)
+
+        return make
+
     def documents() -> Callable[[], Work]:
         dial, step = Dial(DialConfig()), iter(range(10**9))
 
@@ -140,6 +151,8 @@ def ways_of(shard: str, config: DataConfig, cache: Path, batches: int = BATCHES)
         "shards to token arrays (mmqk.data.tokenize, one worker)": tokenized,
         "shards by member offset, tokenized while reading": tokenized_online,
         "token arrays, pairs and text": arrays(config),
+        "token arrays, pairs and text, in this process through the run's loader": loaded(config, 0),
+        "token arrays, pairs and text, two loader workers": loaded(config, 2),
         "token arrays, packed into 1,024 tokens": arrays(replace(config, seq_len=1024, pack="documents")),
         "the dial, with exact log-probabilities": arrays(replace(config, mix={"dial": 1.0}, seq_len=96)),
         "the dial alone, documents": documents,
@@ -151,10 +164,16 @@ def reader(data: TokenDataModule, batches: int) -> Callable[[], Work]:
     dataset = MicroBatches(data.order, data.config.batch_size, 1, 0, 1, steps=10**9)
     step = iter(range(10**9))
 
+    return counted(lambda: dataset[next(step)], batches)
+
+
+def counted(take: Callable[[], TokenBatch], batches: int) -> Callable[[], Work]:
+    """Takes so many batches and counts what is in them."""
+
     def read() -> Work:
         rows = tokens = 0
         for _ in range(batches):
-            batch = dataset[next(step)]
+            batch = take()
             rows += len(batch.ids_BT)
             tokens += int(batch.valid_BT.sum())
         return rows, tokens

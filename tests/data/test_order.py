@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.utils.data import Dataset
 
 from mmqk.data.cache import open_source
@@ -230,6 +232,28 @@ def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):
     assert of({"pair": 3.0, "text": 1.0}, "d")[:2] == ({"pair", "text"}, {True, False})
     with pytest.raises(UserError, match="nowhere"):
         of({"pair": 3.0, "text": 1.0}, "d", text="nowhere")
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml")))
+def test_no_configuration_reads_token_arrays_through_workers(path):
+    data = yaml.safe_load(path.read_text()).get("data", {})
+    assert data.get("workers", DataConfig().workers) == 0 or data.get("read") == "shards"
+
+
+def test_the_page_names_what_counts_as_an_image_and_where_windows_end(tiny_data):
+    from mmqk.data.images import FORMATS
+    from mmqk.data.samples import IMAGE_FIELDS
+
+    page = (Path(__file__).resolve().parents[2] / "docs/data.md").read_text()
+    assert all(f"`.{suffix}`" in page for suffix in IMAGE_FIELDS) and "`.gif`" not in page
+    section = " ".join(page.partition("Image files are those")[2].partition("##")[0].split()).upper()
+    assert all(name in section for name in FORMATS)
+    said = " ".join(page.partition("## Packing")[2].partition("## ")[0].split())
+    assert "Positions run on through a row and do not restart" in said and "attention crosses the `<eos>`" in said
+    # A window crosses documents, and is one document to attention.
+    builder = builder_of(tiny_data)
+    windows = [Windows(builder, "text", 0).row(n) for n in range(len(Windows(builder, "text", 0)))]
+    assert any((row.ids[1:-1] == EOS).any() for row in windows) and {row.starts for row in windows} == {(0,)}
 
 
 def test_a_run_with_fewer_held_out_sequences_says_so_and_validates(tiny_args, tmp_path, capfd):
