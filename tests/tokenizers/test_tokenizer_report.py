@@ -3,6 +3,7 @@ import math
 import re
 import shlex
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -103,7 +104,8 @@ def own(tmp_path_factory):
     return root
 
 
-def test_the_page_of_tars_and_of_a_larger_tokenizer(own, tmp_path):
+def test_the_page_of_tars_and_of_a_larger_tokenizer(own, tmp_path, monkeypatch):
+    monkeypatch.chdir(own.parent)
     data = ["--shards", str(own / "*.tar"), "--text", "", "--val-share", "0.3"]
     assert main([*data, "--tokenizers", str(own), "--out", str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text()
@@ -120,13 +122,15 @@ def test_the_page_of_tars_and_of_a_larger_tokenizer(own, tmp_path):
     assert "Of the images: 21 samples read, 1 dropped (no caption: 1).\n" in text
     with Image.open(tmp_path / SHEET) as sheet:  # at their own size, six in a row
         assert sheet.size == (6 * 260 + 4, -(-min(n_val, 18) // 6) * (2 * 256 + 4 * 4) + 4)
-    # the commands on the page are those that were given
+    # the commands on the page are those that were given, from where the user stands
+    assert str(own) not in text
     commands = re.findall(r"`python -m mmqk\.tokenizers\.(\w+) ([^`]*)`", text)
     flags = {name: shlex.split(line) for name, line in commands}
     again = parser().parse_args(flags["report"])
-    assert vars(again) == vars(parser().parse_args([*data, "--tokenizers", str(own)]))
+    data[1] = f"{own.name}/*.tar"
+    assert vars(again) == vars(parser().parse_args([*data, "--tokenizers", own.name]))
     trained = train_parser().parse_args(flags["train"])
     assert _image_config(trained).__dict__ | {"code_dim": 8, "decoder_depth": 1} == (
         ImageTokenizer.load(own).config.__dict__
     )
-    assert (trained.text_size, trained.out, trained.shards) == (270, own, again.shards)
+    assert (trained.text_size, trained.out, trained.shards) == (270, Path(own.name), again.shards)
