@@ -11,12 +11,14 @@ from .blocks import parse_blocks
 from .folders import check_empty, read_huggingface, read_run, write_huggingface, write_run
 from .names import CHAMELEON, READ, WRITTEN
 from .read import adopt
+from .tokenizer import write_tokenizer
 from .write import architecture_of, build
 
 EPILOG = f"""\
 read:    {", ".join(READ)}
 written: {", ".join(WRITTEN)}
-What cannot be represented is refused by name. Nothing is downloaded. Tokenizers are not converted.
+What cannot be represented is refused by name. Nothing is downloaded. A run's text
+tokenizer is written beside its model; others are not converted.
 
 example:
   python -m mmqk.interop --from chameleon-7b --to runs/chameleon-7b
@@ -78,7 +80,7 @@ def _to_huggingface(source: Path, out: Path) -> None:
     newest = newest_checkpoint(source)
     config, weights = read_run(newest)
     write_huggingface(build(config, weights), out)
-    print(f"{out}: {architecture_of(config)} of {newest}; the tokenizers are not included")
+    print(f"{out}: {architecture_of(config)} of {newest}; {write_tokenizer(source, out)}")
     if architecture_of(config) == CHAMELEON:
         print(
             "Its image tokenizer (vqmodel) is untrained: copy it from the original, as docs/interop.md shows."

@@ -1,0 +1,45 @@
+"""The text tokenizer of a run, as transformers' AutoTokenizer opens it beside the exported model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mmqk.store import DamagedFile, read_run, write_json
+from mmqk.tokenizers.files import TEXT_FILE, tokenizers_hash
+from mmqk.tokenizers.text import TextTokenizer
+from mmqk.tokenizers.vocabulary import BOS, EOS, PAD, SPECIALS
+
+
+def write_tokenizer(run: Path, out: Path) -> str:
+    """Write tokenizer.json and tokenizer_config.json into ``out``; a sentence on what was written, or why not.
+
+    Ids are those of the joint vocabulary: the special tokens come first and the text entries after them. Image codes
+    have no text, so no entry is theirs.
+    """
+    try:
+        record: dict[str, Any] = read_run(run) or {}
+    except DamagedFile as damaged:
+        return f"no tokenizer is included, as {damaged}"
+    data = ((record.get("details") or {}).get("config") or {}).get("data") or {}
+    known = ((record.get("identity") or {}).get("data") or {}).get("tokenizers")
+    folder = data.get("tokenizers")
+    if not isinstance(folder, str) or not known:
+        return "no tokenizer is included, as run.json names none"
+    if not (Path(folder) / TEXT_FILE).is_file() or tokenizers_hash(folder) != known:
+        return f"no tokenizer is included, as {folder} does not hold those of the run ({known})"
+    content = json.loads(TextTokenizer.load(folder).to_json())
+    vocabulary = content["model"]["vocab"]
+    shifted = {text: id + len(SPECIALS) for text, id in vocabulary.items()}
+    content["model"]["vocab"] = {text: id for id, text in enumerate(SPECIALS)} | shifted
+    content["added_tokens"] = [
+        {"id": id, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+        for id, text in enumerate(SPECIALS)
+    ]  # fmt: skip
+    write_json(out / "tokenizer.json", content)
+    names = {"bos_token": SPECIALS[BOS], "eos_token": SPECIALS[EOS], "pad_token": SPECIALS[PAD]}
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    write_json(out / "tokenizer_config.json", {**own, **names})
+    return "tokenizer.json has the text tokenizer; images are ids of the image tokenizer"

@@ -1,0 +1,36 @@
+"""The tokenizer beside an exported model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmqk.interop.tokenizer import write_tokenizer
+from mmqk.tokenizers.files import tokenizers_hash
+from mmqk.tokenizers.text import TextTokenizer
+
+FOLDER = Path(__file__).parents[2] / "data/tokenizers"
+TEXT = "Hello w\u00f6rld, a red moon \u263e 12"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_transformers_opens_the_text_tokenizer_with_the_ids_of_the_model(tmp_path, known):
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "run").mkdir()
+    of_run = tokenizers_hash(FOLDER) if known else "0123456789"
+    record = {
+        "identity": {"data": {"tokenizers": of_run}},
+        "details": {"config": {"data": {"tokenizers": str(FOLDER)}}},
+    }
+    (tmp_path / "run/run.json").write_text(json.dumps(record))
+    said = write_tokenizer(tmp_path / "run", out)
+    if not known:  # the control: the tokenizers of another run are not shipped
+        assert "no tokenizer is included" in said and not list(out.iterdir())
+        return
+    theirs = transformers.AutoTokenizer.from_pretrained(str(out), local_files_only=True)
+    ids = theirs(TEXT)["input_ids"]
+    assert ids == [i + 5 for i in TextTokenizer.load(FOLDER).encode(TEXT)] and theirs.decode(ids) == TEXT
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (0, 1, 2)
+    assert theirs("<bos>a<image></image><eos>")["input_ids"][::4] == [0, 1]
