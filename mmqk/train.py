@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from mmqk.training.ending import ENDING, Interrupted
+
+if __name__ == "__main__":  # before anything that takes its time to import
+    ENDING.install()
+
 import logging
 import os
 import platform
@@ -59,6 +64,17 @@ def main(argv: list[str] | None = None) -> int:
             return _fit(run, None, ranks)
         except UserError:
             return USER_ERROR_EXIT  # the first process says it
+        except RuntimeError:
+            if ENDING.signum is None:
+                raise
+            return 128 + ENDING.signum  # the others had it too, and are gone
+
+
+def process(argv: list[str] | None = None) -> int:
+    """`main` in a process of its own, which a signal ends in order from here on."""
+    if not ENDING.installed:
+        ENDING.install()
+    return main(argv)
 
 
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
@@ -77,7 +93,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
         details["device"] = settled
     if run.fork is not None:
         details["fork"] = note(run.fork)
-    with RunFolder.open(run.out, run.identity, details) as folder:
+    with RunFolder.open(run.out, run.identity, details) as folder, ENDING.of(folder):
         if folder.state == "finished":
             status = folder.status()
             stale = "; its code has changed since" if folder.stale else ""
@@ -103,7 +119,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     from mmqk.data.module import TokenDataModule
     from mmqk.monitors.lab.callback import RunMonitor
     from mmqk.training.alarms import Alarms
-    from mmqk.training.lifecycle import Interrupted, Lifecycle, ProgressLine
+    from mmqk.training.lifecycle import Lifecycle, ProgressLine
     from mmqk.training.loggers import RunLogger, StoryLogger
     from mmqk.training.module import TrainingModule
     from mmqk.training.on_cpu import keep_memory, look_for_no_gpu
@@ -127,7 +143,14 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
             # Killed between its last checkpoint, which comes after the last validation and probe, and its last word.
             folder.set_status("completed", step_of(resume_from))
             return _ended(run, folder)
-    there_is_more, resume_from = ranks.start(resume_from)
+    begins_at = _first_step(run) if resume_from is None else step_of(resume_from)
+    ENDING.step = lambda: begins_at
+    try:
+        there_is_more, resume_from = ranks.start(resume_from)
+    except Interrupted as stop:
+        if folder is not None:
+            folder.set_status("interrupted", begins_at, str(stop))
+        return _interrupted(run, stop, folder, begins_at)
     if not there_is_more:
         return EXIT_CODES["completed"]
     resumed_at = step_of(resume_from) if resume_from is not None else None
@@ -169,15 +192,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         with restoring(resume_from):
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     except Interrupted as stop:
-        if folder is None:
-            return EXIT_CODES["completed"]  # Lightning ends all at once where one of them ends otherwise
-        print(
-            f"interrupted at step {trainer.global_step}; the same command goes on from there.",
-            file=sys.stderr,
-        )
-        if run.quiet:
-            _ended(run, folder)
-        return 128 + stop.signum
+        return _interrupted(run, stop, folder, trainer.global_step)
     except SystemExit:  # how Lightning leaves on a second Ctrl-C
         return EXIT_CODES["interrupted"]
     finally:
@@ -198,6 +213,15 @@ def _ended(run: RunConfig, folder: RunFolder) -> int:
     if not run.quiet:
         print(dashboards(folder.path), flush=True)
     return EXIT_CODES[status.status]
+
+
+def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder | None, step: int) -> int:
+    if folder is None:
+        return EXIT_CODES["completed"]  # Lightning ends all at once where one of them ends otherwise
+    print(f"interrupted at step {step}; the same command goes on from there.", file=sys.stderr)
+    if run.quiet:
+        _ended(run, folder)
+    return 128 + stop.signum
 
 
 def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
@@ -290,4 +314,4 @@ def _quieten() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(process)

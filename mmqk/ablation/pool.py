@@ -25,7 +25,7 @@ from mmqk.ablation.task import Outcome, Task, standing
 from mmqk.store import DamagedFile, Status, is_locked, last_metrics, mark_ended, read_status
 from mmqk.store.errors import USER_ERROR_EXIT
 
-TRAIN = "mmqk.train:main"
+TRAIN = "mmqk.train:process"
 # The server imports this once for all runs.
 PRELOAD = ("mmqk.ablation.preload",)
 LOG_NAME = "train.log"

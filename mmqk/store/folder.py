@@ -10,6 +10,7 @@ run.lock        held while a process trains here
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -30,6 +31,8 @@ FINISHED = ("completed", "diverged")
 # What a run that was killed before it wrote run.json may have left, or the shell that started it.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
+# How long a process that ends at once waits for a status that is being written.
+_WAIT_SECONDS = 5.0
 STATUS_SHAPE = {"status": str, "step": int, "reason": str, "seconds": float, "lost": str}
 _CONFIG = {
     "model": dict,
@@ -136,6 +139,7 @@ class RunFolder:
         self._seconds_before = status.seconds if status is not None and not new else 0.0
         self._lost = status.lost if status is not None and not new else ""
         self._opened = time.monotonic()
+        self._writing = threading.Lock()
 
     @classmethod
     def open(
@@ -219,6 +223,25 @@ class RunFolder:
         """
         if status not in STATUSES:
             raise ValueError(f"{status!r} is not one of {', '.join(STATUSES)}")
+        with self._writing:
+            self._write_status(status, step, reason)
+
+    def last_status(self, status: str, step: int, reason: str) -> bool:
+        """`set_status` of a process that ends at once: nothing that another thread says comes after it.
+
+        False, with nothing written, when the run has finished.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._writing.acquire(timeout=_WAIT_SECONDS)
+        if _finished(self.path):
+            self._writing.release()
+            return False
+        self._write_status(status, step, reason)
+        return True
+
+    def _write_status(self, status: str, step: int, reason: str) -> None:
         seconds = round(self._seconds_before + time.monotonic() - self._opened, 3)
         _write_status(self.path, Status(status, int(step), reason, seconds, self._lost))
 

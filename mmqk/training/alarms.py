@@ -18,7 +18,7 @@ from lightning.pytorch.loggers.logger import Logger
 from mmqk.monitors.lab.callback import RunMonitor
 from mmqk.store import Alarm, AlarmConfig, AlarmRules, append_alarms, parse_tag, truncate_alarms
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name
-from mmqk.training.lifecycle import Interrupted
+from mmqk.training.ending import Interrupted
 from mmqk.training.loggers import RunLogger, StoryLogger
 from mmqk.training.module import TrainingModule
 from mmqk.training.steps import Checkpoints, StepLog, ends_step

@@ -14,23 +14,16 @@ import torch
 
 from mmqk.monitors.ranks import largest
 from mmqk.store import RunFolder, clock
+from mmqk.training.ending import ENDING, SIGNALS, Interrupted
 from mmqk.training.module import TrainingModule
 from mmqk.training.steps import Checkpoints, StepLog, ends_step
 
-# The last is what a cluster sends some time before its limit (docs/cluster.md).
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
-class Interrupted(BaseException):
-    """A signal asked the run to end; a checkpoint of that step has been written."""
-
-    def __init__(self, signum: int):
-        super().__init__(f"{signal.Signals(signum).name} received")
-        self.signum = signum
-
 
 class Lifecycle(L.Callback):
-    """Keeps status.json; turns the first signal into a checkpoint and an end, leaves the second to Python.
+    """Keeps status.json; turns the first signal into a checkpoint and an end.
+
+    With nothing new since the last checkpoint, as in a first step that compiles, and at a second signal `Ending` ends
+    the process at once; without it (``main`` called by a program) the second is a KeyboardInterrupt.
 
     On several ranks all end after the same step, whichever of them was told: they ask each other where a flush waits
     for the device anyway.
@@ -51,8 +44,11 @@ class Lifecycle(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.folder is not None:
             self.folder.set_status("running", trainer.global_step)
-        if threading.current_thread() is threading.main_thread():
-            # Here and not earlier: Lightning puts its own handlers in place just before.
+        if ENDING.installed:
+            if trainer.is_global_zero:
+                ENDING.step = lambda: self.checkpoints.saved
+                ENDING.until(lambda: trainer.global_step != self.checkpoints.saved)
+        elif threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
                 self._before[signum] = signal.signal(signum, self._note)
 
@@ -66,7 +62,7 @@ class Lifecycle(L.Callback):
         last = trainer.global_step >= trainer.max_steps
         if last or not ends_step(trainer, batch_idx):
             return
-        signum = self._signal
+        signum = self._signal or ENDING.signum
         if trainer.world_size > 1:
             if not self.step_log.flushes(trainer.global_step, trainer.max_steps):
                 return

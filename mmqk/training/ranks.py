@@ -18,13 +18,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from mmqk.store import UserError
 from mmqk.training.checkpoint import CheckpointFiles
+from mmqk.training.ending import ENDING, Interrupted
 from mmqk.training.sharding import Sharded
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
 
-# Why a process does not train, empty where nothing is left to, None where it does; and from which checkpoint.
-Word = tuple[str | None, Path | None]
+# Why a process does not train, empty where nothing is left to, None where it does; from which checkpoint; its signal.
+Word = tuple[str | None, Path | None, int | None]
 
 
 class Ranks:
@@ -62,8 +63,11 @@ class Ranks:
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"Lightning refuses the trainer flags: {' '.join(str(error).split())}") from error
         self.trainer.strategy.checkpoint_io = CheckpointFiles()
+        # Its handler of SIGTERM waits for the other processes; `Ending` has the signals.
+        self.trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self.several = self.trainer.world_size > 1
         if not self.several:
+            ENDING.until(lambda: False)
             # One of many single runs of a cluster's job is no rank among them.
             rank_zero_only.rank = 0  # type: ignore[attr-defined]
             return
@@ -72,6 +76,9 @@ class Ranks:
             environment.auto_requeue = False  # its own checkpoints beside ours; docs/cluster.md requeues
         # Somebody else may be waiting for the first process already; those that Lightning starts are not there yet.
         self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
+        # Nobody waits for a first process before it has started the others, and those end with it.
+        ENDING.speaks = self.first
+        ENDING.until(lambda: self._awaited or not self.first)
         # Lightning's own look for a SIGTERM waits for the device in every step; `Lifecycle` looks with every flush.
         self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
@@ -88,9 +95,12 @@ class Ranks:
 
         Raises:
             UserError: in the first process, for a mistake that only another one met.
+            Interrupted: one of them had a signal.
         """
-        words = self._meet((None, resume_from))
-        for rank, (why, _) in enumerate(words):
+        words = self._meet((None, resume_from, ENDING.signum))
+        for signum in (signum for _, _, signum in words if signum is not None):
+            raise Interrupted(signum)
+        for rank, (why, *_) in enumerate(words):
             if why is not None:
                 if self.first and why:
                     raise UserError(f"process {rank} of {len(words)}: {why}")
@@ -107,8 +117,9 @@ class Ranks:
             strategy.setup_environment()
         else:
             # Before `fit` does, which then finds them started: more than the training itself needs the others.
-            with _command(self.argv):
-                strategy.launcher.launch(strategy.setup_environment, trainer=self.trainer)
+            with _command(self.argv), ENDING.starting_ranks():
+                strategy.launcher.launch(lambda: None, trainer=self.trainer)
+            strategy.setup_environment()
         words: list[Any] = [None] * self.trainer.world_size
         torch.distributed.all_gather_object(words, word)
         return words
@@ -118,7 +129,7 @@ class Ranks:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self.several and not self._started and self._awaited:
-            self._meet(("" if error is None else str(error), None))
+            self._meet(("" if error is None else str(error), None, None))
 
     def end(self) -> None:
         """The first broke down: the others, who may wait for it in vain, end with it."""

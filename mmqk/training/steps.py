@@ -195,11 +195,14 @@ class Checkpoints(L.Callback):
     """Writes ``step00000500.ckpt`` whole or not at all, after a flush that found the step finite.
 
     An older one is removed only after that, so that there is always one to go on from.
+
+    Attributes:
+        saved: the step of the newest, or the one that this process began at.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, step_log: StepLog):
         self.folder, self.config, self.step_log = folder, config, step_log
-        self._saved, self._written = -1, Written(folder.parent)
+        self.saved, self._written = -1, Written(folder.parent)
 
     def state_dict(self) -> dict[str, Any]:
         """What the run has written so far, so that a resume sees whether it is still there, and what it had lost."""
@@ -210,14 +213,14 @@ class Checkpoints(L.Callback):
         return {"written": self._written.now(), "lost": lost}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._saved = trainer.global_step
+        self.saved = trainer.global_step
         if trainer.ckpt_path is not None:
             check_restored(Path(trainer.ckpt_path), trainer.global_step, trainer.optimizers)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         step, every = trainer.global_step, self.config.every_n_steps
         due = step == trainer.max_steps or step in self.config.at or (every and not step % every)
-        if due and step != self._saved and ends_step(trainer, batch_idx):
+        if due and step != self.saved and ends_step(trainer, batch_idx):
             self.save(trainer, pl_module)
 
     def save(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
@@ -227,9 +230,9 @@ class Checkpoints(L.Callback):
             return
         for logger in trainer.loggers:
             logger.save()
-        self._saved = trainer.global_step
         path = self.folder / checkpoint_name(trainer.global_step)
         trainer.save_checkpoint(path)
+        self.saved = trainer.global_step
         if trainer.is_global_zero:  # the new one is on the disk and was read back from it
             older = [old for old in checkpoints_in(self.folder) if step_of(old) < trainer.global_step]
             for old in older[: len(older) + 1 - self.config.keep]:

@@ -6,7 +6,6 @@ They are forked ready to train, so that each costs a second.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from mmqk.ablation.child import BLOCKED
 from mmqk.ablation.pool import PRELOAD, start_server
 
 RANKS = 2
@@ -55,9 +53,6 @@ def train(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1)
 
 def _rank(rank: int, port: int, args: list[str], log: str, nodes: int) -> None:
     local = RANKS // nodes
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
         "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "run", "SLURM_NTASKS": str(RANKS), "SLURM_NTASKS_PER_NODE": str(local),
@@ -66,6 +61,6 @@ def _rank(rank: int, port: int, args: list[str], log: str, nodes: int) -> None:
     }  # fmt: skip
     sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (until the process ends)
     from mmqk.store import front_door
-    from mmqk.train import main
+    from mmqk.train import process
 
-    sys.exit(front_door(main)(args))
+    sys.exit(front_door(process)(args))

@@ -1,0 +1,208 @@
+"""Signals from the first line of a run to its last, parents that die, and children that must not outlive them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.store import is_locked, read_status
+from mmqk.train import main
+from tests.training.gates import SECONDS, gone, start, wait_for
+from tests.training.test_resume import series, state
+
+ROOT = Path(__file__).parents[2]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+GATED = """
+import runpy, sys
+from pathlib import Path
+from tests.training.gates import stop_at_import
+stop_at_import("torch", Path(sys.argv.pop(1)))
+runpy.run_module("mmqk.train", run_name="__main__", alter_sys=True)
+"""
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc which processes live")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_args, tmp_path_factory) -> Path:
+    """The run that nobody disturbs."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert main([*tiny_args, "--checkpoint.keep=9", f"--out={out}"]) == 0
+    return out
+
+
+def goes_on(args: list[str], out: Path, whole: Path) -> None:
+    """The same command ends as the run that nobody disturbed did."""
+    assert main([*args, f"--out={out}"]) == 0
+    assert series(out) == series(whole)
+    ours, theirs = state(out), state(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_before_torch_is_imported_ends_the_run_in_order(tiny_args, tmp_path, signum):
+    out = tmp_path / "run"
+    args = [sys.executable, "-c", GATED, str(tmp_path), *tiny_args, f"--out={out}"]
+    with subprocess.Popen(args, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: (tmp_path / "at").exists() or process.poll() is not None)
+        process.send_signal(signum)
+        said = process.communicate(timeout=SECONDS)[1]
+    assert process.returncode == 128 + signum
+    assert said == "interrupted before the run began; the same command begins it.\n"
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "signum"),
+    [("data", signal.SIGUSR1), ("deaf step", signal.SIGTERM), ("step", signal.SIGINT)],
+)
+def test_a_signal_before_there_is_something_to_save_ends_the_run_at_once(
+    tiny_args, tmp_path, whole, place, signum
+):
+    """A "deaf step" stands for a compilation or a collective that takes minutes."""
+    out, args = tmp_path / "run", [*tiny_args, "--checkpoint.keep=9"]
+    process = start([*args, f"--out={out}"], tmp_path, place)
+    wait_for((tmp_path / "at").exists)
+    os.kill(process.pid, signum)
+    process.join(SECONDS)
+    assert process.exitcode == 128 + signum
+    said = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in said if "interrupted" in line] == [
+        "interrupted at step 0; the same command goes on from there."
+    ]
+    assert "Traceback" not in "".join(said)
+    status = read_status(out)
+    assert (status.status, status.step) == ("interrupted", 0) and signal.Signals(signum).name in status.reason
+    assert not is_locked(out)
+    goes_on(args, out, whole)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["one signal", "two signals"])
+def test_steps_that_are_not_saved_are_saved_first_unless_the_signal_comes_again(
+    tiny_args, tmp_path, whole, again
+):
+    out, args = tmp_path / "run", [*tiny_args, "--checkpoint.keep=9"]
+    process = start([*args, f"--out={out}"], tmp_path, "step", step=6)
+    wait_for((tmp_path / "at").exists)
+    os.kill(process.pid, signal.SIGTERM)
+    if again:
+        # Two at once are one to the system: the first has been heard when the pipe's reader has slept again.
+        until = time.monotonic() + SECONDS
+        while process.is_alive() and time.monotonic() < until:
+            os.kill(process.pid, signal.SIGTERM)
+            process.join(0.1)
+    else:
+        (tmp_path / "go").touch()
+    process.join(SECONDS)
+    assert process.exitcode == 128 + signal.SIGTERM
+    step = 4 if again else 7
+    assert (read_status(out).status, read_status(out).step) == ("interrupted", step)
+    assert f"interrupted at step {step};" in (tmp_path / "log").read_text()
+    assert sorted((out / "checkpoints").iterdir())[-1].name == f"step{step:08d}.ckpt"
+    goes_on(args, out, whole)
+
+
+@pytest.mark.parametrize("signum", [*SIGNALS[:2], signal.SIGKILL])
+def test_a_rank_that_is_just_starting_does_not_outlive_its_parent(tiny_args, tmp_path, monkeypatch, signum):
+    """The first process waits in a call that runs no Python; the second has not imported torch yet."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib\n"
+        "from tests.training.gates import stop_at_import\n"
+        "if os.environ.get('LOCAL_RANK') == '1':\n"
+        f"    stop_at_import('torch', pathlib.Path({str(tmp_path)!r}))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    out = tmp_path / "run"
+    args = [sys.executable, "-m", "mmqk.train", *tiny_args, "--trainer.devices=2", f"--out={out}"]
+    with subprocess.Popen(args, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: (tmp_path / "at").exists() or process.poll() is not None)
+        rank = int((tmp_path / "at").read_text())
+        try:
+            assert not gone(rank)
+            process.send_signal(signum)
+            process.wait(SECONDS)
+            wait_for(lambda: gone(rank))
+        finally:
+            if not gone(rank):
+                os.kill(rank, signal.SIGKILL)
+        said = process.stderr.read()
+    if signum == signal.SIGKILL:
+        assert process.returncode == -signum
+    else:
+        assert process.returncode == 128 + signum
+        assert said.splitlines()[-1] == "interrupted at step 0; the same command goes on from there."
+        assert "Traceback" not in said and read_status(out).status == "interrupted"
+    assert not is_locked(out)
+
+
+FOLLOWER = """
+import pathlib, sys, time
+sys.platform = sys.argv[1]
+from mmqk.training.ending import ENDING
+ENDING.install()
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(600)
+"""
+PARENT_OF = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[2:]], env={**os.environ, sys.argv[1]: str(os.getpid())})
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("platform", ["linux", "other"])
+@pytest.mark.parametrize("follows", [True, False])
+def test_who_follows_a_parent_ends_with_it_on_any_system(tmp_path, platform, follows):
+    name = "MMQK_PARENT" if follows else "NOTHING"
+    args = [sys.executable, "-c", PARENT_OF, name, FOLLOWER, platform, str(tmp_path / "there")]
+    with subprocess.Popen(args, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        wait_for((tmp_path / "there").exists)
+        parent.kill()
+        parent.wait()
+        try:
+            if follows:
+                wait_for(lambda: gone(child))
+            else:
+                time.sleep(2.0)
+                assert not gone(child)
+        finally:
+            if not gone(child):
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_parent_that_is_gone_already_is_not_waited_for(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FOLLOWER, "linux", str(tmp_path / "there")],
+        cwd=ROOT, env={**os.environ, "MMQK_PARENT": "1"}, timeout=SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 128 + signal.SIGKILL and not (tmp_path / "there").exists()
+
+
+def test_the_signals_of_a_forked_worker_are_its_own():
+    script = """
+import os, signal, time
+from mmqk.training.ending import ENDING
+ENDING.install()
+reader, writer = os.pipe()
+worker = os.fork()
+if not worker:
+    os.write(writer, b"x")
+    time.sleep(600)
+os.read(reader, 1)
+os.kill(worker, signal.SIGINT)  # which is for its parent
+os.kill(worker, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(600)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, timeout=SECONDS)
+    assert done.returncode == 128 + signal.SIGUSR1, done.stderr
