@@ -7,6 +7,7 @@ from mmqk.training.ending import ENDING, Interrupted
 if __name__ == "__main__":  # before anything that takes its time to import
     ENDING.install()
 
+import contextlib
 import logging
 import os
 import platform
@@ -22,9 +23,11 @@ from mmqk.store import (
     RunFolder,
     UserError,
     dashboards,
+    disk_sentence,
     read_json,
     read_status,
     run_main,
+    write_atomic,
     write_json,
 )
 from mmqk.store.checkpoints import checkpoints_in, step_of
@@ -101,14 +104,16 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
             return 0
         if settled is not None and not run.quiet:
             print(said(settled), flush=True)
-        if not folder.config_path.exists():
-            folder.config_path.write_text(print_yaml(run))
         try:
+            if not folder.config_path.exists():
+                write_atomic(folder.config_path, print_yaml(run))
             return _fit(run, folder, ranks)
         except Exception as error:
             ranks.end()
-            if folder.status().status == "running":  # it broke before or after Lightning's own hooks
-                folder.set_status("failed", folder.status().step, " ".join(str(error).split())[:300])
+            reason = disk_sentence(error) if isinstance(error, OSError) else " ".join(str(error).split())
+            with contextlib.suppress(OSError):  # the disk does not permit it
+                if folder.status().status == "running":  # it broke before or after Lightning's own hooks
+                    folder.set_status("failed", folder.status().step, reason[:300])
             raise
 
 

@@ -28,7 +28,7 @@ from mmqk.analysis.tables import arm_rows, claim_sections, data_rows, environmen
 from mmqk.analysis.together import Findings, read
 from mmqk.analysis.verdicts import Verdict
 from mmqk.analysis.words import DASH, plural, slug
-from mmqk.store import UserError, relative_word, without_roots
+from mmqk.store import UserError, relative_word, without_roots, write_folder
 
 # The data inspector's page has the same style sheet.
 __all__ = ["TEMPLATES", "write_report"]
@@ -71,10 +71,8 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) ->
     found = read([folders] if isinstance(folders, str | Path) else folders)
     out = Path(out)
     try:
-        # Before anything is drawn: a folder that cannot be written is known at once.
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-        for name, data in _files(found).items():
-            (out / name).write_bytes(data.encode() if isinstance(data, str) else data)
+        write_folder(out, {})  # before anything is drawn: a folder that cannot be written is known at once
+        write_folder(out, _files(found))
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror or error}): give another --out") from error
     return found.study, list(found.verdicts)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mmqk.store import OneSentenceParser, UserError, relative_word, run_main
+from mmqk.store import OneSentenceParser, UserError, relative_word, run_main, write_folder
 
 DESCRIPTION = """\
 Show what a model will see: the first training sequences of a configuration and seed, with their text, images,
@@ -73,15 +73,14 @@ def write(out: Path, files: dict[str, Any]) -> None:
     Raises:
         UserError: the folder cannot be made or written.
     """
+
+    def text(content: Any) -> str:
+        return (
+            content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        )
+
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            text = (
-                content
-                if isinstance(content, str)
-                else json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-            )
-            (out / name).write_text(text, encoding="utf-8")
+        write_folder(out, {name: text(content) for name, content in files.items()})
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror or error}): give another --out") from None
 

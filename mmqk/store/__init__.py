@@ -10,14 +10,16 @@ from mmqk.store.alarms import (
     read_alarms,
     truncate_alarms,
 )
-from mmqk.store.errors import OneSentenceParser, UserError, front_door, run_main, with_dashes
+from mmqk.store.errors import OneSentenceParser, UserError, disk_sentence, front_door, run_main, with_dashes
 from mmqk.store.files import (
     DamagedFile,
+    naming,
     open_regular,
     parse_json,
     read_json,
     read_regular,
     write_atomic,
+    write_folder,
     write_json,
 )
 from mmqk.store.folder import EXIT_CODES, FINISHED, RunFolder, Status, mark_ended, read_run, read_status
@@ -57,6 +59,7 @@ __all__ = [
     "code_hash",
     "dashboards",
     "differing_fields",
+    "disk_sentence",
     "flatten",
     "from_json",
     "front_door",
@@ -65,6 +68,7 @@ __all__ = [
     "is_locked",
     "last_metrics",
     "mark_ended",
+    "naming",
     "open_regular",
     "parse_json",
     "parse_tag",
@@ -83,5 +87,6 @@ __all__ = [
     "with_dashes",
     "without_roots",
     "write_atomic",
+    "write_folder",
     "write_json",
 ]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from mmqk.store.files import sync_folder
+from mmqk.store.files import naming, sync_folder
 
 PARTIAL_SUFFIX, REFUSED_SUFFIX = ".partial", ".refused"
 _NAME = re.compile(r"step(\d{8,})\.ckpt", re.ASCII)
@@ -95,24 +95,29 @@ def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(PARTIAL_SUFFIX)
     try:
-        with open(partial, "wb") as file:
-            hashed = _Hashed(file)
-            write(hashed)
-            file.write(hashed.footer())
-            file.flush()
-            os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # the next read then comes from the disk
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        try:
-            has_digest(partial, hashed.footer())
-        except DamagedError as error:
-            raise OSError(errno.EIO, "the disk returns other bytes than were written", str(path)) from error
-        os.replace(partial, path)
+        with naming(path):
+            _write_and_read_back(partial, path, write)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
     sync_folder(path.parent)
+
+
+def _write_and_read_back(partial: Path, path: Path, write: Callable[[_Hashed], None]) -> None:
+    with open(partial, "wb") as file:
+        hashed = _Hashed(file)
+        write(hashed)
+        file.write(hashed.footer())
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # the next read then comes from the disk
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        has_digest(partial, hashed.footer())
+    except DamagedError as error:
+        raise OSError(errno.EIO, "the disk returns other bytes than were written", str(path)) from error
+    os.replace(partial, path)
 
 
 def has_digest(path: Path, footer: bytes | None = None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+FAILED_EXIT = 1
 USER_ERROR_EXIT = 2
 INTERRUPTED_EXIT = 130
 # What a shell reports for a command whose reader went away (128 + SIGPIPE).
@@ -55,11 +57,19 @@ def with_dashes(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
     return given
 
 
+def disk_sentence(error: OSError) -> str:
+    """The file, what is wrong with it, and what to do."""
+    path = error.filename if isinstance(error.filename, str | os.PathLike) else "A file"
+    # The message of a loader worker's error ends with the error itself.
+    what = error.strerror or (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return f"{path} cannot be read or written ({what}): mend that and give the same command again."
+
+
 def front_door(main: Main) -> Callable[..., int]:
     """Wrap a ``main(argv) -> exit code`` so that a user's mistake is one sentence on stderr.
 
-    Returns 2 for a `UserError`, 130 for Ctrl-C, 141 when the reader of the output went away. Anything else
-    is a defect of ours and keeps its traceback.
+    So is an error of the disk. Returns 2 for a `UserError`, 1 for an OSError, 130 for Ctrl-C, 141 when the reader of
+    the output went away. Anything else is a defect of ours and keeps its traceback.
     """
 
     @functools.wraps(main)
@@ -78,6 +88,10 @@ def front_door(main: Main) -> Callable[..., int]:
             # The interpreter flushes stdout once more on its way out: give it somewhere to write to.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return BROKEN_PIPE_EXIT
+        except OSError as error:
+            with contextlib.suppress(OSError):  # the output may be a file on that disk
+                print(f"mmqk: {disk_sentence(error)}", file=sys.stderr)
+            return FAILED_EXIT
 
     return guarded
 

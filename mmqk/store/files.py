@@ -9,8 +9,10 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import stat
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -32,6 +34,16 @@ _TYPES = {
 }  # fmt: skip
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError names ``path``: a write to an open file names none, one to a temporary file another."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+
+
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace ``path`` by ``content`` in one step that survives a crash on either side of it.
 
@@ -41,11 +53,12 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with naming(path):
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -60,6 +73,37 @@ def write_json(path: Path, value: Any) -> None:
     except ValueError:
         text = json.dumps(_with_text(value), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(path, text + "\n")
+
+
+def write_folder(out: Path, files: Mapping[str, bytes | str]) -> None:
+    """Write files into ``out`` by their names below it, all or, when one cannot be written, none.
+
+    What ``out`` held under other names stays.
+
+    Raises:
+        OSError: the folder cannot be written; it is then as it was, and absent where it was absent.
+    """
+    out = Path(os.path.abspath(out))
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        beside = out.parent if made else out
+        with naming(out), tempfile.TemporaryDirectory(TEMPORARY_SUFFIX, f".{out.name}.", beside) as scratch:
+            for name, content in files.items():
+                path = Path(scratch) / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.encode() if isinstance(content, str) else content)
+            for folder in sorted({(out / name).parent for name in files}):
+                folder.mkdir(parents=True, exist_ok=True)
+            for name in files:
+                os.replace(Path(scratch) / name, out / name)
+    except OSError:
+        if made:
+            shutil.rmtree(out, ignore_errors=True)
+        for folder in made[1:]:
+            with contextlib.suppress(OSError):  # somebody else's files are in it
+                folder.rmdir()
+        raise
 
 
 class DamagedFile(UserError):

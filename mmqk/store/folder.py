@@ -10,6 +10,7 @@ run.lock        held while a process trains here
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmqk.store.errors import UserError
-from mmqk.store.files import DamagedFile, is_temporary, read_json, write_json
+from mmqk.store.files import DamagedFile, is_temporary, naming, read_json, write_json
 from mmqk.store.identity import code_hash, differing_fields, flatten, identity_hash
 from mmqk.store.lock import LOCK_NAME, FolderLock
 from mmqk.store.metrics import METRICS_NAME
@@ -243,7 +244,14 @@ class RunFolder:
 
     def _write_status(self, status: str, step: int, reason: str) -> None:
         seconds = round(self._seconds_before + time.monotonic() - self._opened, 3)
-        _write_status(self.path, Status(status, int(step), reason, seconds, self._lost))
+        now = Status(status, int(step), reason, seconds, self._lost)
+        try:
+            _write_status(self.path, now)
+        except OSError:
+            if status == "running":
+                raise
+            # On a full disk there is room where the last status stands.
+            _overwrite(self.path / STATUS_NAME, _record(now))
 
     def mark_lost(self, sentences: Iterable[str]) -> None:
         """Record which numbers are missing, beside those that were missing before; the mark stays."""
@@ -263,16 +271,26 @@ class RunFolder:
         self.close()
 
 
+def _overwrite(path: Path, record: Mapping[str, Any]) -> None:
+    with naming(path), open(path, "r+b", buffering=0) as file:
+        file.write(json.dumps(record).encode())
+        file.truncate()
+
+
 def _finished(path: Path) -> bool:
     status = read_status(path)
     return status is not None and status.finished
 
 
 def _write_status(path: Path, status: Status) -> None:
+    write_json(path / STATUS_NAME, _record(status))
+
+
+def _record(status: Status) -> dict[str, Any]:
     record = asdict(status)
     if not status.lost:
         del record["lost"]
-    write_json(path / STATUS_NAME, record)
+    return record
 
 
 def mark_ended(path: Path, status: str, step: int, reason: str, before: Status | None = None) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mmqk.store.files import open_regular, parse_json, read_regular, write_atomic
+from mmqk.store.files import naming, open_regular, parse_json, read_regular, write_atomic
 
 METRICS_NAME = "metrics.jsonl"
 LAST_STEP = 2**53  # no run is so long: what is beyond is damage
@@ -32,8 +32,10 @@ class MetricsWriter:
         self.path = Path(path)
         self._step: int | None = None
         self._values: dict[str, float] = {}
-        _repair_end(self.path)
-        self._file: BinaryIO = open(self.path, "ab")  # noqa: SIM115 (closed by close)
+        with naming(self.path):
+            _repair_end(self.path)
+        # Unbuffered: a line that could not be written is not written later, by a close.
+        self._file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add values of ``step``; values of the step being collected are merged into its line.
@@ -51,7 +53,8 @@ class MetricsWriter:
     def flush(self) -> None:
         """Write what was collected and make it durable: called before every checkpoint."""
         self._emit()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> None:
         """Drop every line later than ``step``, as a resume from the checkpoint of ``step`` needs.
@@ -66,7 +69,7 @@ class MetricsWriter:
             try:
                 write_atomic(self.path, b"".join(kept))
             finally:
-                self._file = open(self.path, "ab")  # noqa: SIM115
+                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def close(self) -> None:
         """Flush and close; doing so twice does no harm."""
@@ -78,8 +81,10 @@ class MetricsWriter:
         if self._step is not None:
             record: dict[str, Any] = {"step": self._step}
             record.update({name: as_json(value) for name, value in self._values.items()})
-            self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-            self._file.flush()
+            line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+            with naming(self.path):
+                while line:
+                    line = line[self._file.write(line) :]
         self._step, self._values = None, {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import shlex
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from mmqk.store import OneSentenceParser, UserError, relative_word, run_main, without_roots
+from mmqk.store import OneSentenceParser, UserError, relative_word, run_main, without_roots, write_folder
 from mmqk.tokenizers import train
 from mmqk.tokenizers.choice import add_data_arguments, choice_of
 from mmqk.tokenizers.documents import Documents
@@ -266,12 +267,14 @@ def main(argv: list[str] | None = None) -> int:
     sheet = contact_sheet(images.val_BCHW, args.tokenizers)
     readme = args.out / "README.md"
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
         before = readme.read_text(encoding="utf-8") if readme.exists() else ""
         kept = before.partition(KEPT_BELOW)[2]
         # 128 colours are enough for a page and keep the file small
-        sheet.quantize(128).save(args.out / SHEET, optimize=True)
-        readme.write_text(f"{without_roots(text)}\n{KEPT_BELOW}\n{kept.lstrip()}", encoding="utf-8")
+        drawn = io.BytesIO()
+        sheet.quantize(128).save(drawn, "PNG", optimize=True)
+        files: dict[str, bytes | str] = {SHEET: drawn.getvalue()}
+        files[readme.name] = f"{without_roots(text)}\n{KEPT_BELOW}\n{kept.lstrip()}"
+        write_folder(args.out, files)
     except OSError as error:
         raise UserError(f"{args.out} cannot be written ({error.strerror}): give another --out.") from error
     print(f"wrote {readme} and {args.out / SHEET}")

@@ -123,7 +123,9 @@ class Ending:
             step = self.step()
             said = f"interrupted at step {step}; the same command goes on from there."
             try:
-                if not self.folder.last_status("interrupted", step, f"{signal.Signals(signum).name} received"):
+                if not self.folder.last_status(
+                    "interrupted", step, f"{signal.Signals(signum).name} received"
+                ):
                     return  # it has finished and is about to end by itself
             except OSError as error:
                 said += f" (status.json cannot be written: {error.strerror})"

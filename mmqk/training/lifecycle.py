@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -13,7 +14,7 @@ import lightning as L
 import torch
 
 from mmqk.monitors.ranks import largest
-from mmqk.store import RunFolder, clock
+from mmqk.store import RunFolder, clock, disk_sentence
 from mmqk.training.ending import ENDING, SIGNALS, Interrupted
 from mmqk.training.module import TrainingModule
 from mmqk.training.steps import Checkpoints, StepLog, ends_step
@@ -92,9 +93,12 @@ class Lifecycle(L.Callback):
             return
         stopped = isinstance(exception, (Interrupted, KeyboardInterrupt))
         reason = " ".join(str(exception).split())[:300] or type(exception).__name__
-        if not stopped:
+        if isinstance(exception, OSError):
+            reason = disk_sentence(exception)
+        elif not stopped:
             reason = f"{type(exception).__name__}: {reason}"
-        self.folder.set_status("interrupted" if stopped else "failed", trainer.global_step, reason)
+        with contextlib.suppress(OSError):  # the disk does not permit it
+            self.folder.set_status("interrupted" if stopped else "failed", trainer.global_step, reason)
 
     def _restore(self) -> None:
         for signum, handler in self._before.items():

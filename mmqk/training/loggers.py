@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -12,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from mmqk.store import Alarm, MetricsWriter, read_alarms, read_metrics, tag
+from mmqk.store import Alarm, MetricsWriter, naming, read_alarms, read_metrics, tag
 from mmqk.training.outcome import outcome
 from mmqk.training.pictures import HEAT_MAPS, History, draw_heat_map, draw_mass
 from mmqk.training.story import custom_scalars, over_layers
@@ -85,12 +86,19 @@ class StoryLogger(TensorBoardLogger):
     def __init__(
         self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None
     ):
+        _let_its_thread_fail_in_silence()
         purge = None if resumed_at is None else resumed_at + 1
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
         self._folder, self._resumed_at = Path(folder), resumed_at
         self._modalities, self._layers, self._begun = modalities, layers, False
         self._history = History()
         self._drawn = self._step = self._alarms = 0
+
+    @property
+    def experiment(self) -> Any:
+        """TensorBoard's writer, which opens its file when it is made."""
+        with naming(self._folder / "events.out.tfevents"):
+            return super().experiment
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -115,7 +123,8 @@ class StoryLogger(TensorBoardLogger):
 
     def save(self) -> None:
         """Events only: the configuration stands in config.yaml, not in an hparams.yaml beside it."""
-        self.experiment.flush()
+        with naming(self._folder / "events.out.tfevents"):
+            self.experiment.flush()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -125,7 +134,8 @@ class StoryLogger(TensorBoardLogger):
                 self._draw()
             for summary in outcome(self._folder, self._modalities):
                 self._write(summary, None)
-        super().finalize(status)
+        with naming(self._folder / "events.out.tfevents"):
+            super().finalize(status)
 
     def _begin(self, step: int) -> None:
         """The layout, and what a resumed run has been through already."""
@@ -174,4 +184,18 @@ class StoryLogger(TensorBoardLogger):
         self._write(Summary(value=values), step)
 
     def _write(self, summary: Any, step: int | None) -> None:
-        self.experiment._get_file_writer().add_summary(summary, step)
+        with naming(self._folder / "events.out.tfevents"):
+            self.experiment._get_file_writer().add_summary(summary, step)
+
+
+def _let_its_thread_fail_in_silence() -> None:
+    """TensorBoard's thread keeps an error of the disk for whoever writes next; its traceback is not needed."""
+    from tensorboard.summary.writer import event_file_writer
+
+    class Worker(event_file_writer._AsyncWriterThread):
+        def run(self) -> None:
+            with contextlib.suppress(OSError):
+                super().run()
+
+    if event_file_writer._AsyncWriterThread.__module__ != __name__:
+        event_file_writer._AsyncWriterThread = Worker

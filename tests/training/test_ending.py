@@ -27,7 +27,9 @@ stop_at_import("torch", Path(sys.argv.pop(1)))
 runpy.run_module("mmqk.train", run_name="__main__", alter_sys=True)
 """
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc which processes live")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="asks /proc which processes live"
+)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mmqk.store.files import parse_json, read_regular, write_atomic
+from mmqk.store.files import naming, parse_json, read_regular, write_atomic
 from mmqk.store.metrics import as_json, from_json
 from mmqk.store.tags import parse_tag
 
@@ -59,9 +59,8 @@ def append_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
     """
     lines = [_encode(alarm) for alarm in alarms]
     if lines:
-        with open(folder / ALARMS_NAME, "ab") as file:
+        with naming(folder / ALARMS_NAME), open(folder / ALARMS_NAME, "ab", buffering=0) as file:
             file.write(b"".join(lines))
-            file.flush()
             os.fsync(file.fileno())
 
 

@@ -1,0 +1,126 @@
+"""A disk on which one file operation of a process fails, and from there on, if wanted, each one that writes."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import io
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WRITES = {
+    "open for writing",
+    "write",
+    "fsync",
+    "mkdir",
+    "replace",
+    "rename",
+    "ftruncate",
+    "pwrite",
+    "truncate",
+}
+PATHS = ("open", "replace", "rename", "unlink", "mkdir", "link", "scandir", "listdir")
+DESCRIPTORS = ("fsync", "ftruncate", "pwrite")
+Site = tuple[str, str]
+
+
+class _File:
+    """An open file whose operations are seen by the disk."""
+
+    def __init__(self, file: Any, path: str, disk: Disk):
+        self._file, self._path, self._disk = file, path, disk
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._file, name)
+        if name in ("write", "read", "truncate", "readline", "readinto", "flush"):
+            self._disk.see("write" if name == "flush" else name, self._path)
+        return found
+
+    def __enter__(self) -> _File:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> Any:
+        return self._file.__exit__(*exc)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._file)
+
+
+class Disk:
+    """Sees every file operation below ``root``; lets the ``nth`` at ``site`` fail with ``code``.
+
+    Attributes:
+        seen: how often each site was, a site being an operation and a name without its numbers.
+        failed: whether the operation came.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        site: Site | None = None,
+        nth: int = 0,
+        code: int = errno.ENOSPC,
+        stays_full: bool = False,
+    ):
+        self.root, self.site, self.nth, self.code, self.stays_full = str(root), site, nth, code, stays_full
+        self.seen: dict[Site, int] = {}
+        self.failed = False
+
+    def see(self, operation: str, path: Any) -> None:
+        path = os.fsdecode(path)
+        if not path.startswith(self.root):
+            return
+        name = re.sub(r"\.\w{8}(?=\.mmqk-tmp)", "", os.path.relpath(path, self.root))  # a random part
+        name = re.sub(r"tfevents.*|tmp\w+$", "", re.sub(r"\d+", "0", name))
+        site = (operation, name)
+        self.seen[site] = self.seen.get(site, -1) + 1
+        now = site == self.site and self.seen[site] == self.nth
+        if now or (self.failed and self.stays_full and operation in WRITES):
+            self.failed = True
+            # As the system has it: a call on an open file names none.
+            named = () if operation in (*DESCRIPTORS, "write", "read", "truncate", "readinto") else (path,)
+            raise OSError(self.code, os.strerror(self.code), *named)
+
+    @contextlib.contextmanager
+    def mounted(self) -> Iterator[Disk]:
+        with pytest.MonkeyPatch.context() as patch:
+            opened = io.open
+
+            def fake_open(path, mode="r", *rest, **more):
+                if isinstance(path, int):
+                    return opened(path, mode, *rest, **more)
+                self.see("open for writing" if set(mode) & set("wax+") else "open", path)
+                file = opened(path, mode, *rest, **more)
+                return (
+                    _File(file, os.fsdecode(path), self) if os.fsdecode(path).startswith(self.root) else file
+                )
+
+            patch.setattr(builtins, "open", fake_open)
+            patch.setattr(io, "open", fake_open)
+            for name in PATHS:
+                patch.setattr(os, name, self._of_path(name, getattr(os, name)))
+            for name in DESCRIPTORS:
+                patch.setattr(os, name, self._of_descriptor(name, getattr(os, name)))
+            yield self
+
+    def _of_path(self, name: str, call: Any) -> Any:
+        def fake(path=".", *rest, **more):
+            if not isinstance(path, int):
+                self.see(name, path)
+            return call(path, *rest, **more)
+
+        return fake
+
+    def _of_descriptor(self, name: str, call: Any) -> Any:
+        def fake(descriptor, *rest):
+            self.see(name, os.readlink(f"/proc/self/fd/{descriptor}"))
+            return call(descriptor, *rest)
+
+        return fake

@@ -1,0 +1,118 @@
+"""An error of the disk at every file operation of a run: one sentence, an honest status, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmqk.store import Alarm, AlarmRules, front_door, read_alarms, read_status
+from mmqk.train import main
+from tests.faulty_disk import Disk, Site
+from tests.training.test_resume import series
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks /proc for names of open files")
+PARTS = 5  # which no period of the loop below divides
+BESIDE = ("alarm at", "100.0% of the captions")
+ALARM = Alarm("stall", 3, "loss/text", 1.0, 0.5, "made up")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_alarm():
+    """Each run has one, so that alarms.jsonl is written."""
+    update = AlarmRules.update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            AlarmRules,
+            "update",
+            lambda self, step, values: [*update(self, step, values), *[ALARM] * (step == 3)],
+        )
+        yield
+
+
+@pytest.fixture(scope="module")
+def args(tiny_args) -> list[str]:
+    return [*tiny_args, "--trainer.max_steps=4", "--checkpoint.every_n_steps=2", "--checkpoint.keep=1",
+            "--monitor.every_n_steps=2", "--monitor.sequences=1", "--data.val_sequences=2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(args, one_alarm, tmp_path_factory) -> tuple[Path, list[tuple[Site, int]]]:
+    """A run, and its file operations with the number of the last of each."""
+    whole = tmp_path_factory.mktemp("undisturbed") / "run"
+    with Disk(whole).mounted() as disk:
+        assert main([*args, f"--out={whole}"]) == 0
+    return whole, sorted(disk.seen.items())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoints/step00000004.ckpt", weights_only=True)["state_dict"]
+
+
+def same(one: Path, other: Path) -> bool:
+    a, b = weights(one), weights(other)
+    return (
+        series(one) == series(other)
+        and read_alarms(one) == read_alarms(other)
+        and all(torch.equal(a[name], b[name]) for name in a)
+    )
+
+
+def test_the_disk_sees_what_a_run_writes(undisturbed):
+    operations, names = zip(*(site for site, _ in undisturbed[1]), strict=True)
+    for wanted in ("metrics.jsonl", "alarms.jsonl", "checkpoints/step0.ckpt", "run.lock", "events.out."):
+        assert wanted in names
+    assert {"write", "fsync", "replace", "mkdir", "unlink"} <= set(operations) and len(names) > 30
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_file_operation_of_a_run_may_fail(args, undisturbed, tmp_path, capfd, part):
+    """The first or the last of each, once or for good."""
+    whole, sites = undisturbed
+    wrong = []
+    for i, (site, last) in list(enumerate(sites))[part::PARTS]:
+        out = tmp_path / f"run{i}"
+        code, full = (errno.ENOSPC, errno.EIO)[i % 2], i % 3 == 0
+        nth = last if i % 2 else 0
+        capfd.readouterr()
+        with Disk(out, site, nth, code, full).mounted() as disk:
+            ended = front_door(main)([*args, f"--out={out}"])
+        said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith(BESIDE)]
+        status = read_status(out)
+        fault = judge(ended, said, status.status if status else None, disk, out, full)
+        again = front_door(main)([*args, f"--out={out}"])
+        if again != 0 or not same(out, whole):
+            fault += f" resume {again}: {capfd.readouterr().err}"
+        if fault:
+            wrong.append(f"{site} {nth} {code} {'full' if full else ''}: {fault} {said}")
+    assert not wrong, "\n".join(wrong)
+
+
+def judge(ended: int, said: list[str], status: str | None, disk: Disk, out: Path, full: bool) -> str:
+    """What is wrong about an end; empty for nothing."""
+    if ended == 0:  # the operation was one that a run can do without
+        return "" if status == "completed" and not said else f"goes on as {status}"
+    if ended not in (1, 2) or len(said) != 1 or str(out) not in said[0] or "cannot be" not in said[0]:
+        return f"ends with {ended}"
+    # A run that has not begun may have no status; on a disk that stays full the last one may stand.
+    begun = (out / "metrics.jsonl").exists()
+    if not disk.failed or (begun and status != "failed" and not full):
+        return f"leaves {status}"
+    return ""
+
+
+def test_the_judge_knows_a_bad_end(args, undisturbed, tmp_path, capfd):
+    """The control: what a run used to leave, and a resume that is another run."""
+    out, disk = tmp_path / "run", Disk(tmp_path)
+    disk.failed = True
+    (tmp_path / "run").mkdir()
+    (out / "metrics.jsonl").touch()
+    good = f"mmqk: {out}/metrics.jsonl cannot be read or written (No space left on device): mend that."
+    assert judge(1, [good], "failed", disk, out, False) == ""
+    for ended, said, status in ((1, ["Traceback", "  ...", "OSError"], "failed"), (1, [good], "running"),
+                                (0, [], "running"), (1, [good, good], "failed")):  # fmt: skip
+        assert judge(ended, said, status, disk, out, False), (ended, said, status)
+    assert main([*args, "--seed=1", f"--out={tmp_path / 'other'}"]) == 0
+    assert not same(tmp_path / "other", undisturbed[0])
