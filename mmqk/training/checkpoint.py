@@ -14,7 +14,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.store import UserError, differing_fields
+from mmqk.store import UserError, differing_fields, naming
 from mmqk.store.checkpoints import (
     DamagedError,
     checkpoints_in,
@@ -59,14 +59,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: it cannot be used.
+        OSError: the disk does not give it.
     """
     if not path.is_file():
         raise CheckpointError("is no file")
     try:
-        checked = has_digest(path)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with naming(path):
+            checked = has_digest(path)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except DamagedError as error:
         raise CheckpointError(str(error)) from error
+    except OSError:
+        raise  # it says nothing about the content
     except Exception as error:  # torch, zip and pickle each have errors of their own
         said = " ".join(str(error).split()).partition(". ")[0][:120].rstrip(".:") or type(error).__name__
         raise CheckpointError(f"cannot be read ({said})") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,21 @@ def test_every_file_operation_of_a_run_may_fail(args, undisturbed, tmp_path, cap
         if fault:
             wrong.append(f"{site} {nth} {code} {'full' if full else ''}: {fault} {said}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_checkpoint_that_the_disk_does_not_give_is_not_taken_for_a_damaged_one(
+    args, undisturbed, tmp_path, capfd
+):
+    out = tmp_path / "run"
+    shutil.copytree(undisturbed[0], out)
+    (out / "status.json").write_text('{"status": "running", "step": 4}')
+    with Disk(out, ("read", "checkpoints/step0.ckpt"), code=errno.EIO).mounted() as disk:
+        assert front_door(main)([*args, f"--out={out}"]) == 1
+    said = capfd.readouterr().err
+    assert disk.failed and "step00000004.ckpt cannot be read or written (Input/output error)" in said
+    assert "Traceback" not in said and read_status(out).status == "failed"
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step00000004.ckpt"]
+    assert front_door(main)([*args, f"--out={out}"]) == 0 and same(out, undisturbed[0])
 
 
 def judge(ended: int, said: list[str], status: str | None, disk: Disk, out: Path, full: bool) -> str:
