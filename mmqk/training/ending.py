@@ -120,15 +120,13 @@ class Ending:
     def _leave(self, signum: int) -> None:
         said = "interrupted before the run began; the same command begins it."
         if self.folder is not None:
-            step = self.step()
-            said = f"interrupted at step {step}; the same command goes on from there."
             try:
-                if not self.folder.last_status(
-                    "interrupted", step, f"{signal.Signals(signum).name} received"
-                ):
+                step = self.step()
+                said = f"interrupted at step {step}; the same command goes on from there."
+                if not self.folder.last_status("interrupted", step, f"{signal.Signals(signum).name} received"):
                     return  # it has finished and is about to end by itself
-            except OSError as error:
-                said += f" (status.json cannot be written: {error.strerror})"
+            except Exception as error:  # of the disk, or of a damaged file
+                said = f"interrupted; status.json cannot be read or written ({' '.join(str(error).split())})."
         if self.speaks and not self._over:
             with contextlib.suppress(OSError):
                 os.write(2, f"{said}\n".encode())
