@@ -1,7 +1,7 @@
 """Golden runs: eight short runs whose losses, norms and logits are compared with kept values.
 
-``python -m tests.golden`` (`make golden`) trains them and compares; ``--write`` keeps what they give now. On the
-platform that made the kept values every number must be the same, bit for bit; on another one, where kernels sum in
+``python -m tests.golden`` (`make golden`) trains them and compares; ``--write`` keeps what they give now. On a
+platform whose digests are kept every number must be the same, bit for bit; on another one, where kernels sum in
 another order, losses, norms and logits may differ by `TOLERANCE`.
 """
 
@@ -103,27 +103,49 @@ def this_platform() -> dict[str, str]:
     }
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], exact: bool) -> list[str]:
-    """One line for each value of a run that is not what was kept."""
-    if exact and old == new:
-        return []
+def differences(old: dict[str, Any], new: dict[str, Any], digest: str | None) -> list[str]:
+    """One line for each value of a run that is not what was kept.
+
+    Args:
+        old: the kept run.
+        new: the run now.
+        digest: of the run on this platform; None where it was never kept here, so that `TOLERANCE` applies.
+    """
+    lines = [f"run id: {old['id']} -> {new['id']}"] if old["id"] != new["id"] else []
+    if digest == new["digest"]:
+        return lines
     before, after = old["values"], new["values"]
-    lines = [f"{tag}: kept, now missing" for tag in before.keys() - after.keys()]
+    lines += [f"{tag}: kept, now missing" for tag in before.keys() - after.keys()]
     lines += [f"{tag}: not among the kept values" for tag in after.keys() - before.keys()]
     for tag in sorted(before.keys() & after.keys()):
         a, b = float(before[tag]), float(after[tag])  # what is not finite is a string in metrics.jsonl
-        allowed = TOLERANCE * max(abs(a), abs(b))
-        if exact:
-            allowed = 0.0
-        elif re.split("[@/]", tag)[0] not in COMPARED_ELSEWHERE:
+        if re.split("[@/]", tag)[0] not in COMPARED_ELSEWHERE:
             continue
-        if not (a == b or abs(a - b) <= allowed or (a != a and b != b)):
+        if not (a == b or abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) or (a != a and b != b)):
             lines.append(f"{tag}: {a!r} -> {b!r}")
-    if exact and old["id"] != new["id"]:
-        lines.append(f"run id: {old['id']} -> {new['id']}")
-    if exact and not lines:
-        lines.append("the values are the kept ones, and other steps or logits differ")
+    if digest is not None and not lines:
+        lines.append(f"bits differ from those kept on this platform, by no more than {TOLERANCE:g}")
     return lines
+
+
+def digests_of(kept: dict[str, Any]) -> dict[str, str]:
+    """Digests that were kept on this platform, by run; empty on a new one."""
+    here = this_platform()
+    return next((entry["digests"] for entry in kept["platforms"] if entry["platform"] == here), {})
+
+
+def keep(kept: dict[str, Any], new: dict[str, Any]) -> None:
+    """Put runs among the kept ones. Digests of other platforms go where a run's numbers have moved."""
+    here = this_platform()
+    for name, run in new.items():
+        moved = name in kept["runs"] and differences(kept["runs"][name], run, None)
+        for entry in kept["platforms"] if moved else ():
+            entry["digests"].pop(name, None)
+        kept["runs"][name] = {part: run[part] for part in ("id", "values")}
+    if not digests_of(kept):
+        kept["platforms"].append({"platform": here, "digests": {}})
+    digests = next(entry["digests"] for entry in kept["platforms"] if entry["platform"] == here)
+    digests.update({name: run["digest"] for name, run in new.items()})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,20 +154,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="keep the present values")
     parser.add_argument("runs", nargs="*", default=list(RUNS), help=f"of {', '.join(RUNS)} (all)")
     args = parser.parse_args(argv)
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"platform": {}, "runs": {}}
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"platforms": [], "runs": {}}
     with tempfile.TemporaryDirectory() as folder:
         write_documents(Path(folder))
         new = {name: measure(name, Path(folder)) for name in args.runs}
     if args.write:
-        kept = {"platform": this_platform(), "runs": {**kept["runs"], **new}}
+        keep(kept, new)
         KEPT.write_text(json.dumps(kept, indent=1) + "\n")
         print(f"kept {', '.join(new)} in {KEPT}")
         return 0
-    exact = kept["platform"] == this_platform()
-    bound = "bit for bit" if exact else f"to {TOLERANCE:g} (kept on {kept['platform']})"
-    failed = 0
+    digests, failed = digests_of(kept), 0
     for name, run in new.items():
-        lines = differences(kept["runs"][name], run, exact)
+        lines = differences(kept["runs"][name], run, digests.get(name))
+        bound = "bit for bit" if name in digests else f"to {TOLERANCE:g} (kept on another platform)"
         print(f"{name}: {'the same ' + bound if not lines else f'{len(lines)} differences'}")
         for line in lines[:10]:
             print(f"    {line}")

@@ -16,12 +16,15 @@ from tests.golden.__main__ import (
     RUNS,
     TOLERANCE,
     differences,
+    digests_of,
+    keep,
     measure,
     this_platform,
     write_documents,
 )
 
-KEPT_RUNS = json.loads(KEPT.read_text())["runs"]
+KEPT_VALUES = json.loads(KEPT.read_text())
+KEPT_RUNS = KEPT_VALUES["runs"]
 
 
 def settings(name: str) -> dict:
@@ -63,23 +66,35 @@ def ids(tmp_path_factory) -> dict:
 
 
 def test_a_golden_run_has_its_kept_numbers(ids):
-    exact = json.loads(KEPT.read_text())["platform"] == this_platform()
-    assert differences(KEPT_RUNS["ids"], ids, exact) == []
+    assert differences(KEPT_RUNS["ids"], ids, digests_of(KEPT_VALUES).get("ids")) == []
 
 
 def test_a_change_is_seen():
-    kept = KEPT_RUNS["plain"]
-    assert differences(kept, kept, exact=True) == differences(kept, kept, exact=False) == []
-    changed = copy.deepcopy(kept)
+    kept = {**KEPT_RUNS["plain"], "digest": "of here"}
+    assert differences(kept, kept, "of here") == differences(kept, kept, None) == []
+    changed = copy.deepcopy(kept) | {"digest": "other"}
     changed["values"]["loss@3"] *= 1 + 1e-15
-    assert any("loss@3" in line for line in differences(kept, changed, exact=True))
-    assert differences(kept, changed, exact=False) == []
+    assert any("bits differ" in line for line in differences(kept, changed, "of here"))
+    assert differences(kept, changed, None) == []
     changed["values"]["loss@3"] *= 1 + 2 * TOLERANCE
-    assert any("loss@3" in line for line in differences(kept, changed, exact=False))
-    for part in ("digest", "id"):
-        assert differences(kept, {**kept, part: "other"}, exact=True)
+    for digest in ("of here", None):
+        assert any("loss@3" in line for line in differences(kept, changed, digest))
+        assert any("run id" in line for line in differences(kept, {**kept, "id": "other"}, digest))
     del changed["values"]["loss@3"]
-    assert any("missing" in line for line in differences(kept, changed, exact=False))
+    assert any("missing" in line for line in differences(kept, changed, None))
+
+
+def test_digests_of_other_platforms_go_where_numbers_have_moved():
+    run = {"id": "1", "values": {"loss@1": 2.0}, "digest": "new"}
+    for loss, left in ((2.001, {"a": "old"}), (3.0, {})):
+        kept = {
+            "platforms": [{"platform": {"cpu": "another"}, "digests": {"a": "old"}}],
+            "runs": {"a": {"id": "1", "values": {"loss@1": loss}}},
+        }
+        keep(kept, {"a": run})
+        assert kept["platforms"][0]["digests"] == left
+        assert kept["platforms"][1] == {"platform": this_platform(), "digests": {"a": "new"}}
+        assert kept["runs"]["a"]["values"] == run["values"] and digests_of(kept) == {"a": "new"}
 
 
 def test_two_sets_of_verdicts_are_compared_by_their_numbers():
