@@ -37,7 +37,7 @@ def small_run(
     (folder / "status.json").write_text(
         json.dumps({"status": status, "step": last, "reason": "", "seconds": 1})
     )
-    identity = {"seed": seed, "data": (config or {}).get("data")}
+    identity = {"seed": seed, "data": (config or {}).get("data") or {}}
     record = {"id": folder.name, "code": "c", "identity": identity, "details": {"config": config or {}}}
     (folder / "run.json").write_text(json.dumps(record))
     if alarms:
