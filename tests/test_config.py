@@ -66,7 +66,7 @@ from mmqk.train import main
         (["--model.qk_norm=rms"], "model.qk_norm is a group of fields"),
         (["--config=README.md"], "is not the YAML of a run"),
         (["--monitor.sequences=50"], "monitor.sequences 50 is more than the 8 held-out sequences"),
-        (["--data.val_sequences=50"], "more than the 12 held-out pairs"),
+        (["--data.seq_len=100000"], "set data.seq_len to at most"),
         (["--seed=-1"], "seed is -1"),
         (["--config=configs/absent.yaml"], "absent.yaml cannot be read"),
         (["--data.pairs=nowhere"], "nowhere"),
