@@ -119,7 +119,7 @@ RULES = {
         ("mmqk.interop",),
         mmqk=("mmqk.interop", "mmqk.model", "mmqk.store", "mmqk.ranges"),
         never=("transformers", "lightning"),
-        leave_out=("mmqk.interop.__main__",),
+        leave_out=("mmqk.interop.__main__", "mmqk.interop.tokenizer"),  # of a run, not of a model
     ),
     "shards": Rule(("mmqk.data.shards",), never=("mmqk.tokenizers", "tokenizers")),
     "watch": Rule(("mmqk.watch", "mmqk.ablation.views", "mmqk.ablation.board"), never=("torch", "lightning")),

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def of_other_models() -> set[str]:
     model = EarlyFusionTransformer(config, backend="sdpa")
     batch = token_batch(torch.arange(24).view(2, 12) % 32, config.blocks)
     found = set(probe(model, batch).flat())
+    sigma = EarlyFusionTransformer(replace(config, weight_reparam="sigma"), backend="sdpa")
+    found |= set(probe(sigma, batch).flat())
     watch = attach(
         model,
         modality={"image": range(20, 32)},

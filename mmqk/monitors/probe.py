@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block, capped
 from mmqk.monitors.collect import Collector
@@ -98,7 +99,8 @@ def probe(
 
 @torch.no_grad()
 def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
-    """What the weights alone say: rows of embedding and head by vocabulary block, QK-Norm's gains and bound."""
+    """What the weights alone say: rows of embedding and head by vocabulary block, QK-Norm's gains and bound, and how
+    near σReparam's sigma is to the true one."""
     c = model.config
     for statistic, weight_VD in (
         ("embed_row_norm", model.embed.weight),
@@ -106,6 +108,9 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
     ):
         lengths = [rows.float().norm(dim=-1).mean() for rows in weight_VD.split(list(c.blocks.values()))]
         collector.of_vocabulary([tag(statistic, name) for name in c.modalities], torch.stack(lengths))
+    if c.weight_reparam == "sigma":
+        tags = [tag("sigma_ratio", layer=layer) for layer in range(c.n_layers)]
+        collector.found.add_values(tags, torch.stack([sigma_ratio(block) for block in model.blocks]))
     if c.qk_norm.kind == "none":
         return
     for layer in range(c.n_layers):
@@ -119,6 +124,14 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
                 tags += [tag(f"{name}_gain_mean", layer=layer), tag(f"{name}_gain_max", layer=layer)]
                 values += [torch.cat(present).mean(), torch.cat(present).max()]
         collector.found.add_values(tags, torch.stack(values))
+
+
+@torch.no_grad()
+def sigma_ratio(block: nn.Module) -> Tensor:
+    """The smallest ratio of sigma to the largest singular value over the σReparam matrices of a block; 1 is exact."""
+    matrices = [m for m in block.modules() if isinstance(m, SigmaLinear)]
+    true = [torch.linalg.matrix_norm(m.weight.float(), 2) for m in matrices]
+    return torch.stack([m.sigma().float() / largest for m, largest in zip(matrices, true, strict=True)]).min()
 
 
 @torch.no_grad()

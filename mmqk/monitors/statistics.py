@@ -88,7 +88,10 @@ COSTS: dict[str, tuple[str, str]] = {
     ),
     "growth": ("with each probe", "second moments of queries and keys"),
     "output": ("with each probe", "a pass over the output logits; no matrix product"),
-    "weights": ("with each probe", "a pass over embedding, head and gains; no matrix product"),
+    "weights": (
+        "with each probe",
+        "a pass over embedding, head and gains; no matrix product; with σReparam also singular values",
+    ),
     "heads": ("`monitor.heads`", "attention once more, a head at a time"),
     "precision": ("`monitor.precision`", "one more forward of the probe, in the run's precision"),
     "parameters": (
@@ -288,6 +291,10 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
         Statistic(("q_gain_mean/layerNN", "q_gain_max/layerNN", "k_gain_mean/layerNN", "k_gain_max/layerNN"),
             "mean and maximum of |gain| of QK-Norm", "–", NOBODY,
             "about 1; abnormal growth is why Qwen3-Next decays them [S]", "the bound on the logits grows",
+            "weights"),
+        Statistic(("sigma_ratio/layerNN",),
+            "uᵀWv / σ(W) of σReparam, σ(W) the largest singular value: the smallest over the layer's matrices", "–",
+            NOBODY, "1 [I]; above 0.94 at a learning rate of 0.03", "weights are larger than gamma says",
             "weights"),
     ),
     "Output": (

@@ -176,7 +176,8 @@ def write_forks(folder: Path) -> Path:
         start=40,
         logit=30.0,
         fork=fork(
-            "runs/x/plain", "aaaaaaaaaa", 40, late, added=[{"name": "g1", "how": "0"}, {"name": "g2", "how": "0"}], optimizer="carried over",
+            "runs/x/plain", "aaaaaaaaaa", 40, late, optimizer="carried over",
+            added=[{"name": name, "how": "0"} for name in ("g1", "g2")],
             function={"logits_rms_relative": 0.013, "loss": {"text": [4.0, 4.1]}},
         ),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from mmqk.model.linear import POWER_STEPS, SigmaLinear
+from mmqk.monitors import probe
 from mmqk.training import module as training
 from tests.peers import Peer
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
@@ -146,6 +147,23 @@ def test_sigma_follows_a_direction_that_grows_from_one_update_to_the_next():
 
 
 # In training -----------------------------------------------------------------------------------------------
+
+
+def test_a_probe_logs_how_near_sigma_is_to_the_true_one():
+    module = trained()
+    flat = probe(module.model, toy_batch(0)).flat()
+    for layer, block in enumerate(module.model.blocks):
+        found = [m for m in block.modules() if isinstance(m, SigmaLinear)]
+        ratios = [float(m.sigma().detach() / torch.linalg.svdvals(m.weight.detach())[0]) for m in found]
+        assert flat[f"sigma_ratio/layer{layer:02d}"] == pytest.approx(min(ratios), rel=1e-6)
+    # The controls: another direction is seen, in its layer alone, and a plain model has no such number.
+    with torch.no_grad():
+        wrong = next(m for m in module.model.blocks[0].modules() if isinstance(m, SigmaLinear))
+        wrong.v.copy_(torch.nn.functional.one_hot(torch.tensor(0), wrong.in_features))
+    changed = probe(module.model, toy_batch(0)).flat()
+    assert changed["sigma_ratio/layer00"] < 0.9 < flat["sigma_ratio/layer00"]
+    assert changed["sigma_ratio/layer01"] == flat["sigma_ratio/layer01"]
+    assert not any(name.startswith("sigma_ratio") for name in probe(module_of(MODEL).model, toy_batch(0)).flat())
 
 
 def test_sigma_follows_the_largest_singular_value(monkeypatch):
