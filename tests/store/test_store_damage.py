@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmqk import report, watch
-from mmqk.store import DamagedFile, RunFolder, UserError, front_door, read_json, write_json
+from mmqk.store import DamagedFile, RunFolder, UserError, front_door, read_json, read_regular, write_json
 from tests.analysis.fake_runs import Planted, write_grid
 
 DAMAGE = {
@@ -193,7 +193,7 @@ def resume(folder: Path) -> None:
     for path in sorted(folder.glob("*/seed*")):
         before = {p.name: p.lstat().st_mtime_ns for p in path.iterdir()}
         try:
-            identity = json.loads((path / "run.json").read_text())["identity"]
+            identity = json.loads(read_regular(path / "run.json"))["identity"]
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             identity = {"seed": 0}
         try:
