@@ -119,7 +119,7 @@ def test_both_arms_of_its_ablation_train(patched, tiny_args):
     tiny = nested(tiny_args) | {"checkpoint": {"every_n_steps": 0}}
     tiny["trainer"] |= {"max_steps": 3}
     (patched / "tiny.yaml").write_text(yaml.safe_dump(tiny))
-    raw |= {"base": [*(str(grid.parent / base) for base in raw["base"]), "tiny.yaml"], "seeds": [1]}
+    raw |= {"base": [*(str(grid.parent / base) for base in raw["base"]), "tiny.yaml"], "seeds": [1, 2]}
     (patched / "tiny_grid.yaml").write_text(yaml.safe_dump(raw))
 
     done = run(patched, sys.executable, "-m", "mmqk.ablate", "--config", "tiny_grid.yaml")

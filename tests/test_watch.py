@@ -145,7 +145,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, all_ in DAMAGE.items() for text in all_],
                          ids=lambda x: x[:40])  # fmt: skip
-def test_files_of_another_kind_are_passed_over(tmp_path, capsys, name, text):
+def test_files_of_another_kind_are_passed_over(tmp_path, capsys, monkeypatch, name, text):
+    monkeypatch.setenv("COLUMNS", "400")  # room for the path in the sentence
     write_run(tmp_path / "r", "completed", alarms=[GROWTH])
     path = tmp_path / "r" / name
     # Lines are added to what is there; of a whole file this is all.

@@ -104,10 +104,11 @@ def assess(study: Study, claim: Claim) -> Assessment:
         treatment, control = (outcomes.values.get(name, {}) for name in (claim.treatment, claim.control))
         runs = [run for members in compared.values() for run in members.all]
         controls = tuple(filter(None, [within_bound(runs)]))
-        notes += [_without(outcomes.unmeasured)] if any(map(lost_of, ([run] for run in runs))) else []
         shown = paired_effect(treatment, control, None)
-        # Numbers by arm are as measured: without an effect nothing is a bound.
-        return Assessment(claim, compared, shown, None, medians, controls, tuple(notes) if shown else ())
+        if not shown:
+            notes = []  # numbers by arm are as measured: without an effect nothing is a bound
+        notes += [_without(outcomes.unmeasured)] if any(map(lost_of, ([run] for run in runs))) else []
+        return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
     spread = pooled_spread(spread_outcomes(study, claim, compared, outcomes))
     both = claim.treatment, claim.control
     treatment, control = (outcomes.values[name] for name in both)

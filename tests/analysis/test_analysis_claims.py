@@ -272,7 +272,7 @@ def test_looks_take_a_close_verdict_away(tmp_path):
         ({"stopping": {"max_seeds": 9}}, "needs seeds"),
         ({"stopping": {"looks": 9}, "seeds": 3}, "max_seeds"),
         ({"seeds": "six"}, "whole number"),
-        ({"at": "0.1"}, "mapping"),
+        ({"at": "0.1"}, "not an object"),
         ({"at": {"optim.lr": 1}}, "no point"),
         ({"test": "count", "delta": 1.5}, "difference of shares"),
         ({"delta": "much"}, "not a number"),

@@ -173,7 +173,7 @@ def test_a_grid_names_its_figures(tmp_path):
     ("entry", "words"),
     [
         ({"kind": "pie"}, "kind 'pie' is unknown: use one of output_norm"),
-        ("hero", "kind 'hero' is unknown"),
+        ("hero", "figures.0. is \"hero\" and not an object"),
         ({"kind": "training_loss", "arms": ["nobody"]}, "names the arm 'nobody'"),
         ({"kind": "logit_by_size"}, "no numbers for logit_by_size"),
     ],

@@ -51,7 +51,7 @@ def test_a_row_says_what_the_metric_is(name):
         (r"\| (\d+) probes in the window", probes.FEWEST_PROBES),
         (r"at least (\d+) standard deviations", steps.SPIKE_STDS),
         (r"mean of the (\d+) before them", steps.SPIKE_WINDOW),
-        (r"of (\d+) at least \| % of steps", steps.SPIKE_FEWEST),
+        (r"of those with (\d+) or more before them \| % of steps", steps.SPIKE_FEWEST),
         (r"centred (\d+)-step median", steps.MEDIAN_WINDOW),
         (r"more than ([\d.]+) nat above the centred", steps.ABOVE_MEDIAN_NATS),
         (r"has been ([\d.]+) nat above its first value", divergence.ABOVE_INITIAL_NATS),

@@ -64,7 +64,7 @@ def test_blocks_that_are_given():
         from_transformers(hf_model, {"text": 90, "image": 5})
     with pytest.raises(UserError, match="add up to 0"):
         from_transformers(hf_model, {})
-    with pytest.raises(UserError, match="gives image 0 ids"):
+    with pytest.raises(UserError, match=r"blocks\.image is 0: it must be a whole number from 1"):
         from_transformers(hf_model, {"text": 96, "image": 0})
     hf_model.config.mmqk_blocks = "text"
     with pytest.raises(UserError, match="mmqk_blocks is 'text', not names and sizes"):

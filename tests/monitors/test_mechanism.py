@@ -241,7 +241,7 @@ def test_looking_leaves_gradients_and_random_numbers_alone():
     [
         ({"budget_every_n_steps": 10}, "windows cannot overlap"),
         ({"budget_every_n_steps": -1}, "is -1: it must be a whole number from 0"),
-        ({"budget_steps": 0}, "at least 1 step"),
+        ({"budget_steps": 0}, "is 0: it must be a whole number from 1"),
         ({"every_n_steps": 0, "precision": True}, "monitor.precision is part of a probe"),
     ],
 )
