@@ -138,7 +138,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
     """The content of a file; see `open_regular`."""
-    with open_regular(path) as file:
+    with naming(Path(path)), open_regular(path) as file:
         return file.read()
 
 

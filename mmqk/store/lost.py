@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.store.alarms.alarm import ALARMS_NAME, alarm_of_line
-from mmqk.store.files import read_regular
+from mmqk.store.files import naming, read_regular
 from mmqk.store.metrics import METRICS_NAME, parse_line
 
 DAMAGED_SUFFIX = ".damaged"
@@ -32,7 +32,7 @@ class Written:
         for name, (length, digest) in self._known.items():
             path = self._folder / name
             if path.exists():
-                with open(path, "rb") as file:
+                with naming(path), open(path, "rb") as file:
                     file.seek(length)
                     while chunk := file.read(1 << 20):
                         digest.update(chunk)
@@ -130,7 +130,7 @@ def _keep(path: Path, lines: Sequence[bytes]) -> None:
     known = set(_read(path))
     new = [line for line in (line.rstrip(b"\n") + b"\n" for line in lines) if line not in known]
     if new:
-        with open(path, "ab") as file:
+        with naming(path), open(path, "ab") as file:
             file.write(b"".join(new))
             file.flush()
             os.fsync(file.fileno())

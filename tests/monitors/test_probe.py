@@ -91,6 +91,11 @@ def expected_of(model, batch) -> dict[str, float]:
     for (side, layer), gain in gains.items():
         expected[f"{side}_gain_mean/layer{layer:02d}"] = gain.mean()
         expected[f"{side}_gain_max/layer{layer:02d}"] = gain.max()
+    for layer in range(c.n_layers if c.weight_reparam == "sigma" else 0):
+        found = [m for m in model.blocks[layer].modules() if hasattr(m, "sigma")]
+        triples = [(m.u.numpy(), m.weight.detach().numpy(), m.v.numpy()) for m in found]
+        ratios = [u @ w @ v / np.linalg.svd(w, compute_uv=False)[0] for u, w, v in triples]
+        expected[f"sigma_ratio/layer{layer:02d}"] = min(ratios)
     for name, weight in rows.items():
         for m, block in enumerate(np.split(weight, [c.blocks["text"]])):
             expected[f"{name}_row_norm/{NAMES[m]}"] = np.linalg.norm(block, axis=-1).mean()
