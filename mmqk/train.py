@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def process(argv: list[str] | None = None) -> int:
-    """`main` in a process of its own, which a signal ends in order from here on."""
+    """`main` for a separate process: from here on a signal ends it in order."""
     if not ENDING.installed:
         ENDING.install()
     return main(argv)
@@ -267,7 +267,7 @@ def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
     try:
         found = {**(read_json(path) or {}), **data.skipped}
         write_json(path, found)
-        named = f"{path} names them and says why"
+        named = f"{path} lists them with the reasons"
     except DamagedFile as damaged:
         named = str(damaged)
     except OSError as error:  # the run has ended, and its numbers are written

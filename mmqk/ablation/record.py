@@ -39,7 +39,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
 
     The claims' hash as they were first registered stays, and so does, with each run, that of the claims as they stood
     when the run was first planned. A record that cannot be read is left as it is. Without one, claims whose runs have
-    begun are registered too late: "lost" says so from then on, and the analysis calls none of them confirmatory.
+    begun are registered too late: the record keeps "lost", and the analysis treats them all as exploratory.
 
     Raises:
         UserError: the folder cannot be written, or its ablation.json cannot be read.

@@ -80,7 +80,7 @@ def read_ablation(folder: Path) -> dict[str, Any] | None:
 
 
 def _lacking(replay: dict[str, Any]) -> str:
-    """What a replay must say and does not."""
+    """The key that a replay entry lacks; empty if it has all."""
     control = replay.get("numerics") == "control"
     needed = ("of", "numerics", "step") if control else ("of", "numerics", "step", "depth")
     return next((key for key in needed if replay.get(key) is None), "")

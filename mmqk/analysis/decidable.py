@@ -35,7 +35,7 @@ def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object)
 
 
 def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
-    """A sentence for each claim that the planned seeds leave open: it can be mended by adding some."""
+    """A sentence for each claim that has too few planned seeds for a verdict; more seeds can be added later."""
     planned = [job for job in jobs if job.role == "verdict"]
     said = []
     for claim in claims:
@@ -82,7 +82,7 @@ def _never_passes(
     if other.status == "control":
         return ""
     if other.id in above:
-        return "leans on it in its turn; let one of them lean on nothing"
+        return "depends on this claim in turn; remove one of the two references"
     if not other.decided:
         return f"is {other.status} and never decided; name one with the status control or exploratory"
     if kind != "negative control":

@@ -51,7 +51,7 @@ def listed_ends(
 
 
 def verb(study: Study, arms: Collection[str]) -> str:
-    """``ended`` of arms that all have finished runs, and of others ``stood last``, which is true of any."""
+    """``ended`` if every arm has finished runs, else ``stood last``."""
     return "ended" if all(study.finished(arm) for arm in arms) else "stood last"
 
 

@@ -49,18 +49,18 @@ def css() -> str:
 
 
 class Raw(str):
-    """Markdown that is meant as such."""
+    """A text that is Markdown already and is not escaped."""
 
 
 def markdown(text: object) -> str:
-    """Text as text in Markdown, also inside a table, a link or an image: in one line, no mark of its own in force."""
+    """Escape a text for Markdown, also inside a table, a link or an image; one line."""
     if isinstance(text, Raw):
         return text
     return _LINE_MARK.sub(r"\1\\\2", _MARK.sub(r"\\\g<0>", _one_line(text)))
 
 
 def code(text: object) -> Raw:
-    """Text as a code span, also inside a table: no backslash works in one, so that its fence must be the longer."""
+    """A text as a code span, also inside a table. The fence is long enough for its backticks."""
     plain = _one_line(text).replace("|", "\\|")
     fence = "`" * (_longest(plain) + 1)
     return Raw(f"{fence} {plain} {fence}" if "`" in plain else f"{fence}{plain}{fence}")

@@ -312,7 +312,7 @@ def _arms(found: Sequence[Sweep]) -> tuple[str, ...]:
 
 
 def _given(found: Sequence[Sweep], what: str) -> str:
-    """What stands in for a run that diverged; nothing where none did."""
+    """A sentence on the value that diverged runs are drawn with; empty if no run diverged."""
     diverged = any(run.status.status == "diverged" for sweep in found for run in sweep.runs)
     return f" A run that diverged (×) is given {what}." if diverged else ""
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmqk.data.manifest import check_regular
 from mmqk.data.tokens import TOKENS, Layout, TokenWriter
-from mmqk.store import OneSentenceParser, UserError, hash_fraction, run_main, tag
+from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fraction, run_main, tag
 
 EPILOG = """\
 An array is .npy: of two dimensions, each row a document; or of one, with the documents' lengths in NAME.lengths.npy

@@ -15,6 +15,7 @@ from mmqk.store import (
     DamagedFile,
     OneSentenceParser,
     UserError,
+    check_regular,
     identity_hash,
     read_json,
     run_main,
@@ -44,17 +45,6 @@ class Manifest:
     def count(self, split: str) -> int:
         """Number of samples in a split."""
         return sum(shard.samples for shard in self.splits[split])
-
-
-def check_regular(path: Path) -> None:
-    """Refuse what is there and no file, such as a pipe, whose reader may wait for ever.
-
-    Raises:
-        UserError: it is a pipe, a device, a socket or a folder.
-    """
-    if path.exists() and not path.is_file():
-        kind = "folder" if path.is_dir() else "pipe" if path.is_fifo() else "device or socket"
-        raise UserError(f"{path} is a {kind} and not a regular file: give a file.")
 
 
 def sha256_file(path: Path) -> str:

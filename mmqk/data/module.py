@@ -229,7 +229,7 @@ class TokenDataModule(L.LightningDataModule):
 
     def statistics(self, sequences: int = SAMPLE) -> dict[str, dict[str, Any]]:
         """What is known of the data by modality: `ModalityStatistics` of the first training sequences as plain data,
-        "floor", the loss on the validation set of a model that knows the source (None where nobody does), and
+        "floor", the loss on the validation set of a model that knows the source (None if it is unknown), and
         "targets", the mean number of targets in each of the run's ``sequences`` (`targets`)."""
         pairs = self.builder.stores.get("pair", ())
         side = round((pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0

@@ -17,8 +17,8 @@ from typing import Any
 from PIL import Image
 
 from mmqk.data.images import on_white
-from mmqk.data.manifest import RESTORE, Shard, check_regular, checked_shards, manifest_hash, sha256_file
-from mmqk.store import UserError
+from mmqk.data.manifest import RESTORE, Shard, checked_shards, manifest_hash, sha256_file
+from mmqk.store import UserError, check_regular
 
 __all__ = [
     "IMAGE_SIZE",

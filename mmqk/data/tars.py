@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mmqk.data.manifest import check_regular
 from mmqk.data.unread import HIDDEN, META, NO_DOT, NOT_REGULAR, Unread
-from mmqk.store import UserError
+from mmqk.store import UserError, check_regular
 
 _REWRITE = "copy or download it again, or write it again"
 _PACKED = {

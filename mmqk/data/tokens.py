@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.data.manifest import check_regular, sha256_file
-from mmqk.store import DamagedFile, UserError, identity_hash, read_json, write_json
+from mmqk.data.manifest import sha256_file
+from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, write_json
 
 TOKENS = "tokens.json"
 FORMAT = 1
@@ -266,7 +266,7 @@ def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, Toke
 
 
 class Note:
-    """Which files of a token folder were found to be what tokens.json says, kept between runs.
+    """A cache of which files of a token folder matched tokens.json, kept between runs.
 
     Args:
         cache: folder of notes.
@@ -282,14 +282,14 @@ class Note:
             self._kept = read_json(self._path) or {}
 
     def holds(self, path: Path, sha256: str) -> bool:
-        """Whether the file was compared with this hash and has not changed since; notes that it is now."""
+        """Whether the file was compared with this hash and has not changed since; records its state."""
         about = path.stat()
         state = [sha256, about.st_size, about.st_mtime_ns, about.st_ino]
         self._new[str(path)] = state
         return self._kept.get(str(path)) == state
 
     def write(self) -> None:
-        """Keep what was compared; without a place to keep it, it is compared again the next time."""
+        """Write the cache; if that fails, the files are compared again by the next run."""
         if self._new != self._kept:
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)

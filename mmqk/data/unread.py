@@ -1,4 +1,4 @@
-"""Files of archives that no document is made of, counted by reason, with a few names of each."""
+"""Files of archives that no document uses, counted by reason, with a few names of each."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ class Unread:
             yield self.key_rule()
 
     def key_rule(self) -> str:
-        """What the rule for keys made of a file with a further dot in its name."""
+        """A sentence on the key of a file with a second dot in its name, and a better name for it."""
         path = printable(self.examples[DOTTED][0].rpartition(": ")[2])
         folder, slash, name = path.rpartition("/")
         key, _, rest = name.partition(".")
         return (
             f"the key of a sample is the name up to its first dot, so {name} is the file {rest} of the sample"
             f" {folder}{slash}{key}: name it {name.replace('.', '_', name.count('.') - 1)}"
-            " to make it a sample of its own"
+            " to make it a separate sample"
         )
 
 
 def printable(text: str) -> str:
-    """The text without what commands a terminal: a name in an archive may hold anything."""
+    """The text without control characters: a name in an archive may hold terminal commands."""
     return "".join(c if c.isprintable() else "?" for c in text)

@@ -294,8 +294,8 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "weights"),
         Statistic(("sigma_ratio/layerNN",),
             "uᵀWv / σ(W) of σReparam, σ(W) the largest singular value: the smallest over the layer's matrices", "–",
-            NOBODY, "1 [I]; above 0.94 at a learning rate of 0.03", "weights are larger than gamma says",
-            "weights"),
+            NOBODY, "1 [I]; above 0.94 at a learning rate of 0.03",
+            "sigma is too small, so the weights in use are too large", "weights"),
     ),
     "Output": (
         Statistic(("out_log_z/TARGET",),

@@ -13,6 +13,7 @@ from mmqk.store.alarms import (
 from mmqk.store.errors import OneSentenceParser, UserError, disk_sentence, front_door, run_main, with_dashes
 from mmqk.store.files import (
     DamagedFile,
+    check_regular,
     naming,
     open_regular,
     parse_json,
@@ -55,6 +56,7 @@ __all__ = [
     "alarms_of",
     "append_alarms",
     "canonical",
+    "check_regular",
     "clock",
     "code_hash",
     "dashboards",

@@ -83,7 +83,7 @@ class _Hashed:
 def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
     """Write a file with its digest, read it back from the disk, and only then give it its name.
 
-    Whoever removes an older checkpoint after this has a good one.
+    After this call a valid checkpoint exists, so an older one may be removed.
 
     Args:
         path: replaced if it is there; its folder is made.

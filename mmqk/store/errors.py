@@ -62,7 +62,7 @@ def disk_sentence(error: OSError) -> str:
     path = error.filename if isinstance(error.filename, str | os.PathLike) else "A file"
     # The message of a loader worker's error ends with the error itself.
     what = error.strerror or (str(error).strip().splitlines() or [type(error).__name__])[-1]
-    return f"{path} cannot be read or written ({what}): mend that and give the same command again."
+    return f"{path} cannot be read or written ({what}): fix that and run the same command again."
 
 
 def front_door(main: Main) -> Callable[..., int]:

@@ -101,7 +101,7 @@ def write_folder(out: Path, files: Mapping[str, bytes | str]) -> None:
         if made:
             shutil.rmtree(out, ignore_errors=True)
         for folder in made[1:]:
-            with contextlib.suppress(OSError):  # somebody else's files are in it
+            with contextlib.suppress(OSError):  # it holds other files
                 folder.rmdir()
         raise
 
@@ -117,6 +117,17 @@ class DamagedFile(UserError):
     def __init__(self, path: Path, why: str, advice: str = RESTORE):
         super().__init__(f"{path} cannot be read ({why}): {advice}")
         self.path, self.why = path, why
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a path whose content another library is about to open and that is not a file: reading a pipe may block.
+
+    Raises:
+        UserError: it is a pipe, a device, a socket or a folder.
+    """
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "pipe" if path.is_fifo() else "device or socket"
+        raise UserError(f"{path} is a {kind} and not a regular file: give a file.")
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

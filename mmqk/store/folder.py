@@ -228,7 +228,7 @@ class RunFolder:
             self._write_status(status, step, reason)
 
     def last_status(self, status: str, step: int, reason: str) -> bool:
-        """`set_status` of a process that ends at once: nothing that another thread says comes after it.
+        """`set_status` for a process that exits at once: no other thread can write a status after it.
 
         False, with nothing written, when the run has finished.
 
@@ -250,7 +250,7 @@ class RunFolder:
         except OSError:
             if status == "running":
                 raise
-            # On a full disk there is room where the last status stands.
+            # On a full disk the space of the old status can still be overwritten.
             _overwrite(self.path / STATUS_NAME, _record(now))
 
     def mark_lost(self, sentences: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from mmqk.store.metrics import METRICS_NAME, parse_line
 DAMAGED_SUFFIX = ".damaged"
 RECORDS = (METRICS_NAME, ALARMS_NAME)
 _SPANS_NAMED = 4
-_MOST_ALARMS = 10**6  # on one step; what is beyond is damage
+_MOST_ALARMS = 10**6  # on one step; a larger count is damage
 
 
 class Written:
@@ -114,8 +114,6 @@ def _read(path: Path) -> list[bytes]:
         return read_regular(path).splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def _changed(lines: Sequence[bytes], written: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from mmqk.store.files import naming, open_regular, parse_json, read_regular, write_atomic
 
 METRICS_NAME = "metrics.jsonl"
-LAST_STEP = 2**53  # no run is so long: what is beyond is damage
+LAST_STEP = 2**53  # no run is this long, so a larger number is damage
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as content: written with a digest, and believed only after it and their parts were checked."""
+"""Reading and writing checkpoints: each is written with a digest, and checked before it is used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARK = "mmqk_digest"
 # What a run goes on from, beside the model: names and kinds.
 PARTS: dict[str, type] = {"optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict}
 PREFIX = "model."
-ONE = {"strategy": "auto", "processes": 1}  # what wrote a checkpoint that does not say
+ONE = {"strategy": "auto", "processes": 1}  # the processes of a checkpoint that does not record them
 
 
 class CheckpointError(Exception):
@@ -70,7 +70,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except DamagedError as error:
         raise CheckpointError(str(error)) from error
     except OSError:
-        raise  # it says nothing about the content
+        raise  # a disk error does not mean that the content is damaged
     except Exception as error:  # torch, zip and pickle each have errors of their own
         said = " ".join(str(error).split()).partition(". ")[0][:120].rstrip(".:") or type(error).__name__
         raise CheckpointError(f"cannot be read ({said})") from error
@@ -82,7 +82,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if type(step) is not int or step < 0:
         raise CheckpointError("has no number of steps in its part global_step")
     if "global_step" in content and named_step(path) not in (None, step):
-        raise CheckpointError(f"holds step {step}, which its name does not say")
+        raise CheckpointError(f"holds step {step}, but its name has another step")
     _check_weights(content)
     if not checked:
         _say_unchecked(path)
@@ -95,7 +95,7 @@ def _check_weights(content: dict[str, Any]) -> None:
         with torch.device("meta"):  # no initial weights are drawn
             model = EarlyFusionTransformer(ModelConfig.from_dict(content["mmqk_model"]), "math")
     except Exception as error:
-        raise CheckpointError("is of no model this mmqk knows") from error
+        raise CheckpointError("has a model that this version of mmqk does not know") from error
     there = content.get("state_dict")
     if not isinstance(there, dict):
         raise CheckpointError("lacks its part state_dict")
@@ -112,7 +112,7 @@ def _check_weights(content: dict[str, Any]) -> None:
 @functools.cache
 def _say_unchecked(path: Path) -> None:
     print(
-        f"The checkpoint {path} has no sha256, as it is of an older mmqk: its content is used unchecked.",
+        f"The checkpoint {path} has no sha256, because an older mmqk wrote it: its content is not verified.",
         file=sys.stderr,
         flush=True,
     )

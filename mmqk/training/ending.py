@@ -118,7 +118,7 @@ class Ending:
                 self._leave(self.signum)
 
     def _leave(self, signum: int) -> None:
-        said = "interrupted before the run began; the same command begins it."
+        said = "interrupted before the run started; the same command starts it."
         if self.folder is not None:
             try:
                 step = self.step()

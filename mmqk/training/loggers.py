@@ -189,7 +189,7 @@ class StoryLogger(TensorBoardLogger):
 
 
 def _let_its_thread_fail_in_silence() -> None:
-    """TensorBoard's thread keeps an error of the disk for whoever writes next; its traceback is not needed."""
+    """TensorBoard's writer thread raises a disk error again at the next write; its traceback is not printed."""
     from tensorboard.summary.writer import event_file_writer
 
     class Worker(event_file_writer._AsyncWriterThread):

@@ -1,4 +1,4 @@
-"""What a run goes on from: its newest checkpoint that can be believed."""
+"""Where a run resumes: its newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
         UserError: it has some, and none can be used; nothing is changed then.
     """
     for stray in strays_in(folder.checkpoints):
-        print(f"{stray} is not named as mmqk names a checkpoint: it is left alone.", file=sys.stderr)
+        print(f"{stray} is not named as mmqk names a checkpoint: it is ignored.", file=sys.stderr)
     found, content = _newest_good(run, folder, first_step)
     step = step_of(found) if found is not None else 0
     for partial in folder.checkpoints.glob(f"*{PARTIAL_SUFFIX}"):
@@ -61,7 +61,7 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
 
 
 def _examine(folder: RunFolder, first_step: int, step: int, content: dict[str, Any]) -> None:
-    """Say what is missing of the numbers up to the checkpoint, and mark the run for it."""
+    """Print which metrics and alarms are missing up to the checkpoint, and mark the run."""
     own = content["callbacks"].get("Checkpoints") or {}
     try:
         lost = examine(folder.path, first_step, step, own.get("written"))
@@ -72,8 +72,8 @@ def _examine(folder: RunFolder, first_step: int, step: int, content: dict[str, A
     if lost:
         folder.mark_lost(lost)
         print(
-            f"{folder.path}: {' and '.join(lost)}. The run goes on, is marked in status.json, and no verdict uses it:"
-            " train it in another --out to have these numbers.",
+            f"{folder.path}: {' and '.join(lost)}. The run continues and is marked in status.json, and no"
+            " verdict uses it: train it with another --out to get these numbers.",
             file=sys.stderr,
         )
     for name in RECORDS:

@@ -78,7 +78,7 @@ REFUSED = {
     "a ring": (
         [CLAIM | {"manipulation_check": "O"}, OTHER | {"manipulation_check": "C"}],
         {},
-        "leans on it in its turn",
+        "depends on this claim in turn",
     ),
     "counts of few": ([CLAIM | {"test": "count"}], {}, "do not clear delta 0.2 with 3 runs an arm"),
     "without end": ([CLAIM | {"delta": "inf"}], {}, "delta of claim C is 'inf', not a number"),

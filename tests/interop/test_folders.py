@@ -202,7 +202,7 @@ def test_damaged_runs(folders, tmp_path, capsys):
     for stored, said in (
         ([1], "has no model configuration"),
         ({"state_dict": {}}, "has no model configuration"),
-        ({"mmqk_model": {"width": 3}, "state_dict": {}}, "is of no model this mmqk knows"),
+        ({"mmqk_model": {"width": 3}, "state_dict": {}}, "has a model that this version of mmqk does not know"),
     ):
         torch.save(stored, checkpoint)
         assert said in refuses(capsys, tmp_path / "run", out)

@@ -103,7 +103,7 @@ def test_an_error_of_the_disk_is_one_sentence_and_exit_code_1(capsys):
 
     assert front_door(full)([]) == 1
     said = "runs/a/metrics.jsonl cannot be read or written (No space left on device)"
-    assert capsys.readouterr().err == f"mmqk: {said}: mend that and give the same command again.\n"
+    assert capsys.readouterr().err == f"mmqk: {said}: fix that and run the same command again.\n"
 
     def of_a_worker(argv):
         raise OSError(

@@ -139,7 +139,7 @@ def test_a_name_is_not_believed(whole, tmp_path, capsys, name):
     step(out, 8).rename(step(out, name))
     assert main([*args, f"--out={out}"]) == 0
     said = capsys.readouterr().err
-    assert f"{step(out, name)} holds step 8, which its name does not say" in said and "from step 4" in said
+    assert f"{step(out, name)} holds step 8, but its name has another step" in said and "from step 4" in said
     assert read_status(out).step == 12 and series(out) == series(whole)
     with pytest.raises(UserError, match="holds step 12"):
         load_checkpoint(Path(step(out, 12).rename(step(out, 13))))

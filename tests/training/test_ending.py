@@ -57,7 +57,7 @@ def test_a_signal_before_torch_is_imported_ends_the_run_in_order(tiny_args, tmp_
         process.send_signal(signum)
         said = process.communicate(timeout=SECONDS)[1]
     assert process.returncode == 128 + signum
-    assert said == "interrupted before the run began; the same command begins it.\n"
+    assert said == "interrupted before the run started; the same command starts it.\n"
     assert not out.exists()
 
 

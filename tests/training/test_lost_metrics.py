@@ -54,7 +54,7 @@ def test_lost_metrics(whole, tmp_path, capsys, harm):
     write(out / "metrics.jsonl", do(lines(out / "metrics.jsonl")))
     code = main([*args, f"--out={out}"])
     said = capsys.readouterr().err
-    assert f"{out}: {says}. The run goes on, is marked" in said and "resuming from step 8" in said
+    assert f"{out}: {says}. The run continues and is marked" in said and "resuming from step 8" in said
     assert read_status(out).status == read_status(whole).status and code in (0, 3)
     assert read_status(out).lost == says and load_runs(out)[0].lost[0] == says
     if read_status(out).step == 12:  # the mark is in the checkpoints too
@@ -88,7 +88,7 @@ def test_lost_alarms(whole, tmp_path, capsys):
     assert early  # there is something to lose
     write(path, ['{"name": \udcff\n', *lines(path)[1:]])
     assert main([*args, f"--out={out}"]) in (0, 3)
-    assert "alarms.jsonl lacks 1 alarm. The run goes on" in capsys.readouterr().err
+    assert "alarms.jsonl lacks 1 alarm. The run continues" in capsys.readouterr().err
     assert read_status(out).lost == "alarms.jsonl lacks 1 alarm" == load_runs(out)[0].lost[0]
     assert (out / "alarms.jsonl.damaged").read_bytes() == b'{"name": \xff\n'
 

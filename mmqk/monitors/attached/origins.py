@@ -1,4 +1,4 @@
-"""Which input the positions of a tensor belong to: followed through the functions of a forward, not guessed by shape.
+"""Which input the positions of a tensor belong to, traced through the functions of a forward.
 
 A tensor's origin is the set of the forward's inputs that its positions belong to. The hidden states of a decoder keep
 the positions of its own ids after cross-attention, since attention has one row for each query.
@@ -71,7 +71,7 @@ class Origins:
                 self._of.setdefault(x, NOWHERE)
 
     def of(self, value: Any) -> Origin | None:
-        """Of a tensor; None where it cannot be told: something that is no function of torch made it."""
+        """The origin of a tensor; None if it was not made by a torch function."""
         if isinstance(value, nn.Parameter):
             return NOWHERE
         return self._of.get(value) if isinstance(value, Tensor) else None
@@ -118,7 +118,7 @@ class Origins:
         if name in _ROWS_OF_FIRST:
             inputs = found[0][1].inputs
             return Origin(inputs, max(origin.call for _, origin in found))
-        # What is only broadcast along the positions says nothing of them.
+        # A tensor that is only broadcast along the positions does not determine their origin.
         full = [origin for x, origin in found if x.shape == out.shape] or [origin for _, origin in found]
         inputs = frozenset().union(*(origin.inputs for origin in full))
         calls = [origin.call for origin in full]

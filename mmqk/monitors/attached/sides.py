@@ -144,7 +144,7 @@ def made_sides(
 
 
 def mask_of(source: Collection[str] | None, inputs: Inputs) -> str:
-    """What the padding mask of some inputs is called: decoder_attention_mask of decoder_input_ids and of labels."""
+    """The name of the padding mask of some inputs: decoder_attention_mask for decoder_input_ids and for labels."""
     if source is None or len(source) != 1:
         return "attention_mask"
     (name,), ids = source, named_ids(inputs)

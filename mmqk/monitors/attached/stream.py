@@ -1,4 +1,4 @@
-"""The residual stream of a model, found by structure: what a layer adds to what it takes.
+"""The residual stream of a model, found by structure: what a layer adds to its input.
 
 The output of a numbered module (``layers.3``) is the stream after a layer when it is a sum of the module's input and
 other terms, also where norms follow the additions (post-norm). The term that depends on the attention call is the
@@ -190,7 +190,7 @@ class Stream:
 
 
 def _alone(terms: tuple[Term, ...]) -> bool:
-    """Whether a tensor is one term whose value nobody has kept."""
+    """Whether a tensor is a single term whose value was not kept."""
     return len(terms) == 1 and terms[0].tensor is None
 
 
