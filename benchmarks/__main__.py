@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import math
+import re
 import shlex
 import sys
 import time
@@ -98,6 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(given.out) / folder_of(context.device)
     # A unit leaves nothing behind for the next: neither graphs nor memory.
     for unit in deal(units, n)[part - 1] if n > 1 else units:
+        if time.monotonic() > context.until:
+            print(f"{unit.path} is left out: the time given by --minutes is over.", file=sys.stderr)
+            continue
         print(f"{unit.path} …", file=sys.stderr, flush=True)
         record = measured(unit, context, _command(argv))
         keep(folder / f"{unit.table}{tail}.json", record)
@@ -126,6 +131,10 @@ def _parser() -> OneSentenceParser:
     parser.add_argument(
         "--repeat", type=int, help="repetitions of each way in a round (default: the table's)"
     )
+    parser.add_argument("--rows", metavar="REGEX", help="only the rows whose name matches (default: all)")
+    parser.add_argument(
+        "--minutes", type=float, help="stop after so many: later units are left out, this one has fewer rounds"
+    )
     parser.add_argument("--compiled", action="store_true", help="compiled rows on a CPU too, which take long")
     parser.add_argument("--threads", type=int, default=2, help="of a CPU (default 2)")
     parser.add_argument(
@@ -142,6 +151,12 @@ def _context(given: Any) -> Context:
         value = getattr(given, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} is {value}: it must be at least 1.")
+    if given.minutes is not None and not given.minutes > 0:
+        raise UserError(f"--minutes is {given.minutes}: it must be more than 0.")
+    try:
+        re.compile(given.rows or "")
+    except re.error as error:
+        raise UserError(f"--rows is {given.rows}: that is no regular expression ({error}).") from error
     if given.full and not given.list and not torch.cuda.is_available():
         raise UserError("--full needs a CUDA GPU: leave it out for the toy size on this CPU.")
     return Context(
@@ -151,6 +166,8 @@ def _context(given: Any) -> Context:
         repeat=given.repeat,
         compiled=given.compiled,
         threads=given.threads,
+        rows=given.rows,
+        until=math.inf if given.minutes is None else time.monotonic() + 60 * given.minutes,
     )
 
 
@@ -166,7 +183,7 @@ def _list(context: Context, units: Sequence[Unit]) -> None:
         print(f"{unit.path:40} about {unit.seconds:4.0f} s" if context.full else unit.path)
     if context.full:
         print(
-            f"\n--slice k/{slices_needed(units)} keeps each part below 8 minutes on one H100, as estimated."
+            f"\n--slice k/{slices_needed(units)} makes parts as short as the longest unit (estimated for one H100)."
         )
 
 

@@ -7,6 +7,8 @@ A row of a result is plain data: `seconds` of one repetition, a number a round, 
 from __future__ import annotations
 
 import gc
+import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +66,8 @@ class Context:
         repeat: repetitions in a round; None likewise.
         compiled: compiled rows on a CPU too.
         threads: of a CPU.
+        rows: regular expression that the name of a row has to match; None for all rows.
+        until: time on `time.monotonic` after which no way is built and no round is started.
         toy: command line of a run at toy size.
     """
 
@@ -73,6 +77,8 @@ class Context:
     repeat: int | None = None
     compiled: bool = False
     threads: int = 2
+    rows: str | None = None
+    until: float = math.inf
     toy: Sequence[str] = ("--config=configs/demo.yaml",)
 
 
@@ -99,16 +105,20 @@ class Unit:
 
 def compare(ways: Sequence[Way], context: Context, *, repeat: int, rounds: int, warm: int = 2) -> list[Row]:
     """A row of each way: built in order, then rounds in which each has its turn, in an order that rotates. The first
-    round is not counted.
+    round is not counted; one counted round is made even when the time is over.
 
     Args:
         warm: repetitions in which memory is watched before, the first of them timed by itself.
     """
     rounds, repeat = context.rounds or rounds, context.repeat or repeat
+    ways = [way for way in ways if re.search(context.rows or "", way.name)]
     rows: dict[str, Row] = {}
     takes: dict[str, Callable[[int], float]] = {}
     for way in ways:
         rows[way.name] = row = _empty(way)
+        if time.monotonic() > context.until:
+            _failed(row, UserError("the time given by --minutes was over."))
+            continue
         try:
             takes[way.name] = _built(way, row, context, warm)
         except Exception as error:
@@ -117,6 +127,8 @@ def compare(ways: Sequence[Way], context: Context, *, repeat: int, rounds: int, 
     turns = list(takes)
     by_name = {way.name: way for way in ways}
     for i in range(rounds + 1):
+        if i > 1 and time.monotonic() > context.until:
+            break
         for name in rotated(turns, i):
             way, row = by_name[name], rows[name]
             if row["status"] != MEASURED:

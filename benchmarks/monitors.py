@@ -23,7 +23,7 @@ EVERYTHING = MonitorConfig(
 
 def units(context: Context) -> list[Unit]:
     """Of this table."""
-    return [Unit("monitors", "124M" if context.full else "demonstration", 200, _measure)]
+    return [Unit("monitors", "124M" if context.full else "demonstration", 400, _measure)]
 
 
 def _measure(context: Context) -> dict[str, Any]:

@@ -29,9 +29,9 @@ def units(context: Context) -> list[Unit]:
             Unit("peers", "demonstration-chameleon", 50, partial(_toy, flag=CHAMELEON, theirs="Chameleon")),
         ]
     return [
-        Unit("peers", "124M-rms", 420, partial(_full, size="124M", flag=QK_NORM, theirs="Qwen3")),
-        Unit("peers", "124M-chameleon", 330, partial(_full, size="124M", flag=CHAMELEON, theirs="Chameleon")),
-        Unit("peers", "350M-rms", 420, partial(_full, size="350M", flag=QK_NORM, theirs="Qwen3", batch=16)),
+        Unit("peers", "124M-rms", 800, partial(_full, size="124M", flag=QK_NORM, theirs="Qwen3")),
+        Unit("peers", "124M-chameleon", 600, partial(_full, size="124M", flag=CHAMELEON, theirs="Chameleon")),
+        Unit("peers", "350M-rms", 800, partial(_full, size="350M", flag=QK_NORM, theirs="Qwen3", batch=16)),
     ]
 
 

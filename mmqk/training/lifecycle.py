@@ -111,21 +111,24 @@ class ProgressLine(L.Callback):
 
     def __init__(self, step_log: StepLog):
         self.step_log = step_log
-        self._start = self._shown = 0.0
-        self._first = 0
+        self._shown = 0.0
+        self._warm: tuple[float, int] | None = None  # when the first batch ended, and the step then
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._start, self._shown, self._first = time.monotonic(), 0.0, trainer.global_step
+        self._shown, self._warm = 0.0, None
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         now, live = time.monotonic(), sys.stderr.isatty()
         step, last = trainer.global_step, trainer.global_step == trainer.max_steps
+        if self._warm is None:
+            self._warm = now, step  # the first batch is slower than the others: it compiles
         if not trainer.is_global_zero or (now - self._shown < (0.5 if live else 10.0) and not last):
             return
         self._shown = now
-        pace = (now - self._start) / max(1, step - self._first)
-        left = pace * (trainer.max_steps - step)
         losses = " · ".join(f"{k} {v:.3f}" for k, v in self.step_log.latest.items() if k.startswith("loss"))
-        line = f"step {step}/{trainer.max_steps} · {losses or 'starting'} · {clock(left)} left"
+        line = f"step {step}/{trainer.max_steps} · {losses or 'starting'}"
+        start, first = self._warm
+        if step > first:
+            line += f" · {clock((now - start) / (step - first) * (trainer.max_steps - step))} left"
         ends = "\n" if last or not live else ""
         print(f"\r\x1b[K{line}" if live else line, end=ends, file=sys.stderr, flush=True)

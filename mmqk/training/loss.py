@@ -99,6 +99,7 @@ def modality_losses(
     target_mask_BT: Tensor,
     n_modalities: int,
     softcap: float | None = None,
+    log_z_grad: bool = True,
 ) -> LossSums:
     """Cross-entropy and log Z of every trained target, summed by the modality of the target.
 
@@ -109,16 +110,28 @@ def modality_losses(
         target_mask_BT: Whether a target is trained on, True or False.
         n_modalities: M.
         softcap: Logits become `softcap * tanh(logit / softcap)` first, in fp32.
+        log_z_grad: Whether log Z has a gradient. False makes a compiled backward pass cheaper when z_loss is 0.
 
     Returns:
         Differentiable sums; nothing outside the mask reaches them.
     """
     wide_BTV = capped(logits_BTV, softcap)
     index_BT1 = targets_BT.where(target_mask_BT, 0)[..., None]
-    # One softmax pass serves both: log Z is the target's logit less its log-probability. With z_loss 0 no
-    # gradient flows through log Z, and the backward pass costs what a plain cross-entropy's does.
-    ce_BT = -torch.log_softmax(wide_BTV, dim=-1).gather(-1, index_BT1)[..., 0]
-    log_z_BT = wide_BTV.gather(-1, index_BT1)[..., 0] + ce_BT
+    if torch.compiler.is_compiling():
+        # No gather: its backward pass scatters into a second tensor of this size, which inductor does not fuse.
+        largest_BT1 = wide_BTV.detach().amax(-1, keepdim=True)
+        shifted_BTV = wide_BTV - largest_BT1
+        log_sum_BT = shifted_BTV.exp().sum(-1).log()
+        is_target_BTV = torch.arange(wide_BTV.shape[-1], device=wide_BTV.device) == index_BT1
+        ce_BT = log_sum_BT - torch.where(is_target_BTV, shifted_BTV, 0.0).sum(-1)
+        log_z_BT = largest_BT1[..., 0] + log_sum_BT
+    else:
+        # One softmax pass serves both: log Z is the target's logit less its log-probability. With z_loss 0 no
+        # gradient flows through log Z, and the backward pass costs what a plain cross-entropy's does.
+        ce_BT = -torch.log_softmax(wide_BTV, dim=-1).gather(-1, index_BT1)[..., 0]
+        log_z_BT = wide_BTV.gather(-1, index_BT1)[..., 0] + ce_BT
+    if not log_z_grad:
+        log_z_BT = log_z_BT.detach()
 
     return sum_by_modality(ce_BT, log_z_BT, selected_of(target_modality_BT, target_mask_BT, n_modalities))
 

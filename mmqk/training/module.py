@@ -211,7 +211,7 @@ class TrainingModule(L.LightningModule):
         if c.chunk is None:
             logits_BTV = model(*inputs, rows=rows, raw=True)
             M, cap = len(self.model_config.modalities), self.model_config.final_softcap
-            return self._modality_losses(logits_BTV, *targets, M, cap)
+            return self._modality_losses(logits_BTV, *targets, M, cap, log_z_grad=c.z_loss > 0)
         return chunked_losses(
             model(*inputs, head=False, rows=rows),
             model.head.weight,
