@@ -21,14 +21,14 @@ from benchmarks.others import needs
 from benchmarks.setups import toy
 from mmqk.data.batch import TokenBatch
 from mmqk.data.config import DataConfig
-from mmqk.data.dial import Dial, DialConfig
-from mmqk.data.images import load_image
-from mmqk.data.manifest import checked_shards
-from mmqk.data.module import MicroBatches, PositionedLoader, TokenDataModule
-from mmqk.data.online import open_online
-from mmqk.data.samples import pair_of
-from mmqk.data.tars import index_tar
-from mmqk.data.tokenize_worker import Encoder, Job, Shard
+from mmqk.data.datamodule import MicroBatches, PositionedLoader, TokenDataModule
+from mmqk.data.synthetic.dial import Dial, DialConfig
+from mmqk.data.tokens.online import open_online
+from mmqk.data.tokens.worker import Encoder, Job, Shard
+from mmqk.shards.images import load_image
+from mmqk.shards.manifest import checked_shards
+from mmqk.shards.samples import pair_of
+from mmqk.shards.tars import index_tar
 
 PLAIN = "plain WebDataset loop, images decoded"
 ONLINE = 100  # samples of a repetition that tokenizes while reading

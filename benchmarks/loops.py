@@ -20,19 +20,19 @@ from benchmarks.harness import seconds_of, synchronize
 from benchmarks.setups import batches_of, labels_of
 from mmqk.config import RunConfig
 from mmqk.data.batch import TokenBatch
-from mmqk.data.module import PositionedLoader, TokenDataModule
+from mmqk.data.datamodule import PositionedLoader, TokenDataModule
 from mmqk.monitors import MonitorConfig
-from mmqk.monitors.lab.callback import RunMonitor
+from mmqk.monitors.training_run.callback import RunMonitor
 from mmqk.store import AlarmRules
 from mmqk.train import FLUSH_EVERY
-from mmqk.training.alarms import Alarms
-from mmqk.training.device import settle
-from mmqk.training.loggers import RunLogger, StoryLogger
-from mmqk.training.loss import total_loss
-from mmqk.training.module import TrainingModule
-from mmqk.training.on_cpu import keep_memory, look_for_no_gpu
-from mmqk.training.optim import make_optimizer
-from mmqk.training.steps import Checkpoints, StepLog
+from mmqk.training.logging.loggers import RunLogger, StoryLogger
+from mmqk.training.loop.alarms import Alarms
+from mmqk.training.loop.cpu_tuning import keep_memory, look_for_no_gpu
+from mmqk.training.loop.device import settle
+from mmqk.training.loop.step_log import Checkpoints, StepLog
+from mmqk.training.step.losses import total_loss
+from mmqk.training.step.module import TrainingModule
+from mmqk.training.step.optimizers import make_optimizer
 
 WARM = 3  # steps of each turn of the training stack before its clock starts
 CLIP = 1.0

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Context, Unit, Way, compare, seconds_of
-from mmqk.training.chunked_loss import chunked_losses
-from mmqk.training.loss import modality_losses, total_loss
+from mmqk.training.step.chunked_loss import chunked_losses
+from mmqk.training.step.losses import modality_losses, total_loss
 
 Z_LOSS = 1e-4
 DENSE = "dense"

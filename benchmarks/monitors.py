@@ -13,7 +13,7 @@ from benchmarks.harness import Context, Unit, Way, compare
 from benchmarks.loops import Stack
 from benchmarks.setups import QK_NORM, batches_of, facts_of, full, toy, work_of
 from mmqk.monitors import MonitorConfig
-from mmqk.training.module import TrainingModule
+from mmqk.training.step.module import TrainingModule
 
 EVERYTHING = MonitorConfig(
     every_n_steps=1, heads=True, parameters=True, precision=True, gradient_agreement=True, budget_every_n_steps=50,

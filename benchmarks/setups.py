@@ -9,9 +9,9 @@ from benchmarks.flops import step_flops
 from benchmarks.harness import Context
 from mmqk.config import RunConfig, resolve
 from mmqk.data.batch import TokenBatch
-from mmqk.data.module import MicroBatches, TokenDataModule
+from mmqk.data.datamodule import MicroBatches, TokenDataModule
 from mmqk.model import EarlyFusionTransformer
-from mmqk.training.device import settle
+from mmqk.training.loop.device import settle
 
 # Width, layers, heads of 64 channels. With the head tied to the embedding of 32,768 ids these are 25.0, 124.3 and
 # 348.6 million parameters, all of them counted, and 124M does as much arithmetic a token as GPT-2 of that name.

@@ -17,16 +17,16 @@ from pathlib import Path
 from mmqk.ablation.choose import check_metric
 from mmqk.ablation.devices import cores, gpus
 from mmqk.ablation.estimate import time_left
-from mmqk.ablation.grid import Grid
-from mmqk.ablation.merge import load_grids
 from mmqk.ablation.plan import plan
 from mmqk.ablation.pool import LOG_NAME, PRELOAD, TRAIN, Pool, start_server
 from mmqk.ablation.progress import Progress, table
 from mmqk.ablation.record import check_out
 from mmqk.ablation.replays import arm_of, plan_of_run
 from mmqk.ablation.resolver import Resolver
-from mmqk.ablation.rules import ReplayRule
 from mmqk.ablation.session import Session
+from mmqk.grid.grid import Grid
+from mmqk.grid.merge import load_grids
+from mmqk.grid.rules import ReplayRule
 from mmqk.store import OneSentenceParser, dashboards, relative, run_main
 
 DESCRIPTION = """\
@@ -133,8 +133,8 @@ def main(argv: list[str] | None = None) -> int:
 def _check_claims(grid: Grid, session: Session) -> list[str]:
     """Refuse now what would be refused when the runs are judged, and what no judgement could support; sentences about
     claims that need more seeds."""
-    from mmqk.analysis.decidable import check_decidable, few_seeds
-    from mmqk.analysis.study import study_of
+    from mmqk.analysis.verdicts.decidable import check_decidable, few_seeds
+    from mmqk.analysis.verdicts.study import study_of
 
     assert session.plan is not None
     record = {"name": grid.name, "grid": grid.raw, "runs": session.plan.entries}

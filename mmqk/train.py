@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmqk.training.ending import ENDING, Interrupted
+from mmqk.training.loop.signals import ENDING, Interrupted
 
 if __name__ == "__main__":  # before anything that takes its time to import
     ENDING.install()
@@ -36,8 +36,8 @@ from mmqk.store.metrics import METRICS_NAME
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
-    from mmqk.data.module import TokenDataModule
-    from mmqk.training.ranks import Ranks
+    from mmqk.data.datamodule import TokenDataModule
+    from mmqk.training.loop.processes import Ranks
 
 FLUSH_EVERY = 10
 MOST_PADDING = 0.02
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     from mmqk.config import build_parser, resolve
-    from mmqk.training.ranks import Ranks
+    from mmqk.training.loop.processes import Ranks
 
     if not argv:
         build_parser().print_help()
@@ -83,8 +83,8 @@ def process(argv: list[str] | None = None) -> int:
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """The process that owns the folder: the only one of a run on one device."""
     from mmqk.config import print_yaml
-    from mmqk.training.device import said, settle
-    from mmqk.training.fork_parent import note
+    from mmqk.training.fork.parent import note
+    from mmqk.training.loop.device import said, settle
 
     # Nothing is asked of a device that nothing is left to do for.
     status = read_status(run.out)
@@ -121,15 +121,15 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train; ``folder`` is None in the processes that do not write."""
     import torch
 
-    from mmqk.data.module import TokenDataModule
-    from mmqk.monitors.lab.callback import RunMonitor
-    from mmqk.training.alarms import Alarms
-    from mmqk.training.lifecycle import Lifecycle, ProgressLine
-    from mmqk.training.loggers import RunLogger, StoryLogger
-    from mmqk.training.module import TrainingModule
-    from mmqk.training.on_cpu import keep_memory, look_for_no_gpu
-    from mmqk.training.resume import last_checkpoint, restoring
-    from mmqk.training.steps import Checkpoints, StepLog, Validation
+    from mmqk.data.datamodule import TokenDataModule
+    from mmqk.monitors.training_run.callback import RunMonitor
+    from mmqk.training.logging.loggers import RunLogger, StoryLogger
+    from mmqk.training.loop.alarms import Alarms
+    from mmqk.training.loop.cpu_tuning import keep_memory, look_for_no_gpu
+    from mmqk.training.loop.lifecycle import Lifecycle, ProgressLine
+    from mmqk.training.loop.resume import last_checkpoint, restoring
+    from mmqk.training.loop.step_log import Checkpoints, StepLog, Validation
+    from mmqk.training.step.module import TrainingModule
 
     # Deterministic training would fill every new tensor, to find reads of what nothing wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -281,7 +281,7 @@ def _first_step(run: RunConfig) -> int:
 
 def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
     """A fork's first checkpoint; from there it goes on as any run does."""
-    from mmqk.training.fork import PROBE_SEQUENCES, make_fork
+    from mmqk.training.fork.start import PROBE_SEQUENCES, make_fork
 
     if run.fork is not None and not checkpoints_in(folder.checkpoints):
         probe = data.probe_batch(PROBE_SEQUENCES)

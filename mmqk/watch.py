@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from mmqk.ablation.board import board
+    from mmqk.ablation.table import board
     from mmqk.ablation.views import follow
 
     runs = follow(options.runs)

@@ -59,8 +59,8 @@ def tiny_data(tmp_path_factory) -> Path:
     """A folder with pairs/ (40 train, 12 val), text/ and tokenizers/ (300 BPE entries, 8x8 of 32 codes)."""
     from torchvision.transforms.functional import pil_to_tensor
 
-    from mmqk.data.manifest import Manifest, write_manifest
-    from mmqk.data.shards import write_documents, write_shard
+    from mmqk.shards.manifest import Manifest, write_manifest
+    from mmqk.shards.pairs import write_documents, write_shard
     from mmqk.tokenizers import ImageTokenizer, TextTokenizer
     from mmqk.tokenizers.image import ImageTokenizerConfig
 

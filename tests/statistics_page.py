@@ -15,15 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmqk.data.batch import TokenBatch
 from mmqk.monitors import probe
-from mmqk.monitors.lab.halves import gradient_agreement
-from mmqk.monitors.lab.residual import residual_absorption
-from mmqk.monitors.lab.window import BudgetWindow
 from mmqk.monitors.measures.attention import attention_statistics
 from mmqk.monitors.measures.growth import common_mode, logit_growth
 from mmqk.monitors.measures.pairs import FEWEST_KEYS, Pairs, visible_pairs
 from mmqk.monitors.statistics import COSTS, STATISTICS
+from mmqk.monitors.training_run.halves import gradient_agreement
+from mmqk.monitors.training_run.residual import residual_absorption
+from mmqk.monitors.training_run.window import BudgetWindow
 from mmqk.remedies import MARKS
-from mmqk.training.module import TrainingModule
+from mmqk.training.step.module import TrainingModule
 from tests.one_step import build, token_batch
 from tests.remedies_page import REFERENCE, SEQUENCES, TOKENS, measure, row
 

@@ -92,7 +92,7 @@ import sys, tempfile
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "tests/analysis")!r})
 from fake_runs import DEMO, write_run
-from mmqk.report import main
+from mmqk.report.__main__ import main
 with tempfile.TemporaryDirectory() as folder:
     write_run(Path(folder) / "runs/one", DEMO["mixed"])
     assert main([folder + "/runs", "--out", folder + "/report"]) == 0
@@ -110,9 +110,20 @@ RULES = {
     "model": Rule(("mmqk.model",), mmqk=("mmqk.model", "mmqk.ranges"), absent=LAB),
     "monitors": Rule(
         ("mmqk.monitors",),
-        mmqk=("mmqk.monitors", "mmqk.model", "mmqk.data.batch", "mmqk.store", "mmqk.ranges"),
+        mmqk=(
+            "mmqk.monitors",
+            "mmqk.model",
+            "mmqk.data.batch",
+            "mmqk.distributed",
+            "mmqk.store",
+            "mmqk.ranges",
+        ),
         absent=LAB,
-        leave_out=("mmqk.monitors.lab.callback", "mmqk.monitors.lightning", "mmqk.monitors.transformers"),
+        leave_out=(
+            "mmqk.monitors.training_run.callback",
+            "mmqk.monitors.lightning",
+            "mmqk.monitors.transformers",
+        ),
         then=PROBE,
     ),
     "interop": Rule(
@@ -121,9 +132,15 @@ RULES = {
         never=("transformers", "lightning"),
         leave_out=("mmqk.interop.__main__", "mmqk.interop.tokenizer"),  # of a run, not of a model
     ),
-    "shards": Rule(("mmqk.data.shards",), never=("mmqk.tokenizers", "tokenizers")),
-    "watch": Rule(("mmqk.watch", "mmqk.ablation.views", "mmqk.ablation.board"), never=("torch", "lightning")),
-    "report": Rule(("mmqk.analysis", "mmqk.report"), never=("torch", "lightning"), then=REPORT),
+    "shards": Rule(("mmqk.shards",), never=("mmqk.tokenizers", "tokenizers")),
+    "watch": Rule(("mmqk.watch", "mmqk.ablation.views", "mmqk.ablation.table"), never=("torch", "lightning")),
+    "analysis": Rule(("mmqk.analysis",), never=("torch", "lightning", "matplotlib")),
+    "report": Rule(
+        ("mmqk.analysis", "mmqk.report"),
+        never=("torch", "lightning"),
+        leave_out=("mmqk.report.__main__",),
+        then=REPORT,
+    ),
 }
 
 
@@ -153,9 +170,9 @@ def test_the_rule_is_kept(name):
         ("model", "model/__init__.py", "from mmqk.store import tag", "imports mmqk.store"),
         ("monitors", "monitors/__init__.py", "from mmqk.training import loss", "imports mmqk.training"),
         ("monitors", "monitors/config.py", "import tensorboard", "No module named 'tensorboard'"),
-        ("shards", "data/shards.py", "from mmqk.tokenizers import TextTokenizer", "imports mmqk.tokenizers"),
-        ("report", "analysis/words.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
-        ("report", "report.py", "def main(argv): import torch", "imports torch"),
+        ("shards", "shards/pairs.py", "from mmqk.tokenizers import TextTokenizer", "imports mmqk.tokenizers"),
+        ("report", "analysis/formatting.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
+        ("report", "report/__main__.py", "def main(argv): import torch", "imports torch"),
     ],
 )
 def test_a_planted_violation_is_caught(tmp_path, name, file, line, says):

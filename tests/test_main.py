@@ -19,10 +19,10 @@ REQUIRED = {
     "mmqk.ablate": ["--config", "grid.yaml"],
     "mmqk.report": ["runs/demo"],
     "mmqk.interop": ["--from=a", "--to=b"],
-    "mmqk.data.manifest": ["folder"],
+    "mmqk.shards.manifest": ["folder"],
     "mmqk.data.ids": ["--train=a", "--blocks=text=9", "--out=b"],
     "mmqk.data.tokenize": ["--shards=a", "--out=b"],
-    "mmqk.tokenizers.caption_gain": ["--run", "runs/demo"],
+    "mmqk.training.caption_gain": ["--run", "runs/demo"],
 }
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmqk.data import inspect, tokenize
-from mmqk.data.tokens import open_tokens
+from mmqk import inspect
+from mmqk.data import tokenize
+from mmqk.data.tokens.folder import open_tokens
 from mmqk.store import front_door, read_metrics
 from mmqk.tokenizers import train as tokenizers
 from mmqk.train import main as train
@@ -24,7 +25,7 @@ WORDS = "a red bicycle leans on an old wall near the river while two people walk
 # What makes a command small enough for a test; its other words are the README's.
 SMALLER = {
     "mmqk.data.tokenize": ["--workers=0", "--val-share=0.2"],
-    "mmqk.data.inspect": [
+    "mmqk.inspect": [
         "--sequences=2",
         "--tokens=2000",
         "--data.val_sequences=4",
@@ -33,7 +34,7 @@ SMALLER = {
     "mmqk.tokenizers.train": ["--steps=2", "--codes=64", "--text-size=300", "--val-share=0.2"],
     "mmqk.train": ["--trainer.max_steps=2", "--data.val_sequences=4", "--monitor.sequences=2", "--quiet"],
 }
-MAINS = {"mmqk.data.tokenize": tokenize.main, "mmqk.data.inspect": inspect.main,
+MAINS = {"mmqk.data.tokenize": tokenize.main, "mmqk.inspect": inspect.main,
          "mmqk.tokenizers.train": tokenizers.main, "mmqk.train": train}  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def test_the_section_of_the_readme_works_as_it_stands(folder, monkeypatch, capsy
     monkeypatch.chdir(folder)
     lines = commands()
     assert [words[2] for words in lines] == [
-        "mmqk.data.tokenize", "mmqk.data.inspect", "mmqk.train", "mmqk.tokenizers.train", "mmqk.data.tokenize",
+        "mmqk.data.tokenize", "mmqk.inspect", "mmqk.train", "mmqk.tokenizers.train", "mmqk.data.tokenize",
         "mmqk.train",
     ]  # fmt: skip
     for python, flag, module, *words in lines:

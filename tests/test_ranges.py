@@ -14,16 +14,16 @@ import pytest
 import yaml
 
 import mmqk
-from mmqk.ablation.arms import Arm
-from mmqk.ablation.arms import Fork as GridFork
-from mmqk.ablation.language import read_yaml
-from mmqk.ablation.rules import LrRule, ReplayRule
-from mmqk.analysis.claims import Claim, read_claims
+from mmqk.analysis.verdicts.claims import Claim, read_claims
 from mmqk.config import RANGES, SECTIONS, build_parser, resolve
+from mmqk.grid.arms import Arm
+from mmqk.grid.arms import Fork as GridFork
+from mmqk.grid.language import read_yaml
+from mmqk.grid.rules import LrRule, ReplayRule
 from mmqk.ranges import Range, check_numbers, decimal_numbers, number, range_of
 from mmqk.store import UserError, front_door
 from mmqk.train import main
-from mmqk.training.fork_parent import Fork, Parent
+from mmqk.training.fork.parent import Fork, Parent
 
 PACKAGE = Path(mmqk.__file__).parent
 CLAIM = {"id": "C", "statement": "s", "treatment": "a", "control": "b", "delta": 1.0}
@@ -280,7 +280,7 @@ def test_numbers_in_files_are_decimal(tmp_path):
 def test_the_least_memory_is_below_what_a_model_takes(tiny_args):
     """Against torch's own count: never above it, and near it."""
     from mmqk.model import EarlyFusionTransformer
-    from mmqk.training.memory import least_bytes, parameters
+    from mmqk.training.loop.memory import least_bytes, parameters
 
     for flags in ([], ["--model.mlp=gelu"], ["--model.n_kv_heads=1", "--model.tie_embeddings=true"]):
         run = resolve([*tiny_args, *flags, "--model.d_model=64"])
@@ -292,7 +292,7 @@ def test_the_least_memory_is_below_what_a_model_takes(tiny_args):
 def test_a_larger_device_has_room(tiny_args, monkeypatch):
     import torch
 
-    from mmqk.training import memory
+    from mmqk.training.loop import memory
 
     run = resolve([*tiny_args, "--model.d_ff=2000000"])
     need = sum(memory.least_bytes(run))

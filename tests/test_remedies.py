@@ -14,8 +14,8 @@ from mmqk.config import RunConfig, resolve
 from mmqk.model import ModelConfig
 from mmqk.remedies import MARKS, REMEDIES, main
 from mmqk.store import flatten, front_door
-from mmqk.training.loss import LossConfig
-from mmqk.training.optim import OptimConfig
+from mmqk.training.step.losses import LossConfig
+from mmqk.training.step.optimizers import OptimConfig
 from tests.peers import Peer
 from tests.remedies_page import (
     PAGE,

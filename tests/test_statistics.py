@@ -15,10 +15,10 @@ import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import attach, probe
-from mmqk.monitors.lab.residual import residual_absorption
 from mmqk.monitors.statistics import COSTS, STATISTICS, UNKNOWN, Statistic, statistic_of
+from mmqk.monitors.training_run.residual import residual_absorption
 from mmqk.train import main
-from mmqk.training.rows import RowLog
+from mmqk.training.step.row_stats import RowLog
 from tests.one_step import token_batch
 from tests.remedies_page import measure
 from tests.statistics_page import ALL_MARKS, PAGE, page, parts, render

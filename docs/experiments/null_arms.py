@@ -17,12 +17,12 @@ from unittest import mock
 
 import numpy as np
 
-from mmqk.analysis.columns import Columns
-from mmqk.analysis.exact import clopper_pearson
-from mmqk.analysis.learning_rates import choose
-from mmqk.analysis.runs import Run
-from mmqk.analysis.study import study_of
-from mmqk.analysis.verdicts import Verdict, judge
+from mmqk.analysis.runs.columns import Columns
+from mmqk.analysis.runs.load import Run
+from mmqk.analysis.stats.exact import clopper_pearson
+from mmqk.analysis.verdicts.learning_rates import choose
+from mmqk.analysis.verdicts.study import study_of
+from mmqk.analysis.verdicts.verdicts import Verdict, judge
 from mmqk.store import Status
 
 HERE = Path(__file__).parent
@@ -253,7 +253,7 @@ WITHOUT_HOLM = replace(MATCHED, claims=tuple({**c, "alpha_family": str(i)} for i
 
 def by_chance(draws: int, planted: Planted = AT_DELTA) -> Rate:
     """`false_verdicts` of six claims without the rule that rates must differ by more than chance."""
-    with mock.patch("mmqk.analysis.controls.told_apart", lambda *_: True):
+    with mock.patch("mmqk.analysis.verdicts.controls.told_apart", lambda *_: True):
         return false_verdicts(SIX, planted, draws)
 
 

@@ -35,7 +35,7 @@ class Choice:
 
 
 def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> Choice:
-    """The best learning rate, by the rule with which verdicts check it (`mmqk.analysis.learning_rates.choose`).
+    """The best learning rate, by the rule with which verdicts check it (`analysis.verdicts.learning_rates`).
 
     Where every run diverged it is the smallest.
 
@@ -45,8 +45,8 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> Choice:
     Raises:
         UserError: there is no such metric, or no run has a finite one.
     """
-    from mmqk.analysis.learning_rates import choose as best_of
-    from mmqk.analysis.runs import load_runs
+    from mmqk.analysis.runs.load import load_runs
+    from mmqk.analysis.verdicts.learning_rates import choose as best_of
 
     runs = [
         replace(run, point={"optim.lr": lr})

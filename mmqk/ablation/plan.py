@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mmqk.ablation.arms import LR, Job, parts_of
 from mmqk.ablation.choose import Choice, choose
-from mmqk.ablation.grid import Grid
 from mmqk.ablation.replays import replays_of
 from mmqk.ablation.resolver import (
     Beginning,
@@ -26,8 +24,10 @@ from mmqk.ablation.resolver import (
     checkpoint_of,
     threads_of,
 )
-from mmqk.ablation.rules import LrRule
 from mmqk.ablation.task import Task, standing
+from mmqk.grid.arms import LR, Job, parts_of
+from mmqk.grid.grid import Grid
+from mmqk.grid.rules import LrRule
 from mmqk.store import UserError, identity_hash, read_run
 
 PARENT, SELECTION = "parent", "selection"

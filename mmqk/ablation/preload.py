@@ -10,18 +10,18 @@ import tensorboard.plugins.hparams.api_pb2
 import tensorboard.summary.writer.event_file_writer
 
 import mmqk.config
-import mmqk.data.module
-import mmqk.monitors.lab.callback
+import mmqk.data.datamodule
+import mmqk.monitors.training_run.callback
 import mmqk.train
-import mmqk.training.alarms
 import mmqk.training.checkpoint
-import mmqk.training.fork
-import mmqk.training.lifecycle
-import mmqk.training.loggers
-import mmqk.training.module
-import mmqk.training.on_cpu
-import mmqk.training.outcome
-import mmqk.training.steps
+import mmqk.training.fork.start
+import mmqk.training.logging.hparams
+import mmqk.training.logging.loggers
+import mmqk.training.loop.alarms
+import mmqk.training.loop.cpu_tuning
+import mmqk.training.loop.lifecycle
+import mmqk.training.loop.step_log
+import mmqk.training.step.module
 from mmqk.store import code_hash
 
 # What runs is what was imported here, whatever becomes of the files.

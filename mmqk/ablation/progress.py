@@ -99,7 +99,7 @@ class Progress:
         from rich.console import Console
         from rich.live import Live
 
-        from mmqk.ablation.board import board
+        from mmqk.ablation.table import board
 
         if self._display is None:
             console = Console(file=self.stream)

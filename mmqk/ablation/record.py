@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmqk.ablation.claims import claims_hash
-from mmqk.ablation.grid import Grid
 from mmqk.ablation.resolver import Plan
-from mmqk.ablation.written import ABLATION_NAME, read_ablation
+from mmqk.grid.claims import claims_hash
+from mmqk.grid.grid import Grid
+from mmqk.grid.record import ABLATION_NAME, read_ablation
 from mmqk.store import FolderLock, UserError, read_run, write_json
 
 LOCK_NAME = "ablation.lock"

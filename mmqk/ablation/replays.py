@@ -1,4 +1,4 @@
-"""Runs again from shortly before a divergence, in three numerics: `mmqk.analysis.replays` says what they tell.
+"""Runs again from shortly before a divergence, in three numerics: `mmqk.analysis.runs.replays` says what they tell.
 
 First the control, the run again without a change, which has to diverge at the same step and keeps the checkpoints
 that the replays begin in. Each replay is a fork of it with weights changed by a millionth.
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmqk.ablation.arms import Arm, Job, flags
 from mmqk.ablation.resolver import (
     Known,
     Plan,
@@ -22,8 +21,9 @@ from mmqk.ablation.resolver import (
     checkpoints_of,
     threads_of,
 )
-from mmqk.ablation.rules import ReplayRule
 from mmqk.ablation.task import Task, standing
+from mmqk.grid.arms import Arm, Job, flags
+from mmqk.grid.rules import ReplayRule
 from mmqk.store import UserError, differing_fields, read_run, read_status
 
 CONTROL = "control"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmqk.ablation.arms import Job
 from mmqk.ablation.choose import Choice
 from mmqk.ablation.task import Task
+from mmqk.grid.arms import Job
 from mmqk.store import UserError, read_run
 from mmqk.store.checkpoints import checkpoints_in, step_of
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmqk.ablation.grid import Grid
 from mmqk.ablation.pool import Pool
 from mmqk.ablation.record import code_of, set_aside, write_record
 from mmqk.ablation.resolver import Plan, Waiting, checkpoint_of
 from mmqk.ablation.task import Outcome, Task, standing
+from mmqk.grid.grid import Grid
 from mmqk.store import UserError, code_hash, is_locked
 
 NAMED = 6

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmqk.ablation.written import read_ablation
+from mmqk.grid.record import read_ablation
 from mmqk.store import (
     Alarm,
     DamagedFile,

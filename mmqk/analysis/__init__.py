@@ -1,8 +1,7 @@
-"""Run folders to numbers, verdicts, figures and pages. Imports no torch."""
+"""Run folders to numbers and verdicts. Imports no torch and no matplotlib."""
 
-from mmqk.analysis.page import write_report
-from mmqk.analysis.runs import Run, load_runs
-from mmqk.analysis.study import Study, load_study
-from mmqk.analysis.verdicts import Verdict, judge
+from mmqk.analysis.runs.load import Run, load_runs
+from mmqk.analysis.verdicts.study import Study, load_study
+from mmqk.analysis.verdicts.verdicts import Verdict, judge
 
-__all__ = ["Run", "Study", "Verdict", "judge", "load_runs", "load_study", "write_report"]
+__all__ = ["Run", "Study", "Verdict", "judge", "load_runs", "load_study"]

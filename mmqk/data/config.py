@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mmqk.data.cache import source_hash
-from mmqk.data.dial import Dial, DialConfig
-from mmqk.data.mix import Mixture
-from mmqk.data.online import online_hash
-from mmqk.data.tokens import Layout, layout_of, read_header, tokens_hash
+from mmqk.data.mixture import Mixture
+from mmqk.data.synthetic.dial import Dial, DialConfig
+from mmqk.data.tokens.cache import source_hash
+from mmqk.data.tokens.folder import Layout, layout_of, read_header, tokens_hash
+from mmqk.data.tokens.online import online_hash
 from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_numbers, number
 from mmqk.store import UserError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmqk.data.tokens import TOKENS, Layout, TokenWriter
+from mmqk.data.tokens.folder import TOKENS, Layout, TokenWriter
 from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fraction, run_main, tag
 
 EPILOG = """\

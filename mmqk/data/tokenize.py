@@ -16,12 +16,12 @@ from typing import Any, get_args
 
 from PIL import Image
 
-from mmqk.data.images import MAX_PIXELS, Fit
-from mmqk.data.tars import expand
-from mmqk.data.tokenize_pool import Progress, run_shards
-from mmqk.data.tokenize_worker import Job, Shard
-from mmqk.data.tokens import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
-from mmqk.data.unread import DOTTED, EXAMPLES, Unread, printable
+from mmqk.data.tokens.folder import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
+from mmqk.data.tokens.pool import Progress, run_shards
+from mmqk.data.tokens.worker import Job, Shard
+from mmqk.shards.images import MAX_PIXELS, Fit
+from mmqk.shards.tars import expand
+from mmqk.shards.unread import DOTTED, EXAMPLES, Unread, printable
 from mmqk.store import DamagedFile, OneSentenceParser, UserError, read_json, run_main, write_json
 
 # Beside the parts until all are there: what was asked for, and a record of each shard that is done.

@@ -1,9 +1,9 @@
 """TokenBatch to logits. Pure torch: nothing of the rest of mmqk, no logging, no files."""
 
-from .compiling import compile_blocks, keep_graphs
+from .backends import BACKENDS, Rows, check_backend, kernel_name
 from .config import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
+from .dynamo import compile_blocks, keep_graphs
 from .init import init_weights
-from .kernels import BACKENDS, Rows, check_backend, kernel_name
 from .linear import power_step
 from .transformer import EarlyFusionTransformer, modality_of_ids
 

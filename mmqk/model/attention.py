@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .backends import Rows, attention, check_backend
 from .config import ModelConfig
-from .kernels import Rows, attention, check_backend
 from .linear import linear, through, untied
 from .norms import qk_norm
 from .rope import Rope, apply_rope

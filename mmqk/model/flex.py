@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from .compiling import allow_many_graphs
+from .dynamo import allow_many_graphs
 
 # From a capped logit in fp32 the raw one is known to a thousandth up to 6 caps and to a fortieth up to 8; soon after
 # tanh is 1.

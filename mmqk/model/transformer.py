@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention import Attention, Tap, no_tap, output_init_scale
+from .backends import Rows, mask_of
 from .config import ModelConfig
 from .init import init_weights
-from .kernels import Rows, mask_of
 from .linear import ByModality, linear, through, untied
 from .norms import LayerScale, at_least_fp32, stream_norm
 from .rope import Rope, rope_tables

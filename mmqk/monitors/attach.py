@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmqk.distributed import summed, world_size
 from mmqk.monitors.adapters import Adapter, adapter_for
-from mmqk.monitors.attached.boundary import Boundary, Section
-from mmqk.monitors.attached.capture import Capture, watching
-from mmqk.monitors.attached.folder import Folder
-from mmqk.monitors.attached.inputs import (
+from mmqk.monitors.measures.reduce import selection
+from mmqk.monitors.record import Probe
+from mmqk.monitors.third_party.boundary import Boundary, Section
+from mmqk.monitors.third_party.capture import Capture, watching
+from mmqk.monitors.third_party.folder import Folder
+from mmqk.monitors.third_party.inputs import (
     Catcher,
     Inputs,
     Modalities,
@@ -28,15 +31,12 @@ from mmqk.monitors.attached.inputs import (
     sequences_of,
     valid_of,
 )
-from mmqk.monitors.attached.introduce import introduction, is_first_rank, missing_series, warn_of_absent
-from mmqk.monitors.attached.isolate import parameters_of_one_dtype, untouched, unwrapped
-from mmqk.monitors.attached.layers import Layers, find_layers
-from mmqk.monitors.attached.origins import Origins, Tracing
-from mmqk.monitors.attached.output import find_logits, targets_of
-from mmqk.monitors.attached.sides import Side, Sides, check_sides, made_sides, mask_of
-from mmqk.monitors.measures.reduce import selection
-from mmqk.monitors.ranks import summed, world_size
-from mmqk.monitors.record import Probe
+from mmqk.monitors.third_party.introduce import introduction, is_first_rank, missing_series, warn_of_absent
+from mmqk.monitors.third_party.isolate import parameters_of_one_dtype, untouched, unwrapped
+from mmqk.monitors.third_party.layers import Layers, find_layers
+from mmqk.monitors.third_party.origins import Origins, Tracing
+from mmqk.monitors.third_party.output import find_logits, targets_of
+from mmqk.monitors.third_party.sides import Side, Sides, check_sides, made_sides, mask_of
 from mmqk.store.errors import UserError
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)

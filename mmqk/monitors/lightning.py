@@ -12,8 +12,8 @@ except ImportError:  # the same under its other name
 
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.attach import Watch, attach
-from mmqk.monitors.attached.inputs import Modality
-from mmqk.monitors.attached.sides import Sides
+from mmqk.monitors.third_party.inputs import Modality
+from mmqk.monitors.third_party.sides import Sides
 from mmqk.store.errors import UserError
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmqk.distributed import world_size
 from mmqk.monitors.measures.reduce import Moments
-from mmqk.monitors.ranks import world_size
 
 # (values, counts behind them) of the tags of a part, from its merged tensors.
 Finish = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]

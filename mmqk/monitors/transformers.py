@@ -11,8 +11,8 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from mmqk.monitors.adapters import Adapter
 from mmqk.monitors.attach import Watch, attach
-from mmqk.monitors.attached.inputs import Modality
-from mmqk.monitors.attached.sides import Sides
+from mmqk.monitors.third_party.inputs import Modality
+from mmqk.monitors.third_party.sides import Sides
 
 
 class NormCallback(TrainerCallback):

@@ -24,6 +24,7 @@ from mmqk.store.files import (
     write_json,
 )
 from mmqk.store.folder import EXIT_CODES, FINISHED, RunFolder, Status, mark_ended, read_run, read_status
+from mmqk.store.formatting import clock, dashboards, relative, relative_word, without_roots
 from mmqk.store.identity import (
     canonical,
     code_hash,
@@ -35,7 +36,6 @@ from mmqk.store.identity import (
 from mmqk.store.lock import FolderLock, is_locked
 from mmqk.store.metrics import MetricLines, MetricsWriter, from_json, last_metrics, read_metrics
 from mmqk.store.tags import Tag, parse_tag, parsed_tag, tag
-from mmqk.store.words import clock, dashboards, relative, relative_word, without_roots
 
 __all__ = [
     "EXIT_CODES",

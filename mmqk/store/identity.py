@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 HASH_DIGITS = 10
-CODE_ROOMS = ("model", "training", "data", "tokenizers", "monitors")
+CODE_ROOMS = ("model", "training", "data", "shards", "tokenizers", "monitors")
 
 
 def canonical(obj: Any) -> str:

@@ -11,7 +11,7 @@ from typing import TypeVar, get_args
 
 import numpy as np
 
-from mmqk.data.images import MAX_PIXELS, Fit
+from mmqk.shards.images import MAX_PIXELS, Fit
 from mmqk.store import UserError, clock
 
 SAID_EVERY_S = 15.0

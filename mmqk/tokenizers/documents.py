@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mmqk.data.images import Dropped
-from mmqk.data.lines import read_lines
-from mmqk.data.manifest import manifest_hash
-from mmqk.data.samples import text_of
-from mmqk.data.shards import read_text
-from mmqk.data.tars import expand
+from mmqk.shards.images import Dropped
+from mmqk.shards.lines import read_lines
+from mmqk.shards.manifest import manifest_hash
+from mmqk.shards.pairs import read_text
+from mmqk.shards.samples import text_of
+from mmqk.shards.tars import expand
 from mmqk.store import UserError, hash_fraction, identity_hash
 from mmqk.tokenizers.choice import Choice, account, dropped_account, spread
 

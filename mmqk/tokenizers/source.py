@@ -19,12 +19,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmqk.data.images import Dropped, load_image
-from mmqk.data.manifest import MANIFEST, load_manifest, manifest_hash
-from mmqk.data.samples import NO_IMAGE, NO_LISTS, interleaved_of, pair_of
-from mmqk.data.shards import read_pairs
-from mmqk.data.tars import TarIndex, expand, index_tar
-from mmqk.data.unread import Unread
+from mmqk.shards.images import Dropped, load_image
+from mmqk.shards.manifest import MANIFEST, load_manifest, manifest_hash
+from mmqk.shards.pairs import read_pairs
+from mmqk.shards.samples import NO_IMAGE, NO_LISTS, interleaved_of, pair_of
+from mmqk.shards.tars import TarIndex, expand, index_tar
+from mmqk.shards.unread import Unread
 from mmqk.store import UserError, hash_fraction, identity_hash
 from mmqk.tokenizers.choice import Choice, account, dropped_account, said_progress, spread
 from mmqk.tokenizers.image import ImageTokenizerConfig
@@ -81,7 +81,7 @@ class Folder:
                 count += 1
         if wanted is None:
             raise UserError(
-                f"The {split} split of {self.folder} has no pairs: run `python -m mmqk.data.build`."
+                f"The {split} split of {self.folder} has no pairs: run `python -m data.build`."
             )
         return torch.from_numpy(room[:count])
 

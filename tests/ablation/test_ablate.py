@@ -6,7 +6,7 @@ import pytest
 
 import mmqk.ablate as ablate
 import mmqk.ablation.session as session
-from mmqk.ablation.grid import claims_hash
+from mmqk.grid.grid import claims_hash
 from mmqk.store import identity_hash, read_status
 
 GRID = """

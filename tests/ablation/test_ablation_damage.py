@@ -9,7 +9,7 @@ import pytest
 
 from mmqk.ablation.record import write_record
 from mmqk.ablation.resolver import Plan
-from mmqk.analysis.study import load_study
+from mmqk.analysis.verdicts.study import load_study
 from mmqk.store import UserError
 from tests.store.test_store_damage import fine, mutate
 
@@ -72,7 +72,7 @@ def test_a_damaged_registration_is_refused_and_kept(world, capsys, damage):
 
 def test_it_is_not_replaced_where_it_is_damaged_while_runs_train(world, tmp_path):
     """The planner reads the record again whenever a run ends."""
-    from mmqk.ablation.grid import load_grid
+    from mmqk.grid.grid import load_grid
 
     assert world(grid=GRID) == 0
     grid = load_grid("toy.yaml")

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.ablation import load_grid
-from mmqk.ablation.grid import CLAIM_KEYS, claims_hash
-from mmqk.analysis.study import Claim
+from mmqk.analysis.verdicts.study import Claim
+from mmqk.grid import load_grid
+from mmqk.grid.grid import CLAIM_KEYS, claims_hash
 from mmqk.store import UserError
 
 GRID = """

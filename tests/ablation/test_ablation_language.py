@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.ablation import load_grid
-from mmqk.ablation.grid import GRID_KEYS, claims_hash
-from mmqk.ablation.merge import load_grids
 from mmqk.ablation.replays import steps_before
-from mmqk.ablation.rules import ReplayRule
+from mmqk.grid import load_grid
+from mmqk.grid.grid import GRID_KEYS, claims_hash
+from mmqk.grid.merge import load_grids
+from mmqk.grid.rules import ReplayRule
 from mmqk.store import UserError
 
 HEAD = "name: toy\nbase: base.yaml\n"

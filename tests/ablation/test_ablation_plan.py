@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from mmqk.ablation.merge import load_grids
 from mmqk.ablation.plan import plan
 from mmqk.ablation.resolver import Resolver
+from mmqk.grid.merge import load_grids
 from mmqk.store import read_json, read_status
 
 HEAD = "name: toy\nbase: base.yaml\n"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmqk.ablation import load_grid
-from mmqk.ablation.grid import Grid
 from mmqk.analysis import load_study
 from mmqk.config import RunConfig, resolve
-from mmqk.data.shards import read_pairs
+from mmqk.grid import load_grid
+from mmqk.grid.grid import Grid
+from mmqk.shards.pairs import read_pairs
 from mmqk.store import UserError, flatten
 from mmqk.tokenizers import TextTokenizer
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmqk.ablation import load_grid
-from mmqk.analysis.claims import read_claims
-from mmqk.analysis.decidable import check_decidable
+from mmqk.analysis.verdicts.claims import read_claims
+from mmqk.analysis.verdicts.decidable import check_decidable
+from mmqk.grid import load_grid
 
 ARMS = {"a": {"set": {"size": 1}}, "b": {"set": {"size": 2}}, "c": {"set": {"size": 3}}}
 CLAIM = {"id": "C", "treatment": "a", "control": "b", "delta": 0.2}

@@ -6,7 +6,7 @@ import pytest
 from fake_runs import write_demo
 from report_runs import write_forks, write_replays
 
-from mmqk.analysis import write_report
+from mmqk.report.page import write_report
 from tests.training.browser import browser, installed
 
 CHROMIUM = installed()

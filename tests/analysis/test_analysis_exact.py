@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.analysis.exact import Counts, clopper_pearson, fisher, sign_flip
+from mmqk.analysis.stats.exact import Counts, clopper_pearson, fisher, sign_flip
 
 
 def test_fisher_is_scipys():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.analysis.compared import Group, one_history
-from mmqk.analysis.runs import Run
+from mmqk.analysis.runs.load import Run
+from mmqk.analysis.verdicts.compared import Group, one_history
 
 CHECKPOINT = {"parent": "plain-0/seed{seed}", "step": 250}
 

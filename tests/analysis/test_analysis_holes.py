@@ -6,8 +6,8 @@ import pytest
 from fake_runs import DEMO, Planted, write_demo
 
 from mmqk.analysis import judge, load_study
-from mmqk.analysis.claims import Claim
-from mmqk.analysis.compared import groups, measure, spread_outcomes
+from mmqk.analysis.verdicts.claims import Claim
+from mmqk.analysis.verdicts.compared import groups, measure, spread_outcomes
 
 
 def verdicts(folder, planted=None, change=None):

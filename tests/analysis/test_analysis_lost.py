@@ -9,8 +9,8 @@ import pytest
 from fake_runs import Planted, write_demo, write_run
 
 from mmqk.analysis import judge, load_study
-from mmqk.analysis.run_table import run_rows
-from mmqk.analysis.runs import load_runs
+from mmqk.analysis.runs.load import load_runs
+from mmqk.report.run_table import run_rows
 
 
 def keep(path: Path, steps) -> None:

@@ -17,7 +17,7 @@ from mmqk.analysis.metrics import (
     learnt,
     unigram_entropy,
 )
-from mmqk.analysis.runs import load_runs
+from mmqk.analysis.runs.load import load_runs
 from mmqk.store import UserError
 
 

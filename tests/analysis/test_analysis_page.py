@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 from fake_runs import DEMO, Planted, write_demo, write_run
 
-from mmqk.ablation.grid import claims_hash
-from mmqk.analysis import load_study, write_report
-from mmqk.analysis.curves import binned, layer_map
-from mmqk.analysis.figures import figures, hero
-from mmqk.analysis.findings import cannot_tell, finding, headline
-from mmqk.analysis.forks import fork_figure, fork_tree
-from mmqk.analysis.page import Drawn, page_content
-from mmqk.analysis.render import css, render
-from mmqk.analysis.style import arm_colours
-from mmqk.analysis.tables import arm_rows, data_rows
-from mmqk.analysis.together import read
-from mmqk.analysis.verdicts import judge
-from mmqk.analysis.words import duration, listed, number
+from mmqk.analysis import load_study
+from mmqk.analysis.formatting import duration, listed, number
+from mmqk.analysis.verdicts.combined import read
+from mmqk.analysis.verdicts.verdicts import judge
+from mmqk.grid.grid import claims_hash
+from mmqk.report.figures.curves import binned, layer_map
+from mmqk.report.figures.fork_tree import fork_figure, fork_tree
+from mmqk.report.figures.standard import figures, hero
+from mmqk.report.figures.style import arm_colours
+from mmqk.report.findings import cannot_tell, finding, headline
+from mmqk.report.page import Drawn, page_content, write_report
+from mmqk.report.render import css, render
+from mmqk.report.tables import arm_rows, data_rows
 
 CLAIMS = ("claim-C2", "claim-C10", "claim-C13")
 PAPERS = ("chameleon-fig-5b", "chameleon-fig-6b")
@@ -380,7 +380,7 @@ FRONT_DOOR = """
 import sys
 sys.modules["torch"] = None
 sys.modules["lightning"] = None
-from mmqk.report import main
+from mmqk.report.__main__ import main
 from mmqk.store import front_door
 sys.exit(front_door(main)(sys.argv[1:]))
 """

@@ -12,9 +12,9 @@ from report_runs import BASE, RATES, START, WIDTHS, planted_logit, write, write_
 
 from mmqk.analysis import load_study
 from mmqk.analysis.metrics import extrapolate
-from mmqk.analysis.papers import paper_figures
-from mmqk.analysis.sweep_figures import fit_quadratic, logit_by_size, lr_sensitivity
-from mmqk.analysis.sweeps import sweeps
+from mmqk.report.figures.papers import paper_figures
+from mmqk.report.figures.sweep_figures import fit_quadratic, logit_by_size, lr_sensitivity
+from mmqk.report.figures.sweeps import sweeps
 from mmqk.store import UserError
 
 

@@ -8,7 +8,7 @@ from fake_runs import Planted, write_grid
 from scipy import stats
 
 from mmqk.analysis import judge, load_study
-from mmqk.analysis.learning_rates import Choice, choose, told_apart
+from mmqk.analysis.verdicts.learning_rates import Choice, choose, told_apart
 from mmqk.store import UserError
 
 RATES = (0.01, 0.02, 0.04)

@@ -9,12 +9,12 @@ from fake_runs import Planted, write_demo
 from report_runs import RATES, write_forks, write_sweep
 
 from mmqk.analysis import judge, load_study
-from mmqk.analysis.claim_figures import outcome_rows
-from mmqk.analysis.findings import cannot_tell, finding, headline, number_here
-from mmqk.analysis.readings import LOGIT, at_end, hero_reading
-from mmqk.analysis.run_table import tokens, totals
-from mmqk.analysis.sweep_figures import lr_sensitivity
-from mmqk.analysis.words import decimals, fixed
+from mmqk.analysis.formatting import decimals, fixed
+from mmqk.report.figures.captions import LOGIT, at_end, hero_reading
+from mmqk.report.figures.claims import outcome_rows
+from mmqk.report.figures.sweep_figures import lr_sensitivity
+from mmqk.report.findings import cannot_tell, finding, headline, number_here
+from mmqk.report.run_table import tokens, totals
 from mmqk.store import UserError
 
 WORDS = {

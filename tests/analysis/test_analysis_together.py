@@ -9,12 +9,13 @@ import pytest
 from fake_runs import write_demo
 from report_runs import write, write_forks, write_replays, write_sweep
 
-from mmqk.analysis import judge, load_study, write_report
-from mmqk.analysis.curves import ALL_POINTS, FEWEST, points_a_line, thinned
-from mmqk.analysis.forks import fork_figure, fork_tree
-from mmqk.analysis.render import linked
-from mmqk.analysis.together import read
-from mmqk.report import default_name
+from mmqk.analysis import judge, load_study
+from mmqk.analysis.verdicts.combined import read
+from mmqk.report.__main__ import default_name
+from mmqk.report.figures.curves import ALL_POINTS, FEWEST, points_a_line, thinned
+from mmqk.report.figures.fork_tree import fork_figure, fork_tree
+from mmqk.report.page import write_report
+from mmqk.report.render import linked
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from fake_runs import DEMO, Planted, write_demo
 
 from mmqk.analysis import judge, load_runs, load_study
-from mmqk.analysis.controls import within_bound
-from mmqk.analysis.words import number
+from mmqk.analysis.formatting import number
+from mmqk.analysis.verdicts.controls import within_bound
 
 UNLEARNT = {"text": 3.4, "image": 5.45}
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mmqk.analysis.compared import of_run
-from mmqk.analysis.exact import clopper_pearson
 from mmqk.analysis.metrics import find_metric
-from mmqk.analysis.multiple import level_of_look
+from mmqk.analysis.stats.exact import clopper_pearson
+from mmqk.analysis.stats.multiple import level_of_look
+from mmqk.analysis.verdicts.compared import of_run
 
 ROOT = Path(__file__).parents[2]
 

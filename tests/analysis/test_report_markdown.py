@@ -5,8 +5,8 @@ import re
 import pytest
 from fake_runs import DEMO, write_demo, write_run
 
-from mmqk.analysis.page import write_report
-from mmqk.analysis.render import Raw, code, fenced, markdown
+from mmqk.report.page import write_report
+from mmqk.report.render import Raw, code, fenced, markdown
 
 EVIL = "http://evil.example"
 HOSTILE = (

@@ -11,15 +11,15 @@ from fake_runs import DEMO, Planted, write_demo, write_grid, write_run
 from report_runs import write_sweep
 
 from mmqk.analysis import judge, load_study
-from mmqk.analysis.claim_figures import claim_figure
-from mmqk.analysis.figures import figures
-from mmqk.analysis.findings import about_numbers, cannot_tell, finding, headline, number_here
 from mmqk.analysis.metrics import is_trained, trained_modalities
-from mmqk.analysis.page import _about_learning, _about_losses
-from mmqk.analysis.papers import paper_figures
-from mmqk.analysis.run_table import run_rows
-from mmqk.analysis.style import arm_colours
-from mmqk.analysis.tables import arm_rows
+from mmqk.report.figures.claims import claim_figure
+from mmqk.report.figures.papers import paper_figures
+from mmqk.report.figures.standard import figures
+from mmqk.report.figures.style import arm_colours
+from mmqk.report.findings import about_numbers, cannot_tell, finding, headline, number_here
+from mmqk.report.page import _about_learning, _about_losses
+from mmqk.report.run_table import run_rows
+from mmqk.report.tables import arm_rows
 
 CALM = {"high-pre": replace(DEMO["high-pre"], diverges=None, validated=True)}
 

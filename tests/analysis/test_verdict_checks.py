@@ -8,9 +8,9 @@ import pytest
 from fake_runs import BASE, DEMO, Planted, write_demo, write_grid
 
 from mmqk.analysis import judge, load_study
-from mmqk.analysis.findings import cannot_tell, finding
-from mmqk.analysis.page import write_report
-from mmqk.report import main
+from mmqk.report.__main__ import main
+from mmqk.report.findings import cannot_tell, finding
+from mmqk.report.page import write_report
 from mmqk.store import UserError
 
 UNLEARNT = {"text": 5.58, "image": 5.48}

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mmqk.data import build as build_module
-from mmqk.data import sources as sources_module
-from mmqk.data.captions import Annotations, WordNet, caption
-from mmqk.data.emoji import base_of, split_of
-from mmqk.data.manifest import load_manifest, sha256_file
-from mmqk.data.shards import read_pairs, read_text
-from mmqk.data.sources import SOURCES, locate, read_members
+from data.build import __main__ as build_module
+from data.build import sources as sources_module
+from data.build.captions import Annotations, WordNet, caption
+from data.build.emoji import base_of, split_of
+from data.build.sources import SOURCES, locate, read_members
+from mmqk.shards.manifest import load_manifest, sha256_file
+from mmqk.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError
 
 DATA = Path(__file__).parents[2] / "data"

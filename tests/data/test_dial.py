@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmqk.data.dial import Dial, DialConfig
+from mmqk.data.synthetic.dial import Dial, DialConfig
 
 THREE = DialConfig(
     vocabulary={"text": 12, "image": 16, "audio": 8},
@@ -380,7 +380,7 @@ def test_a_document_is_a_function_of_config_seed_and_number(config):
 
 def test_another_process_draws_the_same_documents():
     code = (
-        "import hashlib; from mmqk.data.dial import Dial, DialConfig\n"
+        "import hashlib; from mmqk.data.synthetic.dial import Dial, DialConfig\n"
         "ids = Dial(DialConfig(mutual_information=2.0)).documents({seed}, 5_000, 40)\n"
         "print(hashlib.sha256(ids.tobytes()).hexdigest())"
     )

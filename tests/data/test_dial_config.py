@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmqk.data.dial import Dial, DialConfig
-from mmqk.data.dial_config import forest
+from mmqk.data.synthetic.config import forest
+from mmqk.data.synthetic.dial import Dial, DialConfig
 
 THREE = DialConfig(
     vocabulary={"text": 12, "image": 16, "audio": 8},

@@ -17,13 +17,13 @@ import torch
 from PIL import Image
 
 from mmqk.config import resolve
-from mmqk.data import inspect_page
-from mmqk.data.decode import Decoder, Originals, Pictures, shaded
-from mmqk.data.dial import Dial
-from mmqk.data.inspect import main
-from mmqk.data.module import MicroBatches, TokenDataModule
-from mmqk.data.shards import read_pairs
-from mmqk.data.tokens import TokenWriter, layout_of
+from mmqk.data.datamodule import MicroBatches, TokenDataModule
+from mmqk.data.inspection import page as inspect_page
+from mmqk.data.inspection.decode import Decoder, Originals, Pictures, shaded
+from mmqk.data.synthetic.dial import Dial
+from mmqk.data.tokens.folder import TokenWriter, layout_of
+from mmqk.inspect import main
+from mmqk.shards.pairs import read_pairs
 from mmqk.store import front_door
 from mmqk.tokenizers import ImageTokenizer, TextTokenizer, tokenizers_hash
 from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, END_IMAGE, EOS
@@ -387,7 +387,7 @@ def test_the_dial_shows_ids_and_what_is_known_of_them(tiny_args, tmp_path):
 
 
 def test_ids_of_other_tokenizers_are_shown_as_ids(tiny_args, tmp_path):
-    from mmqk.data.tokens import Layout
+    from mmqk.data.tokens.folder import Layout
 
     random = np.random.default_rng(0)
     documents = [random.integers(0, 40, 30) + np.repeat([0, 1000, 3000], 10) for _ in range(40)]

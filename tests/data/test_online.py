@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.data.cache import open_source
 from mmqk.data.config import DataConfig, data_identity
-from mmqk.data.module import TokenDataModule
-from mmqk.data.online import online_hash, open_online
-from mmqk.data.tars import index_tar
-from mmqk.data.tokenize_worker import Job, _samples, split_of
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.tokens.cache import open_source
+from mmqk.data.tokens.online import online_hash, open_online
+from mmqk.data.tokens.worker import Job, _samples, split_of
+from mmqk.shards.tars import index_tar
 from mmqk.store import UserError
 
 
@@ -39,7 +39,7 @@ def write_tar(path, samples):
 
 
 def count_walks(monkeypatch):
-    from mmqk.data import online
+    from mmqk.data.tokens.folder import online
 
     walks, walk = [], online.index_tar
     monkeypatch.setattr(online, "index_tar", lambda path: walks.append(path) or walk(path))
@@ -114,7 +114,7 @@ def test_a_sample_without_image_is_dealt_out_by_its_key(tiny_data, tmp_path):
 
 
 def test_shards_are_those_of_the_manifest(tiny_data, tmp_path, monkeypatch):
-    from mmqk.data import manifest
+    from mmqk.shards import manifest
 
     hashed, sha256_file = [], manifest.sha256_file
     monkeypatch.setattr(manifest, "sha256_file", lambda path: hashed.append(path.name) or sha256_file(path))
@@ -206,7 +206,7 @@ def test_a_run_reads_shards_with_workers_as_without(tiny_data, tmp_path):
     )
     data = TokenDataModule(config, seed=0)
     data.setup()
-    from mmqk.data.module import MicroBatches, PositionedLoader
+    from mmqk.data.datamodule import MicroBatches, PositionedLoader
 
     batches = MicroBatches(data.order, 4, 1, 0, 1, steps=3)
     alone, dealt = ([b.ids_BT for b in PositionedLoader(batches, n, torch.device("cpu"))] for n in (0, 2))
@@ -267,7 +267,7 @@ def test_one_sample_of_a_small_set_is_skipped_and_more_are_refused(tiny_data, tm
 
 
 def test_a_share_is_refused_before_all_are_read(tiny_data, tmp_path):
-    from mmqk.data.online import LEAST_UNUSABLE, Account
+    from mmqk.data.tokens.online import LEAST_UNUSABLE, Account
 
     account = Account(10_000)
     for number in range(50):

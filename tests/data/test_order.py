@@ -12,13 +12,13 @@ import torch
 import yaml
 from torch.utils.data import Dataset
 
-from mmqk.data.cache import open_source
 from mmqk.data.config import DataConfig, data_identity
-from mmqk.data.mix import CYCLE, Epochs, Mixture, random_stream
-from mmqk.data.module import MicroBatches, PositionedLoader, TokenDataModule
-from mmqk.data.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
-from mmqk.data.sequences import SequenceBuilder, pieces
-from mmqk.data.tokens import Layout, TokenStore, TokenWriter, layout_of
+from mmqk.data.datamodule import MicroBatches, PositionedLoader, TokenDataModule
+from mmqk.data.mixture import CYCLE, Epochs, Mixture, random_stream
+from mmqk.data.order.order import TEXT_OFFSET, TrainingOrder, Windows, validation_rows
+from mmqk.data.order.sequences import SequenceBuilder, pieces
+from mmqk.data.tokens.cache import open_source
+from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, layout_of
 from mmqk.store import UserError, identity_hash
 from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD
@@ -130,7 +130,7 @@ def test_impossible_mixtures_are_refused(weights, share, says):
 def test_sequences_have_the_promised_form(tiny_data, builder, vocabulary):
     """Decoded with the tokenizers alone, a pair holds its own image and its own caption, in both orders."""
     text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
-    from mmqk.data.shards import read_pairs
+    from mmqk.shards.pairs import read_pairs
 
     pair = list(read_pairs(tiny_data / "pairs", "train"))[7]
     pixels = torch.from_numpy(np.array(pair.image)).permute(2, 0, 1)[None].float() / 255
@@ -241,8 +241,8 @@ def test_no_configuration_reads_token_arrays_through_workers(path):
 
 
 def test_the_page_names_what_counts_as_an_image_and_where_windows_end(tiny_data):
-    from mmqk.data.images import FORMATS
-    from mmqk.data.samples import IMAGE_FIELDS
+    from mmqk.shards.images import FORMATS
+    from mmqk.shards.samples import IMAGE_FIELDS
 
     page = (Path(__file__).resolve().parents[2] / "docs/data.md").read_text()
     assert all(f"`.{suffix}`" in page for suffix in IMAGE_FIELDS) and "`.gif`" not in page
@@ -320,7 +320,7 @@ def test_damaged_shard_is_named_before_training(tiny_data, tmp_path):
 
 def test_unigram_loss_is_the_cross_entropy_of_counted_frequencies(tiny_data):
     from mmqk.data.config import DataConfig
-    from mmqk.data.module import TokenDataModule
+    from mmqk.data.datamodule import TokenDataModule
 
     folders = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers", "cache")}
     data = TokenDataModule(DataConfig(**folders, seq_len=88, val_sequences=8), seed=0)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmqk.data.mix import CYCLE
-from mmqk.data.order import TrainingOrder
-from mmqk.data.packing import Packing, fit
-from mmqk.data.sequences import Row, SequenceBuilder, joined
-from mmqk.data.tokens import Layout, TokenStore
+from mmqk.data.mixture import CYCLE
+from mmqk.data.order.order import TrainingOrder
+from mmqk.data.order.packing import Packing, fit
+from mmqk.data.order.sequences import Row, SequenceBuilder, joined
+from mmqk.data.tokens.folder import Layout, TokenStore
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 
 LAYOUT = Layout({"text": 20, "image": 12}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)

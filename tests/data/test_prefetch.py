@@ -9,7 +9,7 @@ import torch
 
 from mmqk.data import prefetch
 from mmqk.data.batch import TokenBatch
-from mmqk.data.module import PositionedLoader
+from mmqk.data.datamodule import PositionedLoader
 from mmqk.data.prefetch import prefetched
 from mmqk.store import UserError
 
@@ -124,7 +124,7 @@ class Few:
 def loader_of(monkeypatch, **few) -> PositionedLoader:
     """One that believes to be on a GPU, without pinned memory."""
     Told(monkeypatch)
-    import mmqk.data.module as module
+    import mmqk.data.datamodule as module
 
     plain = module.DataLoader
     monkeypatch.setattr(module, "DataLoader", lambda *a, **k: plain(*a, **{**k, "pin_memory": False}))

@@ -22,13 +22,14 @@ import pytest
 import webdataset as wds
 from PIL import Image
 
-from mmqk.data import tokenize, tokenize_worker
-from mmqk.data.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
-from mmqk.data.samples import EMPTY_DOCUMENT, NO_CAPTION, NO_IMAGE, NO_MATCH, NO_TEXT, NOT_JSON, NOT_UNICODE
-from mmqk.data.tokenize_pool import Progress
-from mmqk.data.tokenize_worker import Shard
-from mmqk.data.tokens import open_tokens
-from mmqk.data.unread import DOTTED, HIDDEN, META, NO_DOT, OF_DROPPED, UNUSED
+from mmqk.data import tokenize
+from mmqk.data.tokens.folder import open_tokens
+from mmqk.data.tokens.folder import worker as tokenize_worker
+from mmqk.data.tokens.pool import Progress
+from mmqk.data.tokens.worker import Shard
+from mmqk.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
+from mmqk.shards.samples import EMPTY_DOCUMENT, NO_CAPTION, NO_IMAGE, NO_MATCH, NO_TEXT, NOT_JSON, NOT_UNICODE
+from mmqk.shards.unread import DOTTED, HIDDEN, META, NO_DOT, OF_DROPPED, UNUSED
 from mmqk.store import UserError
 from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 
@@ -186,7 +187,7 @@ def test_fit_and_caption_field(run: Any, shards: Path, tokenizers: Tokenizers) -
 
 
 def test_the_shipped_kind_of_shards_gives_the_same_tokens_as_the_cache(run: Any, tiny_data: Path) -> None:
-    from mmqk.data.cache import open_source
+    from mmqk.data.tokens.cache import open_source
 
     folder, _ = run("--shards", f"{tiny_data}/pairs/*.tar", "--val-share=0")
     known = open_source(

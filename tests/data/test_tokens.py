@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from mmqk.data.config import DataConfig
+from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.ids import main
-from mmqk.data.module import TokenDataModule
-from mmqk.data.order import TrainingOrder
-from mmqk.data.sequences import SequenceBuilder, pieces
-from mmqk.data.tokens import Layout, TokenStore, TokenWriter, open_tokens, tokens_hash
+from mmqk.data.order.order import TrainingOrder
+from mmqk.data.order.sequences import SequenceBuilder, pieces
+from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, open_tokens, tokens_hash
 from mmqk.store import UserError, front_door
 
 LAYOUT = Layout({"text": 20, "image": 12}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)
@@ -107,7 +107,7 @@ def test_arrays_are_compared_with_their_hashes(tmp_path, what, cached):
 
 
 def test_arrays_that_have_not_changed_are_read_once(tmp_path, monkeypatch):
-    from mmqk.data import tokens
+    from mmqk.data.tokens.folder import folder as tokens
 
     hashed, sha256_file = [], tokens.sha256_file
     folder = write(tmp_path / "t", some(9))
@@ -163,7 +163,8 @@ def within_a_minute(do):
 
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
-    from mmqk.data import ids, manifest, tars
+    from mmqk.data import ids
+    from mmqk.shards import manifest, tars
 
     pipe = tmp_path / "train-0.tar"
     os.mkfifo(pipe)

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from mmqk.config import resolve
+from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.ids import main as write_ids
-from mmqk.data.module import TokenDataModule
 from mmqk.store import read_metrics
 from mmqk.train import main as train
 from mmqk.training.checkpoint import load_model

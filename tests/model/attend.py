@@ -1,6 +1,6 @@
 """Attention by the masks of its own backend, in one call."""
 
-from mmqk.model import kernels
+from mmqk.model import backends as kernels
 
 
 def attention(q_BHTK, k_BHTK, v_BHTK, *, window=0, document_BT=None, backend="math", **said):

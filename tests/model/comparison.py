@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.model.attention import Attention
-from mmqk.model.kernels import mask_of
+from mmqk.model.backends import mask_of
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import qk_norm, stream_norm
 from mmqk.model.transformer import Block

@@ -7,7 +7,7 @@ import torch
 
 from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig
 from mmqk.model.attention import Attention
-from mmqk.model.kernels import mask_of
+from mmqk.model.backends import mask_of
 from mmqk.model.rope import apply_rope, rope_tables
 from tests.model.attend import attention
 

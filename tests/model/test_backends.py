@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmqk.model import kernels
-from mmqk.model.kernels import check_backend, kernel_name
+from mmqk.model import backends as kernels
+from mmqk.model.backends import check_backend, kernel_name
 from tests.model.attend import attention
 
 B, H, T, K = 2, 4, 40, 8

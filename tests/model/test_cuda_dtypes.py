@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig, kernels
-from mmqk.training.chunked_loss import chunked_losses
-from mmqk.training.loss import modality_losses
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
+from mmqk.model import backends as kernels
+from mmqk.training.step.chunked_loss import chunked_losses
+from mmqk.training.step.losses import modality_losses
 
 NARROW, WIDE = torch.bfloat16, torch.float32
 MATRICES = ("q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out")

@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention import flex_attention as torchs
 
-from mmqk.model import EarlyFusionTransformer, compile_blocks, flex, kernels
+from mmqk.model import EarlyFusionTransformer, compile_blocks, flex
+from mmqk.model import backends as kernels
 from tests.model.attend import attention
 from tests.model.small import VARIANTS, build, ids_of
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig, power_step
-from mmqk.model.kernels import mask_of
+from mmqk.model.backends import mask_of
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import L2Norm, qk_norm
 from mmqk.model.rope import rope_tables

@@ -139,7 +139,7 @@ def test_no_gradient_reaches_the_future(variant, backend):
 
 
 def test_a_leak_of_one_key_would_be_seen(monkeypatch):
-    monkeypatch.setattr("mmqk.model.kernels.visible_keys", lambda *_: torch.ones(9, 9).tril(1).bool())
+    monkeypatch.setattr("mmqk.model.backends.visible_keys", lambda *_: torch.ones(9, 9).tril(1).bool())
     after, _ = future_gradient(build())
     assert after > 0
 

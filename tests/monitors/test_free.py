@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import MonitorConfig, probe
-from mmqk.monitors.lab.callback import RunMonitor
-from mmqk.monitors.lab.mechanism import Mechanism
-from mmqk.training.steps import StepLog
+from mmqk.monitors.training_run.callback import RunMonitor
+from mmqk.monitors.training_run.mechanism import Mechanism
+from mmqk.training.loop.step_log import StepLog
 from tests.one_step import build, step, token_batch
 from tests.training.toy import fit, module_of, toy_batch
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
 from mmqk.monitors import MonitorConfig
-from mmqk.monitors.lab.mechanism import Mechanism
-from mmqk.monitors.lab.window import BudgetWindow, watched_matrices
+from mmqk.monitors.training_run.mechanism import Mechanism
+from mmqk.monitors.training_run.window import BudgetWindow, watched_matrices
 
 BLOCKS = {"text": 9, "image": 7}
 PARTS = ("decay", "step", "unattributed", "rest")

@@ -211,11 +211,11 @@ def resume(folder: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_grid_is_read_or_refused_in_one_sentence(whole, tmp_path, capsys, monkeypatch, seed):
     """Figures are left out: they take seconds, and what they draw is tested elsewhere."""
-    monkeypatch.setattr("mmqk.analysis.page.figures", lambda study: [])
-    monkeypatch.setattr("mmqk.analysis.page.paper_figures", lambda study: [])
-    monkeypatch.setattr("mmqk.analysis.page.claim_figure", lambda study, verdict: None)
-    monkeypatch.setattr("mmqk.analysis.page.figure_files", lambda brush, figure: {})
-    monkeypatch.setattr("mmqk.analysis.page.svg_panels", lambda brush, figure: [""] * 99)
+    monkeypatch.setattr("mmqk.report.page.figures", lambda study: [])
+    monkeypatch.setattr("mmqk.report.page.paper_figures", lambda study: [])
+    monkeypatch.setattr("mmqk.report.page.claim_figure", lambda study, verdict: None)
+    monkeypatch.setattr("mmqk.report.page.figure_files", lambda brush, figure: {})
+    monkeypatch.setattr("mmqk.report.page.svg_panels", lambda brush, figure: [""] * 99)
     draw = random.Random(seed)
     for number in range(50):
         folder = tmp_path / f"{number}" / "grid"

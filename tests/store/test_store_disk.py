@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.data.inspect import write
+from mmqk.inspect import write
 from mmqk.store import (
     MetricsWriter,
     RunFolder,

@@ -9,7 +9,7 @@ import pytest
 
 from mmqk.store import Alarm, MetricsWriter, append_alarms, mark_ended, read_status
 from mmqk.store.folder import RunFolder
-from mmqk.store.lost import Written, examine, lost_alarms, lost_steps
+from mmqk.store.missing import Written, examine, lost_alarms, lost_steps
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.store import relative, relative_word, without_roots
-from mmqk.store.words import ROOT
+from mmqk.store.formatting import ROOT
 
 
 def test_a_path_is_relative_to_the_repository_or_the_present_folder(tmp_path, monkeypatch):

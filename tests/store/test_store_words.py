@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.analysis.words import count
-from mmqk.monitors.attached.introduce import introduction
-from mmqk.monitors.attached.layers import Layers
+from mmqk.analysis.formatting import count
+from mmqk.monitors.third_party.introduce import introduction
+from mmqk.monitors.third_party.layers import Layers
 from mmqk.store.alarms.probes import Growth
-from mmqk.store.words import percent, plain
+from mmqk.store.formatting import percent, plain
 
 POWER = re.compile(r"\de[+-]\d")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmqk.data.manifest import Manifest, write_manifest
-from mmqk.data.shards import write_documents, write_shard
+from mmqk.shards.manifest import Manifest, write_manifest
+from mmqk.shards.pairs import write_documents, write_shard
 from mmqk.tokenizers import ImageTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from scipy import stats
 
-from mmqk.data.cache import open_source
-from mmqk.data.sequences import SequenceBuilder
-from mmqk.data.tokens import layout_of
+from mmqk.data.order.sequences import SequenceBuilder
+from mmqk.data.tokens.cache import open_source
+from mmqk.data.tokens.folder import layout_of
 from mmqk.model import ModelConfig
 from mmqk.store import UserError, front_door
 from mmqk.tokenizers import tokenizers_hash
-from mmqk.tokenizers.caption_gain import caption_gain, main, partners, summary
+from mmqk.training.caption_gain import caption_gain, main, partners, summary
 
 
 def test_partners_have_another_caption():

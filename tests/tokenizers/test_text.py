@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmqk.data.shards import read_pairs
+from mmqk.shards.pairs import read_pairs
 from mmqk.store import UserError
 from mmqk.tokenizers import TextTokenizer, tokenizers_hash
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmqk.data.shards import read_pairs, read_text
-from mmqk.data.tokenize_worker import split_of
+from mmqk.data.tokens.worker import split_of
+from mmqk.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError
 from mmqk.tokenizers.choice import Choice, spread
 from mmqk.tokenizers.documents import Documents

@@ -71,10 +71,10 @@ def _run(args: list[str], folder: Path, place: str, step: int) -> None:
     os.dup2(sys.stderr.fileno(), 2)
     import torch
 
-    from mmqk.data.module import TokenDataModule
+    from mmqk.data.datamodule import TokenDataModule
     from mmqk.store import front_door
     from mmqk.train import process
-    from mmqk.training.module import TrainingModule
+    from mmqk.training.step.module import TrainingModule
 
     setup, forward = TokenDataModule.setup, TrainingModule.training_step
 

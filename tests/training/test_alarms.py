@@ -24,7 +24,7 @@ from mmqk.store import (
 )
 from mmqk.store.alarms import probes, steps
 from mmqk.train import main
-from mmqk.training.lifecycle import Lifecycle
+from mmqk.training.loop.lifecycle import Lifecycle
 
 # A hot run of 60 steps: rules that need many values are told to be content with few.
 HOT = [
@@ -149,7 +149,7 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     acting = ["--alarm.checkpoint=[spike]", "--alarm.probe=[spike]", "--alarm.probe_steps=3"]
     assert main([*tiny_args, *HOT, *acting, f"--out={tmp_path / 'acting'}"]) == 0
     with monkeypatch.context() as patch:
-        patch.setattr("mmqk.training.alarms.AlarmRules.update", lambda *_: [])
+        patch.setattr("mmqk.training.loop.alarms.AlarmRules.update", lambda *_: [])
         assert main([*tiny_args, *HOT, f"--out={tmp_path / 'none'}"]) == 0
     assert not read_alarms(tmp_path / "none") and not marks(tmp_path / "none")
     one = weights(reporting[0])
@@ -209,7 +209,7 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
                 self._signal = 2
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    monkeypatch.setattr("mmqk.training.alarms.AlarmRules.update", update)
+    monkeypatch.setattr("mmqk.training.loop.alarms.AlarmRules.update", update)
     args = [
         *tiny_args,
         *HOT,
@@ -219,7 +219,7 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
         f"--out={out}",
     ]
     with monkeypatch.context() as patch:
-        patch.setattr("mmqk.training.lifecycle.Lifecycle", Interrupts)
+        patch.setattr("mmqk.training.loop.lifecycle.Lifecycle", Interrupts)
         assert main(args) == 130
     kept = out / f"checkpoints/alarm_spike_step{after + 1:08d}.ckpt"
     assert read_alarms(out) == [spike] and read_status(out).step == after and not kept.exists()

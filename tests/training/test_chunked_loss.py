@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 from mmqk.model import EarlyFusionTransformer
 from mmqk.monitors import MonitorConfig
-from mmqk.monitors.lab.bad_site import first_bad_site
-from mmqk.monitors.lab.callback import RunMonitor
-from mmqk.monitors.lab.halves import gradient_agreement
-from mmqk.training import chunked_loss
-from mmqk.training.chunked_loss import chunked_losses
-from mmqk.training.loss import LossConfig, LossSums, loss_parts, modality_losses, total_loss
-from mmqk.training.split_adam import SplitAdamW
+from mmqk.monitors.training_run.bad_site import first_bad_site
+from mmqk.monitors.training_run.callback import RunMonitor
+from mmqk.monitors.training_run.halves import gradient_agreement
+from mmqk.training.step import chunked_loss
+from mmqk.training.step.chunked_loss import chunked_losses
+from mmqk.training.step.losses import LossConfig, LossSums, loss_parts, modality_losses, total_loss
+from mmqk.training.step.split_adam import SplitAdamW
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
 B, T, D, V, M, Z = 3, 7, 6, 13, 3, 0.05
@@ -225,7 +225,7 @@ def test_a_run_in_chunks_is_the_dense_run(model, optim):
 def test_the_monitors_see_the_same_and_change_no_bit(monkeypatch):
     """The radial budget and the agreement of gradients want the loss by modality, each with its gradient."""
     logged: list[dict[str, float]] = []
-    monkeypatch.setattr("mmqk.monitors.lab.callback._log", lambda trainer, values: logged.append(values))
+    monkeypatch.setattr("mmqk.monitors.training_run.callback._log", lambda trainer, values: logged.append(values))
     config = MonitorConfig(
         every_n_steps=2, sequences=2, gradient_agreement=True, budget_every_n_steps=2, budget_steps=2
     )

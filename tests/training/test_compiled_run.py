@@ -16,7 +16,8 @@ from torch._functorch import config as functorch_config
 
 from mmqk.model import transformer
 from mmqk.train import main
-from mmqk.training import chunked_loss, device
+from mmqk.training.loop import device
+from mmqk.training.step import chunked_loss
 from tests.training.test_resume import rewind, series, state
 
 COMPILED, RECOMPUTED = "--compile=true", "--recompute=true"

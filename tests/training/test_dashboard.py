@@ -14,8 +14,8 @@ import pytest
 
 from mmqk.store import dashboards
 from mmqk.train import main
-from mmqk.training.loggers import StoryLogger
-from mmqk.training.story import PAGES, RUN_PAGE
+from mmqk.training.logging.dashboard import PAGES, RUN_PAGE
+from mmqk.training.logging.loggers import StoryLogger
 from tests.training.browser import browser, installed
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mmqk.config import resolve
-from mmqk.data.module import MicroBatches, TokenDataModule
+from mmqk.data.datamodule import MicroBatches, TokenDataModule
 from mmqk.store import read_metrics
 from mmqk.train import main
-from mmqk.training.loss import modality_losses, modality_means, modality_sums
+from mmqk.training.step.losses import modality_losses, modality_means, modality_sums
 
 DIAL = ['--data.mix={"dial": 1}', "--data.seq_len=96"]
 
@@ -113,7 +113,7 @@ def test_padding_of_packed_sequences_is_said(tiny_args, tmp_path, capsys):
 
 
 def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path):
-    from mmqk.report import main as report
+    from mmqk.report.__main__ import main as report
 
     names = ("text", "image", "audio")
     three = {"vocabulary": 16, "skew": 0.5, "entropy": 1.2, "tokens": 20, "lag": 2}

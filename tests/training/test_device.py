@@ -11,13 +11,14 @@ import torch
 
 from mmqk.config import RunConfig, resolve
 from mmqk.data.config import DataConfig
-from mmqk.model import BACKENDS, ModelConfig, kernels
+from mmqk.model import BACKENDS, ModelConfig
+from mmqk.model import backends as kernels
 from mmqk.store import UserError, front_door
 from mmqk.train import main
-from mmqk.training import device
-from mmqk.training.device import check_shown, is_masked, said, settle
-from mmqk.training.fork import changes
-from mmqk.training.optim import OptimConfig
+from mmqk.training.fork.start import changes
+from mmqk.training.loop import device
+from mmqk.training.loop.device import check_shown, is_masked, said, settle
+from mmqk.training.step.optimizers import OptimConfig
 
 CPU = torch.device("cpu")
 DEMO = Path(__file__).parents[2] / "configs/demo.yaml"

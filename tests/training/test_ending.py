@@ -147,7 +147,7 @@ def test_a_rank_that_is_just_starting_does_not_outlive_its_parent(tiny_args, tmp
 FOLLOWER = """
 import pathlib, sys, time
 sys.platform = sys.argv[1]
-from mmqk.training.ending import ENDING
+from mmqk.training.loop.signals import ENDING
 ENDING.install()
 pathlib.Path(sys.argv[2]).touch()
 time.sleep(600)
@@ -192,7 +192,7 @@ def test_a_parent_that_is_gone_already_is_not_waited_for(tmp_path):
 def test_the_signals_of_a_forked_worker_are_its_own():
     script = """
 import os, signal, time
-from mmqk.training.ending import ENDING
+from mmqk.training.loop.signals import ENDING
 ENDING.install()
 reader, writer = os.pipe()
 worker = os.fork()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmqk.config import Parent, resolve
-from mmqk.data.module import TokenDataModule
+from mmqk.data.datamodule import TokenDataModule
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import read_metrics
 from mmqk.train import main

@@ -7,11 +7,11 @@ import torch
 
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import AlarmRules, DivergenceRule
-from mmqk.training.fork_matrices import Carried
-from mmqk.training.fork_measure import Change
-from mmqk.training.fork_parent import Fork, Parent
-from mmqk.training.fork_state import callback_state, loops_state, optimizer_state, scheduler_state
-from mmqk.training.optim import OptimConfig, lr_multiplier, make_optimizer
+from mmqk.training.fork.matrices import Carried
+from mmqk.training.fork.measure import Change
+from mmqk.training.fork.parent import Fork, Parent
+from mmqk.training.fork.state import callback_state, loops_state, optimizer_state, scheduler_state
+from mmqk.training.step.optimizers import OptimConfig, lr_multiplier, make_optimizer
 from tests.training.toy import MODEL, module_of, toy_batch
 
 NEAR = Change(0.0, {"text": (2.0, 2.05), "image": (3.0, 3.0)})

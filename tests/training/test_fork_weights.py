@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.config import QKNormConfig, UntieConfig
-from mmqk.training.fork_measure import change_of_function
-from mmqk.training.fork_weights import carry
-from mmqk.training.loss import modality_losses
+from mmqk.training.fork.measure import change_of_function
+from mmqk.training.fork.weights import carry
+from mmqk.training.step.losses import modality_losses
 from tests.training.toy import BLOCKS, toy_batch
 
 PLAIN = ModelConfig(d_model=64, n_layers=2, n_heads=4, d_head=64, blocks=BLOCKS)

@@ -11,9 +11,9 @@ import pytest
 
 from mmqk.store import Alarm, read_metrics
 from mmqk.train import main
-from mmqk.training.loggers import RunLogger
-from mmqk.training.pictures import COLUMNS, HEAT_MAPS, History, draw_heat_map, draw_mass
-from mmqk.training.story import OF_LAYER, custom_scalars, over_layers
+from mmqk.training.logging.dashboard import OF_LAYER, custom_scalars, over_layers
+from mmqk.training.logging.heatmaps import COLUMNS, HEAT_MAPS, History, draw_heat_map, draw_mass
+from mmqk.training.logging.loggers import RunLogger
 
 
 @pytest.fixture(scope="module")

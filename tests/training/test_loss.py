@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mmqk.data.batch import TokenBatch
-from mmqk.training.loss import LossConfig, loss_parts, modality_losses, modality_sums, total_loss
+from mmqk.training.step.losses import LossConfig, loss_parts, modality_losses, modality_sums, total_loss
 from tests.peers import Peer
 from tests.training.toy import module_of
 

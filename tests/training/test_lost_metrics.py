@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.analysis.runs import load_runs
+from mmqk.analysis.runs.load import load_runs
 from mmqk.store import read_alarms, read_metrics, read_status
 from mmqk.train import main
 from tests.training.test_resume import rewind, series

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from mmqk.model import QKNormConfig, UntieConfig
 from mmqk.monitors import MonitorConfig
-from mmqk.monitors.lab.callback import RunMonitor
+from mmqk.monitors.training_run.callback import RunMonitor
 from mmqk.store import AlarmRules
-from mmqk.training.loss import LossConfig
+from mmqk.training.step.losses import LossConfig
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
 EVERYTHING = MonitorConfig(
@@ -60,7 +60,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
         if values:
             lines.setdefault(trainer.global_step, {}).update(values)
 
-    monkeypatch.setattr("mmqk.monitors.lab.callback._log", keep)
+    monkeypatch.setattr("mmqk.monitors.training_run.callback._log", keep)
     return lines
 
 

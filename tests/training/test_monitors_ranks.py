@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.monitors.lab.callback import flat
-from mmqk.monitors.lab.halves import gradient_agreement
-from mmqk.monitors.lab.residual import residual_absorption
-from mmqk.monitors.lab.window import BudgetWindow
 from mmqk.monitors.probe import probe
+from mmqk.monitors.training_run.callback import flat
+from mmqk.monitors.training_run.halves import gradient_agreement
+from mmqk.monitors.training_run.residual import residual_absorption
+from mmqk.monitors.training_run.window import BudgetWindow
 
 SEQUENCES = 6  # an odd number for each
 

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from mmqk.training import on_cpu
+from mmqk.training.loop import cpu_tuning as on_cpu
 
 # Page faults (getrusage) of a loop that takes and frees blocks of 24 MB, after the first ones have been touched.
 FAULTS = """
 import resource, sys
-from mmqk.training.on_cpu import keep_memory
+from mmqk.training.loop.cpu_tuning import keep_memory
 if sys.argv[1] == "kept":
     assert keep_memory()
 import ctypes

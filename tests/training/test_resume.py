@@ -77,7 +77,7 @@ def test_what_a_run_switches_on_is_at_work_when_it_is_resumed(whole):
     names, settings = state(whole), json.loads((whole / "run.json").read_text())["identity"]
     if settings["model"]["weight_reparam"] == "sigma":
         from mmqk.config import resolve
-        from mmqk.training.module import TrainingModule
+        from mmqk.training.step.module import TrainingModule
 
         run = resolve(json.loads((whole / "run.json").read_text())["details"]["command"][3:])
         first = TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend).state_dict()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.model import UntieConfig
-from mmqk.training.loss import LossConfig, loss_parts, total_loss
-from mmqk.training.optim import OptimConfig, make_optimizer
-from mmqk.training.split_adam import SplitAdamW
+from mmqk.training.step.losses import LossConfig, loss_parts, total_loss
+from mmqk.training.step.optimizers import OptimConfig, make_optimizer
+from mmqk.training.step.split_adam import SplitAdamW
 from tests.peers import Peer
 from tests.training.test_no_sync import Methods, Operations
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmqk.analysis.runs import Run
+from mmqk.analysis.runs.load import Run
 
 LOSS_WINDOW = 50
 LEARNT_NATS = 0.1

@@ -10,7 +10,7 @@ from typing import Literal
 
 from mmqk.analysis.metrics.losses import final_loss, has_floor, learnt, trained_modalities
 from mmqk.analysis.metrics.stability import divergence_step
-from mmqk.analysis.runs import Run
+from mmqk.analysis.runs.load import Run
 
 STALLED_NATS = 0.1
 

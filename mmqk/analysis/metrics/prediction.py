@@ -19,7 +19,7 @@ from mmqk.analysis.metrics.metric import planned_steps
 from mmqk.analysis.metrics.outcome import outcomes
 from mmqk.analysis.metrics.probes import EARLY_SHARE, logit_series, norm_slope
 from mmqk.analysis.metrics.rates import learning_rate
-from mmqk.analysis.runs import Run
+from mmqk.analysis.runs.load import Run
 
 FEWEST_OF_EACH = 10
 CONFIDENCE = 0.95

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from mmqk.analysis.metrics.metric import BySeries, Metric, alone, planned_steps, warmup_steps
-from mmqk.analysis.runs import Run, Series
+from mmqk.analysis.runs.load import Run, Series
 
 LAST_PROBES = 3
 # As the growth alarm has it: in the first fifth of a run every norm grows, in healthy runs too.

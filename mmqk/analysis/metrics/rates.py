@@ -11,7 +11,7 @@ import numpy as np
 from mmqk.analysis.metrics.losses import final_loss, has_floor, initial_loss, trained_modalities, weight_of
 from mmqk.analysis.metrics.metric import Measured
 from mmqk.analysis.metrics.stability import divergence_step
-from mmqk.analysis.runs import Run
+from mmqk.analysis.runs.load import Run
 
 LR = "optim.lr"
 UNSTABLE_NATS = 0.1

@@ -11,7 +11,7 @@ import numpy as np
 from mmqk.analysis.metrics.metric import Measured, planned_steps
 from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.metrics.stability import divergence_step
-from mmqk.analysis.runs import Run
+from mmqk.analysis.runs.load import Run
 
 # Wortsman et al. (arXiv 2309.14322, Fig. 9): runs with a logit above this diverged.
 LOGIT_THRESHOLD = 1e4

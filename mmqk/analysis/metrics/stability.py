@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mmqk.analysis.metrics.losses import has_floor, trained_modalities
 from mmqk.analysis.metrics.metric import planned_steps, warmup_steps
-from mmqk.analysis.runs import Run
+from mmqk.analysis.runs.load import Run
 from mmqk.store import Alarm, DivergenceRule, alarms_of, read_metrics
 from mmqk.store.alarms import ALARMS_NAME
 from mmqk.store.alarms import spike_rate as rate_of

@@ -35,7 +35,7 @@ from mmqk.analysis.metrics.stability import (
     spike_score,
     time_of_divergence,
 )
-from mmqk.analysis.runs import Run, Series
+from mmqk.analysis.runs.load import Run, Series
 from mmqk.store import UserError
 
 

@@ -12,9 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mmqk.model.kernels import visible_keys
+from mmqk.distributed import summed
+from mmqk.model.backends import visible_keys
 from mmqk.monitors.measures.reduce import selection
-from mmqk.monitors.ranks import summed
 
 # Entropy is left out where a row can see fewer keys than this: it is bounded by their number.
 FEWEST_KEYS = 8

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmqk.store.alarms.alarm import Alarm
-from mmqk.store.words import plain
+from mmqk.store.formatting import plain
 
 # What grows. Not norms before a QK-Norm, which may grow without anything growing with them, and not outputs of
 # sublayers, whose sum is the residual stream.

@@ -9,7 +9,7 @@ from typing import Any
 
 from mmqk.store.alarms.alarm import Alarm
 from mmqk.store.alarms.window import Moments, Window
-from mmqk.store.words import plain
+from mmqk.store.formatting import plain
 
 # Spike score of OLMo 2 (arXiv 2501.00656, section 3): values at least 7 standard deviations above the rolling mean
 # of the last 1000 values. Which values the deviation is of is not said there: here the same ones (ours).

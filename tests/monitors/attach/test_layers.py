@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.monitors.attached.introduce import introduction
-from mmqk.monitors.attached.layers import layer_of, number
+from mmqk.monitors.third_party.introduce import introduction
+from mmqk.monitors.third_party.layers import layer_of, number
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, batches
 
 IMAGE = {"image": range(10, 40)}

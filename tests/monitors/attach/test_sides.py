@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.monitors.attached.introduce import introduction
+from mmqk.monitors.third_party.introduce import introduction
 from mmqk.store import UserError
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same

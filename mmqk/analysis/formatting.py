@@ -1,0 +1,86 @@
+"""Numbers and words of a page."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from mmqk.store.formatting import plain
+
+DASH = "–"
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number for a reader: three significant digits, thousands apart; infinite, and "not measured"."""
+    if math.isnan(value):
+        return "not measured"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    rounded = round(value, digits - 1 - size)
+    # Rounding may have carried: 9.996 is 10.0.
+    size = math.floor(math.log10(abs(rounded)))
+    if size >= digits - 1:
+        return f"{rounded:,.0f}"
+    if size < -4:
+        return f"{value:.{digits - 1}e}"
+    return f"{rounded:.{digits - 1 - size}f}"
+
+
+def decimals(error: float) -> int:
+    """How many decimals a number with this error deserves: two digits of an error that begins with less than 3.5, one
+    of others (Review of Particle Physics, section 5.3)."""
+    if not (math.isfinite(error) and error > 0):
+        return 2
+    size = math.floor(math.log10(error))
+    return -size + (error / 10**size < 3.5)
+
+
+def fixed(value: float, places: int, sign: str = "-") -> str:
+    """A number with so many decimals, tens and hundreds rounded where they are fewer than none."""
+    rounded = round(value, places) + 0.0  # no "-0.00"
+    return f"{rounded:{sign},.{max(0, places)}f}"
+
+
+def nats(value: float) -> str:
+    """A loss or an entropy, to a hundredth of a nat."""
+    return f"{value:.2f}" if math.isfinite(value) else number(value)
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 seed``, ``3 seeds``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def listed(items: Sequence[str], last: str = "and") -> str:
+    """``a, b and c``."""
+    if len(items) < 2:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} {last} {items[-1]}"
+
+
+def capital(text: str) -> str:
+    """With a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``3 min 05 s``."""
+    whole = round(seconds)
+    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60:02d} s"
+
+
+def count(value: float) -> str:
+    """A large number for a reader: ``950``, ``12k``, ``2.36M``, ``1.2B``."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{plain(value / size)}{letter}"
+    return f"{value:.0f}"
+
+
+def slug(text: str) -> str:
+    """Text as a part of an id."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")

@@ -1,0 +1,332 @@
+"""Run folders as plain records.
+
+A run that was interrupted, half written or damaged is loaded as far as it goes, with a note that says what is
+missing: leaving it out would hide it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mmqk.analysis.runs.columns import EMPTY, Columns, Series, read_columns
+from mmqk.grid.record import read_ablation
+from mmqk.store import (
+    Alarm,
+    DamagedFile,
+    Status,
+    Tag,
+    UserError,
+    parse_tag,
+    read_alarms,
+    read_json,
+    read_run,
+    read_status,
+)
+from mmqk.store.missing import lost_alarms, lost_steps
+
+CUT = "a line of metrics.jsonl cannot be read"
+_T = TypeVar("_T")
+_SEED = re.compile(r"seed(\d+)")
+_ARM = re.compile(r"(?P<arm>.+)-[0-9a-f]{10}")
+_ENTROPY = (float, None)
+_DATA = {
+    "*": {
+        "share": _ENTROPY, "unigram": _ENTROPY, "compressed": _ENTROPY, "model": _ENTROPY, "floor": _ENTROPY,
+        "repeated": _ENTROPY, "used": int, "block": int,
+    }
+}  # fmt: skip
+_CHANGE = [{"name": str, "how": str}]
+_FORK = {
+    "parent": {"id": (None, str), "folder": (None, str), "step": int}, "changed": [{"field": str}],
+    "added": _CHANGE, "dropped": _CHANGE, "optimizer": str, "function": dict,
+}  # fmt: skip
+
+
+@dataclass
+class Run:
+    """One run folder.
+
+    Attributes:
+        path: the folder.
+        name: its path inside the folder of the study, e.g. ``mixed-0123456789/seed0``.
+        arm: the arm it belongs to.
+        seed: its seed.
+        id: hash of its identity, empty without a readable run.json.
+        code: hash of the code that ran it.
+        identity: the fields that make the run that run.
+        details: versions, command, machine and resolved configuration.
+        status: how it stands; "failed" with a reason where status.json cannot be read.
+        remarks: what is missing or odd about its records; `notes` has its numbers' too.
+        family: the arm before the axes of the grid were crossed with it; the arm itself without axes.
+        point: the values of the axes by dotted field; empty without axes.
+        role: "verdict", "selection" (of a learning rate: no verdict may use it) or "replay".
+        fork: ``{"parent": folder or id, "step": n}`` of a run that began in another one, or None.
+        replay: what a replay is one of, how deep and in which numerics, or None.
+        forked: content of its fork.json, empty without one.
+    """
+
+    path: Path
+    name: str
+    arm: str
+    seed: int
+    id: str = ""
+    code: str = ""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+    status: Status = field(default_factory=lambda: Status("failed"))
+    remarks: tuple[str, ...] = ()
+    family: str = ""
+    point: Mapping[str, Any] = field(default_factory=dict)
+    role: str = "verdict"
+    fork: Mapping[str, Any] | None = None
+    replay: Mapping[str, Any] | None = None
+    forked: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.family = self.family or self.arm
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration, nested; the identity where no configuration was recorded."""
+        config = self.details.get("config")
+        return config if isinstance(config, Mapping) else self.identity
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """The value of a dotted field of the configuration, e.g. ``loss.weights.image``."""
+        value: Any = self.config
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    @cached_property
+    def _columns(self) -> Columns:
+        return read_columns(self.path / "metrics.jsonl")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is missing or odd, one sentence each."""
+        cut = (CUT,) if self._columns.truncated and not self.lost else ()
+        return (*self.remarks, *self.lost, *self._data_notes, *cut)
+
+    @cached_property
+    def lost(self) -> tuple[str, ...]:
+        """Which of its numbers are missing, one sentence each; of a run that ended by its own account.
+
+        A run that was killed has what it wrote until then, and counts in no verdict.
+        """
+        found = [part for part in self.status.lost.split("; ") if part]
+        trainer = self.identity.get("trainer")
+        if self.status.finished and isinstance(trainer, Mapping):  # a run of mmqk.train: one line a step
+            first = (_mapping(self.identity.get("fork")) or {}).get("step", 0)
+            columns = self._columns
+            steps = lost_steps(columns.steps, first, self.status.step)
+            told = {
+                (int(step), name.partition("/")[2]): float(value)
+                for name in columns
+                if name.startswith("alarm/")
+                for step, value in zip(*columns[name], strict=True)
+            }
+            found += [steps or (CUT if columns.truncated else "")]
+            found += [lost_alarms(told, ((alarm.step, alarm.name) for alarm in self.alarms))]
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    @cached_property
+    def tags(self) -> dict[str, Tag]:
+        """Every series of the run by name, with its parts."""
+        found = ((name, _parsed(name)) for name in self._columns)
+        return {name: tag for name, tag in found if tag is not None}
+
+    @cached_property
+    def _by_statistic(self) -> dict[str, list[tuple[str, Tag]]]:
+        named: dict[str, list[tuple[str, Tag]]] = {}
+        for name, tag in self.tags.items():
+            named.setdefault(tag.statistic, []).append((name, tag))
+        return named
+
+    @cached_property
+    def _data_read(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        notes: list[str] = []
+        return _noted(lambda: read_json(self.path / "data.json", _DATA), notes) or {}, tuple(notes)
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """Statistics of its data by modality, as training wrote them; empty without data.json."""
+        return self._data_read[0]
+
+    @property
+    def _data_notes(self) -> tuple[str, ...]:
+        return self._data_read[1]
+
+    @cached_property
+    def alarms(self) -> list[Alarm]:
+        """Those that it gave while it trained, in their order."""
+        return read_alarms(self.path)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that any series reached."""
+        return self._columns.last_step
+
+    def series(self, tag: str) -> Series:
+        """(steps, values) of one series; both empty when the run does not have it."""
+        return self._columns.get(tag, EMPTY)
+
+    def combined(
+        self,
+        statistic: str,
+        reduce: Callable[..., Any],
+        modality: str | None = None,
+        layer: int | None = None,
+    ) -> Series:
+        """A statistic reduced over layers (and key modalities), by step.
+
+        Args:
+            statistic: e.g. ``attn_logit_absmax``.
+            reduce: ``np.max``, ``np.min`` or ``np.mean``. Under ``np.max`` a NaN counts as infinite: it
+                ranks worst.
+            modality: of the tokens, for a pair of the queries; all of them when None.
+            layer: one layer alone; all of them when None.
+        """
+        names = [
+            name
+            for name, tag in self._by_statistic.get(statistic, ())
+            if tag.head is None
+            and (modality is None or modality == (tag.pair[0] if tag.pair else tag.modality))
+            and layer in (None, tag.layer)
+        ]
+        if not names:
+            return EMPTY
+        steps = np.unique(np.concatenate([self.series(name)[0] for name in names]))
+        table = np.ma.masked_all((len(names), len(steps)))
+        for row, name in enumerate(names):
+            at, values = self.series(name)
+            if reduce is np.max:
+                values = np.where(np.isnan(values), np.inf, values)
+            table[row, np.searchsorted(steps, at)] = values
+        return steps, np.asarray(reduce(table, axis=0), dtype=np.float64)
+
+
+@lru_cache(maxsize=65536)
+def _parsed(name: str) -> Tag | None:
+    try:
+        return parse_tag(name)
+    except ValueError:
+        return None
+
+
+def load_runs(folder: str | Path) -> list[Run]:
+    """Every run under ``folder``: that of an ablation, of one arm, or a run itself.
+
+    With an ``ablation.json`` the runs are those that it lists, in its order; those without a folder are left
+    out. Otherwise they are found by their ``run.json`` or ``metrics.jsonl``, up to three folders down.
+
+    Raises:
+        UserError: the folder does not exist, or holds no run.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate has written")
+    ablation = read_ablation(folder)
+    if ablation is not None:
+        return [
+            _load(folder / entry["folder"], entry["folder"], entry["arm"], int(entry["seed"]), entry)
+            for entry in ablation["runs"]
+            if os.path.isdir(folder / entry["folder"])
+        ]
+    found = sorted(
+        path
+        for pattern in (".", "*", "*/*", "*/*/*")
+        for path in (folder.glob(pattern) if pattern != "." else [folder])
+        if path.is_dir() and ((path / "run.json").exists() or (path / "metrics.jsonl").exists())
+    )
+    if not found:
+        raise UserError(f"{folder} holds no run (no run.json or metrics.jsonl): give a folder that has runs")
+    return [_load(path, *_names(path, folder)) for path in found]
+
+
+def _names(path: Path, root: Path) -> tuple[str, str, int]:
+    """(name, arm, seed) of a run of which no ablation says them."""
+    path, root = path.resolve(), root.resolve()
+    parts = path.relative_to(root).parts or (path.name,)
+    match = _SEED.fullmatch(path.name)
+    seed = int(match[1]) if match else _seed_of_record(path)
+    # The folder above seed<k> is the arm, even when it is the one that was asked for.
+    arm = path.parent.name if match else path.name
+    named = _ARM.fullmatch(arm)
+    return "/".join(parts), named["arm"] if named else arm, seed
+
+
+def _seed_of_record(path: Path) -> int:
+    identity = (_noted(lambda: read_run(path), []) or {}).get("identity") or {}
+    return identity.get("seed", 0)
+
+
+def _noted(read: Callable[[], _T | None], notes: list[str]) -> _T | None:
+    """What ``read`` reads; None, with a note, where the file cannot be read."""
+    try:
+        return read()
+    except DamagedFile as damaged:
+        notes.append(f"its {damaged.path.name} cannot be read: {damaged.why}")
+        return None
+
+
+def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] | None = None) -> Run:
+    entry = entry or {}
+    notes: list[str] = []
+    record = _noted(lambda: read_run(path), notes)
+    if record is None:
+        record = {}
+        if not notes:
+            notes.append("its run.json is missing")
+    known = len(notes)
+    status = _noted(lambda: read_status(path), notes)
+    if status is None:
+        status = Status("failed", reason="no status was written")
+        if len(notes) > known:
+            status = Status("failed", reason=notes[-1])
+        else:
+            notes.append("its status.json is missing")
+    if status.status == "running":
+        notes.append("still running, or cut off")
+    forked = _noted(lambda: read_json(path / "fork.json", _FORK), notes) or {}
+    identity, details = record.get("identity"), record.get("details")
+    return Run(
+        path=path,
+        name=name,
+        arm=arm,
+        seed=seed,
+        id=str(record.get("id", "")),
+        code=str(record.get("code", "")),
+        identity=identity if isinstance(identity, dict) else {},
+        details=details if isinstance(details, dict) else {},
+        status=status,
+        remarks=tuple(notes),
+        family=str(entry.get("family") or arm),
+        point=_mapping(entry.get("point")) or {},
+        role=str(entry.get("role") or "verdict"),
+        fork=_mapping(entry.get("fork")) or _fork_of(forked),
+        replay=_mapping(entry.get("replay")),
+        forked=forked,
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    return value if isinstance(value, dict) else None
+
+
+def _fork_of(forked: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the run's own fork.json says of its parent."""
+    parent = forked.get("parent")
+    if parent is None:
+        return None
+    return {"parent": parent.get("folder") or parent.get("id"), "step": parent.get("step")}

@@ -1,0 +1,185 @@
+"""What replays of a diverged run say about it: dynamics, numerics, or undecided.
+
+A run that diverged is run again from several depths before its divergence, with weights changed by one part in a
+million, in bf16 with a fused and with a dense attention, and in fp32. One replay is chaos; several of each tell
+whether the precision matters.
+
+dynamics    at every depth every replay diverges, and the fp32 times lie among the bf16 times
+numerics    at every depth every bf16 replay diverges and every fp32 replay lives to the end of its horizon
+undecided   everything else
+
+"Among" is: not all of them earlier than the earliest bf16 time, nor all later than the latest, give or take
+`SLACK` of the distance from the fork to the divergence. With 3 fp32 and 6 bf16 times from one distribution that fails
+at a depth in 2 of 84 orders; with 3 and 3, where attention has no fused form (a cap, sigmoid), in 2 of 20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mmqk.analysis.formatting import plural
+from mmqk.analysis.runs.load import Run
+from mmqk.store import FINISHED
+
+SLACK = 0.05
+AT_LEAST = 3
+CONTROL = "control"
+FUSED = "bf16-fused"  # of an attention that has a fused form
+BF16 = (FUSED, "bf16-math")
+FP32 = "fp32"
+
+Label = Literal["dynamics", "numerics", "undecided"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """When the replays of one depth and one numerics diverged.
+
+    Attributes:
+        depth: how far before the divergence they began, as a share of the run until then.
+        step: the step they began at.
+        numerics: bf16-fused, bf16-math or fp32.
+        diverged: the steps at which they diverged, sorted.
+        survived: how many lived to the end of the horizon.
+        horizon: the step at which it ends.
+        runs: their names.
+    """
+
+    depth: float
+    step: int
+    numerics: str
+    diverged: tuple[int, ...]
+    survived: int
+    horizon: int
+    runs: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """Replays that finished."""
+        return len(self.diverged) + self.survived
+
+
+@dataclass(frozen=True)
+class ReplayVerdict:
+    """What the replays of one run say.
+
+    Attributes:
+        of: name of the run.
+        label: dynamics, numerics or undecided.
+        sentence: why, in one or two sentences.
+        rows: times by depth and numerics, the nearest depth first.
+    """
+
+    of: str
+    label: Label
+    sentence: str
+    rows: tuple[Times, ...]
+
+
+def replay_verdicts(runs: Iterable[Run]) -> list[ReplayVerdict]:
+    """A verdict for every run that has replays among ``runs``, in their order."""
+    runs = list(runs)
+    by_name = {run.name: run for run in runs}
+    replays: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.replay:
+            replays.setdefault(str(run.replay.get("of")), []).append(run)
+    return [_verdict(name, by_name.get(name), found) for name, found in replays.items()]
+
+
+def _verdict(name: str, original: Run | None, replays: Sequence[Run]) -> ReplayVerdict:
+    unfinished = [run for run in replays if run.status.status not in FINISHED]
+    rows = tuple(_times(run for run in replays if run not in unfinished))
+    sentence = _not_judged(original, replays, rows, unfinished)
+    if sentence:
+        return ReplayVerdict(name, "undecided", sentence, rows)
+    depths: dict[float, dict[str, Times]] = {}
+    for row in rows:
+        depths.setdefault(row.depth, {})[row.numerics] = row
+    if all(_of_numerics(row) for row in depths.values()):
+        words = "Every bf16 replay diverged and every fp32 replay lived to the end of its horizon, from every depth."
+        return ReplayVerdict(name, "numerics", words, rows)
+    against = [f"{100 * depth:g} %: {why}" for depth, row in depths.items() if (why := _not_dynamics(row))]
+    if not against:
+        words = "Every replay diverged, and the fp32 times lie among the bf16 times, from every depth."
+        return ReplayVerdict(name, "dynamics", words, rows)
+    said = f"From {'; from '.join(against)}."
+    if not any(row.survived for row in rows if row.numerics == FP32):
+        said += " Every fp32 replay diverged: it does not take bf16."
+    return ReplayVerdict(name, "undecided", said, rows)
+
+
+def _not_judged(
+    original: Run | None, replays: Sequence[Run], rows: Sequence[Times], unfinished: Sequence[Run]
+) -> str:
+    """Why the replays cannot be judged at all; empty when they can."""
+    if unfinished:
+        return f"{len(unfinished)} of {plural(len(replays), 'replay')} have not finished."
+    control = next((run for run in replays if _replay(run)["numerics"] == CONTROL), None)
+    if control is None or original is None:
+        return "There is no control replay, the run again without a change."
+    if (control.status.status, control.status.step) != (original.status.status, original.status.step):
+        return (
+            f"The control replay, the run again without a change, {control.status.status} at step"
+            f" {control.status.step} and not at step {original.status.step}: the run does not repeat itself."
+        )
+    depths = {row.depth for row in rows}
+    wanted = [n for n in BF16 if n != FUSED or any(row.numerics == FUSED for row in rows)]
+    for depth in sorted(depths):
+        counts = {row.numerics: row.count for row in rows if row.depth == depth}
+        for numerics in (*wanted, FP32):
+            if counts.get(numerics, 0) < AT_LEAST:
+                done = plural(counts.get(numerics, 0), "replay")
+                return f"{done} of {numerics} from {100 * depth:g} %: it takes at least {AT_LEAST} of each."
+    return "" if depths else "No replay but the control was made."
+
+
+def _times(replays: Iterable[Run]) -> list[Times]:
+    groups: dict[tuple[float, str], list[Run]] = {}
+    for run in replays:
+        record = _replay(run)
+        if record["numerics"] != CONTROL:
+            groups.setdefault((float(record["depth"]), str(record["numerics"])), []).append(run)
+    order = {numerics: place for place, numerics in enumerate((*BF16, FP32))}
+    rows = []
+    for (depth, numerics), runs in sorted(groups.items(), key=lambda g: (g[0][0], order.get(g[0][1], 9))):
+        diverged = sorted(run.status.step for run in runs if run.status.status == "diverged")
+        horizon = max(int(run.setting("trainer.max_steps", run.last_step)) for run in runs)
+        step = int(_replay(runs[0])["step"])
+        names = tuple(run.name for run in runs)
+        rows.append(Times(depth, step, numerics, tuple(diverged), len(runs) - len(diverged), horizon, names))
+    return rows
+
+
+def _of_numerics(row: Mapping[str, Times]) -> bool:
+    return not row[FP32].diverged and not any(row[n].survived for n in BF16 if n in row)
+
+
+def _not_dynamics(row: Mapping[str, Times]) -> str:
+    """Why the replays of one depth do not look like dynamics; empty when they do."""
+    survived = [
+        f"{times.survived} of {times.count} {name} replays survived"
+        for name, times in row.items()
+        if times.survived
+    ]
+    if survived:
+        return ", ".join(survived)
+    bf16 = [time for numerics in BF16 if numerics in row for time in row[numerics].diverged]
+    fp32 = row[FP32].diverged
+    slack = SLACK * (sum(bf16) / len(bf16) - row[FP32].step)
+    if fp32[-1] < min(bf16) - slack:
+        return f"every fp32 replay diverged before every bf16 one (steps {_span(fp32)} against {_span(bf16)})"
+    if fp32[0] > max(bf16) + slack:
+        return f"every fp32 replay diverged after every bf16 one (steps {_span(fp32)} against {_span(bf16)})"
+    return ""
+
+
+def _span(times: Sequence[int]) -> str:
+    return f"{min(times)} to {max(times)}"
+
+
+def _replay(run: Run) -> Mapping[str, Any]:
+    assert run.replay is not None
+    return run.replay

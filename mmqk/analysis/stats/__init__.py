@@ -1,0 +1,1 @@
+"""Effects, intervals, exact tests and corrections."""

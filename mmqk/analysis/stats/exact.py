@@ -1,0 +1,163 @@
+"""Exact tests of few runs: counts of divergence, and signs of paired differences.
+
+Counts are compared by their shares. Fisher's test asks whether they are equal at all. How far apart they are is asked
+by inverting the exact unconditional test (Chan and Zhang, Biometrics 55, 1999): its p-value is the largest over all
+pairs of true shares, so the interval holds at any of them. Intervals of one share are Clopper and Pearson's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+NUISANCE = np.linspace(0, 1, 201)
+MOST_FLIPPED = 40
+_TIE = 1e-9
+
+
+def fisher(a: int, n: int, b: int, m: int) -> float:
+    """Two-sided p-value of Fisher's exact test: ``a`` of ``n`` against ``b`` of ``m``."""
+    total = a + b
+    ways = [math.comb(n, i) * math.comb(m, total - i) for i in range(max(0, total - m), min(n, total) + 1)]
+    seen = math.comb(n, a) * math.comb(m, b)
+    return min(1.0, sum(w for w in ways if w <= seen) / sum(ways))
+
+
+def clopper_pearson(count: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Exact interval of a share of which ``count`` of ``n`` were seen."""
+    tail = (1 - confidence) / 2
+    low = 0.0 if count == 0 else float(special.betaincinv(count, n - count + 1, tail))
+    high = 1.0 if count == n else float(special.betaincinv(count + 1, n - count, 1 - tail))
+    return low, high
+
+
+def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
+    """Two-sided p-value of the exact sign-flip test that paired differences lie symmetrically about 0.
+
+    The share of all 2^n sign patterns whose sum is at least as far from 0; NaN above `MOST_FLIPPED` differences.
+    """
+    values = np.asarray(differences, dtype=float)
+    if not 0 < len(values) <= MOST_FLIPPED:
+        return math.nan
+    # All sums of the first half against all of the second, sorted: 2^(n/2) numbers instead of 2^n.
+    first, second = _sums(values[: len(values) // 2]), np.sort(_sums(values[len(values) // 2 :]))
+    size = abs(values.sum()) - 1e-12 * np.abs(values).sum()
+    above = len(second) - np.searchsorted(second, size - first, side="left")
+    below = np.searchsorted(second, -size - first, side="right")
+    return min(1.0, float((above + below).sum() / (len(first) * len(second))))
+
+
+def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums + value, sums - value])
+    return sums
+
+
+@lru_cache(maxsize=4096)
+def _p_above(n: int, m: int, delta: float) -> NDArray[np.float64]:
+    """For every outcome [a, b] the largest probability, over true shares that are ``delta`` apart, that the
+    difference of the shares seen is at least that of this outcome."""
+    second = NUISANCE * (1 - abs(delta)) + max(0.0, -delta)
+    i, j = np.arange(n + 1), np.arange(m + 1)
+    first_PA = _binomial(n, np.clip(second + delta, 0, 1))
+    second_PB = _binomial(m, second)
+    joint_PT = (first_PA[:, :, None] * second_PB[:, None, :]).reshape(len(second), -1)
+    difference_T = (i[:, None] / n - j[None, :] / m).ravel()
+    order = np.argsort(-difference_T, kind="stable")
+    reached_T = joint_PT[:, order].cumsum(axis=1).max(axis=0)
+    falling_T = difference_T[order]
+    last = np.searchsorted(-falling_T, -(difference_T - _TIE), side="right") - 1
+    return np.minimum(1.0, reached_T[last]).reshape(n + 1, m + 1)
+
+
+def _binomial(n: int, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    k = np.arange(n + 1)
+    return special.binom(n, k) * shares[:, None] ** k * (1 - shares[:, None]) ** (n - k)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Difference of two shares: ``a`` of ``n`` runs less ``b`` of ``m``.
+
+    It answers what `mmqk.analysis.stats.effects.Effect` answers: value, interval at a level, p-value at a threshold.
+    """
+
+    a: int
+    n_treatment: int
+    b: int
+    m: int
+
+    @property
+    def value(self) -> float:
+        """Share of the treatment - share of the control."""
+        return self.a / self.n_treatment - self.b / self.m
+
+    @property
+    def n(self) -> int:
+        """Runs of the smaller arm."""
+        return min(self.n_treatment, self.m)
+
+    @property
+    def fisher(self) -> float:
+        """Two-sided p-value of equal shares."""
+        return fisher(self.a, self.n_treatment, self.b, self.m)
+
+    @property
+    def has_interval(self) -> bool:
+        """There always is one; it may be wide."""
+        return True
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval."""
+        return self.interval(0.05)[0]
+
+    @property
+    def high(self) -> float:
+        """Upper end of the 95 % interval."""
+        return self.interval(0.05)[1]
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """The exact interval at confidence 1 - alpha."""
+        low = _edge(self.a, self.n_treatment, self.b, self.m, alpha / 2)
+        return low, -_edge(self.b, self.m, self.a, self.n_treatment, alpha / 2)
+
+    def p_at(self, threshold: float) -> float:
+        """Two-sided p-value of a true difference of ``threshold``."""
+        above = _p_above(self.n_treatment, self.m, threshold)[self.a, self.b]
+        below = _p_above(self.m, self.n_treatment, -threshold)[self.b, self.a]
+        return float(min(1.0, 2 * min(above, below)))
+
+    def detectable(self, threshold: float, alpha: float, power: float) -> float:
+        """The smallest difference above ``threshold`` that clears it with this power, the control's share being
+        what was seen (turned round for a threshold below 0); NaN when none does."""
+        if threshold < 0:
+            return -Counts(self.b, self.m, self.a, self.n_treatment).detectable(-threshold, alpha, power)
+        n, m = self.n_treatment, self.m
+        cleared_AB = _p_above(n, m, threshold) <= alpha / 2
+        equal_AB = np.array([[fisher(i, n, j, m) <= alpha for j in range(m + 1)] for i in range(n + 1)])
+        control_B = _binomial(m, np.array([self.b / m]))[0]
+        for share in NUISANCE[self.b / m + threshold < NUISANCE]:
+            if _binomial(n, np.array([share]))[0] @ (cleared_AB & equal_AB) @ control_B >= power:
+                return float(share - self.b / m)
+        return math.nan
+
+
+@lru_cache(maxsize=4096)
+def _edge(a: int, n: int, b: int, m: int, tail: float) -> float:
+    """The largest difference that the upper test of more than it rejects at ``tail``; -1 when it rejects none."""
+    low, high = -1.0, 1.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        if _p_above(n, m, middle)[a, b] <= tail:
+            low = middle
+        else:
+            high = middle
+    return low if low > -1 + 1e-6 else -1.0

@@ -1,0 +1,1 @@
+"""From runs to the verdict of a claim."""

@@ -1,0 +1,254 @@
+"""What the runs say of one claim by itself, before the other claims of its family and its controls are asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mmqk.analysis.formatting import listed, plural
+from mmqk.analysis.metrics import Metric, find_metric
+from mmqk.analysis.runs.load import Run
+from mmqk.analysis.stats.effects import Effect, Spread, paired_effect, pooled_spread
+from mmqk.analysis.stats.exact import Counts, sign_flip
+from mmqk.analysis.stats.multiple import p_over_looks
+from mmqk.analysis.verdicts.claims import Claim
+from mmqk.analysis.verdicts.compared import (
+    Group,
+    Outcomes,
+    groups,
+    lost_of,
+    measure,
+    middle,
+    of_run,
+    one_history,
+    spread_outcomes,
+)
+from mmqk.analysis.verdicts.controls import (
+    Control,
+    enough_seeds,
+    numerics_agree,
+    only_declared_differences,
+    rates,
+    rates_of_whole_runs,
+    regime_reached,
+    within_bound,
+)
+from mmqk.analysis.verdicts.study import Study
+
+FEWEST_FLIPPED = 6
+MOST_NAMED = 2
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """One claim by itself.
+
+    Attributes:
+        claim: as registered.
+        groups: the runs that it compares, by name.
+        effect: treatment against control; None without one.
+        spread: over seeds.
+        medians: the metric by name; of counts the share.
+        controls: those that need no other claim.
+        notes: what a reader must know, one sentence each.
+        open: why nothing can be decided, whatever the effect; empty otherwise.
+        bounded: why failed runs forbid the verdict that the effect would give; empty otherwise.
+        holds: which side of the smallest effect of interest the effect lies on: the one that is claimed, or not.
+        p: two-sided p-value of a true effect of just that size.
+        sign_flip: that of the exact sign-flip test.
+        counts: of a claim that counts runs.
+        failures: how many runs count with the worst value seen.
+    """
+
+    claim: Claim
+    groups: Mapping[str, Group]
+    effect: Effect | Counts | None = None
+    spread: Spread | None = None
+    medians: Mapping[str, float] = field(default_factory=dict)
+    controls: tuple[Control, ...] = ()
+    notes: tuple[str, ...] = ()
+    open: str = ""
+    bounded: str = ""
+    holds: bool = False
+    p: float = math.nan
+    sign_flip: float = math.nan
+    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    failures: int = 0
+
+    @property
+    def p_in_family(self) -> float:
+        """What it brings to its family: 1 where it cannot be decided; the looks that were registered are paid."""
+        if self.open or self.bounded or math.isnan(self.p) or not all(c.passed for c in self.controls):
+            return 1.0
+        return p_over_looks(self.p, self.claim.seeds, self.claim.max_seeds) if self.claim.stopping else self.p
+
+
+def assess(study: Study, claim: Claim) -> Assessment:
+    """What the runs say of a claim."""
+    compared = groups(study, claim)
+    if any(not members.runs for members in compared.values()):
+        return Assessment(claim, compared)
+    if claim.decided and claim.test == "count":
+        return _counted(study, claim, compared)
+    outcomes = measure(compared, claim.metric)
+    medians = {name: middle(values) for name, values in outcomes.raw.items()}
+    notes = [
+        f"{plural(len(seeds), 'run')} of {compared[name].label} diverged or ended without a finite value and got "
+        "the worst finite one: the effect is a bound."
+        for name, seeds in outcomes.bounds.items()
+    ]
+    if not claim.decided:
+        treatment, control = (outcomes.values.get(name, {}) for name in (claim.treatment, claim.control))
+        runs = [run for members in compared.values() for run in members.all]
+        controls = tuple(filter(None, [within_bound(runs)]))
+        shown = paired_effect(treatment, control, None)
+        if not shown:
+            notes = []  # numbers by arm are as measured: without an effect nothing is a bound
+        notes += [_without(outcomes.unmeasured)] if any(map(lost_of, ([run] for run in runs))) else []
+        return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
+    spread = pooled_spread(spread_outcomes(study, claim, compared, outcomes))
+    both = claim.treatment, claim.control
+    treatment, control = (outcomes.values[name] for name in both)
+    effect = paired_effect(treatment, control, spread, one_history(*(compared[name] for name in both)))
+    controls, said = _controls(study, claim, compared)
+    open_ = _registered(claim, compared) or _measured(outcomes, effect)
+    failures = sum(map(len, outcomes.bounds.values()))
+    found = Assessment(
+        claim, compared, effect, spread, medians, controls, (*notes, *said), open_, failures=failures
+    )
+    if open_ or effect is None:
+        return found
+    holds, nearest, p = _side(claim, effect)
+    bounded = _bounded(claim, outcomes, effect, holds)
+    return replace(found, bounded=bounded, holds=holds, p=p, sign_flip=_flipped(effect, nearest))
+
+
+def _side(claim: Claim, effect: Effect | Counts) -> tuple[bool, float, float]:
+    """(whether the effect is as claimed, the nearest threshold, p-value of a true effect there)."""
+    nearest = min(claim.thresholds, key=lambda threshold: abs(effect.value - threshold))
+    if claim.test == "equivalence":
+        # The two one-sided tests are the two thresholds; the nearer one is the harder.
+        return abs(effect.value) < claim.delta, nearest, effect.p_at(nearest)
+    return claim.sign * effect.value > claim.delta, nearest, effect.p_at(nearest)
+
+
+def _flipped(effect: Effect, threshold: float) -> float:
+    if effect.n < FEWEST_FLIPPED:
+        return math.nan
+    return sign_flip(np.array(effect.differences) - threshold)
+
+
+def _registered(claim: Claim, compared: Mapping[str, Group]) -> str:
+    """Why the runs are not those that were registered; empty when they are."""
+    for members in compared.values():
+        done = len(members.all)
+        if done < members.planned:
+            return f"{done} of {plural(members.planned, 'planned run')} of {members.label} finished."
+    for members in compared.values():
+        if claim.seeds and members.seeds < claim.seeds:
+            return (
+                f"Registered for {plural(claim.seeds, 'seed')} an arm; {members.label} has {members.seeds}."
+            )
+        if claim.seeds and members.seeds > claim.max_seeds:
+            return (
+                f"Registered for at most {plural(claim.max_seeds, 'seed')} an arm; {members.label} has "
+                f"{members.seeds}: seeds that are added after a look need stopping."
+            )
+    return ""
+
+
+def _measured(outcomes: Outcomes, effect: Effect | None) -> str:
+    if outcomes.unmeasured:
+        return _without(outcomes.unmeasured)
+    if effect is None:
+        return "The two arms share no seed."
+    if not effect.has_interval:
+        return "Too few seeds for an interval."
+    return ""
+
+
+def _without(unmeasured: Sequence[str]) -> str:
+    """Which runs have no value, the first two by name; empty when all have one."""
+    if not unmeasured:
+        return ""
+    more = len(unmeasured) - MOST_NAMED
+    named = [*unmeasured[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])]
+    return f"Without a value: {listed(named)}."
+
+
+def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> str:
+    """Whether what failed runs would really have had could take the verdict back."""
+    # Which way the true effect may lie from this one, and which way that would be the other side of the threshold.
+    towards = {way for way in outcomes.bounds.get(claim.treatment, {}).values()}
+    towards |= {-way for way in outcomes.bounds.get(claim.control, {}).values()}
+    if claim.test == "equivalence":
+        if holds and towards:
+            return "The runs that diverged may make the effect larger."
+        away = -1 if effect.value > 0 else 1
+    else:
+        away = -claim.sign if holds else claim.sign
+    if away not in towards:
+        return ""
+    smaller = holds or claim.test == "equivalence"
+    return f"The runs that diverged may make the effect {'smaller' if smaller else 'larger'}."
+
+
+def _controls(
+    study: Study, claim: Claim, compared: Mapping[str, Group]
+) -> tuple[tuple[Control, ...], list[str]]:
+    runs = [run for members in compared.values() for run in members.all]
+    about_rates, said = rates(study, claim, compared)
+    found: list[Control | None] = []
+    if "learnt" not in claim.unchecked:
+        found.append(regime_reached(study, claim, compared))
+    if "declared" not in claim.unchecked:
+        found.append(only_declared_differences(claim, compared, bool(said)))
+    if "seeds" not in claim.unchecked:
+        found.append(enough_seeds(claim, compared))
+    found.append(within_bound(runs))
+    found.append(rates_of_whole_runs(study, compared))
+    found += about_rates
+    if claim.test == "count":
+        found.append(numerics_agree(study, compared))
+    return tuple(control for control in found if control is not None), [said] if said else []
+
+
+def _counted(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Assessment:
+    """A claim about how many runs diverge, or reach a value."""
+    counted = {name: [_counts(claim, run) for run in g.all] for name, g in compared.items()}
+    unmeasured = [
+        f"{compared[name].label} seed {run.seed}" + (f" ({lost_of([run])})" if run.lost else "")
+        for name, seen in counted.items()
+        for run, one in zip(compared[name].all, seen, strict=True)
+        if one is None
+    ]
+    counts = {name: (sum(one is True for one in seen), len(seen)) for name, seen in counted.items()}
+    effect = Counts(*counts[claim.treatment], *counts[claim.control])
+    controls, said = _controls(study, claim, compared)
+    holds, _, p = _side(claim, effect)
+    # Beyond delta it must also not be equal: Fisher's test has the last word where delta is small.
+    p = max(p, effect.fisher) if holds else p
+    medians = {name: count / n for name, (count, n) in counts.items()}
+    open_ = _registered(claim, compared) or _without(unmeasured)
+    return Assessment(
+        claim, compared, effect, None, medians, controls, tuple(said), open_, "", holds, p,
+        counts=counts,
+    )  # fmt: skip
+
+
+def _counts(claim: Claim, run: Run) -> bool | None:
+    """Whether a run is one of those that are counted; None where that was not measured."""
+    if run.lost:
+        return None
+    if run.status.status == "diverged":
+        return True
+    metric, _ = find_metric(claim.metric)
+    if math.isnan(claim.at_least) or not isinstance(metric, Metric):
+        return False
+    value = of_run(run, claim.metric)
+    if math.isnan(value):
+        return None
+    return value >= claim.at_least if metric.worst == "high" else value <= claim.at_least

@@ -1,0 +1,213 @@
+"""What was measured in the arms that a claim compares: by seed, on the metric's scale, failures ranked worst."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from mmqk.analysis.metrics import FamilyMetric, Measured, Metric, find_metric
+from mmqk.analysis.runs.load import Run
+from mmqk.analysis.verdicts.claims import Claim
+from mmqk.analysis.verdicts.study import Arm, Study
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs that a name of a claim means: those of an arm, or of a family.
+
+    Attributes:
+        name: as the claim has it.
+        label: in words.
+        arms: what it is made of.
+        runs: finished verdict runs by seed; of an arm one a seed.
+        planned: how many runs there are to be.
+    """
+
+    name: str
+    label: str
+    arms: tuple[Arm, ...]
+    runs: Mapping[int, tuple[Run, ...]]
+    planned: int
+
+    @property
+    def all(self) -> tuple[Run, ...]:
+        """Its runs, by seed."""
+        return tuple(run for seed in sorted(self.runs) for run in self.runs[seed])
+
+    @property
+    def seeds(self) -> int:
+        """The most seeds that one of its arms was planned with."""
+        return max((len(arm.seeds) for arm in self.arms), default=0)
+
+
+@dataclass
+class Outcomes:
+    """The metric of what is compared.
+
+    Attributes:
+        values: on its scale by group and seed; a failure has the worst finite value there is.
+        raw: as measured, by group.
+        bounds: which of them are bounds, by group and seed: 1 where the true value is higher, -1 where lower.
+        unmeasured: what has no value, with the reason where one is known.
+    """
+
+    values: dict[str, dict[int, float]] = field(default_factory=dict)
+    raw: dict[str, list[float]] = field(default_factory=dict)
+    bounds: dict[str, dict[int, int]] = field(default_factory=dict)
+    unmeasured: list[str] = field(default_factory=list)
+
+    def only_bounded(self, name: str) -> list[float]:
+        """The values of a group that are no bounds: what its spread is taken from."""
+        bounds = self.bounds.get(name, {})
+        return [value for seed, value in self.values[name].items() if seed not in bounds]
+
+
+def group(study: Study, claim: Claim, name: str) -> Group:
+    """What a name of a claim means."""
+    arms = study.arms_of(name, claim.at)
+    by_seed: dict[int, tuple[Run, ...]] = {}
+    for arm in arms:
+        for run in study.finished(arm.name):
+            by_seed[run.seed] = (*by_seed.get(run.seed, ()), run)
+    return Group(name, study.label(name), arms, by_seed, sum(len(arm.seeds) for arm in arms))
+
+
+def one_history(treatment: Group, control: Group) -> bool:
+    """Whether the runs of every seed are one run until a fork: forks of one checkpoint, or a fork and its parent."""
+    both = [
+        (treatment.runs[seed], control.runs[seed]) for seed in treatment.runs.keys() & control.runs.keys()
+    ]
+    return bool(both) and all(len(a) == len(b) == 1 and _forked(a[0], b[0]) for a, b in both)
+
+
+def _forked(a: Run, b: Run) -> bool:
+    if a.fork and b.fork:
+        return a.fork == b.fork
+    fork, parent = (a.fork or b.fork or {}), (b if a.fork else a)
+    return fork.get("parent") == parent.name
+
+
+def groups(study: Study, claim: Claim) -> dict[str, Group]:
+    """Everything that a claim compares, by name."""
+    return {name: group(study, claim, name) for name in claim.compared}
+
+
+def lost_of(runs: Iterable[Run]) -> str:
+    """Which numbers of these runs are missing, so that they have no value; empty where none is."""
+    return "; ".join(dict.fromkeys(sentence for run in runs for sentence in run.lost))
+
+
+def of_run(run: Run, name: str) -> float:
+    """A metric of a run, measured once: several claims ask for the same."""
+    known: dict[str, float] = run.__dict__.setdefault("_measured", {})
+    if name not in known:
+        metric, modality = find_metric(name)
+        assert isinstance(metric, Metric)
+        known[name] = metric.measure(run, modality)
+    return known[name]
+
+
+def measure(compared: Mapping[str, Group], name: str) -> Outcomes:
+    """The metric of this name of every group and seed."""
+    metric, modality = find_metric(name)
+    found = Outcomes()
+    seen: list[float] = []
+    for key, members in compared.items():
+        found.values[key], found.raw[key] = {}, []
+        for seed, runs in sorted(members.runs.items()):
+            if lost := lost_of(runs):
+                found.raw[key].append(math.nan)
+                found.unmeasured.append(f"{members.label} seed {seed} ({lost})")
+                continue
+            measured = _measured(metric, modality, name, runs, members.arms)
+            value = metric.on_scale(measured.value)
+            found.raw[key].append(measured.value)
+            towards = measured.towards or _bound(metric, runs, measured.value)
+            if towards:
+                found.bounds.setdefault(key, {})[seed] = towards
+                seen.append(value)
+                if isinstance(metric, Metric):
+                    seen.append(metric.on_scale(metric.worst_seen(runs[0], modality)))
+            elif math.isnan(value):
+                why = f" ({measured.why})" if measured.why else ""
+                found.unmeasured.append(f"{members.label} seed {seed}{why}")
+            else:
+                found.values[key][seed] = value
+    seen += [value for by_seed in found.values.values() for value in by_seed.values()]
+    finite = [value for value in seen if math.isfinite(value)]
+    for key, bounds in found.bounds.items():
+        for seed, towards in bounds.items():
+            if finite:
+                found.values[key][seed] = max(finite) if towards > 0 else min(finite)
+    return found
+
+
+def _measured(
+    metric: Metric | FamilyMetric,
+    modality: str | None,
+    name: str,
+    runs: tuple[Run, ...],
+    arms: tuple[Arm, ...],
+) -> Measured:
+    if isinstance(metric, FamilyMetric):
+        return metric.measured(runs, modality, [arm.point for arm in arms])
+    return Measured(of_run(runs[0], name))
+
+
+def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:
+    """Which way the true value lies from the one that is put in its place; 0 where it was measured."""
+    if math.isinf(value):
+        return 1 if value > 0 else -1
+    if isinstance(metric, FamilyMetric) or metric.counts_failures:
+        return 0
+    failed = any(run.status.status == "diverged" for run in runs)
+    return 0 if not failed else 1 if metric.worst == "high" else -1
+
+
+def spread_outcomes(
+    study: Study, claim: Claim, compared: Mapping[str, Group], outcomes: Outcomes
+) -> dict[str, list[float]]:
+    """Outcomes for the seed spread: of what is compared, and of every other arm of its block at the same point.
+
+    Arms that are one run until a fork have one spread between them, which must not count twice: the first stands for
+    the others.
+    """
+    metric, _ = find_metric(claim.metric)
+    by_name = {name: outcomes.only_bounded(name) for name in compared}
+    known = {arm.name for members in compared.values() for arm in members.arms} | set(compared)
+    mine = compared[claim.treatment].arms[0]
+    if isinstance(metric, FamilyMetric):
+        others = [f for f in study.families.values() if f.block == mine.block]
+    else:
+        others = [a for a in study.arms.values() if a.block == mine.block and a.point == mine.point]
+    runs = {run.name: run for run in study.runs}
+    begun = {_origin(run, runs) for members in compared.values() for run in members.all}
+    for other in others:
+        if other.name not in known:
+            beside = group(study, claim, other.name)
+            origins = {_origin(run, runs) for run in beside.all}
+            if beside.arms and not origins & begun:
+                begun |= origins
+                by_name[other.name] = measure({other.name: beside}, claim.metric).only_bounded(other.name)
+    return by_name
+
+
+def _origin(run: Run, runs: Mapping[str, Run]) -> str:
+    """The name of the run in which this one began, of forks of forks the first."""
+    name = run.name
+    for _ in runs:
+        parent = (runs[name].fork or {}).get("parent") if name in runs else None
+        if parent is None:
+            break
+        name = str(parent)
+    return name
+
+
+def middle(values: Iterable[float]) -> float:
+    """The median, with what was not measured left out and infinities kept; NaN of nothing."""
+    kept = sorted(v for v in values if not math.isnan(v))
+    if not kept:
+        return math.nan
+    half = len(kept) // 2
+    return kept[half] if len(kept) % 2 else (kept[half - 1] + kept[half]) / 2

@@ -1,0 +1,131 @@
+"""Whether the planned runs could support a claim at all: asked when it is registered, before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from mmqk.analysis.formatting import plural
+from mmqk.analysis.stats.exact import Counts
+from mmqk.analysis.verdicts.claims import Claim, at
+from mmqk.analysis.verdicts.controls import FEWEST_SEEDS
+from mmqk.grid.arms import Job
+from mmqk.store import UserError
+
+LEVEL = 0.05
+
+
+def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object) -> None:
+    """Refuse a claim that no finding of the planned runs could support.
+
+    Args:
+        claims: of the grid, as `mmqk.analysis.verdicts.claims.read_claims` returns them.
+        jobs: every planned run.
+        where: names the grid in the sentence.
+
+    Raises:
+        UserError: a claim compares an arm with itself, its arms share no seed or have one each, no count of its runs
+            could clear delta, or a control that it must have can never pass.
+    """
+    by_id = {claim.id: claim for claim in claims}
+    planned = [job for job in jobs if job.role == "verdict"]
+    for claim in claims:
+        if claim.decided and (why := _why_not(claim, by_id, planned, ())):
+            raise UserError(f"{where}: no finding could support claim {claim.id}: {why}")
+
+
+def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
+    """A sentence for each claim that has too few planned seeds for a verdict; more seeds can be added later."""
+    planned = [job for job in jobs if job.role == "verdict"]
+    said = []
+    for claim in claims:
+        arms = [
+            {job.seed for job in _runs(claim, name, planned)} for name in (claim.treatment, claim.control)
+        ]
+        n = min(map(len, arms)) if claim.test == "count" else len(arms[0] & arms[1])
+        if claim.decided and "seeds" not in claim.unchecked and n < FEWEST_SEEDS:
+            said.append(
+                f"claim {claim.id} stays inconclusive with {plural(n, 'seed')} an arm: give its arms "
+                f"{FEWEST_SEEDS}, or a reason under unchecked.seeds"
+            )
+    return said
+
+
+def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]) -> str:
+    """Why nothing could support the claim, and what to do; empty if something could."""
+    treatment, control = (_runs(claim, name, jobs) for name in (claim.treatment, claim.control))
+    if shared := sorted({job.arm for job in treatment} & {job.arm for job in control}):
+        return f"it compares the arm {shared[0]} with itself; name two arms that differ"
+    if claim.test == "count":
+        if why := _counted(claim, len(treatment), len(control)):
+            return why
+    elif why := _seeds(claim, treatment, control, jobs):
+        return why
+    if claim.test == "equivalence" and not claim.positive_control:
+        return (
+            "runs that can show nothing show no difference either, so test: equivalence needs a positive_control; "
+            "name a claim or a check of an effect that is known"
+        )
+    needed = [("manipulation check", claim.manipulation_check), ("negative control", claim.negative_control)]
+    if claim.test == "equivalence":
+        needed.append(("positive control", claim.positive_control))
+    for kind, id in needed:
+        other = by_id.get(id)
+        if other is not None and (why := _never_passes(kind, other, by_id, jobs, (*above, claim.id))):
+            return f"its {kind} {other.id} {why}"
+    return ""
+
+
+def _never_passes(
+    kind: str, other: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]
+) -> str:
+    if other.status == "control":
+        return ""
+    if other.id in above:
+        return "depends on this claim in turn; remove one of the two references"
+    if not other.decided:
+        return f"is {other.status} and never decided; name one with the status control or exploratory"
+    if kind != "negative control":
+        if other.test == "equivalence":
+            return "is an equivalence, and a control is an effect that was found; name another claim"
+        why = _why_not(other, by_id, jobs, above)
+        return f"cannot be supported itself: {why}" if why else ""
+    return ""
+
+
+def _runs(claim: Claim, name: str, jobs: Iterable[Job]) -> list[Job]:
+    """The planned runs that a name of a claim means: of an arm, or of a family at the claim's point."""
+    jobs = list(jobs)
+    return [job for job in jobs if job.arm == name] or [
+        job for job in jobs if job.family.name == name and at(job.point, claim.at)
+    ]
+
+
+def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs: Iterable[Job]) -> str:
+    """Why planned seeds give no interval: an effect is over the seeds that both arms have."""
+    both = {job.seed for job in treatment} & {job.seed for job in control}
+    arms = f"{claim.treatment} and {claim.control}"
+    if treatment and control and not both:
+        return f"{arms} share no seed; give both the same seeds"
+    blocks = {job.family.block for job in treatment}
+    by_arm: dict[str, set[int | None]] = {}
+    for job in (*treatment, *control, *(job for job in jobs if job.family.block in blocks)):
+        by_arm.setdefault(job.arm, set()).add(job.seed)
+    if len(both) == 1 and all(len(seeds) == 1 for seeds in by_arm.values()):
+        return f"{arms} have one seed, which gives no interval; plan {FEWEST_SEEDS}, or give the claim status: shown"
+    return ""
+
+
+def _counted(claim: Claim, n: int, m: int) -> str:
+    """Why no count of ``n`` runs of the treatment and ``m`` of the control clears delta."""
+    if not n or not m:
+        return ""
+    most = Counts(n, n, 0, m) if claim.sign > 0 else Counts(0, n, m, m)
+    p = max(most.p_at(claim.thresholds[0]), most.fisher)
+    if abs(most.value) > claim.delta and p <= LEVEL and not math.isnan(p):
+        return ""
+    runs = plural(n, "run") if n == m else f"{n} and {m} runs"
+    return (
+        f"even all runs of one arm against none of the other do not clear delta {claim.delta:g} with {runs} an arm "
+        f"(p = {p:.2g}); add seeds or lower delta"
+    )

@@ -1,0 +1,239 @@
+"""A folder of runs with what the grid says about them: arms, claims, and what the page shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmqk.analysis.runs.load import Run, load_runs, read_ablation
+from mmqk.analysis.verdicts.claims import Claim, at, read_claims
+from mmqk.grid.grid import claims_hash
+
+__all__ = ["Arm", "Claim", "Study", "load_study"]
+
+HERO_ARMS_AT_MOST = 6
+RATE, RATE_METRIC = "optim.lr", "final_excess"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One variant: its name, the words for it, its block of the page, planned seeds, the fields it sets.
+
+    An arm that was crossed with axes has a ``family``, the variant before that, and a ``point``, its values; without
+    axes it is its own family.
+    """
+
+    name: str
+    label: str
+    block: str = ""
+    seeds: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    family: str = ""
+    point: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs of one folder.
+
+    Attributes:
+        folder: where they lie.
+        name: of the grid, or of the folder.
+        title: in words.
+        arms: by name, in the grid's order, crossed with their axes.
+        claims: in the grid's order.
+        report: the grid's block about the page (hero, shown, headline, cannot_tell, command).
+        runs: those that have a folder, of every role.
+        missing: (arm, seed) of those that have none.
+        registered: whether there is a grid at all.
+        claims_changed: whether its claims are other ones than those first registered.
+        registration_lost: whether its claims were registered after runs had begun; none is confirmatory then.
+        families: variants before they were crossed, by name, in the grid's order.
+        rate_metrics: what an arm's learning rate was chosen by; that of all others under "".
+    """
+
+    folder: Path
+    name: str
+    title: str
+    arms: Mapping[str, Arm]
+    claims: tuple[Claim, ...]
+    report: Mapping[str, Any]
+    runs: tuple[Run, ...]
+    missing: tuple[tuple[str, int], ...]
+    registered: bool
+    claims_changed: bool = False
+    registration_lost: bool = False
+    families: Mapping[str, Arm] = field(default_factory=dict)
+    rate_metrics: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def modalities(self) -> tuple[str, ...]:
+        """Names of the modalities that have a loss, or, of a watched model without one, a query norm; text first."""
+        return modalities_of(self.runs)
+
+    @property
+    def hero(self) -> tuple[str, ...]:
+        """Arms of the first figures: as the grid says, or those of its claims, or the first six."""
+        named = self._crossed(self.report.get("hero") or ())
+        claimed = self._crossed(arm for c in self.claims if c.decided for arm in c.compared)
+        shown = set(self.shown)
+        rest = tuple(name for name in self.arms if name not in shown)[:HERO_ARMS_AT_MOST]
+        return self._with_runs(named) or self._with_runs(claimed) or self._with_runs(rest)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Arms of the block that is shown and decides nothing."""
+        named = self._crossed(self.report.get("shown") or ())
+        return self._with_runs(named or tuple(a.name for a in self.arms.values() if a.block == "shown"))
+
+    def _crossed(self, names: Any) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(arm.name for name in names for arm in self.arms_of(name)))
+
+    def _with_runs(self, names: Sequence[str]) -> tuple[str, ...]:
+        have = {run.arm for run in self.runs if run.tags}
+        return tuple(name for name in names if name in have)
+
+    def arms_of(self, name: str, point: Mapping[str, Any] | None = None) -> tuple[Arm, ...]:
+        """The arm of this name, or those of the family, at the values of a point."""
+        if name in self.arms:
+            return (self.arms[name],)
+        return tuple(a for a in self.arms.values() if a.family == name and at(a.point, point or {}))
+
+    def of_arm(self, arm: str) -> tuple[Run, ...]:
+        """The runs of an arm, by seed, without those that chose its learning rate and without replays."""
+        mine = (run for run in self.runs if run.arm == arm and run.role == "verdict")
+        return tuple(sorted(mine, key=lambda run: run.seed))
+
+    def finished(self, arm: str) -> tuple[Run, ...]:
+        """Those that completed or diverged: the ones that count."""
+        return tuple(run for run in self.of_arm(arm) if run.status.finished)
+
+    def ended(self, arm: str) -> tuple[Run, ...]:
+        """The runs of which it may be said where they ended: the finished ones, or all where none is."""
+        return self.finished(arm) or self.of_arm(arm)
+
+    def selection(self, arm: Arm) -> tuple[Run, ...]:
+        """The runs that chose the learning rate of an arm; they count in no verdict."""
+
+        def without_rate(point: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in point.items() if name != RATE}
+
+        return tuple(
+            run
+            for run in self.runs
+            if run.role == "selection"
+            and run.family == arm.family
+            and without_rate(run.point) == without_rate(arm.point)
+        )
+
+    def label(self, arm: str) -> str:
+        """The words for an arm or a family."""
+        known = self.arms.get(arm) or self.families.get(arm)
+        return known.label if known else arm
+
+
+def modalities_of(runs: Sequence[Run]) -> tuple[str, ...]:
+    """`Study.modalities` of some runs."""
+    tags = [tag for run in runs for tag in run.tags.values() if tag.modality is not None]
+    names = {tag.modality for tag in tags if tag.statistic == "loss" and tag.modality}
+    names = names or {tag.modality for tag in tags if tag.statistic == "q_norm" and tag.modality}
+    return tuple(sorted(names, key=lambda name: (name != "text", name)))
+
+
+def load_study(folder: str | Path) -> Study:
+    """The study of a folder, with its grid if it has one, and as a plain set of runs if not.
+
+    Raises:
+        UserError: the folder holds no runs, or its ablation.json cannot be read or says what cannot be.
+    """
+    folder = Path(folder)
+    runs = tuple(load_runs(folder))
+    ablation = read_ablation(folder)
+    if ablation is None:
+        arms = {run.arm: Arm(run.arm, run.arm, family=run.arm) for run in runs}
+        name = folder.resolve().name
+        return Study(folder, name, name, arms, (), {}, runs, (), False, families=arms)
+    return study_of(folder, ablation, runs)
+
+
+def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], where: object = None) -> Study:
+    """The study that the record of an ablation describes, of these runs; ``where`` names the record in a sentence.
+
+    Raises:
+        UserError: the record says what cannot be.
+    """
+    grid, where = ablation["grid"], str(where or folder / "ablation.json")
+    name = str(ablation.get("name") or grid.get("name") or folder.resolve().name)
+    families = _families(grid.get("arms") or {})
+    planned = [entry for entry in ablation["runs"] if entry.get("role", "verdict") == "verdict"]
+    arms = _arms(families, planned)
+    present = {(run.arm, run.seed, run.role) for run in runs}
+    points: dict[str, list[Mapping[str, Any]]] = {family: [] for family in families}
+    for arm in arms.values():
+        points.setdefault(arm.family, []).append(arm.point)
+    points |= {arm.name: [arm.point] for arm in arms.values()}
+    claims = read_claims(grid.get("claims") or (), points, name, where)
+    lost = bool(ablation.get("lost"))
+    if lost:
+        claims = tuple(replace(c, status="exploratory") if c.status == "confirmatory" else c for c in claims)
+    rate_metrics = {"": str((grid.get("lr") or {}).get("metric", RATE_METRIC))}
+    rate_metrics |= {str(choice["arm"]): str(choice["metric"]) for choice in ablation.get("lr") or ()}
+    return Study(
+        folder=folder,
+        name=name,
+        title=str(grid.get("title") or ablation.get("name") or folder.resolve().name),
+        arms=arms,
+        claims=claims,
+        report=grid.get("report") or {},
+        runs=tuple(runs),
+        missing=tuple(
+            (entry["arm"], int(entry["seed"]))
+            for entry in ablation["runs"]
+            if (entry["arm"], int(entry["seed"]), entry.get("role", "verdict")) not in present
+        ),
+        registered=True,
+        claims_changed=ablation.get("registered") not in (None, claims_hash(grid)),
+        registration_lost=lost,
+        families=families,
+        rate_metrics=rate_metrics,
+    )
+
+
+def _families(named: Mapping[str, Any]) -> dict[str, Arm]:
+    """The arms as the grid names them; what a fork's parent sets holds for the fork."""
+    families: dict[str, Arm] = {}
+    for name, value in named.items():
+        value = value or {}
+        settings, parent = dict(value.get("set") or {}), value
+        for _ in named:
+            fork = parent.get("fork")
+            if not fork:
+                break
+            parent = named.get(fork.get("arm")) or {}
+            settings = {"fork": fork, **(parent.get("set") or {}), **settings}
+        label, block = str(value.get("label", name)), str(value.get("block", ""))
+        families[name] = Arm(name, label, block, (), settings, name)
+    return families
+
+
+def _arms(families: Mapping[str, Arm], planned: Sequence[Mapping[str, Any]]) -> dict[str, Arm]:
+    """Arms as they run: each family, crossed with its axes where it has some, in the order of the families."""
+    found: dict[str, Arm] = {}
+    for family in families.values():
+        mine = [entry for entry in planned if (entry.get("family") or entry["arm"]) == family.name]
+        crossed = {entry["arm"]: entry.get("point") or {} for entry in mine} or {family.name: {}}
+        for name, point in crossed.items():
+            values = [f"{field.rpartition('.')[2]} {value}" for field, value in point.items()]
+            found[name] = Arm(
+                name=name,
+                label=", ".join([family.label, *values]),
+                block=family.block,
+                seeds=tuple(int(entry["seed"]) for entry in mine if entry["arm"] == name),
+                settings={**family.settings, **point},
+                family=family.name,
+                point=point,
+            )
+    return found

@@ -1,0 +1,298 @@
+"""The Lightning datamodule: the order of a run, dealt out to micro-batches, ranks and loader workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from mmqk.data.batch import TokenBatch
+from mmqk.data.config import DataConfig, layout
+from mmqk.data.order.order import TrainingOrder, validation_rows
+from mmqk.data.order.sequences import Row, SequenceBuilder
+from mmqk.data.prefetch import prefetched
+from mmqk.data.statistics import describe
+from mmqk.data.synthetic.dial import Dial
+from mmqk.data.tokens.cache import open_source
+from mmqk.data.tokens.folder import open_tokens
+from mmqk.data.tokens.online import open_online
+from mmqk.store import UserError
+
+# Training sequences that statistics of the data are taken from.
+SAMPLE = 512
+# Training sequences whose targets are counted: a fraction of a second.
+COUNTED = 8192
+
+
+class MicroBatches(Dataset):
+    """Micro-batch ``i`` of one rank: a pure function of ``i``, so that workers and resumption cannot change it.
+
+    Attributes:
+        ahead: sequences by which the run is ahead of ``steps * batch_size``: those that a fork left out, and the
+            difference that another batch size of its parent makes. Set before the first micro-batch is read.
+    """
+
+    def __init__(
+        self,
+        order: TrainingOrder,
+        batch_size: int,
+        accumulate: int,
+        rank: int,
+        world: int,
+        steps: int,
+        documents: bool = False,
+    ):
+        self.documents = documents
+        # The rows of the latest step: its micro-batches share a denominator.
+        self._step, self._rows = -1, list[Row]()
+        self.ahead = 0
+        self.order, self.batch_size, self.accumulate, self.steps = order, batch_size, accumulate, steps
+        self.rank, self.world, self.size = rank, world, batch_size // (accumulate * world)
+
+    def __len__(self) -> int:
+        return self.steps * self.accumulate
+
+    def __getitem__(self, i: int) -> TokenBatch:
+        micro = i % self.accumulate
+        return self._batch(i, (micro * self.world + self.rank) * self.size, self.size)
+
+    def first_rows(self, i: int, n: int) -> TokenBatch:
+        """The first ``n`` sequences of micro-batch ``i`` of all ranks together, whichever of them trains on these."""
+        return self._batch(i, i % self.accumulate * self.world * self.size, n)
+
+    def _batch(self, i: int, first: int, n: int) -> TokenBatch:
+        """``n`` sequences of the step that micro-batch ``i`` is of, from the ``first`` on."""
+        step = i // self.accumulate
+        if self._step != step:
+            start = step * self.batch_size + self.ahead
+            self._step, self._rows = step, [self.order.row(n) for n in range(start, start + self.batch_size)]
+        step_targets = sum(row.targets for row in self._rows)
+        return self.order.builder.batch(self._rows[first : first + n], step_targets, self.documents)
+
+
+class PositionedLoader:
+    """A loader whose whole state is a position: how many micro-batches were handed out, and `MicroBatches.ahead`.
+
+    Lightning resumes exactly from a loader with a length and with ``state_dict``/``load_state_dict``.
+    """
+
+    def __init__(self, dataset: MicroBatches, workers: int, device: torch.device):
+        self.dataset, self.workers, self.device = dataset, workers, device
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        loader = DataLoader(
+            self.dataset,
+            batch_size=None,
+            sampler=range(self.position, len(self.dataset)),
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        batches = prefetched(loader, self.device) if self.device.type == "cuda" else loader
+        try:
+            for batch in batches:
+                self.position += 1
+                yield batch
+        except UserError as error:
+            # A worker's comes with its traceback: the sentence is after the name.
+            raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "ahead": self.dataset.ahead}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self.dataset.ahead = state["position"], state.get("ahead", 0)
+
+
+class TokenDataModule(L.LightningDataModule):
+    """Shards, tokenizers and mixture of one run.
+
+    Raises:
+        UserError: shards, tokenizers or the cache are missing or damaged, or the numbers do not fit.
+    """
+
+    def __init__(self, config: DataConfig, seed: int):
+        super().__init__()
+        self.config, self.seed = config, seed
+
+    def setup(self, stage: str | None = None) -> None:
+        if hasattr(self, "builder"):
+            return
+        config = self.config
+        try:
+            ids = layout(config)
+            self.dial = dial = Dial(config.dial) if "dial" in config.family else None
+            self.stores = stores = self._open()
+            pack = config.pack == "documents"
+            train, val = ({kind: s[split] for kind, s in stores.items()} for split in ("train", "val"))
+            for kind in (k for k, weight in config.mix.items() if weight > 0 and k != "dial"):
+                if not len(val["pair" if kind == "image" else kind]):
+                    documents = len(train["pair" if kind == "image" else kind])
+                    share = f"{min(0.5, 20 / max(documents, 1)):.1g}"
+                    online = config.read == "shards" and kind in ("pair", "image")
+                    raise ValueError(
+                        f"data.mix asks for {kind}, of which nothing is held out of {documents} documents: "
+                        + (
+                            f"set data.val_share to {share}."
+                            if online
+                            else f"make its folder again with a larger --val-share, such as {share}."
+                        )
+                    )
+            self.builder = SequenceBuilder(train, ids, config.seq_len)
+            self.order = TrainingOrder(self.builder, config.mix, config.image_first, self.seed, pack, dial)
+            self.val_rows = validation_rows(
+                SequenceBuilder(val, ids, config.seq_len), config.val_sequences, dial
+            )
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def _open(self) -> dict[str, dict[str, Any]]:
+        """Documents by kind and split."""
+        config = self.config
+        if "tokens" in config.family:
+            return {"tokens": open_tokens(config.tokens, Path(config.cache))}
+        tokenizers, cache = Path(config.tokenizers), Path(config.cache)
+        stores: dict[str, Any] = {}
+        for kind, folder in config.sources.items():
+            if kind == "pair" and config.read == "shards":
+                stores[kind] = open_online(str(folder), tokenizers, cache, config.val_share)
+            else:
+                stores[kind] = open_source(kind, folder, tokenizers, cache)
+        return stores
+
+    def few_held_out(self) -> str:
+        """A sentence where fewer sequences are held out than data.val_sequences asks for; else empty."""
+        asked, there = self.config.val_sequences, len(self.val_rows)
+        if there >= asked:
+            return ""
+        return (
+            f"data.val_sequences asks for {asked} held-out sequences, and the data have {there} in these shares of"
+            f" their kinds: validation uses {there}; hold out more, or set data.val_sequences to {there}."
+        )
+
+    def unread(self) -> list[str]:
+        """Lines to print on files of shards that are read while training, of which no pair is made."""
+        online = self.config.read == "shards" and "pair" in self.stores
+        return self.stores["pair"]["train"].unread() if online else []
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Why samples of shards were skipped while reading them, by their names: so far, on this rank."""
+        stores = self.stores.get("pair", {}).values() if self.config.read == "shards" else ()
+        return {name: reason for store in stores for name, reason in store.skipped.items()}
+
+    def train_dataloader(self) -> PositionedLoader:
+        trainer = self.trainer
+        assert trainer is not None
+        accumulate, world = trainer.accumulate_grad_batches, trainer.world_size
+        self._micro_batches = MicroBatches(
+            self.order,
+            self.config.batch_size,
+            accumulate,
+            trainer.global_rank,
+            world,
+            trainer.max_steps,
+            self.config.documents_apart,
+        )
+        return PositionedLoader(self._micro_batches, self.config.workers, trainer.strategy.root_device)
+
+    def step_rows(self, i: int, n: int) -> TokenBatch:
+        """`MicroBatches.first_rows` of the training that is going on."""
+        return self._micro_batches.first_rows(i, n)
+
+    def val_batches(self) -> Iterator[TokenBatch]:
+        """The whole validation set, a micro-batch at a time, on every rank: it is small."""
+        trainer = self.trainer
+        assert trainer is not None
+        size = max(1, self.config.batch_size // (trainer.accumulate_grad_batches * trainer.world_size))
+        rows = self.val_rows
+        return (self.builder.batch(rows[i : i + size]) for i in range(0, len(rows), size))
+
+    def probe_batch(self, sequences: int) -> TokenBatch:
+        """The first validation sequences, for monitors that compare runs on the same tokens."""
+        return self.builder.batch(self.val_rows[:sequences])
+
+    @lru_cache(maxsize=1)  # noqa: B019 (one datamodule a process)
+    def sample(self, sequences: int = SAMPLE) -> list[Row]:
+        """The first training sequences of this run's order."""
+        return [self.order.row(index) for index in range(sequences)]
+
+    def statistics(self, sequences: int = SAMPLE) -> dict[str, dict[str, Any]]:
+        """What is known of the data by modality: `ModalityStatistics` of the first training sequences as plain data,
+        "floor", the loss on the validation set of a model that knows the source (None if it is unknown), and
+        "targets", the mean number of targets in each of the run's ``sequences`` (`targets`)."""
+        pairs = self.builder.stores.get("pair", ())
+        side = round((pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
+        contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
+        blocks = self.builder.layout.blocks
+        # What is read a second time says nothing about how it was written.
+        fresh = [row for index, row in enumerate(self.sample()) if self.order.is_fresh(index)]
+        train, val = (
+            [part for row in rows for part in np.split(row.ids, row.starts[1:])]
+            for rows in (fresh, self.val_rows)
+        )
+        found = {name: asdict(s) for name, s in describe(train, val, blocks, contexts).items()}
+        ids, nats = (
+            np.concatenate([_targets(row, of) for row in self.val_rows]) for of in ("ids", "surprise")
+        )
+        modality = self.builder.layout.modality(ids)
+        read = self.builder.layout.modality(np.concatenate([_targets(row) for row in self.sample()]))
+        for number, name in enumerate(blocks):
+            of_it = nats[modality == number] if len(nats) == len(ids) else nats[:0]
+            if name in found:
+                found[name]["share"] = float((read == number).mean())
+                found[name]["floor"] = float(of_it.mean()) if len(of_it) else None
+        for name, count in self.targets(sequences).items():
+            if name in found:
+                found[name]["targets"] = count
+        return found
+
+    def targets(self, sequences: int) -> dict[str, float]:
+        """Mean number of targets of each modality in a training sequence, over the first ``sequences`` of this run's
+        order: at most `COUNTED`, or `SAMPLE` where each has to be decoded."""
+        n = max(1, min(sequences, SAMPLE if self.config.read == "shards" else COUNTED))
+        rows = self.sample()[:n] if n <= SAMPLE else map(self.order.row, range(n))
+        ids = self.builder.layout
+        counts_M = np.zeros(len(ids.blocks))
+        for row in rows:
+            counts_M += np.bincount(ids.modality(_targets(row)), minlength=len(ids.blocks))
+        return dict(zip(ids.blocks, (counts_M / n).tolist(), strict=True))
+
+    def unigram_loss(self, sequences: int = SAMPLE) -> dict[str, float]:
+        """Validation loss of a predictor that knows the form of a sequence and how often each token occurs.
+
+        The form is where each modality begins and ends: specials cost it nothing. The other tokens of a
+        modality it draws by their frequency, counted over the first training sequences of this run's order,
+        one added to each count. Nats by modality; a model that does not beat it has learnt no context.
+        """
+        ids, edges = self.builder.layout, self.builder.layout.edges
+        counts = np.ones(ids.size)
+        for row in self.sample(sequences):
+            np.add.at(counts, _targets(row), 1)
+        counts[ids.specials] = 0
+        targets = np.concatenate([_targets(row) for row in self.val_rows])
+        losses = {}
+        for name, low, high in zip(ids.blocks, edges[:-1], edges[1:], strict=True):
+            nats = np.zeros(high - low)
+            counted = counts[low:high] > 0
+            nats[counted] = -np.log(counts[low:high][counted] / counts[low:high].sum())
+            inside = targets[(targets >= low) & (targets < high)] - low
+            if len(inside):
+                losses[name] = float(nats[inside].mean())
+        return losses
+
+
+def _targets(row: Row, of: Literal["ids", "surprise"] = "ids") -> np.ndarray:
+    """What is predicted of a row, all but the first token of each document; empty where it is not known."""
+    values = getattr(row, of)
+    return np.zeros(0) if values is None else np.delete(values, row.starts)

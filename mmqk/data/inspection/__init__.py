@@ -1,0 +1,1 @@
+"""The inspect page: what a model will be trained on."""

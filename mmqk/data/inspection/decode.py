@@ -1,0 +1,148 @@
+"""Ids back to what people read and see: words, pictures, and the originals that the pictures were made from."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mmqk.shards.images import Dropped, load_image
+from mmqk.shards.manifest import MANIFEST, load_manifest
+from mmqk.shards.samples import pair_of
+from mmqk.shards.tars import TarIndex, index_tar
+from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
+
+BROKEN_CHARACTER = "\ufffd"
+LONGEST_CHARACTER = 4  # bytes of UTF-8, hence tokens
+LARGEST_PICTURE = 160  # pixels a side on a page
+# An image that gives nearly these codes is the one: another batch size may move a tie between two codes.
+SAME_CODES = 0.9
+# Viridis, in five steps: even in lightness, and for colour-blind eyes as for others.
+_SHADES = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)
+
+
+class Decoder:
+    """mmqk's own tokenizers, backwards. Takes joint ids.
+
+    Args:
+        tokenizers: their folder.
+
+    Raises:
+        UserError: a tokenizer file is missing or damaged.
+    """
+
+    def __init__(self, tokenizers: Path | str) -> None:
+        self._text, self._image = TextTokenizer.load(tokenizers), ImageTokenizer.load(tokenizers)
+        self._vocabulary = JointVocabulary.load(tokenizers)
+        self.grid = self._image.grid[0]
+
+    def words(self, ids: Sequence[int] | np.ndarray) -> list[str]:
+        """The text of each token; tokens that are parts of one character stand together."""
+        words, held = [], list[int]()
+        for i in self._vocabulary.text_ids([int(i) for i in ids]):
+            held.append(i)
+            word = self._text.decode(held)
+            if BROKEN_CHARACTER not in word or len(held) == LONGEST_CHARACTER:
+                words.append(word)
+                held = []
+        return [*words, self._text.decode(held)] if held else words
+
+    def picture(self, ids: np.ndarray) -> Image.Image | None:
+        """The image of its codes; None where they are not a whole image."""
+        if len(ids) != self.grid**2:
+            return None
+        codes_1N = torch.from_numpy(np.asarray(self._vocabulary.image_codes(ids), dtype=np.int64))[None]
+        pixels_HWC = self._image.decode(codes_1N)[0].permute(1, 2, 0)
+        return Image.fromarray((pixels_HWC * 255).round().byte().numpy())
+
+    def agrees(self, image: Image.Image, ids: np.ndarray) -> bool:
+        """Whether an image is what these codes were made from."""
+        pixels_1CHW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
+        codes = self._image.encode(pixels_1CHW)[0].numpy()
+        return bool((codes == self._vocabulary.image_codes(ids)).mean() >= SAME_CODES)
+
+    @property
+    def image_size(self) -> int:
+        """Side of an image, pixels."""
+        return self._image.image_size
+
+
+class Originals:
+    """The images of a folder of image+caption shards, by the number of the pair.
+
+    Args:
+        folder: shards with their manifest; of anything else there are no originals to be had.
+        split: of the manifest.
+    """
+
+    def __init__(self, folder: Path | str, split: str = "train") -> None:
+        self._folder = Path(folder)
+        whole = (Path(folder) / MANIFEST).exists()
+        self._shards = load_manifest(folder).splits.get(split, ()) if whole else ()
+        self._first = np.cumsum([0, *(shard.samples for shard in self._shards)])
+        self._open: dict[int, TarIndex] = {}
+
+    def image(self, item: int, size: int) -> Image.Image | None:
+        """The image of pair ``item`` as the tokenizer was given it; None where it is not to be had."""
+        if not 0 <= item < self._first[-1]:
+            return None
+        shard = int(np.searchsorted(self._first, item, side="right")) - 1
+        if shard not in self._open:
+            self._open[shard] = index_tar(self._folder / self._shards[shard].file)
+        try:
+            sample = self._open[shard].read(item - int(self._first[shard]))
+            return load_image(pair_of(sample)[0], size)
+        except (Dropped, IndexError):
+            return None
+
+
+class Pictures:
+    """PNG data URIs for a page, up to a number of bytes in all.
+
+    Args:
+        room: bytes of PNG that may be spent.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self.left_out = 0
+
+    def uri(self, image: Image.Image | None) -> str:
+        """The image as ``data:image/png;base64,...``, large ones reduced; empty without one or without room."""
+        if image is None:
+            return ""
+        if max(image.size) > LARGEST_PICTURE:
+            image = image.copy()
+            image.thumbnail((LARGEST_PICTURE, LARGEST_PICTURE), Image.Resampling.LANCZOS)
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG", optimize=True)
+        content = buffer.getvalue()
+        if len(content) > self._room:
+            self.left_out += 1
+            return ""
+        self._room -= len(content)
+        return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+def shaded(ids: Iterable[int] | np.ndarray, block: int, width: int = 0, by_rank: bool = False) -> Image.Image:
+    """Ids within their block as shades, a pixel each, in rows of ``width`` (0: one row).
+
+    Args:
+        ids: 0 to block - 1.
+        block: number of ids.
+        by_rank: shade by the logarithm, for ids that go by falling frequency.
+    """
+    ids_N = np.asarray(ids, dtype=float)
+    top = max(block - 1, 1)
+    share_N = np.log1p(ids_N) / np.log1p(top) if by_rank else ids_N / top
+    places = np.linspace(0, 1, len(_SHADES))
+    rgb_N3 = np.stack([np.interp(share_N, places, channel) for channel in _SHADES.T], axis=1)
+    rows = -(-len(ids_N) // width) if width else 1
+    full = np.full((rows * (width or len(ids_N)), 3), 255.0)
+    full[: len(ids_N)] = rgb_N3
+    return Image.fromarray(full.reshape(rows, -1, 3).round().astype(np.uint8))

@@ -1,0 +1,235 @@
+"""The page and the printed table of ``python -m mmqk.inspect``: a run's configuration in, files out.
+
+Two pages of the same configuration are the same bytes: nothing in them depends on when or where they were made.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from PIL import Image
+
+from mmqk.analysis.formatting import capital, listed, nats, number, plural
+from mmqk.config import RunConfig
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.inspection.decode import Decoder, Originals, Pictures
+from mmqk.data.inspection.reading import WINDOW, read, record
+from mmqk.data.inspection.tables import dial_rows, percent, statistics_rows, step_rows, table_lines
+from mmqk.data.inspection.views import SequenceView, Viewer
+from mmqk.data.mixture import CYCLE
+from mmqk.data.order.order import Content
+from mmqk.report.page import TEMPLATES as SHARED_TEMPLATES
+from mmqk.store import without_roots
+
+LARGEST_PAGE = 5_000_000
+PICTURE_BYTES = 2_500_000  # of all pictures, before base64
+TEMPLATES = Path(__file__).parent / "templates"
+SLOT_WORDS = {
+    "image_first": "image, then its caption",
+    "caption_first": "caption, then its image",
+    "text": "text",
+    "image": "image alone",
+    "interleaved": "interleaved text and images",
+    "tokens": "ids of other tokenizers",
+    "dial": "the synthetic source",
+}
+
+
+def inspect(
+    run: RunConfig, sequences: int, tokens: int, command: str, name: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """Read what a run reads.
+
+    Args:
+        run: its configuration.
+        sequences: number of its first sequences to show.
+        tokens: to read for the statistics.
+        command: that makes the page again.
+        name: of the configuration.
+
+    Returns:
+        Files by name (text, or plain data for JSON), and the lines to print.
+
+    Raises:
+        UserError: the data cannot be read.
+    """
+    data = TokenDataModule(run.data, run.seed)
+    data.setup()
+    decoder = Decoder(run.data.tokenizers) if "pair" in run.data.family else None
+    reading = read(run, data, tokens, decoder.grid if decoder else 0)
+    plain = without_roots(record(reading, run, data))
+    shown = min(sequences, reading.run_sequences)
+    rows = statistics_rows(plain)
+    content = {
+        "page": {
+            "kicker": f"{name + ' · ' if name else ''}seed {run.seed} · what a model will see",
+            "title": title(plain),
+            "standfirst": standfirst(plain),
+        },
+        "names": list(plain["modalities"]),
+        "rows": rows,
+        "steps": step_rows(plain),
+        "fresh": _about_epochs(plain),
+        "cycle": CYCLE,
+        "window": WINDOW,
+        "words": SLOT_WORDS,
+        "plain": plain,
+        "command": command,
+        "config": yaml.safe_dump(plain["data"], sort_keys=False, allow_unicode=True).strip(),
+        "dial": dial_rows(plain),
+        **_sequences(run, data, decoder, plain, shown),
+    }
+    files = {"index.html": render(content), "statistics.json": plain}
+    few = data.few_held_out()
+    first = [*([few] if few else []), *(standfirst(plain)[:1]), ""]
+    return files, [*first, *table_lines(list(plain["modalities"]), rows)]
+
+
+def render(content: dict[str, Any]) -> str:
+    """The page, with fewer sequences where all of them would make it too large."""
+    css = (SHARED_TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
+    sequences = content["sequences"]
+    while True:
+        missing = len(content["sequences"]) - len(sequences)
+        page = _template("inspect.html").render(
+            {**content, "sequences": sequences, "missing": missing}, css=css
+        )
+        if len(page.encode()) <= LARGEST_PAGE or len(sequences) == 1:
+            return page
+        sequences = sequences[: len(sequences) // 2]
+
+
+def title(plain: dict[str, Any]) -> str:
+    """What is read, in a sentence with its numbers."""
+    targets, places = plain["targets"], plain["data"]["seq_len"]
+    if not targets:
+        return f"Nothing is predicted in sequences of {places} places"
+    total = sum(targets.values())
+    shares = [f"{percent(count / total)} {name}" for name, count in targets.items()]
+    what = f"all {next(iter(targets))}" if len(targets) == 1 else listed(shares)
+    return f"The targets are {what} tokens, in sequences of {places:,} places"
+
+
+def standfirst(plain: dict[str, Any]) -> list[str]:
+    """The two sentences below the title."""
+    first = (
+        f"Read: the first {plain['sequences']:,} of the run's {plural(plain['run_sequences'], 'sequence')}, with"
+        f" {plural(sum(plain['targets'].values()), 'target')}; {percent(plain['padding'])} of the places are padding."
+    )
+    if "dial" in plain:
+        floors = plain["dial"]["floors"]
+        known = listed([f"{value:.3f} nats a token of {m}" for m, value in floors.items()])
+        return [first, f"The least possible loss is known: {known}."]
+    measured = {m: s for m, s in plain["modalities"].items() if s["model"] is not None}
+    if not measured:
+        return [first]
+    model = listed([f"{nats(s['model'])} nats of {m}" for m, s in measured.items()])
+    unigram = listed([nats(s["unigram"]) for s in measured.values()])
+    entropy = (
+        "the entropy of its frequencies is"
+        if len(measured) == 1
+        else "the entropies of their frequencies are"
+    )
+    return [first, f"A held-out token costs a small n-gram model {model}; {entropy} {unigram}."]
+
+
+def _about_epochs(plain: dict[str, Any]) -> str:
+    again = plain["sequences"] - plain["fresh_sequences"]
+    if not again:
+        return ""
+    verb = "is" if again == 1 else "are"
+    return (
+        f"{plural(again, 'sequence')} of a source's second or later epoch {verb} left out of the estimates."
+    )
+
+
+def _sequences(
+    run: RunConfig, data: TokenDataModule, decoder: Decoder | None, plain: dict[str, Any], shown: int
+) -> dict[str, Any]:
+    """The sequences that the page shows, from the batch that the builder makes of them."""
+    layout, order = data.builder.layout, data.order
+    pictures = Pictures(PICTURE_BYTES)
+    dial = run.data.dial if "dial" in run.data.family else None
+    viewer = Viewer(
+        layout, plain["loss_weights"], pictures, decoder, dial.grid if dial else None, dial is not None
+    )
+    originals = Originals(run.data.pairs) if decoder and run.data.pairs else None
+    batch = data.builder.batch([order.row(i) for i in range(shown)], documents=True)
+    sequences = []
+    for index in range(shown):
+        held = order.contents(index)
+        images: dict[int, Image.Image | None] = {}
+        if originals is not None and decoder is not None:
+            images = {
+                n: originals.image(c.item, decoder.image_size) for n, c in enumerate(held) if _pictured(c)
+            }
+        view = viewer.view(batch, index, images)
+        heads = [_head(data, decoder, c) for c in held] or [{"title": "", "cut": ""}] * len(view.documents)
+        sequences.append(
+            {
+                "index": index,
+                "slot": SLOT_WORDS[order.mixture.draw(index).slot],
+                "facts": _facts(view, run.data.seq_len),
+                "strip": view.strip,
+                "lane": view.lane,
+                "documents": list(zip(heads, view.documents, strict=True)),
+            }
+        )
+    return {
+        "sequences": sequences,
+        "colours": viewer.colours,
+        "specials": bool(layout.specials),
+        "left_out": pictures.left_out,
+    }
+
+
+def _pictured(content: Content) -> bool:
+    return content.kind in ("pair", "image")
+
+
+def _facts(view: SequenceView, places: int) -> list[str]:
+    padding = places - view.filled
+    facts = [f"{view.filled:,} of {places:,} places filled, {padding:,} padding"]
+    if len(view.documents) > 1:
+        facts.append(plural(len(view.documents), "document"))
+    counts = []
+    for name, (masked, trained) in view.targets.items():
+        counts.append(f"{masked:,} {name}" + ("" if trained == masked else f" ({trained:,} of them trained)"))
+    return [*facts, f"targets: {listed(counts) or 'none'}"]
+
+
+def _head(data: TokenDataModule, decoder: Decoder | None, content: Content) -> dict[str, str]:
+    """Where a document comes from, and what of it is not in the sequence."""
+    where = {"pair": "pair", "image": "image of pair"}.get(content.kind, "document")
+    head = f"{capital(where)} {content.item:,}"
+    if content.kind != "pair":
+        length = (
+            int(data.builder.stores[content.kind].lengths_N[content.item]) if content.kind != "image" else 0
+        )
+        if content.end - content.start < length:
+            head += f", tokens {content.start:,} to {content.end - 1:,} of {length:,}"
+        return {"title": head, "cut": ""}
+    store = data.builder.stores["pair"]
+    words, room = store[content.item][store.image_tokens : -1], data.builder.caption_room
+    if len(words) <= room:
+        return {"title": head, "cut": ""}
+    cut = "".join(decoder.words(words[room:])) if decoder else ""
+    return {"title": f"{head}, caption cut: {room:,} of its {len(words):,} tokens fit", "cut": cut}
+
+
+def _template(name: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"percent": percent, "number": number, "thousands": _thousands}
+    return environment.get_template(name)
+
+
+def _thousands(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"

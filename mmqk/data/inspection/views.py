@@ -1,0 +1,222 @@
+"""One sequence of a TokenBatch as a page shows it: strips over its places, and its documents in parts.
+
+The strips say what the batch says and nothing else: modality and padding of each place, which targets are
+trained on, and where documents begin. T places.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmqk.data.batch import TokenBatch
+from mmqk.data.inspection.decode import Decoder, Pictures, shaded
+from mmqk.data.tokens.folder import SPECIAL_NAMES, Layout
+
+# Okabe and Ito's, which keep apart for colour-blind eyes, the first two also in grey.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+PADDING, INK = "#d5dae0", "#1b1f24"
+MOST_WORDS = 1500
+MOST_IDS = 48
+SPECIALS = dict(zip(SPECIAL_NAMES, ("<bos>", "<eos>", "<pad>", "<image>", "</image>"), strict=True))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of one modality within a document.
+
+    Attributes:
+        modality: its name.
+        colour: of the modality.
+        trained: whether its tokens count in the loss; False for a modality of weight 0.
+        tokens: number of tokens.
+        words: text of each token and its class: "" or "special"; empty where there is nothing to decode with.
+        more: tokens that are not among the words or ids for want of room.
+        ids: the ids, where nothing decodes them.
+        codes: data URI of the ids as shades, empty for text.
+        grid: whether the codes are of two dimensions.
+        decoded: data URI of the image that the tokenizer makes of the codes.
+        original: data URI of the image that was tokenized.
+    """
+
+    modality: str
+    colour: str
+    trained: bool
+    tokens: int
+    words: tuple[tuple[str, str], ...] = ()
+    more: int = 0
+    ids: str = ""
+    codes: str = ""
+    grid: bool = False
+    decoded: str = ""
+    original: str = ""
+
+
+@dataclass(frozen=True)
+class SequenceView:
+    """A sequence.
+
+    Attributes:
+        filled: places that hold a token.
+        documents: parts of each of its documents.
+        targets: number of targets in the batch's mask by modality, and how many of them have a weight above 0.
+        strip: an ``<svg>`` of the places: tokens, targets, and where documents begin.
+        lane: the same, of the tokens alone.
+    """
+
+    filled: int
+    documents: tuple[tuple[Part, ...], ...]
+    targets: dict[str, tuple[int, int]]
+    strip: str
+    lane: str
+
+
+class Viewer:
+    """Makes views of sequences.
+
+    Args:
+        layout: of the ids.
+        weights: loss weight by modality.
+        pictures: makes the data URIs.
+        decoder: mmqk's tokenizers; None shows ids.
+        widths: columns of a modality's ids, where they are a grid.
+        by_rank: whether ids go by falling frequency.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        weights: Mapping[str, float],
+        pictures: Pictures,
+        decoder: Decoder | None = None,
+        widths: Mapping[str, int] | None = None,
+        by_rank: bool = False,
+    ) -> None:
+        self.layout, self.pictures, self.decoder = layout, pictures, decoder
+        self.weights, self.widths, self.by_rank = weights, widths or {}, by_rank
+        self.names = list(layout.blocks)
+        self.colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(self.names)}
+        self._edges = layout.edges
+        self._specials = {i: SPECIALS[n] for n in SPECIAL_NAMES if (i := getattr(layout, n)) is not None}
+
+    def view(
+        self, batch: TokenBatch, b: int, originals: Mapping[int, Image.Image | None] | None = None
+    ) -> SequenceView:
+        """Sequence ``b`` of a batch whose documents are numbered; ``originals`` are images by document."""
+        assert batch.document_BT is not None
+        ids_T, document_T = batch.ids_BT[b].numpy(), batch.document_BT[b].numpy()
+        modality_T, valid_T = batch.modality_BT[b].numpy(), batch.valid_BT[b].numpy()
+        masked_T = batch.target_mask_BT[b].numpy()
+        target_T = batch.target_modality_BT[b].numpy()
+        weight_T = np.array([self.weights[name] for name in self.names])[target_T]
+        trained_T = masked_T & (weight_T > 0)
+        documents = []
+        for number in range(int(document_T.max(initial=-1)) + 1):
+            places = np.flatnonzero(document_T == number)
+            found = (originals or {}).get(number)
+            runs = _runs(modality_T[places])
+            documents.append(tuple(self._part(ids_T[places[s:e]], int(m), found) for s, e, m in runs))
+        targets = {}
+        for m, name in enumerate(self.names):
+            mine_T = masked_T & (target_T == m)
+            if mine_T.any():
+                targets[name] = (int(mine_T.sum()), int((mine_T & trained_T).sum()))
+        shown_T = np.where(valid_T, modality_T, -1)
+        lane, edges = self._lane(shown_T, ids_T), _edges(document_T)
+        label = self._label(shown_T, trained_T)
+        return SequenceView(
+            filled=int(valid_T.sum()),
+            documents=tuple(documents),
+            targets=targets,
+            strip=_svg(len(ids_T), 30, [*lane, *self._targets(masked_T, trained_T, target_T), *edges], label),
+            lane=_svg(len(ids_T), 14, [*lane, *edges], label),
+        )
+
+    def _part(self, ids: np.ndarray, modality: int, original: Image.Image | None) -> Part:
+        name = self.names[modality]
+        about: dict[str, Any] = {
+            "modality": name,
+            "colour": self.colours[name],
+            "trained": self.weights[name] > 0,
+            "tokens": len(ids),
+        }
+        if self.decoder is not None and modality == 0:
+            return Part(
+                **about, words=tuple(self._words(ids[:MOST_WORDS])), more=max(0, len(ids) - MOST_WORDS)
+            )
+        whole = self.decoder.picture(ids) if self.decoder is not None else None
+        width = self.widths.get(name, 0) if whole is None else self.decoder.grid if self.decoder else 0
+        local = ids - self._edges[modality]
+        codes = self.pictures.uri(shaded(local, self.layout.blocks[name], width, self.by_rank))
+        if whole is not None and self.decoder is not None:
+            known = original is not None and self.decoder.agrees(original, ids)
+            decoded, found = (self.pictures.uri(i) for i in (whole, original if known else None))
+            return Part(**about, codes=codes, grid=True, decoded=decoded, original=found)
+        listed = " ".join(self._specials.get(int(i), str(i)) for i in ids[:MOST_IDS])
+        more = max(0, len(ids) - MOST_IDS)
+        return Part(**about, codes=codes, grid=width > 0, ids=listed, more=more)
+
+    def _words(self, ids: np.ndarray) -> list[tuple[str, str]]:
+        assert self.decoder is not None
+        words: list[tuple[str, str]] = []
+        for start, end, special in _runs(np.isin(ids, list(self._specials)).astype(int)):
+            if special:
+                words += [(self._specials[int(i)], "special") for i in ids[start:end]]
+            else:
+                words += [(word, "") for word in self.decoder.words(ids[start:end])]
+        return words
+
+    def _lane(self, shown_T: np.ndarray, ids_T: np.ndarray) -> list[str]:
+        """The tokens by modality, specials dark."""
+        runs = ((s, e, PADDING if m < 0 else self.colours[self.names[m]]) for s, e, m in _runs(shown_T))
+        special_T = np.isin(ids_T, list(self._specials)) & (shown_T >= 0)
+        dark = ((s, e, INK) for s, e, special in _runs(special_T) if special)
+        return [_rect(start, end, 0, 14, colour) for start, end, colour in (*runs, *dark)]
+
+    def _targets(self, masked_T: np.ndarray, trained_T: np.ndarray, target_T: np.ndarray) -> list[str]:
+        """The targets by modality; those of weight 0 are a thin line: there, but counted with nothing."""
+        rects = []
+        for start, end, state in _runs(np.where(masked_T, 2 * target_T + trained_T, -1)):
+            if state >= 0:
+                colour = self.colours[self.names[state // 2]]
+                y, height = (19, 10) if state % 2 else (23, 2)
+                rects.append(_rect(start, end, y, height, colour))
+        return rects
+
+    def _label(self, shown_T: np.ndarray, trained_T: np.ndarray) -> str:
+        counts = [f"{int((shown_T == m).sum())} {name}" for m, name in enumerate(self.names)]
+        padding, trained = int((shown_T < 0).sum()), int(trained_T.sum())
+        return f"{len(shown_T)} places: {', '.join(counts)}, {padding} padding; {trained} trained"
+
+
+def _svg(width: int, height: int, content: Sequence[str], label: str) -> str:
+    shape = f'viewBox="0 0 {width} {height}" preserveAspectRatio="none"'
+    return f'<svg {shape} role="img" aria-label="{html.escape(label)}">{"".join(content)}</svg>'
+
+
+def _edges(document_T: np.ndarray) -> list[str]:
+    """A line where each document but the first begins, light on both sides."""
+    starts = [x for x in np.flatnonzero(np.diff(document_T) != 0) + 1 if document_T[x] >= 0]
+    place = 'x1="{0}" x2="{0}" y1="0" y2="30"'
+    return [
+        f'<line {place.format(x)} stroke="{colour}" stroke-width="{width}"/>'
+        for x in starts
+        for colour, width in (("#fff", 3.5), (INK, 1.2))
+    ]
+
+
+def _rect(start: int, end: int, y: int, height: int, colour: str) -> str:
+    return f'<rect x="{start}" y="{y}" width="{end - start}" height="{height}" fill="{colour}"/>'
+
+
+def _runs(values: np.ndarray | Sequence[int]) -> list[tuple[int, int, int]]:
+    """(start, end, value) of every run of equal values."""
+    values = np.asarray(values).astype(int)
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return [(s, e, int(values[s])) for s, e in pairwise(edges) if e > s]

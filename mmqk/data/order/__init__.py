@@ -1,0 +1,1 @@
+"""Which sequence comes when: documents, packing, order."""

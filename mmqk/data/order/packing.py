@@ -1,0 +1,118 @@
+"""Packing: which documents share a row, so that rows are full.
+
+The lengths alone decide which lengths go together, once; a seed and an epoch decide which documents of each
+length those are, and in which order the rows come. So every epoch has the same number of rows, each document
+stands in exactly one of them, and any row can be asked for by its number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmqk.data.mixture import Kept, random_stream
+
+# A combination of lengths is used for at most one in so many of the rows that it could fill: the more, the less
+# alike are the rows.
+VARIETY = 16
+
+
+def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
+    """Lengths that share a row, row by row: by chance while there is much room, and then by best fit.
+
+    Best fit alone (as in Ding et al., 2404.10830) would put documents of equal length together, and these are
+    alike: two in three rows of the shipped pairs would hold captions of one length.
+
+    Args:
+        lengths_N: of the documents, each 1 to room.
+        room: tokens of a row.
+
+    Returns:
+        For every row the lengths in it, whose sum is at most ``room``; all of them together are ``lengths_N``.
+        They follow from the arguments alone.
+
+    Raises:
+        ValueError: a length is beyond ``room``.
+    """
+    counts = np.bincount(lengths_N, minlength=room + 1)
+    if len(counts) > room + 1:
+        raise ValueError(f"a document of {len(counts) - 1} tokens is longer than a row of {room}.")
+    random = random_stream(0)
+    rows: list[np.ndarray] = []
+    while len(left := np.flatnonzero(counts)):
+        taken = _combination(left, np.cumsum(counts[left]), counts, room, random)
+        members, needed = np.array(list(taken)), np.array(list(taken.values()))
+        times = max(1, int((counts[members] // needed).min()) // VARIETY)
+        counts[members] -= times * needed
+        rows += [np.repeat(members, needed)] * times
+    return rows
+
+
+def _combination(
+    left: np.ndarray, places: np.ndarray, counts: np.ndarray, room: int, random: np.random.Generator
+) -> dict[int, int]:
+    """One row: how many of which lengths. ``left`` are the lengths that there still are, ``places`` their counts
+    summed up."""
+    taken: dict[int, int] = {}
+    space = room
+    while space >= 2 * left[-1]:
+        n = int(left[np.searchsorted(places, random.integers(places[-1]), side="right")])
+        if taken.get(n, 0) == counts[n]:
+            break
+        taken[n] = taken.get(n, 0) + 1
+        space -= n
+    place = len(left)
+    while (place := min(place, int(np.searchsorted(left, space, side="right"))) - 1) >= 0:
+        n = int(left[place])
+        fits = min(int(counts[n]) - taken.get(n, 0), space // n)
+        if fits > 0:
+            taken[n] = taken.get(n, 0) + fits
+            space -= fits * n
+    return taken
+
+
+class Packing(Kept):
+    """Rows of several documents out of N, the same for everyone who asks.
+
+    Args:
+        lengths_N: tokens of each document.
+        room: tokens of a row; no document is longer.
+        seed: of the order.
+        stream: that tells this source from others of the seed.
+
+    Attributes:
+        padding: share of the places of all rows that no document fills.
+    """
+
+    def __init__(self, lengths_N: np.ndarray, room: int, seed: int, stream: int) -> None:
+        if not len(lengths_N):
+            raise ValueError("there are no samples of a kind that data.mix asks for.")
+        rows = fit(lengths_N, room)
+        self.seed, self.stream = seed, stream
+        self._ends_R = np.cumsum([len(row) for row in rows])
+        slots_N = np.concatenate(rows)
+        # Slot s takes the next unused document of its length: documents by length, and slots by length.
+        self._slots_by_length = np.argsort(slots_N, kind="stable")
+        self._lengths_N = lengths_N
+        self.padding = float(1 - lengths_N.sum() / (len(rows) * room))
+        super().__init__(2)
+
+    def __len__(self) -> int:
+        return len(self._ends_R)
+
+    def _make(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(order of the rows, document of every slot, rank of every document) of an epoch."""
+        random = random_stream(self.seed, self.stream, epoch)
+        shuffled_N = random.permutation(len(self._lengths_N))
+        by_length = shuffled_N[np.argsort(self._lengths_N[shuffled_N], kind="stable")]
+        document_of_slot, rank_N = np.empty_like(by_length), np.empty_like(by_length)
+        document_of_slot[self._slots_by_length] = by_length
+        rank_N[shuffled_N] = np.arange(len(shuffled_N))
+        return random.permutation(len(self._ends_R)), document_of_slot, rank_N
+
+    def row(self, nth: int) -> np.ndarray:
+        """The documents of the n-th row of the endless order of epochs, those of a row in random order."""
+        epoch, place = divmod(nth, len(self))
+        order_R, document_of_slot, rank_N = self._kept(epoch)
+        r = int(order_R[place])
+        documents = document_of_slot[self._ends_R[r - 1] if r else 0 : self._ends_R[r]]
+        return documents[np.argsort(rank_N[documents])]

@@ -1,0 +1,209 @@
+"""Documents -> rows: what a sequence is made of, and how rows become a TokenBatch.
+
+A pair is ``<bos> <image> codes </image> caption <eos>`` or ``<bos> caption <image> codes </image> <eos>``, an
+image row ``<bos> <image> codes </image> <eos>``, a text row ``<bos>`` and a window of the text of all documents
+end to end; any other document is ``<bos>`` and itself, in pieces where it is longer than a row. Short rows are
+padded at the end, where causal attention never looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmqk.data.batch import TokenBatch
+from mmqk.data.tokens.folder import Layout, TokenStore
+
+SHORTEST_CAPTION = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence, not yet padded.
+
+    Attributes:
+        ids: int64.
+        starts: where each of its documents begins; the first is 0.
+        surprise: -log probability of each token under the source, nats; None where nobody knows it.
+    """
+
+    ids: np.ndarray
+    starts: tuple[int, ...] = (0,)
+    surprise: np.ndarray | None = None
+
+    @property
+    def targets(self) -> int:
+        """Number of predicted tokens: all but the first of each document."""
+        return len(self.ids) - len(self.starts)
+
+
+def joined(rows: Sequence[Row]) -> Row:
+    """Several rows as one, each of their documents a document of it."""
+    if len(rows) == 1:
+        return rows[0]
+    offsets = np.cumsum([0, *(len(row.ids) for row in rows)])
+    starts = tuple(int(o) + s for o, row in zip(offsets, rows, strict=False) for s in row.starts)
+    surprises = [row.surprise for row in rows if row.surprise is not None]
+    known = np.concatenate(surprises) if len(surprises) == len(rows) else None
+    return Row(np.concatenate([row.ids for row in rows]), starts, known)
+
+
+class SequenceBuilder:
+    """Rows of at most ``seq_len`` tokens out of one split of the sources.
+
+    A caption that does not fit beside its image is cut on the right; ``caption_room`` says how much fits and
+    ``captions_cut`` how many do not.
+
+    Args:
+        stores: documents by kind of source, pair, text, interleaved or tokens: a `TokenStore` each, or `OnlinePairs`.
+        layout: of their ids.
+        seq_len: tokens of a row.
+
+    Raises:
+        ValueError: ``seq_len`` leaves a pair's caption fewer than 8 tokens.
+    """
+
+    def __init__(self, stores: Mapping[str, Any], layout: Layout, seq_len: int):
+        self.stores, self.layout, self.seq_len = stores, layout, seq_len
+        self.caption_room = seq_len
+        if "pair" in stores and len(stores["pair"]):
+            image = stores["pair"].image_tokens
+            self.caption_room = seq_len - image - 2
+            if self.caption_room < SHORTEST_CAPTION:
+                raise ValueError(
+                    f"data.seq_len {seq_len} is too short for an image of {image - 2} codes and its"
+                    f" caption: at least {image + 2 + SHORTEST_CAPTION} is needed."
+                )
+
+    @property
+    def captions_cut(self) -> float | None:
+        """Share of the captions that are longer than there is room for: 0 without pairs, None where nobody knows."""
+        if not len(self.stores.get("pair", ())):
+            return 0.0
+        pairs = self.stores["pair"]
+        if pairs.lengths_N is None:  # read while training
+            return None
+        return float((pairs.lengths_N - pairs.image_tokens - 1 > self.caption_room).mean())
+
+    def pair(self, item: int, image_first: bool, caption: int | None = None) -> Row:
+        """An image and its caption, or the caption of another item."""
+        image, words = self._pair(item)
+        if caption is not None:
+            words = self._pair(caption)[1]
+        body = [image, words] if image_first else [words, image]
+        return Row(np.concatenate([self._bos, *body, [self.layout.eos]]))
+
+    def pair_lengths(self) -> np.ndarray:
+        """Tokens of every pair's row, cut as in `pair`."""
+        return np.minimum(self.stores["pair"].lengths_N + 1, self.seq_len)
+
+    def image(self, item: int) -> Row:
+        """The image of a pair alone."""
+        return Row(np.concatenate([self._bos, self._pair(item)[0], [self.layout.eos]]))
+
+    @property
+    def room(self) -> int:
+        """Places of a row that a document may take, beside ``<bos>``."""
+        return self.seq_len - len(self._bos)
+
+    def window(self, kind: str, start: int) -> Row:
+        """A window of all documents end to end, from place ``start``."""
+        return Row(np.concatenate([self._bos, self.stores[kind].stream(start, self.room)]))
+
+    def piece(self, kind: str, piece: np.ndarray) -> Row:
+        """Tokens ``start`` to ``end`` of a document; piece is (document, start, end)."""
+        document, start, end = piece
+        return Row(np.concatenate([self._bos, self.stores[kind][document][start:end]]))
+
+    @property
+    def _bos(self) -> np.ndarray:
+        return np.array([] if self.layout.bos is None else [self.layout.bos], dtype=np.int64)
+
+    def _pair(self, item: int) -> tuple[np.ndarray, np.ndarray]:
+        document = self.stores["pair"][item]
+        image = self.stores["pair"].image_tokens
+        return document[:image], document[image:-1][: self.caption_room]
+
+    def batch(
+        self, rows: Sequence[Row], step_targets: int | None = None, documents: bool = False
+    ) -> TokenBatch:
+        """Pads rows to one TokenBatch.
+
+        Args:
+            rows: of at most seq_len tokens each.
+            step_targets: defaults to this batch's own count of targets.
+            documents: number the documents of each row, so that attention stays inside them.
+        """
+        B, T = len(rows), self.seq_len
+        ids_BT = np.full((B, T), self.layout.pad or 0, dtype=np.int64)
+        document_BT = np.full((B, T), -1, dtype=np.int64)
+        surprise_BT = np.zeros((B, T), dtype=np.float32)
+        for b, row in enumerate(rows):
+            n = len(row.ids)
+            ids_BT[b, :n] = row.ids
+            document_BT[b, :n] = np.repeat(np.arange(len(row.starts)), np.diff([*row.starts, n]))
+            if row.surprise is not None:
+                surprise_BT[b, :n] = row.surprise
+        # A target is the next token of the same document.
+        target_mask_BT = np.zeros((B, T), dtype=bool)
+        target_mask_BT[:, :-1] = (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, 1:] >= 0)
+        if step_targets is None:
+            step_targets = int(target_mask_BT.sum())
+        known = all(row.surprise is not None for row in rows)
+        return TokenBatch(
+            ids_BT=torch.from_numpy(ids_BT),
+            modality_BT=torch.from_numpy(self.layout.modality(ids_BT)),
+            target_mask_BT=torch.from_numpy(target_mask_BT),
+            valid_BT=torch.from_numpy(document_BT >= 0),
+            step_targets=torch.tensor(max(1, step_targets)),  # a divisor
+            document_BT=torch.from_numpy(document_BT) if documents else None,
+            surprise_BT=torch.from_numpy(surprise_BT) if known else None,
+        )
+
+
+def pieces(store: TokenStore, room: int) -> np.ndarray:
+    """Documents in pieces of at most ``room`` tokens, as (document, start, end), never cut inside an image.
+
+    Without a ``<bos>`` to predict it from, the first token of a piece is no target: such pieces overlap by one.
+
+    Raises:
+        ValueError: an image is longer than that, or a document has nothing to predict.
+    """
+    lengths_N = store.lengths_N
+    overlap = int(store.layout.bos is None)
+    if overlap and (lengths_N < 2).any():
+        n = int(np.flatnonzero(lengths_N < 2)[0])
+        raise ValueError(
+            f"document {n} of data.{store.kind} is a single token, with nothing to predict: drop it."
+        )
+    if room < 1 + overlap:
+        raise ValueError("data.seq_len is too short to predict anything: at least 2 is needed.")
+    long = np.flatnonzero(lengths_N > room)
+    whole = np.flatnonzero(lengths_N <= room)
+    found = [np.stack([whole, np.zeros_like(whole), lengths_N[whole]], axis=1)]
+    begin, end = store.layout.begin_image, store.layout.end_image
+    for n in long.tolist():
+        ids = store[n]
+        opens = np.flatnonzero(ids == begin) if begin is not None else np.zeros(0, dtype=np.int64)
+        closes = np.flatnonzero(ids == end) if end is not None else np.zeros(0, dtype=np.int64)
+        start, cuts = 0, []
+        while start < len(ids):
+            stop = min(start + room, len(ids))
+            # The image that is open at the cut, if one is.
+            i = int(np.searchsorted(opens, stop, side="left")) - 1
+            if stop < len(ids) and i >= 0 and i < len(closes) and closes[i] >= stop:
+                stop = int(opens[i])
+            if stop <= start + (overlap if start else 0):
+                raise ValueError(
+                    f"data.seq_len is too short for an image of {closes[i] - opens[i] - 1} codes: at least"
+                    f" {closes[i] - opens[i] + 2 + overlap} is needed."
+                )
+            cuts.append((n, start, stop))
+            start = stop if stop == len(ids) else stop - overlap
+        found.append(np.array(cuts))
+    made = np.concatenate(found)
+    return made[np.lexsort((made[:, 1], made[:, 0]))]

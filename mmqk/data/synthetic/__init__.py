@@ -1,0 +1,1 @@
+"""The entropy dial: synthetic documents with known statistics."""

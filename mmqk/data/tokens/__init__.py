@@ -1,0 +1,1 @@
+"""Token folders: arrays of ids, and the cache of them."""

@@ -1,0 +1,375 @@
+"""Token folders: documents as arrays of ids in one joint vocabulary, memory-mapped when training.
+
+```
+FOLDER/tokens.json                    kind, blocks, specials, parts with counts and sha256, what was dropped
+FOLDER/train/00000.ids.npy            ids of all documents of a part end to end, uint16 or uint32
+FOLDER/train/00000.lengths.npy        tokens of each document, uint32
+FOLDER/val/...
+```
+
+A document is what stands after ``<bos>``. Of kind pair: ``<image> codes </image> caption <eos>``; text: text and
+``<eos>``; interleaved: text and ``<image> codes </image>`` in order, and ``<eos>``; tokens: as the user made it.
+``python -m mmqk.data.ids`` makes a folder of kind tokens from arrays of other tokenizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmqk.shards.manifest import sha256_file
+from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, write_json
+
+TOKENS = "tokens.json"
+FORMAT = 1
+KINDS = ("pair", "text", "interleaved", "tokens")
+SPLITS = ("train", "val")
+MOST_IDS = 2**32  # uint32
+_ID = (None, int)
+_PART = {"name": str, "documents": int, "tokens": int, "sha256": [str]}
+_SHAPE = {
+    "format": int, "kind": str, "tokenizers": str, "splits": {"*": [_PART]}, "dropped": {"*": int}, "about": dict,
+    "layout": {
+        "blocks": {"*": int}, "bos": _ID, "eos": _ID, "pad": _ID, "begin_image": _ID, "end_image": _ID,
+    },
+}  # fmt: skip
+SPECIAL_NAMES = ("bos", "eos", "pad", "begin_image", "end_image")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ids are whose.
+
+    Attributes:
+        blocks: name and number of ids of each modality, in order; the first block starts at id 0.
+        bos: id of the token that begins a row; None for documents that are used as they are.
+        eos: id that ends a document, if there is one.
+        pad: id that fills rows; 0 where there is none, as padding is never attended to nor trained on.
+        begin_image: id before the codes of an image, if there is one.
+        end_image: id after them.
+    """
+
+    blocks: dict[str, int]
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+    begin_image: int | None = None
+    end_image: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ids."""
+        return sum(self.blocks.values())
+
+    @property
+    def edges(self) -> np.ndarray:
+        """Where the blocks begin, and where the last one ends: (blocks + 1)."""
+        return np.cumsum([0, *self.blocks.values()])
+
+    @property
+    def specials(self) -> list[int]:
+        """The special ids that there are."""
+        return [i for name in SPECIAL_NAMES if (i := getattr(self, name)) is not None]
+
+    def modality(self, ids: np.ndarray) -> np.ndarray:
+        """The number of the block of each id, int64."""
+        return np.searchsorted(self.edges[1:-1], ids, side="right").astype(np.int64)
+
+
+def layout_of(tokenizers: Path | str) -> Layout:
+    """The layout of mmqk's own tokenizers in a folder.
+
+    Raises:
+        UserError: a tokenizer file is missing or damaged.
+    """
+    from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, JointVocabulary
+
+    return Layout(JointVocabulary.load(tokenizers).blocks, BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE)
+
+
+class TokenWriter:
+    """Writes a token folder part by part; without ``finish`` it stays unfinished and cannot be read.
+
+    Args:
+        folder: made if it does not exist.
+        kind: of its documents.
+        layout: of its ids.
+        tokenizers: hash of the tokenizers that made the ids; empty for ids of others.
+    """
+
+    def __init__(self, folder: Path, kind: str, layout: Layout, tokenizers: str = "") -> None:
+        self.folder, self.kind, self.layout, self.tokenizers = folder, kind, layout, tokenizers
+        self.dtype = np.uint16 if layout.size <= 2**16 else np.uint32
+
+    def add_part(self, split: str, name: str, documents: Sequence[np.ndarray]) -> None:
+        """Write one part; documents without a token are refused, as are ids outside the layout.
+
+        Raises:
+            ValueError: such a document, with its place. OSError: the folder cannot be written.
+        """
+        for place, ids in enumerate(documents):
+            if not len(ids):
+                raise ValueError(f"document {place} of part {name} is empty")
+            if ids.min() < 0 or ids.max() >= self.layout.size:
+                wrong = int(ids[(ids < 0) | (ids >= self.layout.size)][0])
+                raise ValueError(
+                    f"document {place} of part {name} has id {wrong}: ids are 0 to {self.layout.size - 1}"
+                )
+        ids = np.concatenate(documents) if len(documents) else np.zeros(0)
+        lengths = np.array([len(d) for d in documents], dtype=np.uint32)
+        (self.folder / split).mkdir(parents=True, exist_ok=True)
+        _save(self.folder / split / f"{name}.ids.npy", ids.astype(self.dtype))
+        _save(self.folder / split / f"{name}.lengths.npy", lengths)
+
+    def finish(
+        self, dropped: Mapping[str, int] | None = None, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write tokens.json, which makes the folder readable.
+
+        Args:
+            dropped: samples that are not in it, by reason.
+            about: free-form facts; no part of its identity.
+        """
+        splits = {split: self._parts(split) for split in SPLITS}
+        record = {
+            "format": FORMAT,
+            "kind": self.kind,
+            "layout": asdict(self.layout),
+            "tokenizers": self.tokenizers,
+            "splits": splits,
+            "dropped": dict(dropped or {}),
+            "about": dict(about or {}),
+        }
+        write_json(self.folder / TOKENS, record)
+
+    def _parts(self, split: str) -> list[dict[str, Any]]:
+        parts = []
+        for path in sorted((self.folder / split).glob("*.lengths.npy")):
+            name = path.name.removesuffix(".lengths.npy")
+            lengths = np.load(path, mmap_mode="r")
+            parts.append(
+                {
+                    "name": name,
+                    "documents": len(lengths),
+                    "tokens": int(lengths.sum(dtype=np.int64)),
+                    "sha256": [sha256_file(p) for p in (path.parent / f"{name}.ids.npy", path)],
+                }
+            )
+        return parts
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "wb") as file:
+        np.save(file, array)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+class TokenStore:
+    """Documents of one split, read from memory-mapped parts. N documents.
+
+    Attributes:
+        kind: of the documents.
+        layout: of the ids.
+        parts: ids of each part.
+        lengths_N: tokens of each document, int64.
+    """
+
+    def __init__(
+        self, kind: str, layout: Layout, parts: Sequence[np.ndarray], lengths: Sequence[np.ndarray]
+    ) -> None:
+        # A slice of a memmap is a memmap, which takes longer to make than the document to read.
+        self.kind, self.layout, self.parts = kind, layout, [np.asarray(part) for part in parts]
+        self.lengths_N = np.concatenate([np.zeros(0), *lengths]).astype(np.int64)
+        self._first = np.cumsum([0, *map(len, lengths)])
+        self._places = np.cumsum([0, *map(len, parts)])
+        starts = [np.cumsum(n, dtype=np.int64) - n for n in lengths]
+        self._starts_N = np.concatenate([np.zeros(0, dtype=np.int64), *starts])
+
+    def __len__(self) -> int:
+        return len(self.lengths_N)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return int(self.lengths_N.sum())
+
+    def __getitem__(self, n: int) -> np.ndarray:
+        """Ids of document n, int64."""
+        part = int(np.searchsorted(self._first, n, side="right")) - 1
+        start = self._starts_N[n]
+        return self.parts[part][start : start + self.lengths_N[n]].astype(np.int64)
+
+    def stream(self, start: int, n: int) -> np.ndarray:
+        """Ids at places ``start`` to ``start + n`` of all documents end to end, int64; fewer at the end."""
+        found = []
+        part = int(np.searchsorted(self._places, start, side="right")) - 1
+        while n > 0 and part < len(self.parts):
+            here = self.parts[part][start - self._places[part] :][:n]
+            found.append(here.astype(np.int64))
+            start, n, part = start + len(here), n - len(here), part + 1
+        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+
+    @cached_property
+    def image_tokens(self) -> int:
+        """Of a folder of pairs: tokens that its images take, marks included; all take as many.
+
+        Raises:
+            UserError: a document of the folder does not begin with an image.
+        """
+        first = self[0]
+        ends = np.flatnonzero(first == self.layout.end_image)
+        if first[0] != self.layout.begin_image or not len(ends):
+            raise UserError("The token folder of pairs has documents that do not begin with an image.")
+        return int(ends[0]) + 1
+
+
+def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, TokenStore]:
+    """A token folder, by split.
+
+    Its arrays are compared with the hashes in tokens.json, and their ids with the layout: once, and again after a
+    file has changed in size or time, where ``cache`` keeps a note of what was compared; otherwise always.
+
+    Args:
+        folder: the token folder.
+        cache: where the note is kept.
+
+    Raises:
+        UserError: it is unfinished, a part is missing, or a part is not what tokens.json says.
+    """
+    folder = Path(folder)
+    record = read_header(folder)
+    kind, layout = record["kind"], Layout(**record["layout"])
+    note = None if cache is None else Note(cache, folder, layout)
+    stores = {}
+    for split in SPLITS:
+        ids, lengths = [], []
+        for part in record["splits"].get(split, []):
+            stem = folder / split / part["name"]
+            i, n = _read_part(stem, part, layout, note)
+            ids.append(i)
+            lengths.append(n)
+        stores[split] = TokenStore(kind, layout, ids, lengths)
+    if note is not None:
+        note.write()
+    return stores
+
+
+class Note:
+    """A cache of which files of a token folder matched tokens.json, kept between runs.
+
+    Args:
+        cache: folder of notes.
+        folder: the token folder.
+        layout: that the ids were compared with.
+    """
+
+    def __init__(self, cache: Path, folder: Path, layout: Layout) -> None:
+        name = hashlib.sha256(f"{folder.resolve()}/{layout.size}".encode()).hexdigest()[:20]
+        self._path = cache / "compared" / f"{name}.json"
+        self._kept, self._new = dict[str, Any](), dict[str, Any]()
+        with contextlib.suppress(DamagedFile):  # everything is compared again
+            self._kept = read_json(self._path) or {}
+
+    def holds(self, path: Path, sha256: str) -> bool:
+        """Whether the file was compared with this hash and has not changed since; records its state."""
+        about = path.stat()
+        state = [sha256, about.st_size, about.st_mtime_ns, about.st_ino]
+        self._new[str(path)] = state
+        return self._kept.get(str(path)) == state
+
+    def write(self) -> None:
+        """Write the cache; if that fails, the files are compared again by the next run."""
+        if self._new != self._kept:
+            with contextlib.suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(self._path, self._new)
+
+
+def _read_part(
+    stem: Path, part: Mapping[str, Any], layout: Layout, note: Note | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and lengths of a part, compared with what tokens.json says of it."""
+    paths = [Path(f"{stem}.{what}.npy") for what in ("ids", "lengths")]
+    try:
+        for path in paths:
+            check_regular(path)
+        ids, lengths = (np.load(path, mmap_mode="r") for path in paths)
+        new = [p for p, sha in zip(paths, part["sha256"], strict=True) if note is None or not note.holds(p, sha)]
+        digests = {path: sha256_file(path) for path in new}
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"Part {stem} of a token folder cannot be read ({error}): make it again.") from None
+    if not (ids.ndim == lengths.ndim == 1 and ids.dtype.kind == lengths.dtype.kind == "u"):
+        raise UserError(f"Part {stem} holds no rows of unsigned integers: make the folder again.")
+    if len(lengths) != part["documents"] or not len(ids) == part["tokens"] == lengths.sum(dtype=np.int64):
+        raise UserError(f"Part {stem} has other sizes than {TOKENS} says: make the folder again.")
+    for path, sha256 in zip(paths, part["sha256"], strict=True):
+        if digests.get(path, sha256) != sha256:
+            raise UserError(
+                f"{path} differs from {TOKENS} (sha256 {digests[path][:10]}, expected {sha256[:10]}): copy it again,"
+                " or make the folder again."
+            )
+    if paths[0] in digests and len(ids) and (largest := int(ids.max())) >= layout.size:
+        raise UserError(
+            f"{paths[0]} holds the id {largest}, but the ids of {TOKENS} are 0 to {layout.size - 1}: make the folder"
+            " again."
+        )
+    return ids, lengths
+
+
+def read_header(folder: Path | str) -> dict[str, Any]:
+    """The content of tokens.json, checked for its form.
+
+    Raises:
+        UserError: it is missing, damaged, or of another format.
+    """
+    path = Path(folder) / TOKENS
+    advice = "make it again."
+    record = read_json(path, _SHAPE, advice)
+    if record is None:
+        raise UserError(
+            f"{path} is missing: no token folder, or one that was not finished (run its command again)."
+        )
+    try:
+        layout = Layout(**record["layout"])
+        whole = record["format"] == FORMAT and record["kind"] in KINDS and layout.blocks
+        whole = whole and all(0 < n <= MOST_IDS for n in layout.blocks.values())
+        whole = whole and all(0 <= i < layout.size <= MOST_IDS for i in layout.specials)
+        whole = whole and all(_is_part(p) for parts in record["splits"].values() for p in parts)
+        whole = whole and {"dropped", "about", "tokenizers"} <= record.keys()
+    except KeyError as error:
+        raise DamagedFile(path, f"there is no {error}", advice) from None
+    except TypeError as error:
+        raise DamagedFile(path, str(error), advice) from None
+    if not whole:
+        raise UserError(f"{path} is not the record of a token folder of format {FORMAT}: make it again.")
+    return record
+
+
+def _is_part(part: Mapping[str, Any]) -> bool:
+    name, digests = part["name"], part["sha256"]
+    named = isinstance(name, str) and "/" not in name
+    counted = all(isinstance(part[count], int) for count in ("documents", "tokens"))
+    return named and counted and len(digests) == 2 and all(isinstance(d, str) for d in digests)
+
+
+def is_token_folder(folder: Path | str) -> bool:
+    """Whether there is a tokens.json."""
+    return (Path(folder) / TOKENS).exists()
+
+
+def tokens_hash(folder: Path | str) -> str:
+    """Identity of a folder's documents: 10 hex digits over kind, layout, and every part's counts and sha256."""
+    record = read_header(folder)
+    identity = {name: record[name] for name in ("kind", "layout", "splits")}
+    return identity_hash({**identity, "modalities": list(record["layout"]["blocks"])})

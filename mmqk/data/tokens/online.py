@@ -1,0 +1,365 @@
+"""Pairs read from their shards while training, by member offset, without a token cache.
+
+Every image is decoded and encoded each time it is read, which costs milliseconds: for one look at a data set, or
+for one pass over one that is too large to keep twice. Anything longer is faster from tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmqk.data.tokens.folder import Layout, layout_of
+from mmqk.shards.images import Dropped, load_image
+from mmqk.shards.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
+from mmqk.shards.samples import IMAGE_FIELDS, REASONS, pair_of, unread_fields, unread_reason
+from mmqk.shards.tars import TarIndex, expand, index_tar
+from mmqk.shards.unread import UNUSED, Unread
+from mmqk.store import UserError, identity_hash
+
+# A run ends with an error once more than this share of the samples cannot be used: of all samples, or of those read
+# so far once LEAST_UNUSABLE of these cannot be. A single one is always skipped.
+MOST_UNUSABLE = 0.1
+LEAST_UNUSABLE = 10
+NAMED = 5
+_OTHER = 253
+
+
+class Account:
+    """Which of N samples a run has read and which of these it cannot use; loader workers share it.
+
+    Attributes:
+        total: N, of all splits.
+    """
+
+    def __init__(self, total: int) -> None:
+        import torch
+
+        self.total = total
+        # 0: not read yet, 1: used, 2 and more: a reason.
+        self._state_N = torch.zeros(total, dtype=torch.uint8).share_memory_()
+
+    def used(self, number: int) -> None:
+        """Count a sample that was used."""
+        self._state_N[number] = 1
+
+    def is_unusable(self, number: int) -> bool:
+        """Whether the sample is known to be unusable."""
+        return bool(self._state_N[number] > 1)
+
+    def skip(self, number: int, reason: str, name: str) -> None:
+        """Count a sample that cannot be used, and name the first few on stderr.
+
+        Raises:
+            UserError: too many samples cannot be used.
+        """
+        self._state_N[number] = 2 + (REASONS.index(reason) if reason in REASONS else _OTHER)
+        tried, bad = self.read, int((self._state_N > 1).sum())
+        if bad > max(1, MOST_UNUSABLE * self.total) or (bad >= LEAST_UNUSABLE and bad > MOST_UNUSABLE * tried):
+            raise UserError(
+                f"{bad} of the {tried} samples read so far cannot be used, more than {MOST_UNUSABLE:.0%}"
+                f" (the latest is {name}: {reason}): repair the shards, or tokenize them with python -m"
+                " mmqk.data.tokenize, which drops and counts such samples"
+            )
+        if bad <= NAMED:
+            more = "; further ones are only counted" if bad == NAMED else ""
+            print(f"{name} is skipped ({reason}){more}", file=sys.stderr, flush=True)
+
+    @property
+    def read(self) -> int:
+        """Samples that were read."""
+        return int((self._state_N > 0).sum())
+
+    def reasons(self, start: int, end: int) -> dict[int, str]:
+        """Why samples of ``start`` to ``end`` were skipped, by their places from ``start``."""
+        state_N = self._state_N[start:end].numpy()
+        return {
+            i: REASONS[c] if (c := int(state_N[i]) - 2) < len(REASONS) else "another reason"
+            for i in np.flatnonzero(state_N > 1).tolist()
+        }
+
+
+class OnlinePairs:
+    """Pairs of one split as documents, made when they are asked for. N documents.
+
+    Stands in for a `TokenStore` of kind pair, but knows no lengths. A sample that cannot be used is skipped: the
+    next usable one of the split stands in its place, so that a document remains a function of its number.
+
+    Args:
+        shards: indices of the shards.
+        samples_N2: shard and sample of each document.
+        tokenizers: folder of the tokenizers.
+        account: of the samples of all splits.
+        number: of the first document, in the account.
+    """
+
+    kind = "pair"
+    lengths_N = None
+    tokens = None
+
+    def __init__(
+        self,
+        shards: Sequence[TarIndex],
+        samples_N2: np.ndarray,
+        tokenizers: Path,
+        account: Account,
+        number: int = 0,
+    ) -> None:
+        self.shards, self.samples_N2, self.tokenizers = shards, samples_N2, tokenizers
+        self.account, self._number = account, number
+        self.layout: Layout = layout_of(tokenizers)
+
+    def __len__(self) -> int:
+        return len(self.samples_N2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A loader worker loads its own tokenizers.
+        return {k: v for k, v in self.__dict__.items() if k != "_loaded"}
+
+    @cached_property
+    def _loaded(self) -> tuple[Any, Any, Any]:
+        from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
+
+        folder = self.tokenizers
+        return TextTokenizer.load(folder), ImageTokenizer.load(folder), JointVocabulary.load(folder)
+
+    @cached_property
+    def image_tokens(self) -> int:
+        """Tokens that an image takes, its marks included."""
+        from mmqk.tokenizers.image import read_config
+
+        return read_config(self.tokenizers).grid ** 2 + 2
+
+    def unread(self) -> list[str]:
+        """Lines to print on the files of the shards that no pair is made of; none if all were read."""
+        unread = Unread()
+        for shard in self.shards:
+            unread.take(shard.unread, f"{shard.path.name}: ")
+        return list(unread.lines(sum(shard.files for shard in self.shards)))
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Why samples were skipped that a run has read, by their names."""
+        reasons_N = self.account.reasons(self._number, self._number + len(self))
+        return {self._name(i): reason for i, reason in reasons_N.items()}
+
+    def __getitem__(self, n: int) -> np.ndarray:
+        """Ids of document n, or of the next one that can be used.
+
+        Raises:
+            UserError: too many samples, or all of the split, have no readable image or caption.
+        """
+        for i in [*range(n, len(self)), *range(n)]:
+            number = self._number + i
+            if self.account.is_unusable(number):
+                continue
+            try:
+                ids = self._ids(i)
+            except Dropped as dropped:
+                self.account.skip(number, dropped.reason, self._name(i))
+                continue
+            self.account.used(number)
+            return ids
+        raise UserError(
+            f"none of the {len(self)} samples of a split can be used, such as {self._name(n)}: repair the shards"
+        )
+
+    def _name(self, i: int) -> str:
+        s, sample = self.samples_N2[i]
+        return f"sample {self.shards[s].keys[sample]} of shard {self.shards[s].path}"
+
+    def _ids(self, i: int) -> np.ndarray:
+        from torchvision.transforms.functional import pil_to_tensor
+
+        text, image, vocabulary = self._loaded
+        s, sample = self.samples_N2[i]
+        content, caption = pair_of(self.shards[s].read(sample))
+        pixels = pil_to_tensor(load_image(content, image.image_size))
+        codes = image.encode(pixels[None].float() / 255)[0].numpy()
+        words = vocabulary.text(text.encode(caption))
+        begin, end = self.layout.begin_image, self.layout.end_image
+        return np.array([begin, *vocabulary.image(codes), end, *words, self.layout.eos])
+
+
+def open_online(shards: str, tokenizers: Path, cache: Path, val_share: float) -> dict[str, OnlinePairs]:
+    """The pairs of shards by split.
+
+    A manifest's splits are kept. Under a pattern a pair is held out if the fraction (`mmqk.store.hash_fraction`)
+    of its image file's bytes is below ``val_share``, the rule of ``mmqk.data.tokenize``: the same file under
+    several keys or in several shards lies in one split, and a larger share holds out the same pairs and more.
+
+    Args:
+        shards: a folder with a manifest, or a pattern of tars.
+        tokenizers: folder of the tokenizers.
+        cache: where the shards' indices are kept.
+        val_share: between 0 and 1; for a pattern only.
+
+    Raises:
+        UserError: shards are missing, damaged, or not those of the manifest.
+    """
+    if (Path(shards) / MANIFEST).exists():
+        by_split = {split: _of_manifest(Path(shards), split, cache) for split in ("train", "val")}
+        return _stores({split: (found, _all(found)) for split, found in by_split.items()}, tokenizers)
+    kept = [_index(path, cache) for path in expand([shards])]
+    found = [k.index for k in kept]
+    everything = _all(found)
+    digests_N = np.concatenate([k.digests_N for k in kept])
+    held_out = digests_N.astype(np.float64) / 2.0**64 < val_share
+    return _stores({"train": (found, everything[~held_out]), "val": (found, everything[held_out])}, tokenizers)
+
+
+def _stores(
+    splits: dict[str, tuple[list[TarIndex], np.ndarray]], tokenizers: Path
+) -> dict[str, OnlinePairs]:
+    """The splits, with one account."""
+    account, stores, number = Account(sum(len(samples) for _, samples in splits.values())), {}, 0
+    for split, (shards, samples_N2) in splits.items():
+        stores[split] = OnlinePairs(shards, samples_N2, tokenizers, account, number)
+        number += len(samples_N2)
+    return stores
+
+
+def online_hash(shards: str, cache: Path) -> str:
+    """Identity of the samples: the manifest's, or in their order the tars' names, sizes and contents (10 hex digits).
+
+    Args:
+        shards: as for `open_online`.
+        cache: where the shards' indices are kept; the first time, a pattern's tars are read whole.
+
+    Raises:
+        UserError: shards are missing or damaged.
+    """
+    if (Path(shards) / MANIFEST).exists():
+        return manifest_hash(shards)
+    kept = [_index(path, cache) for path in expand([shards])]
+    return identity_hash({"shards": [[k.index.path.name, k.index.length, k.content] for k in kept]})
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is kept of a shard."""
+
+    index: TarIndex
+    digests_N: (
+        np.ndarray
+    )  # uint64, the first 8 bytes of the sha256 of each image file (of the key without one)
+    content: str  # sha256 of all keys, fields and files
+    sha256: str = ""  # of the shard, once it was compared with a manifest
+
+
+def _all(shards: Sequence[TarIndex]) -> np.ndarray:
+    places = [np.stack([np.full(len(t), s), np.arange(len(t))], axis=1) for s, t in enumerate(shards)]
+    return np.concatenate([np.zeros((0, 2), dtype=np.int64), *places])
+
+
+def _of_manifest(folder: Path, split: str, cache: Path) -> list[TarIndex]:
+    """The shards of a split, which are compared with the manifest as long as they have not been."""
+    found = []
+    shards = load_manifest(folder).splits.get(split, ())
+    places = [_place(folder / shard.file, cache) for shard in shards]
+    kept = [_load(folder / s.file, place) for s, place in zip(shards, places, strict=True)]
+    if any(k is None or k.sha256 != shard.sha256 for k, shard in zip(kept, shards, strict=True)):
+        checked_shards(folder, split)
+    for old, place, shard in zip(kept, places, shards, strict=True):
+        path = folder / shard.file
+        new = old or _read(path)
+        if len(new.index) != shard.samples:
+            raise UserError(
+                f"shard {path} holds {len(new.index)} samples, but its manifest says {shard.samples}: write the"
+                f" manifest again with python -m mmqk.shards.manifest {folder}"
+            )
+        if place is not None and new.sha256 != shard.sha256:
+            _save(replace(new, sha256=shard.sha256), place)
+        found.append(new.index)
+    return found
+
+
+def _index(path: Path, cache: Path) -> _Kept:
+    """The index of a shard, kept for the next time: to read a large one takes seconds or minutes."""
+    place = _place(path, cache)
+    if place is None:
+        raise UserError(f"shard {path} is missing: check the path.")
+    if (kept := _load(path, place)) is None:
+        kept = _read(path)
+        _save(kept, place)
+    return kept
+
+
+def _place(path: Path, cache: Path) -> Path | None:
+    """Where the index of a shard is kept; None if there is no shard."""
+    if not path.is_file():
+        return None
+    about = path.stat()
+    name = f"{path.resolve()}/{about.st_size}/{about.st_mtime_ns}"
+    return cache / "index" / f"{hashlib.sha256(name.encode()).hexdigest()[:20]}.npz"
+
+
+def _read(path: Path) -> _Kept:
+    index = index_tar(path)
+    digests = bytearray()
+    content = hashlib.sha256()
+    for key, sample in index:
+        image = next((sample[field] for field in IMAGE_FIELDS if field in sample), key.encode())
+        digests += hashlib.sha256(image).digest()[:8]
+        content.update(f"{len(sample)} {len(key)} {key}".encode())
+        for field, file in sample.items():
+            content.update(f"{len(field)} {field} {len(file)} ".encode())
+            content.update(file)
+        for field in unread_fields("pair", sample):
+            index.unread.add(unread_reason("pair", field, UNUSED), f"{key}.{field}")
+    # Big endian, as in hash_fraction.
+    return _Kept(index, np.frombuffer(digests, dtype=">u8").astype(np.uint64), content.hexdigest())
+
+
+def _load(path: Path, place: Path | None) -> _Kept | None:
+    if place is None:
+        return None
+    try:
+        with np.load(place) as arrays:
+            index = TarIndex(
+                path,
+                arrays["keys"].tolist(),
+                path.stat().st_size,
+                arrays["fields"].tolist(),
+                arrays["extent"],
+                arrays["first"],
+                Unread(**json.loads(str(arrays["unread"]))),
+                int(arrays["files"]),
+            )
+            return _Kept(index, arrays["digests"], str(arrays["content"]), str(arrays["sha256"]))
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return None  # never made, or damaged
+
+
+def _save(kept: _Kept, place: Path) -> None:
+    index = kept.index
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # In a folder of its own: other processes may be making the same index.
+        with tempfile.TemporaryDirectory(prefix=f"{place.stem}-", dir=place.parent) as scratch:
+            np.savez(
+                partial := Path(scratch) / place.name,
+                keys=np.array(index.keys, dtype=np.str_),
+                fields=np.array(index._fields, dtype=np.str_),
+                extent=index._extent_N2,
+                first=index._first,
+                digests=kept.digests_N,
+                files=np.array(index.files),
+                unread=np.array(json.dumps(asdict(index.unread))),
+                content=np.array(kept.content),
+                sha256=np.array(kept.sha256),
+            )
+            partial.replace(place)
+    except OSError:
+        pass  # it is made again the next time

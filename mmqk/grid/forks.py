@@ -1,0 +1,75 @@
+"""Forks of a grid: which run each begins in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mmqk.grid.arms import Arm, check_fields
+from mmqk.store import UserError
+
+
+def inherit(arms: Sequence[Arm], named: Mapping[str, Any], path: Path) -> list[Arm]:
+    """Forks with the seeds and, where they have none of their own, the axes of their parents.
+
+    Raises:
+        UserError: a fork of an arm that is not there, of seeds that its parent has not, of more than one run.
+    """
+    done: dict[str, Arm] = {}
+    left = {arm.name: arm for arm in arms}
+    while left:
+        ready = [arm for arm in left.values() if not (arm.fork and arm.fork.arm) or _family(arm, done)]
+        if not ready:
+            arm = next(iter(left.values()))
+            assert arm.fork is not None
+            if arm.fork.arm in left or any(arm.fork.arm in other.points for other in left.values()):
+                raise UserError(
+                    f"{path}: arms.{arm.name}.fork: it begins in {arm.fork.arm}, which begins in it: fork one of them"
+                    " from an arm that is no fork"
+                )
+            every = sorted({*(a.name for a in arms), *(name for a in done.values() for name in a.points)})
+            raise UserError(
+                f"{path}: arms.{arm.name}.fork: there is no arm {arm.fork.arm!r} to begin in"
+                f" (arms: {', '.join(every)})"
+            )
+        for arm in ready:
+            del left[arm.name]
+            done[arm.name] = _as_child(arm, _family(arm, done), named[arm.name] or {})
+    return [done[arm.name] for arm in arms]
+
+
+def _family(arm: Arm, done: Mapping[str, Arm]) -> Arm | None:
+    start = arm.fork.arm if arm.fork else ""
+    return done.get(start) or next((a for a in done.values() if start in a.points), None)
+
+
+def _as_child(arm: Arm, parent: Arm | None, record: Mapping[str, Any]) -> Arm:
+    if parent is None or arm.fork is None:
+        return arm
+    where = f"{arm.path}: arms.{arm.name}"
+    if strangers := set(arm.seeds) - set(parent.seeds):
+        raise UserError(
+            f"{where}.seeds: {min(strangers)} is no seed of {parent.name}, which it is forked from"
+        )
+    axes = arm.axes if "axes" in record or arm.fork.arm != parent.name else parent.axes
+    child = replace(arm, seeds=arm.seeds or parent.seeds, axes=axes)
+    check_fields(child, where)
+    for point in child.points.values():
+        if not match(arm.fork.arm, {parent.name: parent}, point):
+            raise UserError(
+                f"{where}.fork: {parent.name} has more than one run of a seed: name one of"
+                f" {', '.join(parent.points)}, or cross {arm.name} with the same axes"
+            )
+    return child
+
+
+def match(start: str, families: Mapping[str, Arm], point: Mapping[str, Any]) -> str:
+    """The arm (with the values of its axes) in which the run at a point begins; empty where there is none."""
+    for family in families.values():
+        if start in family.points:
+            return start
+        if start == family.name:
+            return next((n for n, p in family.points.items() if p.items() <= point.items()), "")
+    return ""

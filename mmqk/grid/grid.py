@@ -1,0 +1,141 @@
+"""The grid language: base configs, arms that set fields, axes that cross them, seeds, and the claims they decide.
+
+    name: demo
+    base: [../demo.yaml]            relative to this file, merged in order
+    seeds: [0, 1, 2]                of every arm that names none
+    axes: {optim.lr: [0.01, 0.03]}  crossed with every arm
+    lr: {rule: own_best, grid: [0.01, 0.03], seeds: [9], metric: final_loss/text}
+    arms:
+      plain: {label: no QK-Norm, block: decided, set: {model.qk_norm.kind: none}}
+      qk:    {label: QK-Norm,    block: decided, set: {model.qk_norm.kind: rms}}
+      late:  {label: QK-Norm from step 300, fork: {arm: plain, step: 300}, set: {model.qk_norm.kind: rms}}
+    replay: {depths: [0.01, 0.05, 0.2], replays: 3, perturb: 1.0e-6, horizon: 3}
+    claims:
+      - {id: C2, statement: ..., metric: ..., treatment: plain, control: qk, delta: 0.69}
+    report: {hero: [plain, qk]}
+
+docs/ablations.md has an example of each. The fields under ``set`` and ``axes`` are those of ``python -m mmqk.train``,
+so an unknown one is refused by its parser. Claims and report are for `mmqk.analysis`; here only their names of arms
+are checked. Imports no torch: the analysis reads it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmqk.grid import language as read
+from mmqk.grid.arms import LR, Arm, Fork, Job, flags, read_arm
+from mmqk.grid.axes import read_axes
+from mmqk.grid.claims import CLAIM_KEYS, REPORT_KEYS, check_claims, claims_hash
+from mmqk.grid.forks import inherit, match
+from mmqk.grid.rules import read_lr, read_replay
+from mmqk.store import UserError
+
+__all__ = ["CLAIM_KEYS", "REPORT_KEYS", "Arm", "Fork", "Grid", "Job", "claims_hash", "load_grid"]
+
+GRID_KEYS = ("name", "title", "base", "seeds", "arms", "axes", "lr", "replay", "claims", "claim", "report")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid as read from its file, or several merged; ``raw`` is the content as plain data."""
+
+    path: Path
+    name: str
+    title: str
+    arms: tuple[Arm, ...]
+    raw: Mapping[str, Any]
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All runs that are known beforehand: those that choose a learning rate, then the first seed of every arm,
+        and so on, so that an interrupted grid can be compared already."""
+        crossed = [(arm, name, point) for arm in self.arms for name, point in arm.points.items()]
+        return [*self._selection(crossed), *self._verdict(crossed)]
+
+    def _selection(self, crossed: Iterable[tuple[Arm, str, dict[str, Any]]]) -> Iterable[Job]:
+        for arm, name, point in crossed:
+            for seed in arm.lr.seeds if arm.lr else ():
+                for lr in arm.lr.grid if arm.lr else ():
+                    at = {**point, LR: lr}
+                    args = (*_base(arm), *flags({**arm.fields, **at}), f"--seed={seed}")
+                    yield Job(f"{name}-lr{lr:.12g}", seed, args, arm, at, "selection")
+
+    def _verdict(self, crossed: Sequence[tuple[Arm, str, dict[str, Any]]]) -> Iterable[Job]:
+        families = {arm.name: arm for arm in self.arms}
+        parents = {name: (arm, point) for arm, name, point in crossed}
+        for i in range(max(max(len(arm.seeds), 1) for arm in self.arms)):
+            for arm, name, point in crossed:
+                if i >= max(len(arm.seeds), 1):
+                    continue
+                seed = arm.seeds[i] if arm.seeds else None
+                parent, start = "", arm.fork and arm.fork.arm
+                here = dict(point)
+                if start:
+                    parent = match(start, families, point)
+                    shared = parents[parent][1].items()
+                    here = {k: v for k, v in point.items() if (k, v) not in shared}
+                args = (*_base(arm), *flags({**arm.fields, **here}))
+                if seed is not None and not start:
+                    args = (*args, f"--seed={seed}")
+                yield Job(name, seed, args, arm, point, parent=parent)
+
+
+def load_grid(path: str | Path) -> Grid:
+    """Read a grid; every key is one that is known.
+
+    Raises:
+        UserError: the file is missing or not YAML, a key is unknown or of the wrong type, a base config does
+            not exist, a claim or the report names an arm or a claim that is not there, a fork has no parent.
+    """
+    path = Path(path)
+    raw = read.read_yaml(path)
+    read.known(raw, GRID_KEYS, f"{path}")
+    for key in ("name", "base", "arms"):
+        if key not in raw:
+            raise UserError(f"{path}: there is no {key!r}, which every grid has")
+    if "claim" in raw:
+        if "claims" in raw:
+            raise UserError(f"{path}: it has both claim and claims: put them into one list under claims")
+        raw["claims"] = [{"id": raw["name"], **read.mapping(raw.pop("claim"), f"{path}: claim")}]
+    named = read.mapping(raw["arms"], f"{path}: arms")
+    if not named:
+        raise UserError(f"{path}: arms is empty: name at least one arm")
+    common = Arm(
+        name="",
+        label="",
+        block="",
+        seeds=read.seeds(raw.get("seeds", [0]), f"{path}: seeds"),
+        fields={},
+        axes=read_axes(raw.get("axes") or {}, f"{path}: axes"),
+        base=_bases(raw["base"], path),
+        lr=read_lr(raw.get("lr"), f"{path}: lr"),
+        replay=read_replay(raw["replay"], f"{path}: replay") if "replay" in raw else None,
+        grid=read.name(raw["name"], f"{path}: name"),
+        path=path,
+    )
+    arms = inherit([read_arm(name, value, common) for name, value in named.items()], named, path)
+    names = [crossed for arm in arms for crossed in arm.points]
+    for twice in (name for i, name in enumerate(names) if name in names[:i]):
+        raise UserError(
+            f"{path}: two arms are called {twice} once they are crossed with the axes: rename one"
+        )
+    check_claims(raw, {*names, *(arm.name for arm in arms)}, path)
+    return Grid(path, common.grid, str(raw.get("title", common.grid)), tuple(arms), raw)
+
+
+def _bases(value: Any, path: Path) -> tuple[Path, ...]:
+    names = read.strings(value, f"{path}: base")
+    files = tuple(Path(os.path.normpath(path.parent / name)) for name in names)
+    for name, file in zip(names, files, strict=True):
+        if not file.is_file():
+            raise UserError(f"{path}: the base config {name} does not exist (looked in {path.parent})")
+    return files
+
+
+def _base(arm: Arm) -> Iterable[str]:
+    return (part for base in arm.base for part in ("--config", str(base)))

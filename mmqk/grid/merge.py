@@ -1,0 +1,107 @@
+"""Several grids as one, whose claims share the runs that they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mmqk.grid.arms import Arm
+from mmqk.grid.claims import REPORT_KEYS
+from mmqk.grid.grid import Grid, load_grid
+from mmqk.store import UserError, canonical
+
+
+def load_grids(paths: Sequence[str | Path]) -> Grid:
+    """One grid of all these files, named after them all.
+
+    An arm that two grids define alike is one arm with the seeds of both; runs that only their names set apart are
+    found when they are resolved. Claims and the page's block are put together; each claim says which grid it is of.
+
+    Raises:
+        UserError: what `load_grid` refuses; two grids of one name; an arm or a claim of one name that differs.
+    """
+    grids = [load_grid(path) for path in paths]
+    first = grids[0]
+    names = [grid.name for grid in grids]
+    for grid in grids[1:]:
+        if names.count(grid.name) > 1:
+            raise UserError(f"{grid.path}: another of the grids is called {grid.name} too: rename one")
+    raw = dict(first.raw)
+    raw["claims"] = _claims(grids)
+    if len(grids) == 1:
+        return replace(first, raw=raw if raw["claims"] else first.raw)
+    arms: dict[str, Arm] = {}
+    records: dict[str, Any] = {}
+    for grid in grids:
+        for arm in grid.arms:
+            arms[arm.name] = _together(arms.get(arm.name), arm)
+            record = records.setdefault(arm.name, dict(grid.raw["arms"][arm.name] or {}))
+            record["seeds"] = list(arms[arm.name].seeds)
+            if arm.axes:
+                record["axes"] = {axis.name: [fields for _, fields in axis.values] for axis in arm.axes}
+    name, title = "+".join(names), " · ".join(grid.title for grid in grids)
+    raw = {"name": name, "title": title, "arms": records, "claims": raw["claims"], "report": _report(grids)}
+    crossed: dict[str, str] = {}
+    for arm in arms.values():
+        for point in arm.points:
+            if crossed.setdefault(point, arm.name) != arm.name:
+                raise UserError(f"{arm.path}: another of the grids has an arm {point} too: rename one")
+    return Grid(first.path, name, title, tuple(arms.values()), raw)
+
+
+def _together(one: Arm | None, other: Arm) -> Arm:
+    if one is None:
+        return other
+    if _definition(one) != _definition(other):
+        raise UserError(
+            f"{other.path}: arm {other.name} is not what it is in {one.path}: rename one, or make them equal"
+        )
+    if one.replay and other.replay and one.replay != other.replay:
+        raise UserError(
+            f"{other.path}: arm {other.name} has another replay rule in {one.path}: rename one, or make them equal"
+        )
+    seeds = (*one.seeds, *(seed for seed in other.seeds if seed not in one.seeds))
+    return replace(one, seeds=seeds, replay=one.replay or other.replay)
+
+
+def _definition(arm: Arm) -> str:
+    """What makes runs of it, seeds aside."""
+    base = [str(Path(path).resolve()) for path in arm.base]
+    return canonical(
+        {
+            "base": base,
+            "fields": arm.fields,
+            "points": arm.points,
+            "fork": str(arm.fork),
+            "lr": asdict(arm.lr) if arm.lr else None,
+        }
+    )
+
+
+def _claims(grids: Sequence[Grid]) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for grid in grids:
+        for claim in grid.raw.get("claims") or []:
+            old = found.setdefault(claim["id"], {**claim, "grid": grid.name})
+            if {**claim, "grid": ""} != {**old, "grid": ""}:
+                raise UserError(
+                    f"{grid.path}: claim {claim['id']} is another one in {old['grid']}: rename one"
+                )
+    return list(found.values())
+
+
+def _report(grids: Sequence[Grid]) -> Mapping[str, Any]:
+    """Lists together, anything else as the first grid that has it says."""
+    together: dict[str, Any] = {}
+    for key in REPORT_KEYS:
+        for value in ((grid.raw.get("report") or {}).get(key) for grid in grids):
+            if isinstance(value, list) and isinstance(together.get(key, []), list):
+                together[key] = [
+                    *together.get(key, []),
+                    *(v for v in value if v not in together.get(key, [])),
+                ]
+            elif value is not None:
+                together.setdefault(key, value)
+    return together

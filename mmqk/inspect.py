@@ -1,0 +1,102 @@
+"""See what a model will see: ``python -m mmqk.inspect --config configs/demo.yaml``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mmqk.store import OneSentenceParser, UserError, relative_word, run_main, write_folder
+
+DESCRIPTION = """\
+Show what a model will see: the first training sequences of a configuration and seed, with their text, images,
+modalities, targets and documents, and statistics of all that was read. Takes every flag of mmqk.train."""
+
+EPILOG = """\
+what is written into --out:
+  index.html        the page, in one file that needs nothing else
+  statistics.json   its numbers
+
+examples:
+  python -m mmqk.inspect --config configs/demo.yaml
+  python -m mmqk.inspect --config configs/demo.yaml --data.pack documents --seed 1
+  python -m mmqk.inspect --config configs/demo.yaml --data.mix '{"dial": 1}'"""
+
+MOST_SEQUENCES = 64
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read, print the table, write the page.
+
+    Raises:
+        UserError: a flag that mmqk.train would refuse, data that cannot be read, an --out that cannot be written.
+    """
+    parser = OneSentenceParser(
+        prog="python -m mmqk.inspect",
+        usage="python -m mmqk.inspect [--config YAML] [--sequences N] [--out DIR] [--FIELD VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--sequences", type=int, default=8, help="sequences to show (default: 8)")
+    parser.add_argument(
+        "--tokens", type=int, default=300_000, help="tokens to read for the statistics (default: 300000)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("reports/data"), help="folder of the page (default: reports/data)"
+    )
+    options, rest = parser.parse_known_args(argv)
+    if not 1 <= options.sequences <= MOST_SEQUENCES:
+        raise UserError(f"--sequences is {options.sequences}: a page shows 1 to {MOST_SEQUENCES}.")
+    if options.tokens < 1:
+        raise UserError(f"--tokens is {options.tokens}: at least 1 has to be read.")
+
+    from mmqk.config import resolve
+    from mmqk.data.inspection import page as inspect_page
+
+    run = resolve(rest)
+    command = "python -m mmqk.inspect " + shlex.join(map(relative_word, _as_given(parser, options, rest)))
+    files, lines = inspect_page.inspect(run, options.sequences, options.tokens, command, _name(rest))
+    write(options.out, files)
+    print("\n".join(lines))
+    print(options.out / "index.html")
+    return 0
+
+
+def write(out: Path, files: dict[str, Any]) -> None:
+    """Write a page and its numbers.
+
+    Raises:
+        UserError: the folder cannot be made or written.
+    """
+
+    def text(content: Any) -> str:
+        return (
+            content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        )
+
+    try:
+        write_folder(out, {name: text(content) for name, content in files.items()})
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror or error}): give another --out") from None
+
+
+def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> list[str]:
+    """The command line, our own flags last and only where they are no defaults; --out is no part of what is shown."""
+    own = [(name, getattr(options, name)) for name in ("sequences", "tokens")]
+    return [*rest, *(w for n, v in own if v != parser.get_default(n) for w in (f"--{n}", str(v)))]
+
+
+def _name(rest: list[str]) -> str:
+    """What the page calls the configuration: its last file, or nothing."""
+    files = [word.partition("=")[2] for word in rest if word.startswith("--config=")]
+    files += [value for flag, value in pairwise(rest) if flag == "--config"]
+    return Path(files[-1]).stem if files else ""
+
+
+if __name__ == "__main__":
+    run_main(main)

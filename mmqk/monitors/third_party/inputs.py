@@ -1,0 +1,288 @@
+"""The batch that a model was called with, and what in it are tokens, modalities and padding.
+
+Shapes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqk.monitors.measures.reduce import selection
+from mmqk.monitors.third_party.isolate import unwrapped
+from mmqk.store.errors import UserError
+from mmqk.store.tags import tag
+
+Inputs = Mapping[str, Any]
+Ranges = range | Sequence[range]
+# Ranges of ids for each modality but text, or a function to (B, T) modality numbers.
+Modality = Mapping[str, Ranges] | Callable[[Inputs], Tensor]
+
+# What ids are called, the most telling first.
+_IDS = ("input_ids", "ids_BT", "ids", "token_ids", "tokens", "idx", "x", "inputs", "input")
+_WRAPPER = "_fsdp_wrapped_module"
+
+
+class Catcher:
+    """A forward pre-hook that keeps the arguments of the last call with gradients, and so not of one that evaluates.
+
+    It does nothing else, so that torch.compile can trace it. A copy of the model (for a moving average) gets one of
+    its own, which nobody reads.
+    """
+
+    def __init__(self) -> None:
+        self.args: tuple[Any, ...] | None = None
+        self.kwargs: dict[str, Any] | None = None
+        self.autocast = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self.args = args
+            self.kwargs = kwargs
+            self.autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"args": None, "kwargs": None, "autocast": False}
+
+    def wrap(self, model: nn.Module) -> None:
+        """Stand before a forward that was compiled in place: hooks added to it afterwards are not run."""
+        compiled = getattr(model, "_compiled_call_impl", None)
+        if compiled is None or any(layer.catcher is self for layer in _catching(compiled)):
+            return
+
+        def caught(*args: Any, **kwargs: Any) -> Any:
+            self(model, args, kwargs)
+            return caught.before(*args, **kwargs)  # type: ignore[attr-defined]
+
+        caught.catcher = self  # type: ignore[attr-defined]
+        caught.before = compiled  # type: ignore[attr-defined]
+        model._compiled_call_impl = caught
+
+    def unwrap(self, model: nn.Module) -> None:
+        """Undo `wrap`, whoever has wrapped it since."""
+        outer: Any = None
+        for layer in _catching(getattr(model, "_compiled_call_impl", None)):
+            if layer.catcher is not self:
+                outer = layer
+            elif outer is None:
+                model._compiled_call_impl = layer.before
+            else:
+                outer.before = layer.before
+
+    def take(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments of the last call, once; None without one."""
+        found = None if self.args is None or self.kwargs is None else (self.args, self.kwargs)
+        self.args = self.kwargs = None
+        return found
+
+
+def _catching(called: Any) -> Iterator[Any]:
+    """What `Catcher.wrap` has put before a compiled forward, from the outside."""
+    while hasattr(called, "catcher"):
+        yield called
+        called = called.before
+
+
+def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a forward by name."""
+    module = unwrapped(model)
+    while (inner := vars(module)["_modules"].get(_WRAPPER)) is not None:
+        module = unwrapped(inner)
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return {**{f"argument{i}": arg for i, arg in enumerate(args)}, **kwargs}
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return named
+
+
+def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of nested mappings, sequences and dataclasses, with the innermost name it goes by."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors(part, str(key))
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors(part, name)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name), field.name)
+
+
+def find_ids(inputs: Inputs) -> Tensor | None:
+    """The token ids, (B, T): by their usual names, else the only integer matrix; None where neither is there."""
+    found = named_ids(inputs)
+    return None if found is None else found[1]
+
+
+def named_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
+    """The same with the name that they go by."""
+    found = [
+        (name, x)
+        for name, x in tensors(inputs)
+        if x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool
+    ]
+    for usual in _IDS:
+        for name, x in found:
+            if name == usual:
+                return name, x
+    others = [
+        (name, x) for name, x in found if "mask" not in name and "label" not in name and "target" not in name
+    ]
+    return others[0] if len(others) == 1 else None
+
+
+def sequences_of(inputs: Inputs) -> int:
+    """B: of the ids, else of the first tensor that has axes."""
+    ids = find_ids(inputs)
+    if ids is not None:
+        return len(ids)
+    return next((len(x) for _, x in tensors(inputs) if x.ndim > 1), 0)
+
+
+def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) -> Any:
+    """The first ``rows`` of ``B`` sequences, in nested mappings, sequences and dataclasses.
+
+    Tensors are cut along their first axis where it has B entries, integers of three axes (positions in height, width
+    and time) along their second. ``dtype``: what half-precision inputs become.
+    """
+    if isinstance(value, Tensor):
+        if value.ndim == 3 and not value.is_floating_point() and value.shape[1] == B and value.shape[0] <= 4:
+            value = value[:, :rows]
+        elif value.ndim and value.shape[0] == B:
+            value = value[:rows]
+        low = value.dtype in (torch.float16, torch.bfloat16)
+        return value.to(dtype) if low and dtype is not None else value
+    if type(value).__name__ == "BlockMask":
+        return value[:rows] if value.shape[0] == B > rows else value
+    if isinstance(value, Mapping):
+        cut = copy.copy(value)
+        for key, part in value.items():
+            cut[key] = first_rows(part, B, rows, dtype)  # type: ignore[index]
+        return cut
+    if (
+        isinstance(value, list)
+        and len(value) == B
+        and all(isinstance(x, Tensor) and len(x) != B for x in value)
+    ):
+        value = value[:rows]  # images of their own size, one for each sequence
+    if isinstance(value, tuple | list) and any(isinstance(x, Tensor | Mapping | tuple | list) for x in value):
+        parts = [first_rows(x, B, rows, dtype) for x in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            f.name: first_rows(getattr(value, f.name), B, rows, dtype) for f in dataclasses.fields(value)
+        }
+        return dataclasses.replace(value, **changed)
+    return value
+
+
+class Modalities:
+    """Which modality each token is of.
+
+    Args:
+        given: ``{"image": range(a, b)}``, for each modality a range of ids or several, other ids being text; or a
+            function of the forward's inputs by name to modality numbers (B, T), one for each token that attention
+            sees, a number outside 0 to M - 1 meaning none.
+        names: of the numbers, where a function gives them.
+
+    Attributes:
+        names: M of them.
+        ranges: of ids by modality, or None.
+
+    Raises:
+        UserError: ranges that overlap, are empty or have steps, or a name that no tag can have.
+    """
+
+    def __init__(self, given: Modality, names: Sequence[str] = ("text", "image")):
+        self.function = given if callable(given) else None
+        if isinstance(names, str) or len(set(names)) < max(2, len(names)):
+            raise UserError(f"names is {names!r}: give two or more, each once, such as ('text', 'image')")
+        self.ranges: dict[str, list[range]] | None = None
+        if callable(given):
+            self.names = tuple(names)
+        elif isinstance(given, Mapping):
+            ranges: dict[str, list[range]] = {"text": []}
+            for name, ids in given.items():
+                ranges[str(name)] = list(ids) if isinstance(ids, list | tuple) else [ids]  # type: ignore[list-item]
+            self.ranges = ranges
+            self.names = tuple(ranges)
+            _check_ranges(ranges)
+        else:
+            raise UserError(
+                f'modality is {given!r}: give ranges of ids, such as {{"image": range(4, 8196)}}, or a function'
+            )
+        for name in self.names:
+            try:
+                tag("q_norm", name)
+            except ValueError as error:
+                raise UserError(f"modality: {error}") from error
+
+    def of(self, inputs: Inputs) -> Tensor:
+        """(B, T) numbers."""
+        if self.function is not None:
+            modality_BT = self.function(inputs)
+            if not isinstance(modality_BT, Tensor) or modality_BT.ndim != 2:
+                said = (
+                    f"of shape {tuple(modality_BT.shape)}" if isinstance(modality_BT, Tensor) else "no tensor"
+                )
+                raise UserError(f"the modality function gave something {said}: it has to give numbers (B, T)")
+            return modality_BT.long()
+        ids_BT = find_ids(inputs)
+        if ids_BT is None:
+            raise UserError(
+                f"no token ids among the inputs {', '.join(inputs)}: "
+                "give modality as a function of the inputs to modality numbers (B, T)"
+            )
+        return self.of_ids(ids_BT)
+
+    def of_ids(self, ids: Tensor) -> Tensor:
+        """Of any shape, by the ranges."""
+        assert self.ranges is not None
+        number = torch.zeros_like(ids, dtype=torch.long)
+        for m, name in enumerate(self.names):
+            for part in self.ranges[name]:
+                number = torch.where((ids >= part.start) & (ids < part.stop), m, number)
+        return number
+
+    def tokens(self, modality_BT: Tensor, valid_BT: Tensor) -> Tensor:
+        """How many of each, (M,)."""
+        return selection(modality_BT, valid_BT, len(self.names)).sum((1, 2))
+
+
+def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
+    if len(ranges) < 2:
+        raise UserError(
+            'modality names none but text: give the ids of another, such as {"image": range(4, 8196)}'
+        )
+    for name, parts in ranges.items():
+        if any(not isinstance(part, range) or part.step != 1 or part.start < 0 or not part for part in parts):
+            raise UserError(f"modality {name} is {parts}: give ranges of ids, in steps of 1 and not empty")
+        if not parts and name != "text":
+            raise UserError(f"modality {name} has no ids: give a range of them")
+    spans = sorted((part.start, part.stop, name) for name, parts in ranges.items() for part in parts)
+    for (_, end, one), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise UserError(
+                f"modality: ids {start} to {end - 1} are both {one} and {other}: let them not overlap"
+            )
+
+
+def valid_of(inputs: Inputs, modality_BT: Tensor, mask: str = "attention_mask") -> Tensor:
+    """(B, T) bool, False at padding: from a mask (B, T) of this name among the inputs, else True everywhere."""
+    for name, x in tensors(inputs):
+        if name == mask and x.shape == modality_BT.shape:
+            return x > 0
+    return torch.ones_like(modality_BT, dtype=torch.bool)

@@ -1,0 +1,48 @@
+"""What a forward of somebody else's model gave: its logits, and which of their targets are trained on.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmqk.monitors.third_party.inputs import Inputs, tensors
+
+
+def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:
+    """The logits (B, T, V) that a forward gave; None where none is told.
+
+    They go by the name of ``logits``, or are a tensor whose last axis has as many entries as an embedding has rows.
+
+    Args:
+        output: of the forward.
+        shape: (B, T).
+        least: how many ids there are at least.
+        root: the model.
+    """
+    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    rows = {m.num_embeddings for m in root.modules() if isinstance(m, nn.Embedding)}
+    candidates = (
+        [named] if isinstance(named, Tensor) else list(output) if isinstance(output, tuple) else [output]
+    )
+    for x in candidates:
+        fits = isinstance(x, Tensor) and x.ndim == 3 and x.shape[:2] == shape and x.is_floating_point()
+        if fits and x.shape[-1] >= least and (x is named or x.shape[-1] in rows):
+            return x
+    return None
+
+
+def targets_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
+    """(B, T) bool: positions whose next token is there, and by the labels of transformers is trained on."""
+    target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
+    if type(output).__module__.partition(".")[0] == "transformers":
+        for name, x in tensors(inputs):
+            if name == "labels" and x.shape == target_mask_BT.shape:
+                target_mask_BT = target_mask_BT & (x.to(valid_BT.device).roll(-1, 1) != -100)
+    target_mask_BT[:, -1] = False
+    return target_mask_BT

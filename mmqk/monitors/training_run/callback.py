@@ -1,0 +1,160 @@
+"""RunMonitor: what is measured in a run of mmqk, as a Lightning callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer
+from mmqk.monitors.config import MonitorConfig
+from mmqk.monitors.measures.pairs import Pairs
+from mmqk.monitors.probe import pairs_of, probe
+from mmqk.monitors.record import Probe
+from mmqk.monitors.training_run.halves import gradient_agreement
+from mmqk.monitors.training_run.mechanism import Mechanism
+from mmqk.monitors.training_run.residual import residual_absorption
+
+# Pairs of tokens that are listed once for all probes of the held-out batch; they take about 12 bytes each.
+KEPT_PAIRS = 2**20
+
+
+class RunMonitor(L.Callback):
+    """Probes the model every N optimizer steps, at the start and at the end, and logs to every logger.
+
+    On several ranks a probe looks at the sequences that it would look at on one: the first rank probes and logs,
+    while the others wait for it.
+
+    Comes before whatever writes checkpoints: a window of the radial budget that is open then is saved and goes on
+    after a resume.
+
+    Args:
+        config: when and on which tokens.
+        heldout: the fixed batch, where ``config.batch`` is heldout.
+        step_rows: the first n sequences of micro-batch i of all ranks together, where there are several.
+    """
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        heldout: TokenBatch | None = None,
+        step_rows: Callable[[int, int], TokenBatch] | None = None,
+    ):
+        if config.batch == "heldout" and heldout is None:
+            raise ValueError("monitor.batch heldout needs the batch to probe.")
+        self.config, self.heldout, self.step_rows = config, heldout, step_rows
+        self._pairs: dict[int, Pairs] | None = None  # of the held-out batch
+        self._probed = -1
+        self._mechanism: Mechanism | None = None
+        self._saved: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        c = self.config
+        if c.parameters or c.budget_every_n_steps:
+            module: Any = pl_module  # a TrainingModule, which this package may not import
+            self._mechanism = Mechanism(module.model, c, trainer.max_steps, module.trained_places)
+            self._mechanism.load_state_dict(self._saved)
+            module.step_watch = self._mechanism
+        self._probed = trainer.global_step if trainer.global_step else -1
+        if c.batch == "heldout" and self._probed < 0:
+            self._probe(trainer, pl_module, None)
+
+    def on_train_batch_start(self, trainer, pl_module, batch: TokenBatch, batch_idx: int) -> None:
+        if self._mechanism is not None:
+            self._mechanism.before_step(trainer.global_step + 1)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
+        # Between two micro-batches of a step there is nothing new to see.
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        if self._mechanism is not None:
+            _log(trainer, self._mechanism.after_step())
+            # Before the last checkpoint: a run killed after it only gets its last word.
+            if trainer.global_step == trainer.max_steps:
+                _log(trainer, self._mechanism.close())
+        step, every = trainer.global_step, self.config.every_n_steps
+        if every and (step % every == 0 or step == trainer.max_steps) and step != self._probed:
+            self._probe(trainer, pl_module, batch)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A run that ends early is probed where it ended, and its open window is what it is."""
+        if self._mechanism is not None:
+            _log(trainer, self._mechanism.close())
+        if self.config.batch == "heldout" and trainer.global_step != self._probed:
+            self._probe(trainer, pl_module, None)
+
+    def probe_now(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: TokenBatch) -> None:
+        """Probe after this step of ``batch``, due or not and even where none ever is; once a step."""
+        if trainer.global_step != self._probed:
+            self._probe(trainer, pl_module, batch, asked=True)
+
+    def _probe(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        current: TokenBatch | None,
+        asked: bool = False,
+    ) -> None:
+        """``current`` is None before the first step and after the last."""
+        c, module = self.config, pl_module
+        self._probed = trainer.global_step
+        if not (c.every_n_steps or asked):
+            return
+        model = module.whole_model()  # type: ignore[operator]
+        assert isinstance(model, EarlyFusionTransformer)
+        values: dict[str, float] = {}
+        if trainer.is_global_zero:
+            values = self._values(trainer, model, self._looked_at(trainer, module, current))
+        if c.gradient_agreement and current is not None:
+            values |= gradient_agreement(
+                model,
+                current,
+                lambda half: module.modality_loss_parts(half, model),  # type: ignore[operator]
+            )
+        if self._mechanism is not None:
+            values |= self._mechanism.sizes()
+        _log(trainer, values)
+
+    def _looked_at(
+        self, trainer: L.Trainer, module: L.LightningModule, current: TokenBatch | None
+    ) -> TokenBatch:
+        n = self.config.sequences
+        if self.config.batch == "heldout":
+            assert self.heldout is not None
+            looked_at = self.heldout.to(module.device).first(n)
+            if self._pairs is None and looked_at.ids_BT.numel() * looked_at.ids_BT.shape[1] <= KEPT_PAIRS:
+                self._pairs = pairs_of(module.model.config, looked_at)  # type: ignore[union-attr, arg-type]
+            return looked_at
+        assert current is not None
+        if n <= len(current.ids_BT) or self.step_rows is None:
+            return current.first(n)  # the first rank has the first sequences
+        latest = trainer.global_step * trainer.accumulate_grad_batches - 1
+        return self.step_rows(latest, n).to(module.device)
+
+    def _values(
+        self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch
+    ) -> dict[str, float]:
+        found = [probe(model, batch, self.config.heads, pairs=self._pairs)]
+        if self.config.precision:
+            with trainer.precision_plugin.val_step_context():
+                found.append(residual_absorption(model, batch))
+        return flat(found)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._mechanism is None else self._mechanism.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+
+
+def flat(probes: list[Probe]) -> dict[str, float]:
+    """All their numbers by tag."""
+    return {name: value for found in probes for name, value in found.flat().items()}
+
+
+def _log(trainer: L.Trainer, values: dict[str, float]) -> None:
+    if values and trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics(values, trainer.global_step)

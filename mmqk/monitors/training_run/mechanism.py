@@ -1,0 +1,144 @@
+"""What an optimizer step shows from inside: the radial budget in windows, and sizes by parameter.
+
+The training module calls a `Mechanism` while a step runs (`mmqk.training.step.module.StepWatch`); it changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mmqk.model import EarlyFusionTransformer
+from mmqk.monitors.config import MonitorConfig
+from mmqk.monitors.measures.precision import below_epsilon, update_size
+from mmqk.monitors.training_run.window import BudgetWindow
+from mmqk.store.tags import tag
+
+
+class Mechanism:
+    """Watches the steps that the configuration asks for, and holds what they showed until it is taken.
+
+    Args:
+        model: the one that is trained.
+        config: ``budget_every_n_steps``, ``budget_steps``, ``parameters`` and ``every_n_steps`` count here.
+        max_steps: of the run; its last step is looked at too.
+        trained: places of the modalities that are trained on.
+    """
+
+    def __init__(
+        self, model: EarlyFusionTransformer, config: MonitorConfig, max_steps: int, trained: list[int]
+    ) -> None:
+        self.model, self.config, self.max_steps, self.trained = model, config, max_steps, trained
+        self.window: BudgetWindow | None = None
+        self.named: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._open = False  # a step of the window is being taken
+        self._sizes_due = False
+        self._before: dict[Tensor, tuple[Tensor, float]] = {}
+        self._sizes: dict[str, Tensor] = {}
+
+    # While a step runs ---------------------------------------------------------------------------------
+
+    def before_step(self, step: int) -> None:
+        """Before each micro-batch of update number ``step``, from 1."""
+        c = self.config
+        if c.budget_every_n_steps and self.window is None and (step - 1) % c.budget_every_n_steps == 0:
+            self.window = BudgetWindow(self.model, self.trained)
+        self._open = self.window is not None
+        every = c.every_n_steps
+        self._sizes_due = c.parameters and bool(every) and (step % every == 0 or step == self.max_steps)
+
+    @property
+    def attributing(self) -> bool:
+        """Whether `before_backward` is wanted for this step."""
+        return self._open
+
+    def before_backward(self, parts_M: Tensor) -> None:
+        """``parts_M`` is what each modality adds to the loss of a micro-batch."""
+        if self.window is not None:
+            self.window.add_gradients(parts_M)
+
+    def before_update(
+        self, optimizer: Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
+    ) -> None:
+        """Gradients are whole and clipped by ``factor``; ``grad_norms`` are those before, by parameter."""
+        if self.window is not None:
+            self.window.before_update(optimizer, factor)
+        if self._sizes_due:
+            self._before = {
+                p: (p.detach().clone(), group["lr"])
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p in self.named
+            }
+            self._sizes = {tag("grad_norm", name): norm for name, norm in grad_norms.items()}
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Right after the optimizer's own update, before QK-Clip."""
+        if self.window is not None:
+            self.window.after_update(optimizer)
+        if self._sizes_due:
+            self._measure(optimizer)
+
+    @torch.no_grad()
+    def _measure(self, optimizer: Optimizer) -> None:
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        for p, (before, lr) in self._before.items():
+            state, group, name = optimizer.state.get(p), groups[p], self.named[p]
+            if not state:
+                continue  # no loss has ever reached it
+            over_lr, relative = update_size(before, p.detach(), lr)
+            step = torch.as_tensor(state["step"], dtype=torch.float32)
+            share = below_epsilon(state["exp_avg_sq"], step, group["betas"][1], group["eps"])
+            self._sizes |= {
+                tag("update_rms", name): over_lr,
+                tag("update_ratio", name): relative,
+                tag("adam_below_eps", name): share,
+            }
+        self._before = {}
+
+    # After a step --------------------------------------------------------------------------------------
+
+    def after_step(self) -> dict[str, float]:
+        """What a window that this step closed says, by tag."""
+        if self.window is None or not self._open:
+            return {}
+        self.window.settle()
+        self._open = False
+        return self.close() if self.window.steps == self.config.budget_steps else {}
+
+    def close(self) -> dict[str, float]:
+        """What the open window says so far, whose steps are ``budget_window``; it ends here."""
+        window, self.window = self.window, None
+        return window.values() if window is not None and window.steps else {}
+
+    def sizes(self) -> dict[str, float]:
+        """Gradient and update sizes of the latest step that was looked at, by parameter; once.
+
+        A parameter that was all zeros before the step, as gains about 0 are at first, has no `update_ratio`.
+        """
+        found, self._sizes = self._sizes, {}
+        if not found:
+            return {}
+        device = next(iter(found.values())).device
+        numbers = torch.stack([value.float().to(device) for value in found.values()]).tolist()
+        sizes = dict(zip(found, numbers, strict=True))
+        for name in self.named.values():
+            ratio, size = tag("update_ratio", name), tag("update_rms", name)
+            if ratio in sizes and math.isfinite(sizes[size]) and not math.isfinite(sizes[ratio]):
+                del sizes[ratio]
+        return sizes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window that is open between two steps; empty without one."""
+        return {} if self.window is None or not self.window.steps else {"window": self.window.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the window of `state_dict`."""
+        if "window" in state:
+            self.window = BudgetWindow(self.model, self.trained)
+            self.window.load_state_dict(state["window"])

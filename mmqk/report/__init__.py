@@ -1,0 +1,1 @@
+"""Numbers to figures and pages. Imports no torch."""

@@ -1,0 +1,144 @@
+"""What figures say of themselves: values at the end of the runs, and sentences made from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from mmqk.analysis.formatting import listed, nats, number, plural
+from mmqk.analysis.metrics import METRICS, final_loss, is_trained
+from mmqk.analysis.runs.load import Run, Series
+from mmqk.analysis.verdicts.study import Study
+from mmqk.analysis.verdicts.verdicts import middle
+from mmqk.report.figures.curves import binned
+
+# More arms than this are not listed in a sentence.
+MANY_ARMS = 8
+LOGIT = METRICS["largest_attention_logit"].measure
+
+
+def loss_series(modality: str, width: int) -> Callable[[Run], Series]:
+    """A run's training loss, by means over ``width`` steps."""
+    return lambda run: binned(run.series(f"loss/{modality}"), width)
+
+
+def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], Series]:
+    """A run's statistic over layers, where it is finite."""
+
+    def series(run: Run) -> Series:
+        steps, values = run.combined(statistic, reduce, modality)
+        keep = np.isfinite(values)
+        return steps[keep], values[keep]
+
+    return series
+
+
+def at_end(study: Study, arm: str, measure: Callable, modality: str | None = None) -> float:
+    """A metric of an arm: the median over its finished runs, over all where none is finished."""
+    return middle(measure(run, modality) for run in study.ended(arm))
+
+
+def listed_ends(
+    study: Study, arms: Collection[str], measure: Callable, modality: str | None = None
+) -> list[str]:
+    """Each arm's value at the end, with its label where the study has several."""
+    values = [number(at_end(study, arm, measure, modality)) for arm in arms]
+    if len(values) == 1 and len(study.arms) == 1:
+        return values
+    return [f"{value} ({study.label(arm)})" for value, arm in zip(values, arms, strict=True)]
+
+
+def verb(study: Study, arms: Collection[str]) -> str:
+    """``ended`` if every arm has finished runs, else ``stood last``."""
+    return "ended" if all(study.finished(arm) for arm in arms) else "stood last"
+
+
+def of_medians(study: Study, arms: Collection[str], before: str = "; medians over runs") -> str:
+    """``before`` where a number of an arm is the median of several runs, else nothing."""
+    return before if any(len(study.ended(arm)) > 1 for arm in arms) else ""
+
+
+def by_logit(study: Study, arms: Sequence[str]) -> list[str]:
+    """Arms by their largest logit, highest first."""
+    ends = {arm: at_end(study, arm, LOGIT) for arm in arms}
+    return sorted(arms, key=lambda arm: (math.isnan(ends[arm]), -ends[arm]))
+
+
+def ends_by_modality(
+    study: Study, arms: Sequence[str], measure: Callable, noun: str, form: Callable[[float], str]
+) -> str:
+    """``between 1 (a) and 2 (b) for text tokens and at 3 for image tokens``; empty if nothing is finite."""
+    parts = []
+    for modality in study.modalities:
+        ends = {arm: at_end(study, arm, measure, modality) for arm in arms}
+        ends = {arm: value for arm, value in ends.items() if math.isfinite(value)}
+        if not ends:
+            continue
+        low, high = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
+        where = f"between {form(ends[low])} ({study.label(low)}) and {form(ends[high])} ({study.label(high)})"
+        parts.append(f"{where if low != high else f'at {form(ends[low])}'} for {modality} {noun}")
+    return "; ".join(parts)
+
+
+def hero_reading(study: Study, arms: Sequence[str]) -> str:
+    """Where the logits ended, and by how much final losses differ: logits of unlike losses say little."""
+    arms = by_logit(study, arms)
+    if len(arms) > MANY_ARMS:
+        measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
+        if not measured:
+            return f"The losses of {plural(len(arms), 'arm')}."
+        ends = listed_ends(study, dict.fromkeys((measured[0], measured[-1])), LOGIT)
+        where = f"between {ends[-1]} and {ends[0]}" if len(ends) > 1 else f"at {ends[0]}"
+        ended = verb(study, measured)
+        return (
+            f"The largest attention logit of {plural(len(measured), 'arm')} {ended} {where}"
+            f"{of_medians(study, measured)}."
+        )
+    measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
+    ends = listed_ends(study, measured, LOGIT)
+    reading = (
+        f"The largest attention logit {verb(study, measured)} at {listed(ends)}"
+        if ends
+        else "Attention logits were not measured"
+    )
+    gaps, compared = [], set(measured)
+    for modality in study.modalities:
+        losses = {
+            arm: middle(final_loss(run, modality).value for run in study.ended(arm))
+            for arm in arms
+            if all(is_trained(run, modality) for run in study.of_arm(arm))
+        }
+        losses = {arm: loss for arm, loss in losses.items() if math.isfinite(loss)}
+        if len(losses) > 1:
+            gaps.append(f"{nats(max(losses.values()) - min(losses.values()))} nats ({modality})")
+            compared |= set(losses)
+    if gaps:
+        what = "final losses" if verb(study, compared) == "ended" else "last losses"
+        reading += f"; {what} of what is trained differ between arms by up to {listed(gaps)}"
+    return f"{reading}{of_medians(study, compared)}."
+
+
+def seeds_caption(study: Study, arms: Sequence[str]) -> str:
+    """What thin and thick lines are."""
+    counts = {len(study.of_arm(arm)) for arm in arms}
+    if counts == {1}:
+        return "One run an arm."
+    if not counts:
+        return ""
+    seeds = plural(min(counts), "run") if len(counts) == 1 else f"{min(counts)} to {max(counts)} runs"
+    return f"Thin lines: {seeds} an arm; thick: their median."
+
+
+def untrained(study: Study, arms: Sequence[str]) -> list[str]:
+    """A sentence for each arm and modality that has a loss and is not trained on it."""
+    return [
+        f"In {study.label(arm)} the {modality} loss is measured and not trained."
+        for arm in arms
+        for modality in study.modalities
+        if any(
+            not is_trained(run, modality) and math.isfinite(final_loss(run, modality).value)
+            for run in study.of_arm(arm)
+        )
+    ]

@@ -1,0 +1,237 @@
+"""The section of a claim: raw curves of every run that it rests on, and the number that each gave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mmqk.analysis.formatting import capital, nats, number, plural, slug
+from mmqk.analysis.metrics import FamilyMetric, Metric, final_loss, find_metric
+from mmqk.analysis.runs.load import Run, Series
+from mmqk.analysis.verdicts.study import Study
+from mmqk.analysis.verdicts.verdicts import Verdict
+from mmqk.report.figures.curves import arm_lines, points_a_line
+from mmqk.report.figures.shapes import Figure, Line, Panel
+from mmqk.report.figures.style import legend
+
+MOST_TICKS = 10
+JOINED = "#c3c9cf"
+
+
+def claim_arms(study: Study, verdict: Verdict) -> tuple[str, ...]:
+    """The arms that a claim compares, families by their arms; those that have runs in the verdict."""
+    named = [arm.name for name in verdict.claim.compared for arm in study.arms_of(name, verdict.claim.at)]
+    used = {run.arm for run in study.runs if run.name in set(verdict.runs)}
+    return tuple(arm for arm in dict.fromkeys(named) if arm in used)
+
+
+def claim_runs(study: Study, verdict: Verdict) -> list[Run]:
+    """The runs of a verdict, by arm and seed."""
+    names = set(verdict.runs)
+    return [run for arm in claim_arms(study, verdict) for run in study.of_arm(arm) if run.name in names]
+
+
+def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
+    """The curves of a claim's metric, a line a run, and beside them what each run came to."""
+    arms, runs = claim_arms(study, verdict), claim_runs(study, verdict)
+    metric, modality = find_metric(verdict.claim.metric)
+    if not runs:
+        return None
+    of = "" if modality is None else f", {modality}"
+    label = f"{metric.label}{of}" + (f" ({metric.unit})" if metric.unit else "")
+    log = metric.scale == "log"
+    names = set(verdict.runs)
+    family = isinstance(metric, FamilyMetric)
+    # A number of a family has no course over steps: its runs' losses do.
+    series = _losses(modality or "") if isinstance(metric, FamilyMetric) else metric.series
+    points = points_a_line(len(runs))
+
+    def of_claim(run: Run) -> Series:
+        steps, values = series(run, modality) if run.name in names else (np.zeros(0), np.zeros(0))
+        keep = np.isfinite(values)
+        return steps[keep], values[keep]
+
+    lines = tuple(line for line in arm_lines(study, arms, "", of_claim, points) if line.seed is not None)
+    curves = "training loss (nats a token)" if family else label
+    panels = []
+    if any(len(line.steps) > 1 for line in lines):
+        panels.append(
+            Panel(
+                f"{verdict.claim.metric} by step",
+                "Every run",
+                capital(curves),
+                lines,
+                log=log and not family,
+                shared=False,
+            )
+        )
+    ends = _of_families(study, verdict, runs) if family else _of_arms(study, arms, runs, verdict)
+    if ends is not None:
+        panels.append(replace(ends, ylabel=capital(label), log=log))
+    if not panels:
+        return None
+    return Figure(
+        f"claim-{slug(verdict.claim.id)}",
+        _reading(verdict, label, arms, study),
+        _caption(verdict, runs, points, panels, family),
+        (tuple(panels),),
+        arms,
+        legend(study, arms),
+    )
+
+
+def _losses(modality: str) -> Any:
+    return lambda run, _: run.series(f"loss/{modality}" if modality else "loss")
+
+
+def _reading(verdict: Verdict, label: str, arms: Sequence[str], study: Study) -> str:
+    if verdict.counts:
+        # The curves are of the metric, the numbers of the verdict how many runs count.
+        counts = [f"{a} of {n} ({study.label(arm)})" for arm, (a, n) in verdict.counts.items()]
+        return f"{capital(verdict.metric.label.replace('share of runs', 'runs'))}: {', '.join(counts)}."
+    found = [f"{number(value)} ({study.label(arm)})" for arm, value in verdict.medians.items()]
+    return f"{capital(label)}: {', '.join(found)}." if found else f"{capital(label)}."
+
+
+def _caption(
+    verdict: Verdict, runs: Sequence[Run], points: int, panels: Sequence[Panel], family: bool
+) -> str:
+    """What the panels hold: the curves if there are any, then what each run came to."""
+    decided = verdict.claim.decided
+    said = [
+        f"Every one of {plural(len(runs), 'run')} that the {'verdict counts' if decided else 'claim shows'}."
+    ]
+    curves, ends = (
+        [p for p in panels if (p.statistic == verdict.claim.metric) == at_end] for at_end in (False, True)
+    )
+    if any(len(line.steps) >= points for panel in curves for line in panel.lines):
+        said.append(f"Curves are raw, thinned to {points} points: the lowest and highest of every stretch.")
+    elif curves:
+        said.append("Curves are raw.")
+    if family:
+        said.append("A number is of a family's runs at one seed.")
+    elif not verdict.counts and len(runs) > len(verdict.medians):
+        said.append("Numbers above are medians over runs.")
+    if ends and not family:
+        said.append(f"{'Right: what' if curves else 'What'} each run came to.")
+    if any(line.colour == JOINED for panel in ends for line in panel.lines):
+        said.append("Grey lines join the runs of a seed.")
+    if any(run.status.status == "diverged" for run in runs):
+        said.append("× marks a run that was stopped as diverged.")
+    return " ".join(said)
+
+
+def _of_arms(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Verdict) -> Panel | None:
+    """A dot a run over its arm; the two arms of a seed joined."""
+    metric, modality = find_metric(verdict.claim.metric)
+    assert not isinstance(metric, FamilyMetric)
+    place = {arm: i for i, arm in enumerate(arms)}
+    lines: list[Line] = []
+    by_seed: dict[int, list[tuple[int, float]]] = {}
+    for run in runs:
+        value = metric.measure(run, modality)
+        value = metric.worst_seen(run, modality) if math.isinf(value) else value
+        if not math.isfinite(value):
+            continue
+        by_seed.setdefault(run.seed, []).append((place[run.arm], value))
+        marker = "x" if run.status.status == "diverged" else "o"
+        at, seen = np.array([float(place[run.arm])]), np.array([value])
+        lines.append(
+            Line(run.arm, "", run.seed, at, seen, run=run.name, marker=marker, scatter=True, dash="-")
+        )
+    if not lines:
+        return None
+    if verdict.claim.decided:
+        for seed, found in by_seed.items():
+            if len(found) > 1:
+                at, values = (np.array(column, dtype=float) for column in zip(*sorted(found), strict=True))
+                lines.insert(0, Line("", "", seed, at, values, colour=JOINED, dash="-"))
+    ticks = tuple(_tick(study.label(arm)) for arm in arms)
+    if len(arms) > MOST_TICKS:
+        ticks = tuple("" for _ in arms)
+    return Panel(
+        verdict.claim.metric, "By seed", "", tuple(lines), xlabel="", x="arm", ticks=ticks, shared=False
+    )
+
+
+def _tick(label: str) -> str:
+    return label if len(label) <= 16 else label.replace(", ", ",\n", 1)
+
+
+def _of_families(study: Study, verdict: Verdict, runs: Sequence[Run]) -> Panel | None:
+    """A dot a family and seed: the number that the claim compares."""
+    names = list(dict.fromkeys(run.family for run in runs))
+    lines: list[Line] = []
+    for i, name in enumerate(names):
+        own = [run for run in runs if run.family == name]
+        for seed in sorted({run.seed for run in own}):
+            value = _of_family(study, verdict, own, seed)
+            if math.isfinite(value):
+                at = np.array([float(i)])
+                arm = own[-1].arm
+                lines.append(Line(arm, "", seed, at, np.array([value]), marker="o", scatter=True, dash="-"))
+    if not lines:
+        return None
+    ticks = tuple(_tick(study.label(name)) for name in names)
+    return Panel(
+        verdict.claim.metric, "By seed", "", tuple(lines), xlabel="", x="family", ticks=ticks, shared=False
+    )
+
+
+def _of_family(study: Study, verdict: Verdict, runs: Sequence[Run], seed: int) -> float:
+    """What the verdict takes for a family at one seed: NaN where one of its planned points is not there."""
+    metric, modality = find_metric(verdict.claim.metric)
+    assert isinstance(metric, FamilyMetric)
+    points = [arm.point for arm in study.arms_of(runs[0].family, verdict.claim.at)]
+    return metric.measured([run for run in runs if run.seed == seed], modality, points).value
+
+
+def outcome_rows(study: Study, verdict: Verdict) -> tuple[list[int], list[dict[str, Any]]]:
+    """(seeds, a row an arm): what each run of a claim came to, by seed.
+
+    Of a number of a family, a row a family with that number, then its arms with their final losses.
+    """
+    metric, modality = find_metric(verdict.claim.metric)
+    runs = claim_runs(study, verdict)
+    seeds = sorted({run.seed for run in runs})
+    by_arm: dict[str, dict[int, list[Run]]] = {}
+    for run in runs:
+        by_arm.setdefault(run.arm, {}).setdefault(run.seed, []).append(run)
+    rows: list[dict[str, Any]] = []
+    family = ""
+    for arm, by_seed in by_arm.items():
+        if isinstance(metric, FamilyMetric) and study.arms[arm].family != family:
+            family = study.arms[arm].family
+            own = [run for run in runs if run.family == family]
+            found = [_of_family(study, verdict, own, seed) for seed in seeds]
+            cells = [[{"run": None, "text": number(value), "diverged": False}] for value in found]
+            rows.append({"label": f"{study.label(family)}: {metric.label}", "arm": arm, "cells": cells})
+        rows.append(
+            {
+                "label": study.label(arm),
+                "arm": arm,
+                "cells": [
+                    [
+                        {
+                            "run": run,
+                            "text": _outcome(run, metric, modality),
+                            "diverged": run.status.status == "diverged",
+                        }
+                        for run in by_seed.get(seed, ())
+                    ]
+                    for seed in seeds
+                ],
+            }
+        )
+    return seeds, rows
+
+
+def _outcome(run: Run, metric: Metric | FamilyMetric, modality: str | None) -> str:
+    if not isinstance(metric, FamilyMetric):
+        return number(metric.measure(run, modality))
+    value = final_loss(run, modality).value if modality else math.nan
+    return f"{nats(value)} nats" if math.isfinite(value) else run.status.status

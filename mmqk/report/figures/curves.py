@@ -1,0 +1,173 @@
+"""Curves of runs: by means where there is a value a step, thinned where there are many, medians over seeds."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmqk.analysis.runs.load import EMPTY, Run, Series
+from mmqk.analysis.verdicts.study import Study
+from mmqk.report.figures.shapes import Line
+
+# Points of a line, and of all lines of a figure together: 300 runs must fit in a page of 5 MB.
+POINTS, ALL_POINTS, FEWEST = 120, 14_000, 16
+COLUMNS = 160
+
+
+def points_a_line(lines: int) -> int:
+    """How many points each of so many lines may have."""
+    return min(POINTS, max(FEWEST, ALL_POINTS // max(lines, 1)))
+
+
+def thinned(series: Series, points: int) -> Series:
+    """A series of at most ``points`` points: the lowest and the highest of each stretch, and both ends.
+
+    So a spike stays, and nothing is averaged.
+    """
+    steps, values = series
+    if len(steps) <= points:
+        return series
+    bins = max(1, (points - 2) // 2)
+    kept = {0, len(steps) - 1}
+    for part in np.array_split(np.arange(len(steps)), bins):
+        finite = part[np.isfinite(values[part])]
+        if len(finite):
+            kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
+        kept |= {int(part[-1])} if len(finite) < len(part) else set()
+    at = np.array(sorted(kept))
+    return steps[at], values[at]
+
+
+def binned(series: Series, width: int) -> Series:
+    """A series by means over ``width`` steps, at the middle of each bin; non-finite values are left out."""
+    steps, values = series
+    keep = np.isfinite(values)
+    steps, values = steps[keep], values[keep]
+    if width <= 1 or not len(steps):
+        return steps, values
+    index = np.unique((steps - 1) // width, return_inverse=True)[1]
+    count = np.bincount(index)
+    return np.bincount(index, steps) / count, np.bincount(index, values) / count
+
+
+def bin_width(study: Study, points: int = POINTS) -> int:
+    """Steps a point of a per-step curve stands for, one number for the whole study."""
+    return max(1, math.ceil(max((run.last_step for run in study.runs), default=1) / points))
+
+
+def arm_lines(
+    study: Study, arms: Sequence[str], modality: str, series: Callable[[Run], Series], points: int = POINTS
+) -> tuple[Line, ...]:
+    """A thin line a run and the median of each arm, up to the last step that all its runs reached.
+
+    Each of at most ``points`` points, the lowest and highest of every stretch.
+    """
+    lines: list[Line] = []
+    for arm in arms:
+        found = [(run, *series(run)) for run in study.of_arm(arm)]
+        found = [(run, steps, values) for run, steps, values in found if len(steps)]
+        for run, steps, values in found:
+            lines.append(
+                Line(
+                    arm,
+                    modality,
+                    run.seed,
+                    *_as_line(steps, values, points),
+                    alone=len(found) == 1,
+                    diverged=run.status.status == "diverged",
+                    run=run.name,
+                )
+            )
+        if len(found) > 1:
+            steps, values = median_over([(s, v) for _, s, v in found])
+            if len(steps):
+                lines.append(Line(arm, modality, None, *_as_line(steps, values, points), role="median"))
+    return tuple(lines)
+
+
+def _as_line(steps: NDArray, values: NDArray, points: int) -> tuple[NDArray, NDArray]:
+    steps, values = thinned((steps, values), points)
+    return steps.astype(float), values
+
+
+def median_over(series: Sequence[Series]) -> Series:
+    """The median of several series over the steps that all of them have."""
+    if not series:
+        return EMPTY
+    steps = series[0][0]
+    for other, _ in series[1:]:
+        steps = np.intersect1d(steps, other)
+    if not len(steps):
+        return EMPTY
+    table = np.stack([values[np.searchsorted(at, steps)] for at, values in series])
+    return steps, np.median(table, axis=0)
+
+
+def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line, ...]:
+    """The bound of QK-Norm on the logits, √head_dim·g² with the gains of the time, largest over layers."""
+    lines = []
+    for arm in arms:
+        series = [run.combined("attn_logit_bound", np.max) for run in study.of_arm(arm)]
+        steps, values = median_over([s for s in series if len(s[0])])
+        if len(steps):
+            lines.append(Line(arm, modality, None, *_as_line(steps, values, POINTS), role="bound"))
+    return tuple(lines)
+
+
+def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[NDArray, NDArray] | None:
+    """(steps, values of shape (L, steps)): a statistic's largest by layer, median over an arm's seeds.
+
+    The steps are those at which every seed measured something; the median is over the seeds that have the layer
+    there, NaN where none has. None without such a step.
+    """
+    runs: list[dict[int, list[Series]]] = []
+    for run in study.of_arm(arm):
+        by_layer: dict[int, list[Series]] = {}
+        for name, tag in run.tags.items():
+            query = tag.pair[0] if tag.pair else tag.modality
+            if (
+                tag.statistic == statistic
+                and tag.layer is not None
+                and tag.head is None
+                and query == modality
+            ):
+                by_layer.setdefault(tag.layer, []).append(run.series(name))
+        if by_layer:
+            runs.append(by_layer)
+    if not runs:
+        return None
+    # Steps of one run are joined, as a pair is absent from probes without its tokens; those of unlike runs are not,
+    # or the end of the map would be of the seeds that lived longest.
+    unions = [np.unique(np.concatenate([at for row in run.values() for at, _ in row])) for run in runs]
+    steps = functools.reduce(np.intersect1d, unions)
+    if not len(steps):
+        return None
+    layers = sorted(set().union(*runs))
+    stacked = np.full((len(runs), len(layers), len(steps)), np.nan)
+    for table, by_layer in zip(stacked, runs, strict=True):
+        for row, layer in zip(table, layers, strict=True):
+            for at, values in by_layer.get(layer, []):
+                _, here, there = np.intersect1d(steps, at, return_indices=True)
+                row[here] = np.fmax(row[here], _worst(values[there]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a cell that no seed has
+        return _columns(steps.astype(float), np.nanmedian(stacked, axis=0))
+
+
+def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:
+    """At most `COLUMNS` of them, each the largest of those it stands for, at the last of their steps."""
+    if len(steps) <= COLUMNS:
+        return steps, values_LS
+    parts = np.array_split(np.arange(len(steps)), COLUMNS)
+    largest = [np.fmax.reduce(values_LS[:, part], axis=1) for part in parts]
+    return steps[[part[-1] for part in parts]], np.stack(largest, axis=1)
+
+
+def _worst(values: NDArray) -> NDArray:
+    """With infinity for what is not a number."""
+    return np.where(np.isnan(values), np.inf, values)

@@ -1,0 +1,202 @@
+"""Forks: which run began in which, at what step, with what changed. Replays are not among them: they have a place of
+their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmqk.analysis.formatting import listed, number, plural
+from mmqk.analysis.runs.load import Run
+from mmqk.analysis.verdicts.study import Study
+from mmqk.report.figures.shapes import Figure, Line, Panel
+from mmqk.report.figures.style import GREY, legend
+from mmqk.store import without_roots
+
+MOST_ROWS = 60
+
+
+@dataclass(frozen=True)
+class Node:
+    """A run of a tree of forks.
+
+    Attributes:
+        run: the run; None for a parent that is not among the runs.
+        name: of the run, or what its forks call it.
+        parent: place of its parent in the list, -1 for a root.
+        depth: 0 for a root.
+        step: the step at which it began.
+        changed: what was changed, in words.
+        remarks: what was added or dropped and how near the function stayed, in words.
+    """
+
+    run: Run | None
+    name: str
+    parent: int
+    depth: int
+    step: int
+    changed: str = ""
+    remarks: str = ""
+
+    @property
+    def end(self) -> int:
+        """The last step."""
+        return max(self.run.last_step, self.run.status.step) if self.run else self.step
+
+
+def fork_tree(study: Study) -> list[Node]:
+    """Every tree that has a fork, each run after its parent, the forks of one in the order of their steps."""
+    runs = list({run.name: run for run in study.runs if run.role != "replay"}.values())
+    by_parent: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.fork:
+            by_parent.setdefault(_parent_name(run, runs), []).append(run)
+    by_name = {run.name: run for run in runs}
+    forked = {run.name for found in by_parent.values() for run in found}
+    roots = [run.name for run in runs if run.name in by_parent and run.name not in forked]
+    roots += [name for name in by_parent if name not in by_name]
+    nodes: list[Node] = []
+
+    def add(name: str, parent: int, depth: int) -> None:
+        run = by_name.get(name)
+        step = _step(run) if run and parent >= 0 else 0
+        changed, remarks = _words(run) if run and parent >= 0 else ("", "")
+        nodes.append(Node(run, name, parent, depth, step, changed, remarks))
+        place = len(nodes) - 1
+        for child in sorted(by_parent.get(name, ()), key=lambda run: (_step(run), run.name)):
+            add(child.name, place, depth + 1)
+
+    for name in roots:
+        add(name, -1, 0)
+    return nodes
+
+
+def _step(run: Run) -> int:
+    step = (run.fork or {}).get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _parent_name(run: Run, runs: Sequence[Run]) -> str:
+    """The name of a fork's parent among the runs, by folder or by id; otherwise what the fork calls it."""
+    said = (run.fork or {}).get("parent")
+    recorded = run.forked.get("parent")
+    parents = [p for p in (said, recorded) if p]
+    names = [str(p) for p in parents if isinstance(p, str)]
+    ids = [str(p["id"]) for p in parents if isinstance(p, Mapping) and p.get("id")] + names
+    for other in runs:
+        if other is not run and other.name in names:
+            return other.name
+    # Folders put together on one page have their names before the run's.
+    for other in runs:
+        if other is not run and any(_ends(other.name, name) or _ends(name, other.name) for name in names):
+            return other.name
+    for other in runs:
+        if other is not run and other.id and other.id in ids:
+            return other.name
+    return without_roots(next(iter(ids), "an unnamed run"))
+
+
+def _ends(path: str, end: str) -> bool:
+    return path.endswith(f"/{end}")
+
+
+def _words(run: Run) -> tuple[str, str]:
+    """What a fork changed, and what else there is to know."""
+    record = run.forked
+    changed = [
+        f"{c.get('field')} {_short(c.get('from'))} → {_short(c.get('to'))}"
+        for c in record.get("changed") or ()
+        if isinstance(c, Mapping)
+    ]
+    fork = run.identity.get("fork") if isinstance(run.identity.get("fork"), Mapping) else {}
+    assert isinstance(fork, Mapping)
+    if fork.get("skip"):
+        changed.append(plural(int(fork["skip"]), "batch").replace("batchs", "batches") + " left out")
+    if fork.get("perturb"):
+        changed.append(f"weights changed by {fork['perturb']:g} of their RMS")
+    remarks = []
+    if record.get("added"):
+        remarks.append(f"{plural(len(record['added']), 'parameter')} added")
+    if record.get("dropped"):
+        remarks.append(f"{plural(len(record['dropped']), 'parameter')} dropped")
+    function = record.get("function")
+    off = function.get("logits_rms_relative") if isinstance(function, Mapping) else None
+    if isinstance(off, int | float):
+        same = (
+            "the outputs stayed as they were"
+            if off == 0
+            else f"the outputs moved by {number(off)} of their RMS"
+        )
+        remarks.append(same)
+    optimizer = record.get("optimizer")
+    if isinstance(optimizer, str) and optimizer:
+        remarks.append(f"optimizer state: {optimizer.rstrip('.')}")
+    return listed(changed) or "nothing changed", "; ".join(remarks)
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
+    """The trees over optimizer steps: a line a run, from where it began to where it ended."""
+    if not nodes:
+        return None
+    drawn = nodes[:MOST_ROWS]
+    longest = max(node.end for node in drawn) or 1
+    lines, notes = [], []
+    for row, node in enumerate(drawn):
+        y = float(len(drawn) - row)
+        arm, seed, run = (node.run.arm, node.run.seed, node.name) if node.run else ("", None, "")
+        colour = "" if node.run else GREY
+        start = node.step if node.parent >= 0 else 0
+        end = node.end if node.run else max(n.step for n in nodes if n.parent == row)
+        if node.parent >= 0:
+            above = np.array([float(len(drawn) - node.parent), y])
+            lines.append(
+                Line(
+                    arm,
+                    "",
+                    seed,
+                    np.array([start, start], dtype=float),
+                    above,
+                    run=run,
+                    colour=colour,
+                    dash="-",
+                )
+            )
+        diverged = node.run is not None and node.run.status.status == "diverged"
+        at = np.array([start, end], dtype=float)
+        lines.append(
+            Line(
+                arm,
+                "",
+                None,
+                at,
+                np.array([y, y]),
+                "median",
+                run=run,
+                colour=colour,
+                dash="-",
+                diverged=diverged,
+            )
+        )
+        words = f"{study.label(arm)}, seed {seed}" if node.run else f"{node.name}, not among these runs"
+        words += f": {node.changed}" if node.changed else ""
+        left = start > 0.55 * longest
+        notes.append((float(end if left else start), y, words, "left" if left else "right"))
+    height = 0.75 + 0.42 * len(drawn)
+    panel = Panel("forks", "", "", tuple(lines), notes=tuple(notes), height=height, shared=False)
+    forks = [node for node in nodes if node.parent >= 0]
+    arms = tuple(dict.fromkeys(node.run.arm for node in nodes if node.run))
+    failed = sum(node.run is not None and node.run.status.status == "diverged" for node in forks)
+    reading = f"{plural(len(forks), 'run')} began in another one; {failed} of them diverged."
+    caption = "A line a run, from the step at which it began to that at which it ended; × where it diverged."
+    if len(drawn) < len(nodes):
+        caption += f" The first {len(drawn)} of {len(nodes)} are drawn; all are listed below."
+    return Figure("forks", reading, caption, ((panel,),), arms, legend(study, arms))

@@ -1,0 +1,233 @@
+"""Figures that a reader of the papers looks for, on the same axes, so that they can be held side by side.
+
+A grid names them (``report.figures: [{kind: training_loss, arms: [...], like: "Chameleon Fig. 5b"}]``); without that
+each stands on the page where the runs have what it takes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mmqk.analysis.formatting import capital, listed, nats
+from mmqk.analysis.metrics import LOSS_WINDOW, is_trained, model_size
+from mmqk.analysis.runs.load import Run, Series
+from mmqk.analysis.verdicts.study import Study
+from mmqk.analysis.verdicts.verdicts import middle
+from mmqk.report.figures.captions import of_medians, verb
+from mmqk.report.figures.curves import bin_width, binned, points_a_line
+from mmqk.report.figures.shapes import Figure, Key, Panel
+from mmqk.report.figures.standard import few_lines, final_norm, hero_arms, lines_caption
+from mmqk.report.figures.style import families, legend, ramp
+from mmqk.report.figures.sweep_figures import logit_by_size, loss_and_logit_by_lr, lr_sensitivity
+from mmqk.report.figures.sweeps import SIZE, alike, rate
+from mmqk.store import UserError
+
+DROPOUT = ("model.residual_dropout", "model.attn_dropout")
+PLACEMENT = ("model.pre_norm", "model.post_norm")
+MOST_ARMS = 8
+
+
+def paper_figures(study: Study) -> list[Figure]:
+    """Those that the grid names, then the others that the runs have the numbers for.
+
+    Raises:
+        UserError: the grid names a kind that is unknown, or arms that have no runs for it.
+    """
+    made = [_named(study, entry) for entry in study.report.get("figures") or ()]
+    taken = {figure.like for figure in made}
+    for like, make in DEFAULTS.items():
+        if like not in taken and (figure := make(study, like)) is not None:
+            made.append(figure)
+    return _with_names(made)
+
+
+def _named(study: Study, entry: Any) -> Figure:
+    if not isinstance(entry, Mapping) or entry.get("kind") not in KINDS:
+        kind = entry.get("kind") if isinstance(entry, Mapping) else entry
+        raise UserError(f"report.figures: kind {kind!r} is unknown: use one of {', '.join(KINDS)}")
+    kind = str(entry["kind"])
+    groups = families(study)
+    asked = entry.get("arms") or ()
+    if unknown := [arm for arm in asked if arm not in study.arms and arm not in groups]:
+        raise UserError(f"report.figures: {kind} names the arm {unknown[0]!r}, which the grid does not have")
+    arms = tuple(
+        dict.fromkeys(arm for name in asked for arm in ([name] if name in study.arms else groups[name]))
+    )
+    make, like = KINDS[kind]
+    figure = make(
+        study,
+        arms or (() if kind in SWEEPS else hero_arms(study)[:MOST_ARMS]),
+        str(entry.get("like") or like),
+    )
+    if figure is None:
+        raise UserError(
+            f"report.figures: the runs have no numbers for {kind}: name arms that measured it, or leave it out"
+        )
+    return figure
+
+
+def _with_names(figures: Sequence[Figure]) -> list[Figure]:
+    """With file names of their own, made from what each is like."""
+    named: dict[str, Figure] = {}
+    for figure in figures:
+        base = re.sub(r"[^a-z0-9]+", "-", (figure.like or figure.name).lower()).strip("-") or figure.name
+        number, name = 2, base
+        while name in named:
+            number, name = number + 1, f"{base}-{number}"
+        named[name] = replace(figure, name=name)
+    return list(named.values())
+
+
+def output_norm(study: Study, arms: Sequence[str], like: str) -> Figure | None:
+    """Output norm of the last layer by step: Chameleon Fig. 5a."""
+    figure = final_norm(study, tuple(arms))
+    return figure and replace(figure, like=like)
+
+
+def training_loss(study: Study, arms: Sequence[str], like: str) -> Figure | None:
+    """Training loss by step, over all tokens and by modality: Chameleon Fig. 5b to 6c."""
+    arms = tuple(arm for arm in arms if any(len(run.series("loss")[0]) for run in study.of_arm(arm)))
+    runs = [run for arm in arms for run in study.of_arm(arm)]
+    if not arms:
+        return None
+    points = points_a_line(len(runs))
+    width = bin_width(study, points)
+
+    def line(tag: str) -> Callable[[Run], Series]:
+        return lambda run: binned(run.series(tag), width)
+
+    panels = [
+        Panel(
+            "loss",
+            "All tokens",
+            "training loss (nats a token)",
+            few_lines(study, arms, "", line("loss")),
+        )
+    ]
+    if len(study.modalities) > 1:
+        panels += [
+            Panel(
+                f"loss/{m}",
+                f"{capital(m)} tokens",
+                "training loss (nats a token)",
+                few_lines(study, _training(study, arms, m), "", line(f"loss/{m}")),
+            )
+            for m in study.modalities
+        ]
+    keys = legend(study, arms)
+    if len(arms) > 1 and len({study.arms[arm].family for arm in arms}) == 1:
+        # Points of one family are shades of one colour elsewhere; alone they may have a scale of their own.
+        colours = dict(zip(arms, ramp(len(arms)), strict=True))
+        panels = [
+            replace(p, lines=tuple(replace(line, colour=colours[line.arm]) for line in p.lines))
+            for p in panels
+        ]
+        keys = tuple(Key(study.label(arm), colours[arm], arms=(arm,)) for arm in arms)
+    start = max((p.lines[0].values[0] for p in panels if p.lines), default=math.nan)
+    panels = [replace(panel, top=1.15 * start) for panel in panels]
+    same = [m for m in study.modalities if _training(study, arms, m) == arms]
+    weights = {str(run.setting("loss.weights")) for run in runs}
+    mixes = {str(run.setting("data.mix")) for run in runs}
+    unlike = len(weights) > 1 or len(mixes) > 1
+    tag, which = (f"loss/{same[0]}", f"{same[0]} tokens") if unlike and same else ("loss", "all tokens")
+    ends = listed([_end(study, arm, tag) for arm in arms])
+    reading = f"The training loss of {which} {verb(study, arms)} at {ends}{of_medians(study, arms)}."
+    caption = [lines_caption(study, arms)]
+    if width > 1:
+        caption.append(f"A point is the mean of {width} steps.")
+    if unlike:
+        caption.append(
+            "“All tokens” is what each arm trains on, and they train on unlike tokens: compare by modality."
+        )
+    if any(run.status.status == "diverged" for run in runs):
+        caption.append("× marks where a run was stopped as diverged.")
+    return Figure("training_loss", reading, " ".join(caption), (tuple(panels),), arms, keys, like)
+
+
+def _training(study: Study, arms: Sequence[str], modality: str) -> tuple[str, ...]:
+    """The arms that train on a modality."""
+    return tuple(arm for arm in arms if all(is_trained(run, modality) for run in study.of_arm(arm)))
+
+
+def _end(study: Study, arm: str, tag: str) -> str:
+    runs = [run for run in study.ended(arm) if len(run.series(tag)[0])]
+    value = middle(float(run.series(tag)[1][-LOSS_WINDOW:].mean()) for run in runs)
+    failed = sum(run.status.status == "diverged" for run in runs)
+    diverged = f"; {failed} of {len(runs)} diverged" if failed else ""
+    return f"{nats(value)} ({study.label(arm)}{diverged})"
+
+
+def _differ(study: Study, fields: Sequence[str], wanted: Callable[[list[Run]], bool]) -> tuple[str, ...]:
+    """Arms whose runs differ in some fields alone; of several groups that with most arms of the first figure."""
+    first = set(hero_arms(study))
+    best: list[Run] = []
+    rank: tuple[float, ...] = (-1,)
+    for group in alike((run for run in study.runs if len(run.series("loss")[0])), fields):
+        if not wanted(group):
+            continue
+        # Of equals the largest model at the highest learning rate: that is where the papers look.
+        at = [max((v for run in group if (v := of(run)) > 0), default=0.0) for of in (model_size, rate)]
+        if (own := (len({run.arm for run in group} & first), len(group), *at)) > rank:
+            best, rank = group, own
+    arms = {run.arm for run in best}
+    return tuple(arm for arm in study.arms if arm in arms)[:MOST_ARMS]
+
+
+def _values(runs: Sequence[Run], fields: Sequence[str]) -> set[tuple[str, ...]]:
+    return {tuple(str(run.setting(field, "")) for field in fields) for run in runs}
+
+
+def _qk_norm(runs: list[Run]) -> bool:
+    kinds = {run.setting("model.qk_norm.kind", "none") for run in runs}
+    return len(kinds) > 1 and "none" in kinds
+
+
+def _image_off(study: Study) -> Callable[[list[Run]], bool]:
+    others = [m for m in study.modalities if m != "text"]
+
+    def wanted(runs: list[Run]) -> bool:
+        return any(len({is_trained(run, m) for run in runs}) > 1 for m in others)
+
+    return wanted
+
+
+def _loss_default(
+    fields: Sequence[str], wanted: Callable[[Study], Callable[[list[Run]], bool]]
+) -> Callable[[Study, str], Figure | None]:
+    def make(study: Study, like: str) -> Figure | None:
+        arms = _differ(study, fields, wanted(study))
+        return training_loss(study, arms, like) if len(arms) > 1 else None
+
+    return make
+
+
+def _sizes(runs: list[Run]) -> bool:
+    return len(_values(runs, SIZE)) > 1
+
+
+Maker = Callable[[Study, Sequence[str], str], Figure | None]
+KINDS: dict[str, tuple[Maker, str]] = {
+    "output_norm": (output_norm, "Chameleon Fig. 5a"),
+    "training_loss": (training_loss, ""),
+    "lr_sensitivity": (lr_sensitivity, "Wortsman Fig. 1"),
+    "loss_and_logit_by_lr": (loss_and_logit_by_lr, "Wortsman Fig. 2"),
+    "logit_by_size": (logit_by_size, "Wortsman Fig. 9"),
+}
+SWEEPS = ("lr_sensitivity", "loss_and_logit_by_lr", "logit_by_size")
+DEFAULTS: dict[str, Callable[[Study, str], Figure | None]] = {
+    "Chameleon Fig. 5b": _loss_default(("model.qk_norm",), lambda study: _qk_norm),
+    "Chameleon Fig. 5c": _loss_default(DROPOUT, lambda study: lambda runs: len(_values(runs, DROPOUT)) > 1),
+    "Chameleon Fig. 6a": _loss_default(SIZE, lambda study: _sizes),
+    "Chameleon Fig. 6b": _loss_default(("loss.weights", "data"), _image_off),
+    "Chameleon Fig. 6c": _loss_default(
+        (*DROPOUT, *PLACEMENT),
+        lambda study: lambda runs: len(_values(runs, DROPOUT)) > 1 and len(_values(runs, PLACEMENT)) > 1,
+    ),
+    "Wortsman Fig. 1": lambda study, like: lr_sensitivity(study, (), like),
+    "Wortsman Fig. 2": lambda study, like: loss_and_logit_by_lr(study, (), like),
+    "Wortsman Fig. 9": lambda study, like: logit_by_size(study, (), like),
+}

@@ -1,0 +1,334 @@
+"""The figures of a page: which numbers, in which panels, and what they show in one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mmqk.analysis.formatting import capital, listed, nats, number
+from mmqk.analysis.metrics import METRICS, attention_entropy
+from mmqk.analysis.runs.load import Run, Series
+from mmqk.analysis.verdicts.study import Study
+from mmqk.analysis.verdicts.verdicts import middle
+from mmqk.report.figures.captions import (
+    LOGIT,
+    at_end,
+    by_logit,
+    ends_by_modality,
+    hero_reading,
+    listed_ends,
+    loss_series,
+    of_medians,
+    reduced,
+    seeds_caption,
+    untrained,
+    verb,
+)
+from mmqk.report.figures.curves import arm_lines, bin_width, bound_lines, layer_map, points_a_line
+from mmqk.report.figures.shapes import Figure, HeatMap, Line, Panel
+from mmqk.report.figures.style import GREY, arm_colours, families, legend
+
+NORMS = {
+    "q_norm": "‖q‖",
+    "k_norm": "‖k‖",
+    "v_norm": "‖v‖",
+    "resid_norm": "‖residual‖",
+}
+# Losses above this many times the initial one say "high" and nothing more; drawing them flattens the rest.
+LOSS_TOP = 1.15
+FEW_ARMS = 8
+# More thin lines than this in a panel of the later figures would hide their medians.
+FEW_RUNS = 40
+
+
+def figures(study: Study) -> list[Figure]:
+    """Every figure that the study's runs have numbers for, in the page's order."""
+    made = [hero(study), entropy(study), norms(study), final_norm(study), heat_map(study), shown(study)]
+    return [figure for figure in made if figure is not None]
+
+
+def hero_arms(study: Study) -> tuple[str, ...]:
+    """Arms of the first figure: as the grid or its claims say, or every one of runs without a grid."""
+    if study.registered and study.hero:
+        return study.hero
+    have = {run.arm for run in study.runs if run.tags}
+    return tuple(arm for arm in study.arms if arm in have)
+
+
+def leading_arms(study: Study) -> tuple[str, ...]:
+    """Those of `hero_arms` that later figures show: all, or where they are many those with a colour of their own,
+    or the two ends of each family's axis."""
+    arms = hero_arms(study)
+    if len(arms) <= FEW_ARMS:
+        return arms
+    ends = [
+        arm
+        for members in families(study).values()
+        if (kept := [m for m in members if m in arms])
+        for arm in dict.fromkeys((kept[0], kept[-1]))
+    ]
+    if len(ends) < len(arms) and len(ends) <= FEW_ARMS:
+        return tuple(ends)
+    colours = arm_colours(study)
+    return tuple(arm for arm in arms if colours.get(arm, GREY) != GREY)[:FEW_ARMS]
+
+
+def hero(study: Study) -> Figure | None:
+    """Loss and largest attention logit by modality."""
+    arms = hero_arms(study)
+    return _loss_and_logits(study, "hero", arms, hero_reading(study, arms))
+
+
+def shown(study: Study) -> Figure | None:
+    """The same for the arms that are shown and decide nothing."""
+    arms = study.shown
+    if not arms:
+        return None
+    measured = [arm for arm in by_logit(study, arms) if not math.isnan(at_end(study, arm, LOGIT))]
+    runs = [run for arm in arms for run in study.of_arm(arm)]
+    diverged = [study.label(a) for a in arms if any(r.status.status == "diverged" for r in study.of_arm(a))]
+    tail = f"; diverged: {listed(diverged)}" if diverged else ""
+    if not diverged and all(run.status.finished for run in runs):
+        tail = "; none diverged"
+    ends = listed(listed_ends(study, measured, LOGIT))
+    reading = (
+        f"The largest attention logit {verb(study, measured)} at {ends}{of_medians(study, measured)}"
+        if measured
+        else "Attention logits were not measured"
+    )
+    return _loss_and_logits(study, "shown", arms, f"{reading}{tail}.")
+
+
+def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str) -> Figure | None:
+    points = points_a_line(2 * len(study.modalities) * sum(len(study.of_arm(arm)) for arm in arms))
+    width = bin_width(study, points)
+    losses, logits = [], []
+    for modality in study.modalities:
+        lines = arm_lines(study, arms, modality, loss_series(modality, width), points)
+        losses.append(Panel(f"loss/{modality}", capital(modality), "training loss (nats a token)", lines))
+        logit = arm_lines(study, arms, modality, reduced("attn_logit_absmax", np.max, modality), points)
+        bound = bound_lines(study, arms, modality) if len(arms) <= FEW_ARMS else ()
+        title = f"{capital(modality)} queries"
+        logits.append(
+            Panel(
+                f"attn_logit_absmax/{modality}",
+                title,
+                "largest |attention logit|",
+                (*logit, *bound),
+                log=True,
+            )
+        )
+    start = max((line.values[0] for panel in losses for line in panel.lines), default=math.nan)
+    top = LOSS_TOP * start
+    cut = any((line.values > top).any() for panel in losses for line in panel.lines)
+    losses = [replace(panel, top=top if cut else math.nan) for panel in losses]
+    if len(arms) > FEW_ARMS:
+        losses, logits = ([_runs_alone(panel) for panel in row] for row in (losses, logits))
+    rows = tuple(tuple(row) for row in (losses, logits) if any(panel.lines for panel in row))
+    if not rows:
+        return None
+    caption = [seeds_caption(study, arms) if len(arms) <= FEW_ARMS else "A line a run."]
+    if width > 1:
+        caption.append(f"A point of the loss is the mean of {width} steps.")
+    if any(line.role != "bound" for panel in logits for line in panel.lines):
+        caption.append(
+            "Logits are those of attention, before any cap, largest over layers, heads, keys and the probe's "
+            "sequences."
+        )
+    if cut:
+        caption.append(f"Losses above {nats(top)} nats are cut off.")
+    if any(line.role == "bound" for panel in logits for line in panel.lines):
+        caption.append(
+            "Dotted: the QK-Norm bound, which the present gains allow at most. Staying under it is by construction; "
+            "the evidence is elsewhere."
+        )
+    caption += untrained(study, arms)
+    if any(line.diverged for panel in (*losses, *logits) for line in panel.lines):
+        caption.append("× marks where a run was stopped as diverged.")
+    if any(len(at) > points for at in _probes(study, arms)):
+        caption.append(
+            f"Each logit line is thinned to {points} points: the highest and lowest of every stretch."
+        )
+    return Figure(name, reading, " ".join(caption), rows, tuple(arms), legend(study, arms, study.modalities))
+
+
+def _runs_alone(panel: Panel) -> Panel:
+    """Without medians: of many arms they hide the runs."""
+    return replace(panel, lines=tuple(replace(li, alone=False) for li in panel.lines if li.role == "seed"))
+
+
+def _probes(study: Study, arms: Sequence[str]) -> list[np.ndarray]:
+    series = reduced("attn_logit_absmax", np.max, study.modalities[0]) if study.modalities else None
+    return [series(run)[0] for arm in arms for run in study.of_arm(arm)] if series else []
+
+
+def few_lines(
+    study: Study, arms: Sequence[str], modality: str, series: Callable[[Run], Series]
+) -> tuple[Line, ...]:
+    """`arm_lines`, the medians alone where the runs are many."""
+    runs = sum(len(study.of_arm(arm)) for arm in arms)
+    lines = arm_lines(study, arms, modality, series, points_a_line(runs))
+    return lines if runs <= FEW_RUNS else tuple(line for line in lines if line.seed is None or line.alone)
+
+
+def lines_caption(study: Study, arms: Sequence[str]) -> str:
+    """What the lines of `few_lines` are."""
+    if sum(len(study.of_arm(arm)) for arm in arms) <= FEW_RUNS:
+        return seeds_caption(study, arms)
+    return "Lines: medians over the runs of an arm; single runs are in the first figure."
+
+
+def entropy(study: Study) -> Figure | None:
+    """Attention entropy by query modality."""
+    arms = leading_arms(study)
+    panels = [
+        Panel(
+            f"attn_entropy/{m}",
+            f"{capital(m)} queries",
+            "attention entropy (nats)",
+            few_lines(study, arms, m, reduced("attn_entropy", np.min, m)),
+        )
+        for m in study.modalities
+    ]
+    if not any(panel.lines for panel in panels):
+        return None
+    ends = ends_by_modality(study, arms, attention_entropy, "queries", lambda v: f"{nats(v)} nats")
+    ended = f"{verb(study, arms)} {ends}{of_medians(study, arms)}"
+    reading = f"The attention entropy {ended}." if ends else "The attention entropy is not finite."
+    caption = (
+        f"{lines_caption(study, arms)} Mean over heads and queries that see at least 8 keys, in the "
+        "layer where it is lowest."
+    )
+    return Figure("entropy", reading, caption, (tuple(panels),), arms, legend(study, arms, study.modalities))
+
+
+def norms(study: Study) -> Figure | None:
+    """Query, key, value and residual norms by modality."""
+    arms = leading_arms(study)
+    rows, growth = [], {}
+    for statistic, symbol in NORMS.items():
+        row = []
+        for modality in study.modalities:
+            lines = few_lines(study, arms, modality, reduced(statistic, np.mean, modality))
+            title = f"{symbol}, {modality} tokens"
+            row.append(Panel(f"{statistic}/{modality}", title, f"mean {symbol} (L2)", lines, log=True))
+            for arm in arms:
+                growth[(symbol, modality, arm)] = middle(
+                    line.values[-1] / line.values[0]
+                    for line in lines
+                    if line.arm == arm and line.seed is not None and line.values[0] > 0
+                )
+        if any(panel.lines for panel in row):
+            rows.append(tuple(row))
+    growth = {key: value for key, value in growth.items() if math.isfinite(value) and value > 0}
+    if not growth:
+        return None
+    top = _changed_most(growth)
+    reading = (
+        f"Of these norms {top[0]} of {top[1]} tokens in “{study.label(top[2])}” changed most from first to last "
+        f"probe: ×{number(growth[top])}"
+    )
+    values = {key: v for key, v in growth.items() if key[0] == NORMS["v_norm"]}
+    if values and top not in values:
+        most = number(values[_changed_most(values)])
+        reading += f"; ‖v‖, which is outside the logit product, at most ×{most}"
+    caption = (
+        f"{lines_caption(study, arms)} Mean over tokens, heads and layers. q and k are what enters the "
+        "dot product: after QK-Norm, where there is one."
+    )
+    return Figure("norms", f"{reading}.", caption, tuple(rows), arms, legend(study, arms, study.modalities))
+
+
+def _changed_most(growth: dict[tuple[str, str, str], float]) -> tuple[str, str, str]:
+    return max(growth, key=lambda key: abs(math.log(growth[key])))
+
+
+def final_norm(study: Study, arms: tuple[str, ...] = ()) -> Figure | None:
+    """Output norm of the last layer, L2 and RMS: Chameleon's Fig. 5a, by modality."""
+    arms = arms or leading_arms(study)
+    factor = _rms_factor(study, arms)
+    row = tuple(
+        Panel(
+            f"final_norm/{m}",
+            f"{capital(m)} tokens",
+            "last-layer output, L2",
+            few_lines(study, arms, m, reduced("final_norm", np.mean, m)),
+            right=("RMS", factor) if factor else None,
+        )
+        for m in study.modalities
+    )
+    if not any(panel.lines for panel in row):
+        return None
+    ends = ends_by_modality(study, arms, METRICS["final_norm"].measure, "tokens", number)
+    reading = (
+        f"The last layer's output norm {verb(study, arms)} {ends}{of_medians(study, arms)}."
+        if ends
+        else "The last layer's output is not finite."
+    )
+    caption = (
+        f"{lines_caption(study, arms)} Norm of the residual stream after the last layer and before the "
+        "final norm, mean over tokens. Chameleon (2405.09818, Fig. 5a) does not say whether its norm is L2 "
+        "or RMS" + (": the right axis is RMS." if factor else ".")
+    )
+    keys = legend(study, arms, study.modalities)
+    return Figure("final_norm", reading, caption, (row,), arms, keys, like="Chameleon Fig. 5a")
+
+
+def _rms_factor(study: Study, arms: Sequence[str]) -> float:
+    """RMS over L2, which is 1/√width: one number where the arms have one width, and 0 where they do not."""
+    modalities = study.modalities
+    ratios = [
+        run.series(f"final_rms/{m}")[1] / run.series(f"final_norm/{m}")[1]
+        for arm in arms
+        for run in study.of_arm(arm)
+        for m in modalities
+        if len(run.series(f"final_rms/{m}")[1]) == len(run.series(f"final_norm/{m}")[1]) > 0
+    ]
+    together = np.concatenate(ratios) if ratios else np.zeros(0)
+    together = together[np.isfinite(together)]
+    if not len(together) or together.max() > 1.01 * together.min():
+        return 0.0
+    return float(np.median(together))
+
+
+def heat_map(study: Study) -> Figure | None:
+    """The largest logit by layer and step, in the arms where it ended highest and lowest."""
+    arms = leading_arms(study)
+    ordered = [arm for arm in by_logit(study, arms) if not math.isnan(at_end(study, arm, LOGIT))]
+    rows, parts = [], []
+    for arm in dict.fromkeys((ordered[0], ordered[-1]) if ordered else ()):
+        row, peaks = [], []
+        for modality in study.modalities:
+            found = layer_map(study, arm, "attn_logit_absmax", modality)
+            if found is None:
+                continue
+            steps, values = found
+            title = f"{study.label(arm)}: {modality} queries"
+            row.append(
+                HeatMap("attn_logit_absmax", title, "largest |attention logit|", arm, modality, steps, values)
+            )
+            peaks.append(values[:, -1])
+        if row:
+            rows.append(tuple(row))
+            last = np.fmax.reduce(peaks)
+            if np.isnan(last).all():
+                continue
+            layer = int(np.nanargmax(last))
+            parts.append(f"in layer {layer} of {study.label(arm)} ({number(float(last[layer]))})")
+    if not rows:
+        return None
+    drawn = tuple(dict.fromkeys(panel.arm for row in rows for panel in row))
+    which = (
+        f"in the arm where it {verb(study, drawn)} highest, and in the one where it {verb(study, drawn)} lowest"
+        if len(drawn) > 1
+        else ""
+    )
+    reading = "The largest attention logit by layer."
+    if parts:
+        reading = f"At the last probe the largest attention logit stood {', and '.join(parts)}."
+    median = of_medians(study, drawn, "median over seeds, ")
+    caption = f"The largest logit by layer {which}".rstrip() + f"; {median}one colour scale."
+    return Figure("layers", reading, caption, tuple(rows), drawn)

@@ -1,0 +1,135 @@
+"""Runs that differ in learning rate and model size alone: what figures over either are made of.
+
+The groups come from the runs' configurations, so a plain folder has them as well as a grid with axes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmqk.analysis.formatting import listed
+from mmqk.analysis.metrics import model_size
+from mmqk.analysis.runs.load import Run
+from mmqk.analysis.verdicts.study import Study
+from mmqk.analysis.verdicts.verdicts import middle
+
+RATE = "optim.lr"
+SIZE = ("model.d_model", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.d_head", "model.d_ff")
+FEWEST_RATES = 3
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Runs of one configuration at several learning rates, and perhaps several sizes.
+
+    Attributes:
+        label: in words.
+        runs: all of them, with a learning rate and a size each.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Their arms."""
+        return tuple(dict.fromkeys(run.arm for run in self.runs))
+
+    @property
+    def rates(self) -> list[float]:
+        """Learning rates, rising."""
+        return sorted({rate(run) for run in self.runs})
+
+    @property
+    def sizes(self) -> list[float]:
+        """Numbers of parameters without embeddings and head, rising."""
+        return sorted({model_size(run) for run in self.runs})
+
+    def at(self, *, lr: float | None = None, size: float | None = None) -> list[Run]:
+        """The runs at a learning rate, at a size, or at both."""
+        return [
+            run
+            for run in self.runs
+            if (lr is None or rate(run) == lr) and (size is None or model_size(run) == size)
+        ]
+
+
+def rate(run: Run) -> float:
+    """The peak learning rate, NaN where it was not recorded."""
+    value = run.setting(RATE)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration by dotted field."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
+    """Runs grouped by their identity, seed and some fields (or blocks of fields) left out."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.identity and run.role in ("verdict", "selection") and not run.fork:
+            left = {
+                name: value
+                for name, value in flat(run.identity).items()
+                if name != "seed" and not any(name == f or name.startswith(f"{f}.") for f in apart_from)
+            }
+            groups.setdefault(json.dumps(left, sort_keys=True, default=str), []).append(run)
+    return list(groups.values())
+
+
+def sweeps(study: Study, arms: Sequence[str] = ()) -> list[Sweep]:
+    """The groups with at least three learning rates, the largest first; of the arms or families named, if any."""
+    runs = [
+        run
+        for run in study.runs
+        if rate(run) > 0
+        and model_size(run) > 0
+        and run.tags
+        and (not arms or run.arm in arms or run.family in arms)
+    ]
+    runs = list({run.name: run for run in runs}.values())
+    groups = [g for g in alike(runs, (RATE, *SIZE)) if len({rate(run) for run in g}) >= FEWEST_RATES]
+    groups.sort(key=lambda group: -len({(rate(run), model_size(run)) for run in group}))
+    return [Sweep(label, tuple(group)) for label, group in zip(_labels(study, groups), groups, strict=True)]
+
+
+def _labels(study: Study, groups: Sequence[Sequence[Run]]) -> list[str]:
+    """A group's name: that of its only family, of its only arm, or the fields in which it differs from the others."""
+    labels = []
+    settings = [flat(group[0].identity) for group in groups]
+    for group, own in zip(groups, settings, strict=True):
+        families = list(dict.fromkeys(run.family for run in group))
+        if len(families) == 1 and families[0] != group[0].arm:
+            labels.append(study.label(families[0]))
+            continue
+        if len({run.arm for run in group}) == 1:
+            labels.append(study.label(group[0].arm))
+            continue
+        differ = [
+            f"{name.removeprefix('model.')} {value}"
+            for name, value in own.items()
+            if name not in ("seed", RATE, *SIZE) and any(other.get(name) != value for other in settings)
+        ]
+        labels.append(listed(differ[:3]) or study.title)
+    return labels
+
+
+def medians(
+    runs: Iterable[Run], key: Callable[[Run], float], value: Callable[[Run], float]
+) -> dict[float, float]:
+    """The median of a value over the runs at each key, keys rising."""
+    found: dict[float, list[float]] = {}
+    for run in runs:
+        found.setdefault(key(run), []).append(value(run))
+    return {at: middle(values) for at, values in sorted(found.items())}

@@ -1,0 +1,321 @@
+"""The page's sentences about its verdicts, made from the numbers so that they are true of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from mmqk.analysis.formatting import capital, decimals, fixed, listed, nats, number, plural
+from mmqk.analysis.metrics import METRICS, Metric, final_loss
+from mmqk.analysis.runs.replays import ReplayVerdict, replay_verdicts
+from mmqk.analysis.stats.effects import Effect
+from mmqk.analysis.stats.exact import Counts
+from mmqk.analysis.verdicts.claims import CHECKS
+from mmqk.analysis.verdicts.study import Study
+from mmqk.analysis.verdicts.verdicts import Verdict, detectable_in_words, middle
+from mmqk.report.figures.captions import of_medians, verb
+from mmqk.store.formatting import plain
+
+# Of a ratio whose interval reaches further than this on the logarithm, two digits are enough.
+ROUGH = 0.35
+MARKS = {
+    "V": "the source's own text or code was read",
+    "S": "a detailed secondary source was read, not the paper itself",
+    "A": "only the abstract was read",
+    "M": "from memory, unchecked",
+    "I": "our inference or arithmetic",
+    "X": "read off a chart by an automatic converter: a direction, not a number to match",
+}
+
+
+def lead(study: Study, verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
+    """The verdicts that the title is about, and those of the sentences under it."""
+    by_id = {v.claim.id: v for v in verdicts}
+    named = study.report.get("headline")
+    first = [by_id[i] for i in ([named] if isinstance(named, str) else named or []) if i in by_id]
+    decided = [v for v in verdicts if v.claim.decided]
+    leading = first or decided[:1]
+    if not leading:
+        return [], list(verdicts)
+    return leading, [v for v in decided if v not in leading]
+
+
+def headline(study: Study, verdicts: Sequence[Verdict]) -> tuple[str, list[str]]:
+    """The page's title, and the sentences under it: what each further claim found."""
+    leading, rest = lead(study, verdicts)
+    title = "; ".join(finding(study, v).rstrip(".") for v in leading)
+    return title or _plain_headline(study), [finding(study, v) for v in rest]
+
+
+def finding(study: Study, verdict: Verdict) -> str:
+    """One sentence: what was measured, with interval and n; in the grid's words if it has some."""
+    claim, effect = verdict.claim, verdict.effect
+    if verdict.verdict == "not run":
+        return f"{claim.id} was not run: {capital(claim.statement).rstrip('.')}."
+    if not claim.decided:
+        values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
+        return f"{_medians(verdict)}: {listed(values)}; shown, not decided."
+    if effect is None:
+        return f"{claim.id} stays open: {_lower(verdict.open) or 'nothing was measured'}."
+    said = _measured(study, verdict, effect)
+    if verdict.bounds:
+        runs, count = plural(verdict.bounds, "failed run"), "counts" if verdict.bounds == 1 else "count"
+        said += f"; a bound, as {runs} {count} with the worst value seen"
+    decided = verdict.verdict in ("reproduced", "contradicted")
+    if decided and claim.unchecked:
+        said += f"; not checked: {listed([CHECKS[name] for name in claim.unchecked])}"
+    return f"Exploratory: {said}." if decided and claim.status == "exploratory" else f"{said}."
+
+
+def _measured(study: Study, verdict: Verdict, effect: Effect | Counts) -> str:
+    """What a decided claim measured, without a full stop."""
+    claim, words = verdict.claim, numbers_here(verdict)
+    template = claim.finding.get(verdict.verdict)
+    # The grid's words have an interval in them.
+    if template and effect.has_interval:
+        because = f"; {_lower(verdict.open)}" if verdict.open else ""
+        return template.format(**words).strip().rstrip(".") + because
+    tail = _tail(verdict)
+    if claim.test == "count":
+        shares = [f"{a} of {n} runs of “{study.label(arm)}”" for arm, (a, n) in verdict.counts.items()]
+        what = verdict.metric.label.removeprefix("share of runs ")
+        interval = f"95 % interval {words['low']} to {words['high']}"
+        return f"{capital(listed(shares))} are ones {what} (difference {words['ratio']}, {interval}){tail}"
+    metric = verdict.metric
+    verb = "ended" if isinstance(metric, Metric) and not metric.counts_failures else "was"
+    low, high, than = words["low"], words["high"], "as"
+    amount = f"{words['ratio']} times as high in"
+    if metric.scale == "linear":
+        # Size and interval look the way of the effect: "lower by 0.04 (0.03 to 0.05)".
+        size, low, high = _linear(effect, math.copysign(1, effect.value), metric.unit, sign="-")
+        amount, than = f"{size} {'lower' if effect.value < 0 else 'higher'} in", "than"
+    interval = (
+        f"95 % interval {low} to {high}, {words['seeds']} an arm"
+        if effect.has_interval
+        else f"{words['seeds']}, no interval"
+    )
+    return (
+        f"The {metric.label} {verb} {amount} “{study.label(claim.treatment)}” {than} in "
+        f"“{study.label(claim.control)}” ({interval}){tail}"
+    )
+
+
+def _lower(sentence: str) -> str:
+    return (sentence[:1].lower() + sentence[1:]).rstrip(".")
+
+
+def _tail(verdict: Verdict) -> str:
+    """What the number means for the claim."""
+    threshold, equivalence = _threshold(verdict), verdict.claim.test == "equivalence"
+    return {
+        "reproduced": f", no difference as large as {threshold}" if equivalence else "",
+        "contradicted": f", a difference of at least {threshold}"
+        if equivalence
+        else f", short of the smallest effect of interest, {threshold}",
+        "inconclusive": f", which does not decide {verdict.claim.id}{_because(verdict)}",
+    }[verdict.verdict]
+
+
+def _because(verdict: Verdict) -> str:
+    if verdict.open:
+        return f": {_lower(verdict.open)}"
+    failed = [c.name for c in verdict.controls if not c.passed and not c.name.startswith("positive control")]
+    return f": “{failed[0]}” did not hold" if failed else ""
+
+
+def numbers_here(verdict: Verdict) -> dict[str, str]:
+    """An effect in words, to the precision of its interval: ratio or difference, low, high, n, seeds, and the size of
+    a difference: positive where it is as claimed, and of an equivalence always."""
+    effect = verdict.effect
+    if effect is None:
+        return {}
+    claim, unit = verdict.claim, verdict.metric.unit
+    if verdict.metric.scale == "log":
+        half = effect.high - effect.low if effect.has_interval else math.inf
+        digits = 3 if half < 2 * ROUGH else 2
+        value, low, high = (number(_exp(v), digits) for v in (effect.value, effect.low, effect.high))
+        size = value
+    else:
+        value, low, high = _linear(effect, 1, unit, sign="+")
+        way = math.copysign(1, effect.value) if claim.test == "equivalence" else claim.sign
+        size, *_ = _linear(effect, way, unit, sign="-")
+    return {
+        "ratio": value,
+        "difference": value.lstrip("+"),
+        "size": size,
+        "low": low,
+        "high": high,
+        "n": str(effect.n),
+        "seeds": plural(effect.n, "seed"),
+    }
+
+
+def _linear(effect: Effect | Counts, way: float, unit: str, sign: str) -> tuple[str, str, str]:
+    """(difference with its unit, low, high with the unit), seen the way of the effect (1) or against it (-1)."""
+    ends = sorted((way * effect.low, way * effect.high)) if effect.has_interval else [math.nan, math.nan]
+    places = decimals((ends[1] - ends[0]) / 2)
+    value, low, high = (
+        fixed(v, places, sign) if math.isfinite(v) else number(v) for v in (way * effect.value, *ends)
+    )
+    return f"{value} {unit}".strip(), low, f"{high} {unit}".strip()
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def number_here(study: Study, verdict: Verdict) -> tuple[str, str]:
+    """The verdict table's cell: the effect with its interval, empty without one, and the arms' medians."""
+    if verdict.verdict == "not run":
+        return "", "Not run."
+    values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
+    medians = f"{_medians(verdict)}: {', '.join(values)}."
+    effect = verdict.effect
+    if effect is None or not verdict.claim.decided:
+        return "", medians
+    words = numbers_here(verdict)
+    value = f"×{words['ratio']}" if verdict.metric.scale == "log" else words["ratio"]
+    interval = f" ({words['low']} to {words['high']})" if effect.has_interval else " (no interval)"
+    return f"{value}{interval}, n = {effect.n}", medians
+
+
+def _medians(verdict: Verdict) -> str:
+    """The metric, and that its numbers by arm are medians, where they are: effects are means."""
+    return capital(verdict.metric.label) + (", medians" if _several(verdict) else "")
+
+
+def _several(verdict: Verdict) -> bool:
+    """Whether its numbers by arm are medians of several runs."""
+    return not verdict.counts and len(verdict.runs) > len(verdict.medians)
+
+
+def about_numbers(verdicts: Sequence[Verdict]) -> str:
+    """What the effects, intervals and numbers by arm of the verdict table are."""
+    effects = [v for v in verdicts if v.claim.decided and v.effect is not None]
+    means = [v for v in effects if isinstance(v.effect, Effect)]
+    said = []
+    if means:
+        of = ", of ratios on the logarithm" if any(v.metric.scale == "log" for v in means) else ""
+        medians = ", and numbers by arm medians over runs" if any(map(_several, means)) else ""
+        said.append(f"Effects are means over shared seeds{of}{medians}")
+        if any(v.effect is not None and v.effect.has_interval for v in means):
+            said.append("intervals are Student's t")
+    if len(means) < len(effects):
+        said.append("differences of shares have Chan and Zhang's exact interval")
+    return f"{capital('; '.join(said))}." if said else ""
+
+
+def _threshold(verdict: Verdict) -> str:
+    delta = verdict.claim.delta
+    either = verdict.claim.test == "equivalence"
+    sign = 1 if either else verdict.claim.sign
+    way = " either way" if either else ""
+    if verdict.metric.scale == "log":
+        return f"a factor of {plain(math.exp(sign * delta))}{way}"
+    return f"{plain(sign * delta)} {verdict.metric.unit}".strip() + way
+
+
+def threshold_in_words(verdict: Verdict) -> str:
+    """The smallest effect of interest, e.g. ``a factor of 2``; empty for what is not decided."""
+    return _threshold(verdict) if verdict.claim.decided else ""
+
+
+def _plain_headline(study: Study) -> str:
+    if replayed := [_of_replays(study, found) for found in replay_verdicts(study.runs)]:
+        return "; ".join(replayed)
+    metric = METRICS["largest_attention_logit"]
+    ends = {arm: middle(metric.measure(run, None) for run in study.ended(arm)) for arm in study.arms}
+    measured = {arm: value for arm, value in ends.items() if not math.isnan(value)}
+    runs = plural(len(study.runs), "run")
+    if not measured:
+        return f"{study.title}: {runs}, without a measured attention logit"
+    if len(measured) == 1:
+        (arm, value), *_ = measured.items()
+        ended = verb(study, measured)
+        losses = [
+            f"{m} {nats(middle(final_loss(run, m).value for run in study.ended(arm)))}"
+            for m in study.modalities
+            if any(math.isfinite(final_loss(run, m).value) for run in study.ended(arm))
+        ]
+        also = f" and the losses at {listed(losses)} nats" if losses else ""
+        medians = of_medians(study, measured)
+        return f"{study.label(arm)}: the largest attention logit {ended} at {number(value)}{also} ({runs}{medians})"
+    low, high = min(measured, key=measured.__getitem__), max(measured, key=measured.__getitem__)
+    return (
+        f"Over {runs} the largest attention logit {verb(study, measured)} between {number(measured[low])} "
+        f"({study.label(low)}) and {number(measured[high])} ({study.label(high)}){of_medians(study, measured)}"
+    )
+
+
+def _of_replays(study: Study, found: ReplayVerdict) -> str:
+    who, run = found.of, next((run for run in study.runs if run.name == found.of), None)
+    if run is not None:
+        who = f"{capital(study.label(run.arm))}, seed {run.seed}, diverged at step {run.status.step}"
+    return f"{who}: replays call it {found.label}. {found.sentence.rstrip('.')}"
+
+
+def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
+    """What these runs cannot say: the grid's own list, and what the runs turned out to lack."""
+    written = study.report.get("cannot_tell") or ()
+    items = [written] if isinstance(written, str) else [str(item) for item in written]
+    for verdict in verdicts:
+        for control in verdict.controls:
+            if not control.passed:
+                items.append(f"{verdict.claim.id}: “{control.name}” did not pass: {control.detail}.")
+        if verdict.claim.decided and verdict.claim.not_checked:
+            items.append(f"{verdict.claim.id}: not checked: {listed(verdict.claim.not_checked)}.")
+    powers: dict[int, list[str]] = {}
+    for verdict in verdicts:
+        equivalence = verdict.claim.test == "equivalence"
+        if verdict.effect is not None and not equivalence and (size := detectable_in_words(verdict)):
+            powers.setdefault(verdict.effect.n, []).append(f"{size} ({verdict.claim.id})")
+    items += [
+        f"Effects short of {listed(sizes)}: {plural(n, 'seed')} an arm reproduce such a claim less than four times "
+        "in five."
+        for n, sizes in powers.items()
+    ]
+    shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]
+    if shown:
+        items.append(f"{listed(shown)}: shown, not decided. One look at a few runs, with no interval.")
+    items += _about_runs(study)
+    return list(dict.fromkeys(items))
+
+
+def _about_runs(study: Study) -> list[str]:
+    items = []
+    if not study.claims:
+        items.append(
+            "Whether a difference is more than chance. Nothing was claimed before these runs were made, so nothing "
+            "here is decided and no number has an interval."
+        )
+    unfinished = [run for run in study.runs if not run.status.finished]
+    if study.missing or unfinished:
+        parts = []
+        if study.missing:
+            parts.append(f"{plural(len(study.missing), 'run')} of the grid not started")
+        parts += [
+            f"{study.label(run.arm)} seed {run.seed} {run.status.status} at step {run.status.step}"
+            for run in unfinished
+        ]
+        items.append(
+            f"What is not finished: {', '.join(parts)}. Such runs are drawn and count in no verdict."
+        )
+    rates = sorted({float(v) for v in _values(study, study.hero, "optim.lr")})
+    tuned = any(study.selection(study.arms[arm]) for arm in study.hero)
+    if study.registered and len(rates) == 1 and len(study.hero) > 1 and not tuned:
+        items.append(
+            f"Other learning rates: the compared arms ran at {rates[0]:g} and were not tuned one by one, so "
+            "an arm may stand better or worse at its own best one."
+        )
+    if len({run.code for run in study.runs if run.code}) > 1:
+        items.append(
+            "Whether a change of the code between the runs matters: they were made by several versions."
+        )
+    return items
+
+
+def _values(study: Study, arms: Sequence[str], name: str) -> list[float]:
+    values = [run.setting(name) for arm in arms for run in study.of_arm(arm)]
+    return [v for v in values if isinstance(v, int | float) and np.isfinite(v)]

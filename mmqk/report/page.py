@@ -1,0 +1,341 @@
+"""The page: findings and figures as index.html, report.md, figures/ and verdicts.json.
+
+Two reports of the same runs are the same bytes: nothing in them depends on when or where they were made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmqk.analysis.formatting import DASH, plural, slug
+from mmqk.analysis.metrics import LEARNT_NATS, LOSS_WINDOW, unigram_entropy
+from mmqk.analysis.verdicts.combined import Findings, read
+from mmqk.analysis.verdicts.study import Study
+from mmqk.analysis.verdicts.verdicts import Verdict
+from mmqk.report.figures.claims import claim_figure
+from mmqk.report.figures.compose import figure_files
+from mmqk.report.figures.draw import Brush, svg_panels
+from mmqk.report.figures.fork_tree import Node, fork_figure, fork_tree
+from mmqk.report.figures.papers import paper_figures
+from mmqk.report.figures.shapes import Figure, Panel
+from mmqk.report.figures.standard import figures
+from mmqk.report.figures.style import arm_colours
+from mmqk.report.findings import about_numbers, cannot_tell, finding, headline, lead
+from mmqk.report.render import TEMPLATES, css, render
+from mmqk.report.run_table import anchor, run_rows, totals
+from mmqk.report.tables import arm_rows, claim_sections, data_rows, environment, used_marks, verdict_rows
+from mmqk.store import UserError, relative_word, without_roots, write_folder
+
+# The data inspector's page has the same style sheet.
+__all__ = ["TEMPLATES", "write_report"]
+
+SECTIONS = (
+    ("attention", "Attention entropy and norms", ("entropy", "norms")),
+    ("output", "Output of the last layer", ("final_norm",)),
+    ("by-layer", "Layer by layer", ("layers",)),
+    ("not-decided", "Shown, not decided", ("shown",)),
+)
+CHANGED = "Claims were changed after they were first registered."
+LOST = (
+    "Claims were registered after runs had begun, as there was no earlier registration: they are exploratory."
+)
+# Commands of single runs on the page; each run.json has its own.
+MOST_COMMANDS = 4
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Every figure of a page."""
+
+    main: list[Figure]
+    claims: dict[str, Figure]
+    papers: list[Figure]
+    forks: Figure | None
+
+    @property
+    def all(self) -> list[Figure]:
+        """In the page's order."""
+        return [*self.main, *self.claims.values(), *self.papers, *([self.forks] if self.forks else [])]
+
+
+def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) -> tuple[Study, list[Verdict]]:
+    """Read the runs of one folder or of several and write their report into ``out``, made if it does not exist.
+
+    Raises:
+        UserError: a folder has no runs or a record that cannot be read; ``out`` cannot be written.
+    """
+    found = read([folders] if isinstance(folders, str | Path) else folders)
+    out = Path(out)
+    try:
+        write_folder(out, {})  # before anything is drawn: a folder that cannot be written is known at once
+        write_folder(out, _files(found))
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror or error}): give another --out") from error
+    return found.study, list(found.verdicts)
+
+
+def _files(found: Findings) -> dict[str, str | bytes]:
+    """The report's files by name."""
+    study = found.study
+    nodes = fork_tree(study)
+    claims = {v.claim.id: claim_figure(study, v) for v in found.verdicts}
+    drawn = Drawn(
+        figures(study),
+        {id: figure for id, figure in claims.items() if figure is not None},
+        paper_figures(study),
+        fork_figure(study, nodes),
+    )
+    brush = Brush.of(study)
+    files: dict[str, str | bytes] = {
+        "verdicts.json": json.dumps(
+            without_roots([v.as_record() for v in found.verdicts]), indent=1, ensure_ascii=False
+        )
+        + "\n"
+    }
+    for figure in drawn.all:
+        files[f"figures/{figure.name}.csv"] = figure.csv()
+        for kind, data in figure_files(brush, figure).items():
+            files[f"figures/{figure.name}.{kind}"] = data
+    content = page_content(found, drawn, nodes)
+    files["report.md"] = render("report.md", content)
+    files["index.html"] = render("index.html", content | {"css": css()})
+    return files
+
+
+ABOUT_DATA = (
+    "Nats a token, over the first training sequences of a run. Unigram: entropy of the token frequencies. Compressed:"
+    " what LZMA needs. n-gram: held-out cross-entropy of a small n-gram model. Best loss: the lowest that a run here"
+    " reached. The last three are upper bounds on the entropy rate. Floor: the loss of a model that knows the source,"
+    " where it is synthetic. Repeated: tokens in passages of 8 seen before."
+)
+
+
+def page_content(found: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[str, Any]:
+    """Everything that the templates say, as plain data."""
+    study, verdicts = found.study, found.verdicts
+    brush = Brush.of(study)
+    views = {figure.name: _view(study, brush, figure) for figure in drawn.all}
+    colours = arm_colours(study)
+    rows, stands = run_rows(study, colours), arm_rows(study, colours)
+    shown = {study.label(arm) for arm in study.shown}
+    claims = [
+        row | section | {"figure": views[drawn.claims[row["id"]].name] if row["id"] in drawn.claims else None}
+        for row, section in zip(verdict_rows(study, verdicts), claim_sections(study, verdicts), strict=True)
+    ]
+    sections = []
+    if drawn.papers:
+        papers = [views[figure.name] for figure in drawn.papers]
+        sections.append({"id": "papers", "title": "As in the papers", "figures": papers, "ended": []})
+    for id, heading, names in SECTIONS:
+        present = [views[name] for name in names if name in views]
+        if present:
+            ended = [row for row in rows if row["label"] in shown] if id == "not-decided" else []
+            sections.append({"id": id, "title": heading, "figures": present, "ended": ended})
+    content = {
+        "page": {
+            "title": headline(study, verdicts)[0],
+            "titles": _titles(study, verdicts),
+            "standfirst": _standfirst(study, verdicts),
+            "kicker": _kicker(study),
+            "learnt": _about_learning(study),
+            "losses": _about_losses([row["final"] for row in stands]),
+            "run_losses": _about_losses([loss for row in rows for loss in row["losses"]]),
+            "numbers": about_numbers(verdicts),
+            "data": ABOUT_DATA,
+            "totals": totals(study),
+        },
+        "figures": views,
+        "verdicts": claims,
+        "registration": " ".join(
+            said
+            for said, holds in ((CHANGED, study.claims_changed), (LOST, study.registration_lost))
+            if holds
+        ),
+        "marks": used_marks(verdicts),
+        "slugs": {v.claim.id: slug(v.claim.id) for v in verdicts},
+        "cannot_tell": cannot_tell(study, verdicts),
+        "commands": _commands(found),
+        "sections": sections,
+        "arms": stands,
+        "data": data_rows(study),
+        "excess": any(tag.statistic == "excess" for run in study.runs for tag in run.tags.values()),
+        "runs": rows,
+        "modalities": study.modalities,
+        "environment": environment(study),
+        "forks": _fork_rows(study, nodes, colours),
+        "replays": _replay_rows(found),
+    }
+    return without_roots(content | {"index": _index(content)})
+
+
+def _titles(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
+    """The title in parts, each with a link to where its numbers come from."""
+    leading, _ = lead(study, verdicts)
+    parts = [{"text": finding(study, v).rstrip("."), "href": f"#claim-{slug(v.claim.id)}"} for v in leading]
+    return parts or [{"text": headline(study, verdicts)[0], "href": "#runs"}]
+
+
+def _standfirst(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
+    _, rest = lead(study, verdicts)
+    return [{"text": finding(study, v), "href": f"#claim-{slug(v.claim.id)}"} for v in rest]
+
+
+def _index(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The side index: an entry a heading, claims under the verdicts."""
+    claims = [
+        {"href": f"#claim-{v['slug']}", "label": v["id"], "css": v["css"], "title": v["verdict"]}
+        for v in content["verdicts"]
+    ]
+    entries: list[tuple[bool, str, str, list[dict[str, Any]]]] = [
+        (bool(claims), "verdicts", "Verdicts", claims),
+        (bool(content["cannot_tell"]), "cannot-tell", "What this cannot tell", []),
+        (True, "again", "Make it again", []),
+        *((True, s["id"], s["title"], []) for s in content["sections"]),
+        (bool(content["forks"]), "forks-tree", "Forks", []),
+        (bool(content["replays"]), "replays", "Replays", []),
+        (True, "arms", "Where each arm stands", []),
+        (bool(content["data"]), "data", "The data", []),
+        (True, "runs", "All runs", []),
+        (True, "environment", "Environment", []),
+    ]
+    return [
+        {"href": f"#{id}", "label": label, "items": items} for there, id, label, items in entries if there
+    ]
+
+
+def _view(study: Study, brush: Brush, figure: Figure) -> dict[str, Any]:
+    """A figure as the template wants it."""
+    wide = any(isinstance(panel, Panel) and panel.height for panel in figure.panels)
+    return {
+        "name": figure.name,
+        "reading": figure.reading,
+        "caption": figure.caption,
+        "like": figure.like,
+        "wide": wide,
+        "columns": 1 if wide else max(2, max(len(row) for row in figure.rows)),
+        "rows": _with_gaps(svg_panels(brush, figure), [len(row) for row in figure.rows]),
+        "legend": [
+            vars(key) | {"href": f"#arm-{slug(key.arms[0])}" if key.arms else ""} for key in figure.legend
+        ],
+        "arms": [
+            {"label": study.label(arm), "href": f"#arm-{slug(arm)}"}
+            for arm in figure.arms
+            if arm in study.arms
+        ],
+    }
+
+
+def _with_gaps(svgs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
+    """The panels row by row."""
+    at, rows = 0, []
+    for length in lengths:
+        rows.append(list(svgs[at : at + length]))
+        at += length
+    return rows
+
+
+def _fork_rows(study: Study, nodes: Sequence[Node], colours: dict[str, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "depth": node.depth,
+            "label": f"{study.label(node.run.arm)}, seed {node.run.seed}" if node.run else node.name,
+            "href": f"#{anchor(node.run)}" if node.run else "",
+            "colour": colours.get(node.run.arm, "#000000") if node.run else "#b3bac2",
+            "from": f"from step {node.step:,}" if node.parent >= 0 else "",
+            "changed": node.changed,
+            "remarks": node.remarks,
+            "status": f"{node.run.status.status} at step {node.end:,}"
+            if node.run
+            else "not among these runs",
+        }
+        for node in nodes
+    ]
+
+
+def _replay_rows(found: Findings) -> list[dict[str, Any]]:
+    by_name = {run.name: run for run in found.study.runs}
+    shown = []
+    for replay in found.replays:
+        of = by_name.get(replay.of)
+        shown.append(
+            {
+                "label": f"{found.study.label(of.arm)}, seed {of.seed}" if of else replay.of,
+                "href": f"#{anchor(of)}" if of else "",
+                "verdict": replay.label,
+                "sentence": replay.sentence,
+                "rows": [
+                    {
+                        "depth": f"{100 * row.depth:g} %",
+                        "step": f"{row.step:,}",
+                        "numerics": row.numerics,
+                        "diverged": ", ".join(f"{step:,}" for step in row.diverged) or "none",
+                        "survived": f"{row.survived} of {row.count}",
+                        "horizon": f"{row.horizon:,}",
+                        "runs": [f"#{anchor(by_name[name])}" for name in row.runs if name in by_name],
+                    }
+                    for row in replay.rows
+                ],
+            }
+        )
+    return shown
+
+
+def _kicker(study: Study) -> str:
+    finished = sum(run.status.finished for run in study.runs)
+    total = len(study.runs) + len(study.missing)
+    runs = plural(total, "run") if finished == total else f"{finished} of {plural(total, 'run')} finished"
+    return f"{study.title} · {runs} of {plural(len(study.arms), 'arm')}"
+
+
+def _about_losses(cells: Sequence[str]) -> str:
+    """What the losses of a table are: held-out ones and, where starred, means of the last training steps."""
+    measured = [cell for cell in cells if cell != DASH]
+    means = [cell for cell in measured if cell.endswith("*")]
+    if not means:
+        return "Losses are on held-out data." if measured else ""
+    what = f"* marks means of the last {LOSS_WINDOW} training steps"
+    return f"{what}; the others are on held-out data." if len(means) < len(measured) else f"{what}."
+
+
+def _about_learning(study: Study) -> str:
+    modalities = study.modalities
+    measured = any(unigram_entropy(run, m) > 0 for run in study.runs for m in modalities)
+    floor = (
+        "what token frequencies and the form of a sequence give on held-out data (the column “no context”)"
+        if measured
+        else "its value at initialisation"
+    )
+    return (
+        f"A modality counts as learnt once its loss has been {LEARNT_NATS} nat below {floor}. "
+        "Comparing an arm that has learnt with one that has not says something about learning only."
+    )
+
+
+def _commands(found: Findings) -> list[str]:
+    """What makes the runs and the page again."""
+    study = found.study
+    # An absolute path holds on one machine alone.
+    folders = [
+        f"runs/{folder.resolve().name}" if folder.is_absolute() else folder.as_posix()
+        for folder in found.folders
+    ]
+    if len(folders) == 1 and study.registered:
+        folders = [f"runs/{study.name}"]
+    report = f"python -m mmqk.report {' '.join(folders)} --out reports/{study.name}"
+    named = study.report.get("commands") or study.report.get("command")
+    if named:
+        made = [named] if isinstance(named, str) else list(dict.fromkeys(named))
+        return [*map(str, made), f"{report}   # the page alone, from finished runs"]
+    commands = [run.details.get("command") for run in study.runs]
+    trained = [
+        " ".join(map(relative_word, c)) if isinstance(c, list) else without_roots(str(c)) for c in commands if c
+    ]
+    trained = list(dict.fromkeys(trained))
+    if len(trained) > MOST_COMMANDS:
+        rest = len(trained) - MOST_COMMANDS + 1
+        trained = [*trained[: MOST_COMMANDS - 1], f"# and {rest} more: run.json of each run has its command"]
+    return [*trained, report]

@@ -1,0 +1,138 @@
+"""The table of all runs: how each ended, where, at what cost."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from mmqk.analysis.formatting import DASH, capital, count, duration, listed, nats, number, plural, slug
+from mmqk.analysis.metrics import METRICS, FinalLoss, final_loss
+from mmqk.analysis.runs.load import Run
+from mmqk.analysis.verdicts.study import Study
+
+ROLES = {"verdict": 0, "parent": 1, "selection": 2, "replay": 3}
+ROLE_WORDS = {
+    "parent": "made to be forked from",
+    "selection": "chose a learning rate, in no verdict",
+}
+
+
+def anchor(run: Run) -> str:
+    """The id of a run's row."""
+    return f"run-{slug(run.name)}"
+
+
+def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
+    """One row a run, and one for each that has not started; a run that two arms share has one row."""
+    arms_of: dict[str, list[str]] = {}
+    by_arm: dict[str, list[Run]] = {}
+    for run in study.runs:
+        if run.name not in arms_of:
+            by_arm.setdefault(run.arm, []).append(run)
+        arms_of.setdefault(run.name, []).append(run.arm)
+    missing: dict[str, list[int]] = {}
+    for arm, seed in study.missing:
+        missing.setdefault(arm, []).append(seed)
+    modalities = study.modalities
+    rows: list[dict[str, Any]] = []
+    anchors: set[str] = set()
+    for arm in dict.fromkeys([*study.arms, *by_arm, *missing]):
+        order = sorted(by_arm.get(arm, ()), key=lambda run: (ROLES.get(run.role, 9), run.seed, run.name))
+        for run in order:
+            said = (_role(run), run.status.reason, *run.notes, _alarms(run))
+            remarks = [capital(text).rstrip(".") + "." for text in said if text]
+            others = {study.label(a): None for a in arms_of[run.name]}
+            rows.append(
+                {
+                    "anchor": anchor(run),
+                    "arms": [a for a in dict.fromkeys(arms_of[run.name]) if a not in anchors],
+                    "label": listed(list(others)),
+                    "colour": colours.get(arm, "#000000"),
+                    "seed": run.seed,
+                    "status": run.status.status,
+                    "step": f"{max(run.status.step, run.last_step):,}",
+                    "losses": [_final(final_loss(run, m)) for m in modalities],
+                    "logit": _number(METRICS["largest_attention_logit"].measure(run, None)),
+                    "tokens": count(tokens(run)) if tokens(run) else DASH,
+                    "seconds": duration(run.status.seconds) if run.status.seconds else DASH,
+                    "remarks": " ".join(remarks),
+                    "name": run.name,
+                    "arm": run.arm,
+                }
+            )
+            anchors.update(arms_of[run.name])
+        rows += [
+            {
+                "anchor": f"missing-{slug(arm)}-{seed}-{i}",
+                "arms": [],
+                "label": study.label(arm),
+                "colour": colours.get(arm, "#000000"),
+                "seed": seed,
+                "status": "not started",
+                "step": DASH,
+                "losses": [DASH] * len(modalities),
+                "logit": DASH,
+                "tokens": DASH,
+                "seconds": DASH,
+                "remarks": "",
+                "name": arm,
+                "arm": arm,
+            }
+            for i, seed in enumerate(missing.get(arm, ()))
+        ]
+    return rows
+
+
+def tokens(run: Run) -> int:
+    """Tokens that the run has read by itself, without those before its fork: steps times sequences a step times
+    their length; 0 where not recorded."""
+    size, length = run.setting("data.batch_size"), run.setting("data.seq_len")
+    if not isinstance(size, int) or not isinstance(length, int):
+        return 0
+    start = (run.fork or run.replay or {}).get("step")
+    steps = max(run.status.step, run.last_step) - (start if isinstance(start, int) else 0)
+    return max(0, steps) * size * length
+
+
+def totals(study: Study) -> str:
+    """All runs in a sentence: how they ended and what they cost."""
+    runs = list({run.name: run for run in study.runs}.values())
+    by_status = Counter(run.status.status for run in runs)
+    parts = [f"{n} {status}" for status, n in sorted(by_status.items(), key=lambda pair: (-pair[1], pair[0]))]
+    if study.missing:
+        parts.append(f"{len(study.missing)} not started")
+    said = f"{plural(len(runs), 'run')}: {', '.join(parts)}."
+    seconds = sum(run.status.seconds for run in runs)
+    read = sum(tokens(run) for run in runs)
+    if seconds:
+        said += f" {capital(duration(seconds))} of training" + (f", {count(read)} tokens." if read else ".")
+    return said
+
+
+def _role(run: Run) -> str:
+    """What a run is for, where it is for no verdict."""
+    if run.role != "replay":
+        return ROLE_WORDS.get(run.role, "")
+    replay = run.replay or {}
+    if replay.get("numerics") == "control":
+        return f"control replay of {replay.get('of')}"
+    return f"replay of {replay.get('of')} in {replay.get('numerics')} from step {replay.get('step')}"
+
+
+def _alarms(run: Run) -> str:
+    """How often each alarm of the run rang, and when the first did."""
+    found = run.alarms
+    if not found:
+        return ""
+    counts = Counter(alarm.name.replace("_", " ") for alarm in found)
+    rang = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
+    return f"alarms: {rang}; the first at step {min(alarm.step for alarm in found):,}"
+
+
+def _final(loss: FinalLoss) -> str:
+    return DASH if math.isnan(loss.value) else nats(loss.value) + ("" if loss.held_out else "*")
+
+
+def _number(value: float) -> str:
+    return DASH if math.isnan(value) else number(value)

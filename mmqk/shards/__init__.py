@@ -1,0 +1,1 @@
+"""Archives of samples: tars, images, manifests."""

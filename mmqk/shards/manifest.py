@@ -1,0 +1,160 @@
+"""What a folder of shards should hold: by split, each file with its sample count and sha256.
+
+``python -m mmqk.shards.manifest FOLDER`` writes one for your own shards (``train-*.tar``, ``val-*.tar``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mmqk.shards.unread import UNUSED, Unread
+from mmqk.store import (
+    DamagedFile,
+    OneSentenceParser,
+    UserError,
+    check_regular,
+    identity_hash,
+    read_json,
+    run_main,
+    write_json,
+)
+
+MANIFEST = "manifest.json"
+RESTORE = "restore it with git, or rebuild with python -m data.build"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file: its name in the folder, the number of samples (documents) in it, and its sha256."""
+
+    file: str
+    samples: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A folder's shards by split, in reading order, and free-form facts on where they came from."""
+
+    splits: dict[str, tuple[Shard, ...]]
+    about: dict[str, Any]
+
+    def count(self, split: str) -> int:
+        """Number of samples in a split."""
+        return sum(shard.samples for shard in self.splits[split])
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json`` into ``folder``."""
+    splits = {split: [asdict(shard) for shard in shards] for split, shards in manifest.splits.items()}
+    write_json(folder / MANIFEST, {**manifest.about, "splits": splits})
+
+
+def load_manifest(folder: Path | str) -> Manifest:
+    """Read ``manifest.json``.
+
+    Raises:
+        UserError: there is none, or it is not a manifest.
+    """
+    path = Path(folder) / MANIFEST
+    record = read_json(path, {"splits": {"*": [{"file": str, "samples": int, "sha256": str}]}}, RESTORE)
+    if record is None:
+        raise UserError(
+            f"{path} is missing: {RESTORE}; for your own shards run python -m mmqk.shards.manifest {folder}"
+        )
+    try:
+        splits = {
+            split: tuple(Shard(s["file"], s["samples"], s["sha256"]) for s in shards)
+            for split, shards in record.pop("splits").items()
+        }
+    except KeyError as error:
+        raise DamagedFile(path, f"there is no {error}", RESTORE) from None
+    return Manifest(splits, record)
+
+
+def manifest_hash(folder: Path | str) -> str:
+    """Identity of a folder's samples: 10 hex digits over split, file, count and sha256 of every shard."""
+    manifest = load_manifest(folder)
+    return identity_hash({split: [asdict(s) for s in shards] for split, shards in manifest.splits.items()})
+
+
+def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
+    """The files of a split, each compared with the manifest.
+
+    Raises:
+        UserError: no such split, or a shard that is missing or differs from the manifest.
+    """
+    folder = Path(folder)
+    manifest = load_manifest(folder)
+    if split not in manifest.splits:
+        known = ", ".join(manifest.splits)
+        raise UserError(f"{folder / MANIFEST} has no split {split!r}: choose one of {known}")
+    found = []
+    for shard in manifest.splits[split]:
+        path = folder / shard.file
+        check_regular(path)
+        if not path.is_file():
+            raise UserError(f"shard {path} is missing: {RESTORE}")
+        try:
+            digest = sha256_file(path)
+        except OSError as error:
+            raise UserError(f"shard {path} cannot be read ({error.strerror}): {RESTORE}") from None
+        if digest != shard.sha256:
+            raise UserError(
+                f"shard {path} differs from its manifest "
+                f"(sha256 {digest[:10]}, expected {shard.sha256[:10]}): {RESTORE}"
+            )
+        found.append((path, shard))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the manifest of a folder of WebDataset shards."""
+    parser = OneSentenceParser(
+        prog="python -m mmqk.shards.manifest",
+        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar, each sample "
+        "a 64x64 image (webp, png or jpg) and a caption (json with 'caption', or txt).",
+    )
+    parser.add_argument("folder", type=Path, help="the folder with the shards")
+    folder: Path = parser.parse_args(argv).folder
+    # Imported here because shards imports this module.
+    from mmqk.shards.pairs import iterate_shard
+    from mmqk.shards.samples import unread_fields, unread_reason
+    from mmqk.shards.tars import index_tar
+
+    unread, files = Unread(), 0
+    splits: dict[str, tuple[Shard, ...]] = {}
+    for path in sorted(folder.glob("*-*.tar")):
+        shard = Shard(path.name, sum(1 for _ in iterate_shard(path)), sha256_file(path))
+        split = path.name.rsplit("-", 1)[0]
+        splits[split] = (*splits.get(split, ()), shard)
+        index = index_tar(path)
+        for key, sample in index:
+            for field in unread_fields("pair", sample):
+                index.unread.add(unread_reason("pair", field, UNUSED), f"{key}.{field}")
+        unread.take(index.unread, f"{path.name}: ")
+        files += index.files
+    if not splits:
+        raise UserError(f"{folder} holds no shards: name them SPLIT-NUMBER.tar, such as train-00000.tar")
+    manifest = Manifest(splits, {})
+    try:
+        write_manifest(folder, manifest)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}): make it writable") from None
+    print(f"{folder / MANIFEST}: " + ", ".join(f"{split} {manifest.count(split)}" for split in splits))
+    for line in unread.lines(files):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,199 @@
+"""Samples of an archive to what a document is made of: image files and texts, not yet decoded.
+
+Two layouts: pairs as `img2dataset` writes them (`{key}.jpg .txt .json`), and interleaved documents with the
+two equally long lists of OBELICS (Laurençon et al., 2306.16527) in `{key}.json` and `{key}.0.webp, ...`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mmqk.shards.images import IMAGE_REASONS, Dropped
+from mmqk.shards.lines import LONGEST_LINE
+from mmqk.shards.unread import DOTTED
+
+# Of the text of a document, in bytes of UTF-8; the tokenizer takes some 150 times as much memory.
+MAX_TEXT = 2**22
+# A json may hold escapes and other fields beside the text.
+MAX_JSON = LONGEST_LINE
+
+IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
+CAPTION_FIELD = "caption"
+TEXT_MEMBER = "txt"
+
+NO_IMAGE = "no image file"
+FURTHER_DOT = "no image file but some with a further dot in their names"
+NO_CAPTION = "no caption"
+EMPTY_CAPTION = "caption is empty"
+TOO_LONG = "text is longer than 4 MiB (its json: 16 MiB)"
+NOT_UNICODE = "text is not valid Unicode"
+NO_LISTS = "no json with the lists images and texts"
+UNEQUAL = "lists images and texts are not equally long"
+NOT_ONE = "a place does not hold exactly one of image and text"
+EMPTY_DOCUMENT = "document is empty"
+NOT_JSON = "line is not a JSON object"
+NO_TEXT = "no field text"
+NO_MATCH = "image files do not match the lists"
+# Why a pair cannot be used.
+REASONS = (NO_IMAGE, FURTHER_DOT, NO_CAPTION, EMPTY_CAPTION, NOT_UNICODE, TOO_LONG, *IMAGE_REASONS)
+
+_NUMBERED = re.compile(rf"([0-9]{{1,9}})\.(?:{'|'.join(IMAGE_FIELDS)})")
+_DOTTED = {(".", field) for field in IMAGE_FIELDS}
+
+
+def unread_fields(kind: str, fields: Iterable[str]) -> list[str]:
+    """Files of a sample that a pair or an interleaved document is not made of; json and txt of a pair always are.
+
+    Args:
+        kind: pair or interleaved.
+        fields: of the sample.
+    """
+    there = list(fields)
+    if kind == "interleaved":
+        return [field for field in there if field != "json" and not _NUMBERED.fullmatch(field)]
+    image = next((field for field in IMAGE_FIELDS if field in there), None)
+    return [field for field in there if field not in (image, "json", TEXT_MEMBER)]
+
+
+def unread_reason(kind: str, field: str, otherwise: str) -> str:
+    """Why a file is not read: for its name, or for another reason of `mmqk.shards.unread`."""
+    numbered = kind == "interleaved" and _NUMBERED.fullmatch(field)
+    return DOTTED if "." in field and not numbered else otherwise
+
+
+def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tuple[bytes, str]:
+    """The image file and the caption of a sample.
+
+    Args:
+        sample: content by field, as `TarIndex.read` gives it.
+        caption_field: the field of the json that holds the caption, or "txt" for the text file. None takes
+            "caption" of the json and, where that is missing, the text file.
+
+    Raises:
+        Dropped: there is no image file or no caption, or the caption is blank, too long or no valid Unicode.
+    """
+    image = next((sample[field] for field in IMAGE_FIELDS if field in sample), None)
+    if image is None:
+        dotted = any(field.rpartition(".")[1:] in _DOTTED for field in sample)
+        raise Dropped(FURTHER_DOT if dotted else NO_IMAGE)
+    caption = None
+    if caption_field != TEXT_MEMBER:
+        caption = _json_object(sample).get(caption_field or CAPTION_FIELD)
+    if not isinstance(caption, str) and caption_field in (None, TEXT_MEMBER) and TEXT_MEMBER in sample:
+        caption = _decoded(sample[TEXT_MEMBER])
+    if not isinstance(caption, str):
+        raise Dropped(NO_CAPTION)
+    if not caption.strip():
+        raise Dropped(EMPTY_CAPTION)
+    return image, checked_text(caption)
+
+
+def interleaved_of(sample: Mapping[str, bytes]) -> list[bytes | str]:
+    """The places of an interleaved document in order: an image file's bytes, or a text.
+
+    `images` and `texts` hold exactly one non-null a place. An image file is found by its name, if `images`
+    holds the names of all of them; otherwise by its number, which counts the images (0, 1, 2, ...) or is
+    the place in the lists.
+
+    Raises:
+        Dropped: the lists are missing, of different length, empty or ill-formed, the image files are not
+            exactly those that the lists speak of, or a text is no valid Unicode or the texts are too long.
+    """
+    record = _json_object(sample)
+    images, texts = record.get("images"), record.get("texts")
+    if not isinstance(images, list) or not isinstance(texts, list):
+        raise Dropped(NO_LISTS)
+    if len(images) != len(texts):
+        raise Dropped(UNEQUAL)
+    if any((image is None) == (text is None) for image, text in zip(images, texts, strict=True)):
+        raise Dropped(NOT_ONE)
+    if not all(text is None or isinstance(text, str) for text in texts):
+        raise Dropped(NOT_ONE)
+    files = _image_files(images, sample)
+    if not files and not any(texts):
+        raise Dropped(EMPTY_DOCUMENT)
+    checked_text("".join(text for text in texts if text is not None))
+    return [files[i] if text is None else checked_text(text) for i, text in enumerate(texts)]
+
+
+def text_of(line: bytes) -> str:
+    """The field "text" of a line of JSON.
+
+    Raises:
+        Dropped: the line is no JSON object in UTF-8, or its text is missing, blank or too long.
+    """
+    if len(line) > MAX_JSON:
+        raise Dropped(TOO_LONG)
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise Dropped(NOT_UNICODE) from None
+    except (ValueError, RecursionError):
+        raise Dropped(NOT_JSON) from None
+    if not isinstance(record, dict):
+        raise Dropped(NOT_JSON)
+    if not isinstance(text := record.get("text"), str):
+        raise Dropped(NO_TEXT)
+    if not text.strip():
+        raise Dropped(EMPTY_DOCUMENT)
+    return checked_text(text)
+
+
+def checked_text(text: str) -> str:
+    """The text itself.
+
+    Raises:
+        Dropped: it is too long, or holds half a surrogate pair, which JSON can write but no encoding of Unicode can.
+    """
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise Dropped(NOT_UNICODE) from None
+    if size > MAX_TEXT:
+        raise Dropped(TOO_LONG)
+    return text
+
+
+def _image_files(images: list[Any], sample: Mapping[str, bytes]) -> dict[int, bytes]:
+    """Image files by place."""
+    places = [place for place, image in enumerate(images) if image is not None]
+    numbers = {field: int(m[1]) for field in sample if (m := _NUMBERED.fullmatch(field))}
+    # The three ways in which places can name fields; only one that uses every file and no other will do.
+    by_name = [_field_named(images[place]) for place in places]
+    by_number = {number: field for field, number in numbers.items()}
+    by_count = [by_number.get(count) for count in range(len(places))]
+    by_place = [by_number.get(place) for place in places]
+    for fields in (by_name, by_count, by_place):
+        if len(set(fields)) == len(places) == len(numbers) and set(fields) == numbers.keys():
+            return {place: sample[str(field)] for place, field in zip(places, fields, strict=True)}
+    raise Dropped(NO_MATCH)
+
+
+def _field_named(image: Any) -> str | None:
+    # "0.webp" or "key.0.webp", the latter also with its folder; an address is no name of a member.
+    if not isinstance(image, str) or "://" in image:
+        return None
+    base = image.rsplit("/", 1)[-1].lower()
+    return base if _NUMBERED.fullmatch(base) else base.partition(".")[2]
+
+
+def _json_object(sample: Mapping[str, bytes]) -> dict[str, Any]:
+    if len(sample.get("json", b"")) > MAX_JSON:
+        raise Dropped(TOO_LONG)
+    try:
+        record = json.loads(sample["json"])
+    except (KeyError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _decoded(content: bytes) -> str:
+    if len(content) > MAX_TEXT:
+        raise Dropped(TOO_LONG)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise Dropped(NOT_UNICODE) from None

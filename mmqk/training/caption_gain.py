@@ -1,0 +1,162 @@
+"""Do image tokens gain from their captions? ``python -m mmqk.training.caption_gain --run runs/cpu/<id>``.
+
+The image loss of a trained model on held-out pairs, caption first, with the true caption and with the caption
+of another emoji. An image tokenizer whose codes say nothing about content would show no difference.
+Several vendors draw one emoji and share its caption, so captions, not images, are the independent samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+from mmqk.data.order.sequences import SequenceBuilder
+from mmqk.data.tokens.cache import open_source
+from mmqk.data.tokens.folder import layout_of
+from mmqk.model import EarlyFusionTransformer
+from mmqk.store import OneSentenceParser, UserError, read_run, run_main
+from mmqk.tokenizers.files import tokenizers_hash
+
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class CaptionGain:
+    """Image loss of held-out pairs, nats a code: the mean over captions of the mean over a caption's images.
+
+    Attributes:
+        images, captions: number of images, and of distinct captions among them.
+        true, shuffled: with the image's own caption, and with that of another emoji.
+        gain: shuffled minus true, and its 95 % interval over captions (Student t).
+    """
+
+    images: int
+    captions: int
+    true: float
+    shuffled: float
+    gain: float
+    interval: tuple[float, float]
+
+
+def partners(captions: Sequence[Hashable]) -> list[int]:
+    """For each caption the place of another one that differs: the nearest on a circle half a turn away.
+
+    Several drawings of one emoji share a caption, so a random order could pair an image with its own.
+
+    Raises:
+        UserError: all captions are the same.
+    """
+    n = len(captions)
+    found = []
+    for i in range(n):
+        others = (j % n for j in range(i + n // 2, i + n // 2 + n))
+        other = next((j for j in others if captions[j] != captions[i]), None)
+        if other is None:
+            raise UserError("The held-out captions are all the same: there is none to exchange.")
+        found.append(other)
+    return found
+
+
+@torch.no_grad()
+def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder) -> CaptionGain:
+    """Image loss with true and with exchanged captions, over every held-out pair.
+
+    Args:
+        model: trained on the builder's vocabulary.
+        builder: of the validation split.
+    """
+    pairs = builder.stores["pair"]
+    # A caption is its ids: which words they are does not matter here.
+    captions = [pairs[i][pairs.image_tokens :].tobytes() for i in range(len(pairs))]
+    image = model.config.modalities.index("image")
+
+    def image_losses(sources: list[int]) -> Tensor:
+        losses = []
+        for start in range(0, len(sources), BATCH):
+            places = range(start, min(start + BATCH, len(sources)))
+            batch = builder.batch([builder.pair(i, image_first=False, caption=sources[i]) for i in places])
+            logits_BTV = model(batch.ids_BT, batch.modality_BT)
+            nats_BT = torch.nn.functional.cross_entropy(
+                logits_BTV.transpose(1, 2), batch.targets_BT, reduction="none"
+            )
+            image_BT = (batch.target_modality_BT == image) & batch.target_mask_BT
+            losses.append((nats_BT * image_BT).sum(1) / image_BT.sum(1))
+        return torch.cat(losses).double()
+
+    return summary(image_losses(list(range(len(captions)))), image_losses(partners(captions)), captions)
+
+
+def summary(true_N: Tensor, shuffled_N: Tensor, captions: Sequence[Hashable]) -> CaptionGain:
+    """The losses of N images, nats a code, averaged by caption first; at least 2 captions must differ."""
+    true_C, shuffled_C = mean_by_caption(true_N, captions), mean_by_caption(shuffled_N, captions)
+    difference_C = shuffled_C - true_C
+    n = len(difference_C)
+    half = float(stats.t.ppf(0.975, n - 1)) * float(difference_C.std()) / math.sqrt(n)
+    gain = float(difference_C.mean())
+    return CaptionGain(
+        images=len(captions),
+        captions=n,
+        true=float(true_C.mean()),
+        shuffled=float(shuffled_C.mean()),
+        gain=gain,
+        interval=(gain - half, gain + half),
+    )
+
+
+def mean_by_caption(values_N: Tensor, captions: Sequence[Hashable]) -> Tensor:
+    """The mean of each distinct caption's values (C,), in order of first appearance."""
+    number = {caption: c for c, caption in enumerate(dict.fromkeys(captions))}
+    place_N = torch.tensor([number[caption] for caption in captions])
+    sums_C = values_N.new_zeros(len(number)).index_add(0, place_N, values_N)
+    return sums_C / place_N.bincount()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure a run and print the sentence that reports/tokenizer keeps.
+
+    Raises:
+        UserError: no run folder, one that does not say what it was trained on, or other tokenizers since.
+    """
+    from mmqk.training.checkpoint import load_model
+
+    parser = OneSentenceParser(prog="python -m mmqk.training.caption_gain", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="folder of a finished run")
+    run = parser.parse_args(argv).run
+    record = read_run(run)
+    if record is None:
+        raise UserError(f"{run} is not a run folder: name one that python -m mmqk.train wrote.")
+    try:
+        data, trained_on = record["details"]["config"]["data"], record["identity"]["data"]["tokenizers"]
+        pairs, tokenizers, cache = (Path(data[name]) for name in ("pairs", "tokenizers", "cache"))
+        seq_len = data["seq_len"]
+    except (KeyError, TypeError):
+        raise UserError(
+            f"{run / 'run.json'} does not say what the run was trained on: name one that python -m mmqk.train wrote."
+        ) from None
+    # Other tokenizers may well have blocks of the same sizes: only the hash tells.
+    if (present := tokenizers_hash(tokenizers)) != trained_on:
+        raise UserError(
+            f"{run} was trained with other tokenizers ({trained_on}) than {tokenizers} now holds ({present}):"
+            " train it again."
+        )
+    held_out = open_source("pair", pairs, tokenizers, cache)["val"]
+    builder = SequenceBuilder({"pair": held_out}, layout_of(tokenizers), seq_len)
+    found = caption_gain(load_model(run), builder)
+    low, high = found.interval
+    verdict = "gain from" if low > 0 else "gain nothing measurable from"
+    print(
+        f"Image tokens {verdict} their captions: over {found.images} held-out images with {found.captions} distinct"
+        f" captions the loss is {found.true:.3f} nats a code with the true caption and {found.shuffled:.3f} with that"
+        f" of another emoji, a difference of {found.gain:.3f} (95 % interval over captions {low:.3f} to {high:.3f})."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

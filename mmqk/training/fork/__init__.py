@@ -1,0 +1,1 @@
+"""A fork: a run that starts from the checkpoint of another run."""

@@ -1,0 +1,162 @@
+"""What a fork measures on the held-out probe batch: sizes at the norms of the parent, and how far apart the two
+functions are. B sequences, T tokens, H heads, M modalities, V vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer
+from mmqk.model.linear import ByModality
+from mmqk.model.norms import LayerNorm, Norm
+from mmqk.training.step.losses import modality_losses
+
+CHUNK = 4  # sequences of a forward
+
+
+@dataclass
+class Sizes:
+    """Sums of squares at one norm of the parent, by modality of the token and by head (one where there are none).
+
+    Attributes:
+        plain_MH: of what the parent's norm normalises to, before its gain; the input itself where it has none.
+            Without its mean where the fork's norm takes that away.
+        out_MH: of the parent's output.
+        other_MH: of what the fork's norm makes of the same input, before its gain.
+        count_M: numbers in each sum.
+    """
+
+    plain_MH: Tensor
+    out_MH: Tensor
+    other_MH: Tensor
+    count_M: Tensor
+
+    def mean(self, of: str, modality: int | None) -> Tensor:
+        """Mean square by head, (H,), over all tokens or those of a modality that has any."""
+        sums_MH = getattr(self, f"{of}_MH")
+        if modality is None or not self.count_M[modality]:
+            return sums_MH.sum(0) / self.count_M.sum()
+        return sums_MH[modality] / self.count_M[modality]
+
+
+def one_copy(norm: nn.Module) -> nn.Module:
+    """The norm, or that of the first modality: all normalise alike and differ in gain and bias."""
+    return norm.copies[0] if isinstance(norm, ByModality) else norm
+
+
+def _normalised(norm: nn.Module, x: Tensor) -> Tensor:
+    norm = one_copy(norm)
+    return norm.normalise(x) if isinstance(norm, Norm) else x
+
+
+@torch.no_grad()
+def sizes_at_norms(
+    old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch
+) -> dict[str, Sizes]:
+    """Sizes at every place where the parent or the fork has a norm, by its name, padding left out.
+
+    Args:
+        old: the parent, which runs.
+        new: the fork, of which the norms are put beside the parent's.
+        batch: of the probe.
+    """
+    theirs, found, at = dict(new.named_modules()), dict[str, Sizes](), {"start": 0}
+    M = len(old.config.modalities)
+
+    def hook(name: str):
+        def look(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+            rows = slice(at["start"], at["start"] + len(out))
+            valid_N = batch.valid_BT[rows].flatten()
+            modality_N = batch.modality_BT[rows].flatten()[valid_N]
+            x = args[0].float()
+
+            def squares(y: Tensor) -> Tensor:
+                y_NHK = y.flatten(0, 1)[valid_N].double().square()
+                y_NH = y_NHK.sum(-1) if y_NHK.ndim == 3 else y_NHK.sum(-1, keepdim=True)
+                return y_NH.new_zeros(M, y_NH.shape[1]).index_add_(0, modality_N, y_NH)
+
+            plain, other = _normalised(module, x), one_copy(theirs[name])
+            if isinstance(other, LayerNorm):
+                plain = plain - plain.mean(other.axes, keepdim=True)
+            plain_MH, out_MH, other_MH = (squares(y) for y in (plain, out, _normalised(other, x)))
+            count_M = torch.bincount(modality_N, minlength=M) * x.shape[-1]
+            so_far = found.get(name)
+            if so_far is None:
+                found[name] = Sizes(plain_MH, out_MH, other_MH, count_M)
+            else:
+                so_far.plain_MH += plain_MH
+                so_far.out_MH += out_MH
+                so_far.other_MH += other_MH
+                so_far.count_M += count_M
+
+        return look
+
+    handles = [
+        module.register_forward_hook(hook(name))
+        for name, module in old.named_modules()
+        if name.endswith("_norm")
+    ]
+    try:
+        for start in range(0, len(batch.ids_BT), CHUNK):
+            at["start"] = start
+            part = batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
+            old(part.ids_BT, part.modality_BT, part.document_BT)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """How far a fork's function is from its parent's, in fp32 and without dropout.
+
+    Attributes:
+        logits: RMS of the difference of the output logits over the RMS of the parent's.
+        loss: mean cross-entropy by target modality, nats, of parent and fork.
+    """
+
+    logits: float
+    loss: dict[str, tuple[float, float]]
+
+
+@torch.no_grad()
+def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Change:
+    """Both models on the same tokens; positions of padding are left out of the logits."""
+    names = old.config.modalities
+    difference = size = torch.zeros((), dtype=torch.float64, device=batch.ids_BT.device)
+    sums: list[Tensor] = [torch.zeros(len(names), dtype=torch.float64, device=size.device) for _ in range(3)]
+    with evaluating(old, new):
+        for start in range(0, len(batch.ids_BT), CHUNK):
+            part = batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
+            logits = [m(part.ids_BT, part.modality_BT, part.document_BT) for m in (old, new)]
+            before_NV, after_NV = (x_BTV[part.valid_BT].double() for x_BTV in logits)
+            difference = difference + (after_NV - before_NV).square().sum()
+            size = size + before_NV.square().sum()
+            losses = [
+                modality_losses(x, part.targets_BT, part.target_modality_BT, part.target_mask_BT, len(names))
+                for x in logits
+            ]
+            for total, value in zip(sums, (losses[0].count, losses[0].ce, losses[1].ce), strict=True):
+                total += value
+    rows = torch.stack(sums).T.tolist()
+    loss = {name: (a / n, b / n) for name, (n, a, b) in zip(names, rows, strict=True) if n}
+    return Change(float((difference / size).sqrt()), loss)
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Without dropout."""
+    was = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, training in zip(models, was, strict=True):
+            model.train(training)

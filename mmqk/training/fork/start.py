@@ -1,0 +1,184 @@
+"""A fork: another run's checkpoint in the shape of this one, written into this run's folder before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.store import UserError, differing_fields, flatten, write_json
+from mmqk.store.checkpoints import checkpoint_name
+from mmqk.store.formatting import plain
+from mmqk.training.checkpoint import load_checkpoint, save_checkpoint
+from mmqk.training.fork.matrices import Carried
+from mmqk.training.fork.measure import Change, change_of_function
+from mmqk.training.fork.state import (
+    callback_state,
+    learning_rate,
+    loops_state,
+    optimizer_state,
+    scheduler_state,
+)
+from mmqk.training.fork.weights import carry, perturb
+from mmqk.training.step.losses import LossConfig
+from mmqk.training.step.optimizers import OptimConfig
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
+
+PROBE_SEQUENCES = 16
+FORK_NAME = "fork.json"
+# Where and how fast a run goes, which is no part of what it is.
+NOT_CHANGES = ("checkpoint.", "threads", "recompute", "data.workers", "data.cache", "fork", "trainer.devices",
+               "trainer.num_nodes", "trainer.strategy")  # fmt: skip
+
+
+def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
+    """Write the checkpoint that the run of a fork goes on from, and ``fork.json``; one sentence about it.
+
+    Args:
+        run: with its `fork`.
+        folder: the run folder.
+        probe: held-out sequences, on which gains are measured and the two functions are compared.
+
+    Raises:
+        UserError: the parent's checkpoint is gone, damaged, or of another step than the run was resolved with.
+    """
+    fork = run.fork
+    assert fork is not None and fork.checkpoint is not None
+    if not fork.checkpoint.exists():
+        raise UserError(f"The checkpoint {fork.checkpoint} to fork from is gone: name another after --fork.")
+    saved = load_checkpoint(fork.checkpoint, "name another one after --fork", whole=True)
+    found = (saved.get("mmqk_run", {}).get("id"), saved["global_step"])
+    if found != (fork.parent.id, fork.parent.step):
+        raise UserError(
+            f"{fork.checkpoint} is no longer step {fork.parent.step} of run {fork.parent.id}: give another --out."
+        )
+    device = _device(run)
+    probe = probe.to(device)
+    old = _model(ModelConfig.from_dict(saved["mmqk_model"]), run.seed, device)
+    prefix = "model."
+    old.load_state_dict({k.removeprefix(prefix): v for k, v in saved["state_dict"].items()})
+    new = _model(run.model, run.seed, device)
+    carried = carry(old, new, probe)
+    if fork.perturb:
+        perturb(new, fork.perturb, fork.draw)
+    change = change_of_function(old, new, probe)
+
+    parent, own = dict(fork.parent.config), run.nested()
+    changed = changes(parent, own)
+    old_optim, new_optim = OptimConfig(**parent["optim"]), run.optim
+    lr = learning_rate(new_optim, fork.parent.step, run.trainer["max_steps"])
+    optimizer, said = optimizer_state(
+        saved["optimizer_states"][0],
+        (old_optim, old, _trained(LossConfig(**parent["loss"]), old.config)),
+        (new_optim, new, _trained(run.loss, run.model)),
+        carried,
+        lr,
+    )
+    schedule = scheduler_state(
+        saved["lr_schedulers"][0], new_optim, lr, groups=len(optimizer["param_groups"])
+    )
+    there, here = ((c["data"]["batch_size"], c["trainer"]["accumulate_grad_batches"]) for c in (parent, own))
+    touched = [c["field"] for c in changed] + ["fork_perturb"] * bool(fork.perturb)
+    checkpoint = {
+        **saved,
+        "state_dict": {prefix + name: value.cpu() for name, value in new.state_dict().items()},
+        "optimizer_states": [optimizer],
+        "lr_schedulers": [schedule],
+        "loops": loops_state(saved["loops"], fork.parent.step, there, here, fork.skip),
+        "callbacks": callback_state(saved["callbacks"], touched, change),
+        "mmqk_model": own["model"],
+        "mmqk_run": run.record(),
+    }
+    write_json(folder / FORK_NAME, _record(run, changed, carried, said, change))
+    save_checkpoint(checkpoint, folder / "checkpoints" / checkpoint_name(fork.parent.step))
+    return sentence(run, changed, change)
+
+
+def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Fields in which two configurations differ, without those that change nothing in a run."""
+    parent = {"compile": False, **parent}  # one that is older than the field
+    a, b = flatten(parent), flatten(own)
+    differing = differing_fields(parent, own)
+    fields = [
+        f
+        for f in differing
+        if not f.startswith(NOT_CHANGES)
+        # An empty mapping beside one with entries: the entries say it.
+        and not any(other.startswith(f"{f}.") for other in differing)
+    ]
+    return [{"field": field, "from": a.get(field), "to": b.get(field)} for field in fields]
+
+
+def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> str:
+    """What was forked, with what changed, and how near the function is to the parent's."""
+    fork = run.fork
+    assert fork is not None
+    what = [f"{c['field']} {_said(c['to'])}" for c in changed]
+    what += [f"the next {fork.skip} batches left out"] if fork.skip else []
+    what += [f"weights perturbed by {fork.perturb:g} of their RMS"] if fork.perturb else []
+    losses = ", ".join(f"{name} {before:.4f} -> {after:.4f}" for name, (before, after) in change.loss.items())
+    near = (
+        "the function is the parent's to the bit"
+        if change.logits == 0
+        else f"logits differ by {plain(change.logits, 2)} of their RMS, loss {losses}"
+    )
+    return (
+        f"forked from step {fork.parent.step} of run {fork.parent.id} with {', '.join(what) or 'nothing changed'}:"
+        f" {near}"
+    )
+
+
+def _said(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _record(
+    run: RunConfig, changed: list[dict[str, Any]], carried: Carried, optimizer: str, change: Change
+) -> dict[str, Any]:
+    fork = run.fork
+    assert fork is not None and fork.checkpoint is not None
+    parent = {
+        "id": fork.parent.id,
+        "folder": _folder_of(fork.given),
+        "checkpoint": str(fork.checkpoint),
+        "step": fork.parent.step,
+    }
+    return {
+        "parent": parent,
+        "changed": changed,
+        "skip": fork.skip,
+        "perturb": fork.perturb,
+        "draw": fork.draw,
+        "added": [{"name": name, "how": how} for name, how in carried.added.items()],
+        "dropped": [{"name": name, "how": how} for name, how in carried.dropped.items()],
+        "optimizer": optimizer,
+        "function": {
+            "logits_rms_relative": change.logits,
+            "loss": {name: list(values) for name, values in change.loss.items()},
+        },
+    }
+
+
+def _folder_of(given: str) -> str:
+    """The run folder of what was named, in the words in which it was."""
+    path = Path(given)
+    return str(path.parent.parent) if path.suffix == ".ckpt" else given
+
+
+def _model(config: ModelConfig, seed: int, device: torch.device) -> EarlyFusionTransformer:
+    return EarlyFusionTransformer(config, "math", seed).to(device).eval()
+
+
+def _trained(loss: LossConfig, model: ModelConfig) -> list[str]:
+    weights = loss.weights_of(model.modalities)
+    return [name for name, weight in zip(model.modalities, weights, strict=True) if weight > 0]
+
+
+def _device(run: RunConfig) -> torch.device:
+    cuda = torch.cuda.is_available() and run.trainer.get("accelerator") not in ("cpu",)
+    return torch.device("cuda" if cuda else "cpu")

@@ -1,0 +1,178 @@
+"""The state of a parent's training in the shape of its fork's: optimizer, schedule, position, watching callbacks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmqk.model import EarlyFusionTransformer
+from mmqk.training.fork.matrices import Carried
+from mmqk.training.fork.measure import Change
+from mmqk.training.step.optimizers import OptimConfig, lr_multiplier, make_optimizer
+
+# A loss that the change itself raises by more than this (nats) is no divergence: its history starts again.
+JUMP_NATS = 0.1
+SAME_DATA = ("data.val_", "data.batch_size")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _names_in_order(config: OptimConfig, model: EarlyFusionTransformer) -> tuple[list[str], dict[str, Any]]:
+    """Parameter names in the order of an optimizer's state, and that optimizer's state dict."""
+    optimizer, names = make_optimizer(config, model), {p: name for name, p in model.named_parameters()}
+    return [names[p] for group in optimizer.param_groups for p in group["params"]], optimizer.state_dict()
+
+
+def optimizer_state(
+    saved: Mapping[str, Any],
+    old: tuple[OptimConfig, EarlyFusionTransformer, Sequence[str]],
+    new: tuple[OptimConfig, EarlyFusionTransformer, Sequence[str]],
+    carried: Carried,
+    lr: float,
+) -> tuple[dict[str, Any], str]:
+    """The parent's moments by parameter name under the fork's settings, and a sentence on what became of them.
+
+    A matrix that was scaled by c has gradients of 1 / c of the size, and so have its moments. Under
+    `optim.split_second_moment` each modality starts with an equal part of the shared first moment and all of the
+    second, so that without another gradient the next step is the parent's; back from it, first moments add up, and
+    second moments as those of gradients without correlation.
+
+    Args:
+        saved: the parent's optimizer state.
+        old: settings, model and trained modalities of the parent.
+        new: those of the fork.
+        carried: where the fork's parameters come from.
+        lr: learning rate of the next update.
+    """
+    (old_config, old_model, old_trained), (new_config, new_model, new_trained) = old, new
+    old_names, _ = _names_in_order(old_config, old_model)
+    new_names, state = _names_in_order(new_config, new_model)
+    by_name = {old_names[i]: own for i, own in saved["state"].items()}
+    split = (old_config.split_second_moment, new_config.split_second_moment)
+    found: dict[int, dict[str, Any]] = {}
+    fresh = 0
+    for i, name in enumerate(new_names):
+        source = carried.from_name.get(name)
+        if source is None:
+            fresh += 1
+            continue
+        if source not in by_name:
+            continue  # no gradient has reached it yet
+        own = dict(by_name[source])
+        scale = carried.scale.get(name)
+        if scale is not None:
+            inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale).cpu()
+            own["exp_avg"] = (own["exp_avg"].double() * inverse).to(own["exp_avg"].dtype)
+            own["exp_avg_sq"] = (own["exp_avg_sq"].double() * inverse.square()).to(own["exp_avg_sq"].dtype)
+        if any(split) and (split != (True, True) or list(old_trained) != list(new_trained)):
+            own = _resplit(own, old_trained if split[0] else None, new_trained if split[1] else None)
+        found[i] = own
+    state["state"] = found
+    for group in state["param_groups"]:
+        group["initial_lr"], group["lr"] = group["lr"], lr
+    parts = ["carried over"]
+    if carried.scale:
+        parts.append(f"rescaled for {len(carried.scale)} parameters that were folded into")
+    if split == (False, True):
+        parts.append("the shared moments divided among the modalities")
+    if split == (True, False):
+        parts.append("the modalities' moments added up as of gradients without correlation")
+    if fresh:
+        parts.append(f"{fresh} parameters start at zero")
+    return state, "; ".join(parts)
+
+
+def _resplit(own: dict[str, Any], there: Sequence[str] | None, here: Sequence[str] | None) -> dict[str, Any]:
+    """Moments between one set for all (None) and a set for each modality, by name; who is new starts at zero."""
+    first, second = own["exp_avg"], own["exp_avg_sq"]
+    if there is None:
+        assert here is not None
+        n = len(here)
+        moments = [torch.stack([first / n] * n), torch.stack([second] * n)]
+        return {"step": int(own["step"]), **dict(zip(MOMENTS, moments, strict=True))}
+    if here is None:
+        step = torch.tensor(float(own["step"]))
+        return {"step": step, "exp_avg": first.sum(0), "exp_avg_sq": second.sum(0)}
+
+    def place(moment: Tensor) -> Tensor:
+        zero = torch.zeros_like(moment[0])
+        return torch.stack([moment[there.index(m)] if m in there else zero for m in here])
+
+    return {"step": own["step"], "exp_avg": place(first), "exp_avg_sq": place(second)}
+
+
+def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, groups: int) -> dict[str, Any]:
+    """The schedule at the parent's step, with the fork's peak."""
+    return {
+        **saved,
+        "base_lrs": [config.lr] * groups,
+        "_last_lr": [lr] * groups,
+        "lr_lambdas": [None] * groups,
+    }
+
+
+def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
+    """Of the update after ``step``."""
+    return config.lr * lr_multiplier(config, step, max_steps)
+
+
+def loops_state(
+    saved: Mapping[str, Any], step: int, old: tuple[int, int], new: tuple[int, int], skip: int
+) -> dict[str, Any]:
+    """Lightning's counters and the position in the data.
+
+    Args:
+        saved: the parent's ``loops``.
+        step: optimizer steps done.
+        old: sequences and micro-batches of an optimizer step of the parent.
+        new: of the fork.
+        skip: optimizer steps' worth of sequences that are left out.
+    """
+    loops = copy.deepcopy(dict(saved))
+    fit = loops["fit_loop"]
+    (old_sequences, _), (new_sequences, micro_batches) = old, new
+    loader = fit["state_dict"]["combined_loader"][0]
+    read = step * old_sequences + loader.get("ahead", 0)
+    ahead = read + skip * new_sequences - step * new_sequences
+    fit["state_dict"]["combined_loader"] = [{"position": step * micro_batches, "ahead": ahead}]
+    progress = fit["epoch_loop.batch_progress"]
+    progress["is_last_batch"] = False  # a finished parent had one
+    for counts in (progress["total"], progress["current"]):
+        for name in counts:
+            counts[name] = step * micro_batches - (name == "completed")
+    return loops
+
+
+def callback_state(saved: Mapping[str, Any], changed: Sequence[str], change: Change) -> dict[str, Any]:
+    """What the parent's callbacks remember, as far as it is of the fork too.
+
+    The rule of divergence keeps the loss at initialisation and the best median of the run it continues, so that a
+    fork is judged as its parent and its siblings are. It forgets the best median and the last losses of a modality
+    whose loss the change itself has raised by more than `JUMP_NATS`, and of all where the data is another. Alarms
+    compare a series with its own recent past: they start again where the model or the data has changed, all but what
+    they know of the data, and so does an open window of the radial budget where anything of the update has.
+    """
+    states = copy.deepcopy(dict(saved))
+    states.pop("Checkpoints", None)  # what stood in the parent's folder
+    model = any(name.startswith("model.") for name in changed)
+    data = any(name.startswith("data.") and not name.startswith(SAME_DATA) for name in changed)
+    jumped = {name for name, (before, after) in change.loss.items() if not after - before <= JUMP_NATS}
+
+    def forget(rule: dict[str, Any]) -> None:
+        for modality, series in rule.items():
+            if data or modality in jumped:
+                series.update(best=None, window=[], above=0)
+
+    forget(states.get("StepLog", {}))
+    alarms = states.get("Alarms")
+    if alarms is not None:
+        forget(alarms["rules"]["divergence"])
+        if model or data or jumped:
+            alarms["rules"]["rules"] = {kind: {} for kind in alarms["rules"]["rules"]}
+            alarms["rules"]["not_finite"] = False
+    if any(not name.startswith(("seed", "trainer.max_steps", "alarm.")) for name in changed):
+        states.pop("RunMonitor", None)
+    return states

@@ -1,0 +1,254 @@
+"""A parent's weights in the model of its fork, so that the function is unchanged or as near as can be.
+
+What both have is carried over by name. Where the fork has other norms than its parent, the sizes that the parent has
+there on the probe batch decide:
+
+```
+g' = f * g * rms(n(x)) / rms(n'(x))      n, n'  how parent and fork normalise (the identity where there is no norm)
+                                         g, g'  gains; f  what another logit scale of the attention makes of q and k
+```
+
+With a norm that is added, g = 1 and n(x) = x, so its gain is the measured RMS, by head where the gain is. A gain that
+has no place in the fork goes into the matrix beside it: rows of the one before, columns of the one behind.
+
+Shapes: D width, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from mmqk.data.batch import TokenBatch
+from mmqk.model import EarlyFusionTransformer
+from mmqk.model.init import parameter_generator
+from mmqk.model.linear import ByModality
+from mmqk.model.norms import L2Norm, LayerScale, Norm
+from mmqk.training.fork.matrices import Carried, Matrices
+from mmqk.training.fork.measure import Sizes, evaluating, one_copy, sizes_at_norms
+
+
+@torch.no_grad()
+def carry(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Carried:
+    """Fill ``new``, the model of a fork, from ``old``, its parent's; both in fp32 on the device of ``batch``."""
+    with evaluating(old):
+        return _Carrying(old, new, batch).run()
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, size: float, draw: int) -> None:
+    """Change every weight matrix by a random one of ``size`` times its RMS, a function of draw and name."""
+    done = set()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight not in done:
+            weight = module.weight
+            done.add(weight)  # a tied matrix once
+            generator = parameter_generator(draw, f"fork/{name}")
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            wide = weight.double().cpu()
+            wide += noise * (size * wide.square().mean().sqrt() / noise.square().mean().sqrt())
+            weight.copy_(wide)
+
+
+# Puts a gain (H, K) that has no parameter of its own, of a modality or of all, into something else; says where.
+Home = Callable[[Tensor, int | None], str]
+
+
+def _copies(module: nn.Module) -> list[tuple[int | None, nn.Module]]:
+    """Each copy of a layer with its modality; the layer itself with None."""
+    return list(enumerate(module.copies)) if isinstance(module, ByModality) else [(None, module)]
+
+
+class _Carrying(Matrices):
+    def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch):
+        super().__init__(old, new)
+        self.sizes: dict[str, Sizes] = sizes_at_norms(old, new, batch)
+        # What another scale of the attention logits means for q and k; 1 where nobody but the user changed it.
+        cosine = [c.qk_norm.kind == "l2" for c in (self.before, self.config)]
+        ratio = self.before.attn_scale_value / self.config.attn_scale_value
+        self.logit_factor = ratio**0.5 if cosine[0] != cosine[1] else 1.0
+
+    def run(self) -> Carried:
+        self.by_name()
+        for layer in range(self.config.n_layers):
+            block = f"blocks.{layer}"
+            attention = f"{block}.attention"
+            qkv = [f"{attention}.{m}" for m in ("w_q", "w_k", "w_v")]
+            self._stream_norm(f"{block}.attn_pre_norm", behind=qkv)
+            self._stream_norm(f"{block}.mlp_pre_norm", behind=[f"{block}.mlp.w_gate", f"{block}.mlp.w_up"])
+            self._branch(f"{block}.attn", f"{attention}.w_o")
+            self._branch(f"{block}.mlp", f"{block}.mlp.w_down")
+            for role in "qkv":
+                self._head_norm(attention, role)
+        self._stream_norm("final_norm", behind=["head"])
+        self.write()
+        return self.account()
+
+    def _stream_norm(self, name: str, behind: list[str]) -> None:
+        """A norm of the residual stream, in front of matrices."""
+        self._norm(name, lambda gain_HK, m: self.fold(behind, gain_HK.flatten(), "columns", m))
+
+    def _branch(self, branch: str, matrix: str) -> None:
+        """The norm and the LayerScale behind the last matrix of a sublayer."""
+        norm, scale = f"{branch}_post_norm", f"{branch}_layer_scale"
+        there, here = self.old[scale], self.new[scale]
+        if isinstance(here, LayerScale) and not isinstance(there, LayerScale):
+            here.weight.fill_(1.0)
+            self.done.added[f"{scale}.weight"] = "1"
+
+        def home(gain_HK: Tensor, m: int | None) -> str:
+            normed = isinstance(one_copy(self.new[norm]), Norm)
+            if not normed:
+                return self.fold([matrix], gain_HK.flatten(), "rows", m)
+            if isinstance(here, LayerScale) and m is None:
+                here.weight.mul_(gain_HK.flatten())
+                return f"into {scale}.weight"
+            return ""
+
+        self._norm(norm, home)
+        if isinstance(there, LayerScale) and not isinstance(here, LayerScale):
+            where = ""
+            for m, copy in _copies(self.new[norm]):
+                if not isinstance(copy, Norm) or copy.weight is None:
+                    where = home(there.weight[None].double(), m)
+                    continue
+                gain, prefix = copy.gain(), norm if m is None else f"{norm}.copies.{m}"
+                assert gain is not None
+                copy.weight.copy_(gain * there.weight - copy.offset)
+                if copy.bias is not None:
+                    copy.bias.mul_(there.weight)
+                if f"{prefix}.weight" in self.done.from_name:
+                    self.rescaled(f"{prefix}.weight", there.weight)
+                where = f"into {norm}.weight"
+            self.done.dropped[f"{scale}.weight"] = where
+
+    def _head_norm(self, attention: str, role: Literal["q", "k", "v"] | str) -> None:
+        name, matrix = f"{attention}.{role}_norm", f"{attention}.w_{role}"
+        turned = self.before.qk_norm.place == "after_rope" and role != "v"
+
+        def home(gain_HK: Tensor, m: int | None) -> str:
+            if isinstance(one_copy(self.new[name]), Norm):  # it would divide out what stands before it
+                if role != "v":
+                    return ""
+                shared = self.config.n_heads // self.config.kv_heads
+                columns = gain_HK.repeat_interleave(shared, 0).flatten()
+                return self.fold([f"{attention}.w_o"], columns, "columns", m)
+            if turned:  # only what is the same for both channels of a pair passes through the rotation
+                K = gain_HK.shape[-1]
+                gain_HK = (gain_HK.square() + gain_HK.roll(K // 2, -1).square()).div(2).sqrt()
+            return self.fold([matrix], gain_HK.flatten(), "rows", m)
+
+        self._norm(name, home, factor=1.0 if role == "v" else self.logit_factor)
+
+    def _norm(self, name: str, home: Home, factor: float = 1.0) -> None:
+        """One norm of the fork: its gain from the parent's and the sizes; ``home`` puts what has no parameter."""
+        there, here = self.old[name], self.new[name]
+        first = one_copy(here)
+        cosine = isinstance(first, L2Norm) and not name.endswith("v_norm")
+        if _alike(one_copy(there), first) and factor == 1.0:
+            return
+        where = ""
+        for m, copy in _copies(here):
+            mine = there.copies[m] if isinstance(there, ByModality) and m is not None else one_copy(there)
+            gain_HK = self._gain(name, there, mine, m) * factor
+            prefix = name if m is None else f"{name}.copies.{m}"
+            if cosine and isinstance(copy, L2Norm):
+                where = f"into {name.replace('k_norm', 'q_norm')}.weight"
+                if copy.weight is not None:
+                    self._start_scale(prefix, copy, m)
+            elif isinstance(copy, Norm) and copy.weight is not None:
+                self._start_gain(prefix, copy, gain_HK, self.sizes[name].mean("other", m), there)
+            else:
+                where = home(gain_HK, m)
+            self._start_bias(prefix, copy, mine)
+        for own in self.old_values:
+            if own.startswith(f"{name}.") and own not in self.done.from_name.values():
+                self.done.dropped[own] = where if own.endswith("weight") else ""
+
+    def _gain(self, name: str, there: nn.Module, mine: nn.Module, m: int | None) -> Tensor:
+        """Gain of the new norm's place, (H, K) or (1, D), if it could be anything: g * rms(n(x)) / rms(n'(x))."""
+        sizes = self.sizes[name]
+        ratio_H = (sizes.mean("plain", m) / sizes.mean("other", m).clamp_min(1e-30)).sqrt()
+        shape = (len(ratio_H), self._width(name))
+        if m is None and isinstance(there, ByModality):  # one matrix takes what each modality had of its own
+            gains = [_gain_of(copy, shape) for copy in there.copies]
+            return torch.stack(gains).mean(0) * ratio_H[:, None]
+        return _gain_of(mine, shape).to(ratio_H.device) * ratio_H[:, None]
+
+    def _width(self, name: str) -> int:
+        return self.config.head_dim if ".attention." in name else self.config.d_model
+
+    def _start_gain(
+        self, prefix: str, copy: Norm, gain_HK: Tensor, other_H: Tensor, there: nn.Module
+    ) -> None:
+        """The gain of the norm's own shape: heads that share one weigh in by what they send through it."""
+        assert copy.weight is not None
+        shape = copy.weight.shape
+        if shape.numel() == gain_HK.numel():
+            gain = gain_HK.reshape(shape)
+        else:
+            weighed_HK = gain_HK.square() * other_H[:, None]
+            gain = (weighed_HK.sum(0) / other_H.sum()).sqrt() * _sign(gain_HK.mean(0))
+        copy.weight.copy_(gain - copy.offset)
+        if isinstance(one_copy(there), Norm) and getattr(one_copy(there), "weight", None) is not None:
+            self.done.added.setdefault(f"{prefix}.weight", "the parent's gain, by the measured RMS")
+        else:
+            self.done.added[f"{prefix}.weight"] = "the measured RMS"
+        if f"{prefix}.weight" in self.done.from_name:
+            self.done.added.pop(f"{prefix}.weight")
+
+    def _start_scale(self, prefix: str, copy: L2Norm, m: int | None) -> None:
+        """The learned scale of cosine attention: the logit that queries and keys of the measured length reach."""
+        assert copy.weight is not None
+        c, k_norm = self.config, prefix.split(".q_norm")[0] + ".k_norm"
+        q_norm = k_norm.replace("k_norm", "q_norm")
+        q_H, k_G = self.sizes[q_norm].mean("out", m), self.sizes[k_norm].mean("out", None)
+        k_H = k_G.repeat_interleave(c.n_heads // c.kv_heads)
+        scale_H = (q_H * k_H).sqrt() * c.head_dim * self.before.attn_scale_value
+        scale = scale_H.mean(0, keepdim=True) if copy.weight.shape == (1,) else scale_H[:, None]
+        if copy.maximum is not None:
+            scale = scale.clamp_max(copy.maximum).log()
+        copy.weight.copy_(scale)
+        self.done.from_name.pop(f"{prefix}.weight", None)
+        self.done.added[f"{prefix}.weight"] = "attn_scale times the measured lengths of q and k"
+
+    def _start_bias(self, prefix: str, copy: nn.Module, mine: nn.Module) -> None:
+        bias, theirs = getattr(copy, "bias", None), getattr(mine, "bias", None)
+        if bias is None or f"{prefix}.bias" in self.done.from_name:
+            return
+        if theirs is None:
+            bias.zero_()
+            self.done.added[f"{prefix}.bias"] = "0"
+        elif bias.ndim > theirs.ndim:  # one for each head, of one for all
+            bias.copy_(theirs.expand_as(bias))
+            self.done.added[f"{prefix}.bias"] = "the parent's"
+        else:
+            bias.copy_(theirs.mean(0))
+            self.done.added[f"{prefix}.bias"] = "the mean of the parent's"
+
+
+def _sign(x: Tensor) -> Tensor:
+    return torch.where(x < 0, -1.0, 1.0)
+
+
+def _alike(a: nn.Module, b: nn.Module) -> bool:
+    """Whether gain and bias of one norm mean the same in the other; another eps is the user's change."""
+    if not (isinstance(a, Norm) and isinstance(b, Norm)):
+        return not isinstance(a, Norm) and not isinstance(b, Norm)
+    if type(a) is not type(b) or a.shape != b.shape or a.offset != b.offset:
+        return False
+    own = [
+        (None if n.weight is None else n.weight.shape, None if n.bias is None else n.bias.shape)
+        for n in (a, b)
+    ]
+    if isinstance(a, L2Norm) and isinstance(b, L2Norm) and (a.fixed, a.maximum) != (b.fixed, b.maximum):
+        return False
+    return own[0] == own[1]
+
+
+def _gain_of(norm: nn.Module, shape: tuple[int, int]) -> Tensor:
+    gain = norm.gain() if isinstance(norm, Norm) else None
+    return torch.ones(shape, dtype=torch.float64) if gain is None else gain.double().expand(shape)

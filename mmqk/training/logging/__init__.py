@@ -1,0 +1,1 @@
+"""metrics.jsonl and TensorBoard."""

@@ -1,0 +1,171 @@
+"""Pictures for TensorBoard: a statistic by layer and step, and attention from each modality to each, by layer."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from mmqk.store import parsed_tag
+from mmqk.training.logging.dashboard import REDUCERS
+
+# Drawn by layer and step, whether on a logarithmic scale; of a pair the largest over key modalities.
+HEAT_MAPS = {"attn_logit_absmax": True, "attn_entropy": False, "q_norm": True, "k_norm": True}
+MASS = "attn_mass"
+largest = REDUCERS["max"]
+# More probes than this are thinned out, older and newer alike.
+COLUMNS = 200
+
+_WIDTH, _ROW, _LEFT, _TOP, _BOTTOM, _RIGHT = 640, 18, 64, 26, 22, 96
+# Dark blue over green to yellow, even in lightness (viridis at five places).
+_COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=float)
+_GREY, _INK = (200, 200, 200), (40, 40, 40)
+
+
+class History:
+    """What the pictures need of each probe, with its step."""
+
+    def __init__(self) -> None:
+        self.probes: list[tuple[int, dict[str, float]]] = []
+        self.seen = 0
+        self._every = 1
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Keep what is drawn; whether there was any."""
+        wanted = {
+            name: value
+            for name, value in metrics.items()
+            if name.startswith((*HEAT_MAPS, MASS))
+            and (parsed := parsed_tag(name)).statistic in (*HEAT_MAPS, MASS)
+            and parsed.head is None
+            and parsed.layer is not None
+        }
+        if not wanted:
+            return False
+        # The newest always stands last; it stays if it is one of those that are kept.
+        if self.probes and (self.seen - 1) % self._every:
+            self.probes.pop()
+        self.probes.append((step, wanted))
+        self.seen += 1
+        if len(self.probes) > COLUMNS:
+            self.probes, self._every = self.probes[::2], 2 * self._every
+        return True
+
+    def heat_map(self, statistic: str, modality: str) -> NDArray[np.float64]:
+        """(layers, probes), NaN where a probe has no value; no layers where none has."""
+        cells: dict[tuple[int, int], float] = {}
+        for column, (_, values) in enumerate(self.probes):
+            for name, value in values.items():
+                tag = parsed_tag(name)
+                if tag.statistic != statistic or tag.layer is None:
+                    continue
+                if (tag.pair[0] if tag.pair else tag.modality) == modality:
+                    at = (tag.layer, column)
+                    cells[at] = REDUCERS["max"]([cells.get(at, -math.inf), value])
+        layers = 1 + max((layer for layer, _ in cells), default=-1)
+        table = np.full((layers, len(self.probes)), np.nan)
+        for (layer, column), value in cells.items():
+            table[layer, column] = value
+        return table
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, _ in self.probes]
+
+    def mass(self, modalities: Sequence[str]) -> NDArray[np.float64]:
+        """(layers, query modalities, key modalities) of the newest probe: share of attention; NaN where absent."""
+        values = self.probes[-1][1] if self.probes else {}
+        parsed = [(parsed_tag(name), value) for name, value in values.items()]
+        found = [(tag, value) for tag, value in parsed if tag.statistic == MASS and tag.pair is not None]
+        layers = 1 + max((tag.layer for tag, _ in found if tag.layer is not None), default=-1)
+        table = np.full((layers, len(modalities), len(modalities)), np.nan)
+        for tag, value in found:
+            assert tag.pair is not None
+            if set(tag.pair) <= set(modalities):
+                table[tag.layer, modalities.index(tag.pair[0]), modalities.index(tag.pair[1])] = value
+        return table
+
+
+def draw_heat_map(table: NDArray[np.float64], steps: Sequence[int], title: str, logarithmic: bool) -> bytes:
+    """A PNG: layers from the bottom up, probes from left to right, the scale at the right; grey is no number."""
+    layers, columns = table.shape
+    shown = np.where(np.isfinite(table), table, np.nan)
+    if logarithmic:
+        shown = np.log(np.where(shown > 0, shown, np.nan))
+    known = shown[np.isfinite(shown)]
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    row = max(6, min(_ROW, 360 // layers))
+    height = row * layers
+    picture = Image.new("RGB", (_LEFT + _WIDTH + _RIGHT, _TOP + height + _BOTTOM), "white")
+    across = np.minimum(np.arange(_WIDTH) * columns // _WIDTH, columns - 1)
+    cells = _coloured((shown - low) / ((high - low) or 1.0))[::-1][np.arange(height) // row][:, across]
+    picture.paste(Image.fromarray(cells), (_LEFT, _TOP))
+    scale = _coloured(np.linspace(1, 0, height)[:, None].repeat(14, 1))
+    picture.paste(Image.fromarray(scale), (_LEFT + _WIDTH + 10, _TOP))
+    draw, font = ImageDraw.Draw(picture), _font()
+    draw.text((_LEFT, 6), title, _INK, font)
+    every = -(-layers * 14 // height)
+    for layer in range(0, layers, every):
+        y = _TOP + height - row * layer - row // 2
+        draw.text((_LEFT - 6, y), f"layer {layer}", _INK, font, anchor="rm")
+    for column in sorted({0, columns // 2, columns - 1}):
+        x = _LEFT + (2 * column + 1) * _WIDTH // (2 * columns)
+        draw.text((x, _TOP + height + 4), str(steps[column]), _INK, font, anchor="ma")
+    for value, y in ((high, _TOP + 6), (low, _TOP + height - 6)):
+        said = math.exp(value) if logarithmic else value
+        draw.text((_LEFT + _WIDTH + 30, y), f"{said:.3g}" if known.size else "", _INK, font, anchor="lm")
+    return _png(picture)
+
+
+def draw_mass(table: NDArray[np.float64], modalities: Sequence[str], title: str) -> bytes:
+    """A PNG: a matrix for each layer, queries down and keys across, each row the shares of where it attends."""
+    cell, margin, label, per_row = 46, 18, 52, 6
+    layers, n, _ = table.shape
+    block = (label + n * cell + margin, margin + 16 + n * cell + margin)
+    across = min(per_row, layers)
+    size = (margin + across * block[0], _TOP + 12 + -(-layers // per_row) * block[1])
+    picture = Image.new("RGB", size, "white")
+    draw, font = ImageDraw.Draw(picture), _font()
+    draw.text((margin, 6), title, _INK, font)
+    colours = _coloured(table.reshape(layers, -1)).reshape(layers, n, n, 3)
+    for layer in range(layers):
+        x0 = margin + (layer % per_row) * block[0] + label
+        y0 = _TOP + 12 + (layer // per_row) * block[1] + margin + 16
+        draw.text((x0, y0 - 32), f"layer {layer}", _INK, font)
+        for i, name in enumerate(modalities):
+            draw.text((x0 - 6, y0 + i * cell + cell // 2), name[:7], _INK, font, anchor="rm")
+            draw.text((x0 + i * cell + cell // 2, y0 - 9), name[:7], _INK, font, anchor="mm")
+            for j in range(n):
+                value, colour = table[layer, i, j], tuple(int(c) for c in colours[layer, i, j])
+                at = (x0 + j * cell, y0 + i * cell)
+                draw.rectangle((*at, at[0] + cell - 2, at[1] + cell - 2), fill=colour)
+                ink = "black" if np.isnan(value) or value > 0.55 else "white"
+                said = "" if np.isnan(value) else f"{value:.2f}"
+                draw.text((at[0] + cell // 2 - 1, at[1] + cell // 2 - 1), said, ink, font, anchor="mm")
+    return _png(picture)
+
+
+def _coloured(share: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """RGB of numbers from 0 to 1; grey for NaN."""
+    known = np.nan_to_num(share).clip(0, 1) * (len(_COLOURS) - 1)
+    low = np.minimum(known.astype(int), len(_COLOURS) - 2)
+    mixed = _COLOURS[low] + (known - low)[..., None] * (_COLOURS[low + 1] - _COLOURS[low])
+    mixed[np.isnan(share)] = _GREY
+    return mixed.round().astype(np.uint8)
+
+
+@cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(12)
+
+
+def _png(picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    # The run waits for it: PIL's own level takes several times as long.
+    picture.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()

@@ -1,0 +1,201 @@
+"""Where numbers go: metrics.jsonl, complete, and TensorBoard, a view of it that opens on the story."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from mmqk.store import Alarm, MetricsWriter, naming, read_alarms, read_metrics, tag
+from mmqk.training.logging.dashboard import custom_scalars, over_layers
+from mmqk.training.logging.heatmaps import HEAT_MAPS, History, draw_heat_map, draw_mass
+from mmqk.training.logging.hparams import outcome
+
+# Pictures are drawn after this many probes and whenever that has doubled, and at the end.
+FIRST_PICTURES = 4
+
+
+class RunLogger(Logger):
+    """Writes every number to the run's metrics.jsonl, one line a step; an alarm of an earlier step adds another."""
+
+    def __init__(self, path):
+        super().__init__()
+        self._path = path
+        self._writer: MetricsWriter | None = None
+        self._alarms: Counter[tuple[int, str]] = Counter()
+
+    @property
+    def name(self) -> str:
+        return "mmqk"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None, "every number of a run belongs to a step"
+        if self._writer is None:
+            self._writer = MetricsWriter(self._path)
+        self._writer.write(step, metrics)
+
+    @rank_zero_only
+    def log_alarms(self, alarms: Sequence[Alarm]) -> None:
+        """``alarm/<name>``: on how many series that alarm begins at its step. On disk at once, like alarms.jsonl."""
+        began = [(alarm.step, alarm.name) for alarm in alarms]
+        self._alarms.update(began)
+        for step, name in sorted(set(began), reverse=True):  # the step that is being collected comes first
+            self.log_metrics({tag("alarm", name): self._alarms[step, name]}, step)
+        self.save()
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """The configuration is in run.json and config.yaml already."""
+
+    @rank_zero_only
+    def save(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class StoryLogger(TensorBoardLogger):
+    """TensorBoard with text beside image: extremes and medians over layers, one event a step.
+
+    Beside the curves: heat maps by layer and step, attention from each modality to each by layer, alarms as text and
+    as a count, and, when the run has ended, a row of the HParams page with its outcome.
+
+    Args:
+        folder: the run folder; events are written straight into it.
+        modalities: names of the vocabulary blocks, in order.
+        layers: also write every series by layer and head, and those that no chart shows.
+        resumed_at: step a resumed run goes on from; what an earlier process drew after it is discarded.
+    """
+
+    def __init__(
+        self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None
+    ):
+        _let_its_thread_fail_in_silence()
+        purge = None if resumed_at is None else resumed_at + 1
+        super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
+        self._folder, self._resumed_at = Path(folder), resumed_at
+        self._modalities, self._layers, self._begun = modalities, layers, False
+        self._history = History()
+        self._drawn = self._step = self._alarms = 0
+
+    @property
+    def experiment(self) -> Any:
+        """TensorBoard's writer, which opens its file when it is made."""
+        with naming(self._folder / "events.out.tfevents"):
+            return super().experiment
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self._begin(step)
+        self._step = max(step, self._step)
+        self._scalars(dict(metrics) if self._layers else over_layers(metrics), step)
+        if self._history.add(step, metrics) and self._history.seen >= max(FIRST_PICTURES, 2 * self._drawn):
+            self._draw()
+
+    @rank_zero_only
+    def log_alarms(self, alarms: Sequence[Alarm]) -> None:
+        """Their sentences under ``alarm/<name>``, and how many there have been."""
+        for step, found in groupby(sorted(alarms, key=lambda alarm: alarm.step), lambda alarm: alarm.step):
+            by_name: dict[str, list[str]] = {}
+            for alarm in found:
+                self._alarms += 1
+                by_name.setdefault(alarm.name, []).append(alarm.sentence)
+            for name, sentences in by_name.items():
+                self.experiment.add_text(f"alarm/{name}", "\n".join(f"- {s}" for s in sentences), step)
+            self._scalars({"alarms": self._alarms}, step)
+
+    def save(self) -> None:
+        """Events only: the configuration stands in config.yaml, not in an hparams.yaml beside it."""
+        with naming(self._folder / "events.out.tfevents"):
+            self.experiment.flush()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self._begun:
+            self._scalars({"alarms": self._alarms}, self._step)
+            if self._drawn < self._history.seen:
+                self._draw()
+            for summary in outcome(self._folder, self._modalities):
+                self._write(summary, None)
+        with naming(self._folder / "events.out.tfevents"):
+            super().finalize(status)
+
+    def _begin(self, step: int) -> None:
+        """The layout, and what a resumed run has been through already."""
+        if self._begun:
+            return
+        self._begun = True
+        self.experiment.add_custom_scalars(custom_scalars(self._modalities))
+        if self._resumed_at is not None:
+            for line in read_metrics(self._folder / "metrics.jsonl"):
+                if line["step"] <= self._resumed_at:
+                    self._history.add(line["step"], line)
+            self._alarms = sum(alarm.step <= self._resumed_at for alarm in read_alarms(self._folder))
+            self._drawn = self._history.seen
+        else:
+            self._scalars({"alarms": 0}, step)
+
+    def _scalars(self, values: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One protobuf a step: 27 times cheaper than add_scalar for each of 500 values.
+        self._write(
+            Summary(value=[Summary.Value(tag=n, simple_value=value) for n, value in values.items()]), step
+        )
+
+    def _draw(self) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._drawn, step = self._history.seen, self._history.steps[-1]
+        pictures: dict[str, bytes] = {}
+        for statistic, logarithmic in HEAT_MAPS.items():
+            for modality in self._modalities:
+                table = self._history.heat_map(statistic, modality)
+                if len(table):
+                    scale = ", logarithmic scale" if logarithmic else ""
+                    title = f"{statistic}, {modality}, to step {step}{scale}"
+                    png = draw_heat_map(table, self._history.steps, title, logarithmic)
+                    pictures[f"heatmap/{statistic}/{modality}"] = png
+        mass = self._history.mass(self._modalities)
+        if len(mass):
+            title = f"attention from queries (down) to keys (across), step {step}"
+            pictures["attn_mass"] = draw_mass(mass, self._modalities, title)
+        values = [
+            Summary.Value(tag=name, image=Summary.Image(colorspace=3, encoded_image_string=png))
+            for name, png in pictures.items()
+        ]
+        self._write(Summary(value=values), step)
+
+    def _write(self, summary: Any, step: int | None) -> None:
+        with naming(self._folder / "events.out.tfevents"):
+            self.experiment._get_file_writer().add_summary(summary, step)
+
+
+def _let_its_thread_fail_in_silence() -> None:
+    """TensorBoard's writer thread raises a disk error again at the next write; its traceback is not printed."""
+    from tensorboard.summary.writer import event_file_writer
+
+    class Worker(event_file_writer._AsyncWriterThread):
+        def run(self) -> None:
+            with contextlib.suppress(OSError):
+                super().run()
+
+    if event_file_writer._AsyncWriterThread.__module__ != __name__:
+        event_file_writer._AsyncWriterThread = Worker

@@ -1,0 +1,1 @@
+"""What surrounds a training step: device, processes, signals, step log, alarms, checkpoints."""

@@ -1,0 +1,126 @@
+"""What a run computes with: its device, the kernel of attention, whether blocks are compiled."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from mmqk.data.config import DataConfig
+from mmqk.model import ModelConfig, kernel_name
+from mmqk.model.backends import attention, mask_of
+from mmqk.store import UserError
+from mmqk.training.step.optimizers import OptimConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from mmqk.config import RunConfig
+
+
+def is_masked(model: ModelConfig, data: DataConfig) -> bool:
+    """Whether attention leaves out earlier tokens: a window, or packed documents kept apart."""
+    windows = any(model.window_of(layer) for layer in range(model.n_layers))
+    return windows or data.documents_apart
+
+
+def check_shown(compiled: bool, recompute: bool, backend: str, optim: OptimConfig) -> None:
+    """Raise ValueError for what looks into a block in every step, where that shows nothing, or shows it twice."""
+    for name, is_set in (("compile", compiled), ("recompute", recompute)):
+        if is_set and optim.qk_clip is not None and backend != "flex":
+            raise ValueError(
+                f"optim.qk_clip looks at queries and keys in every step, which {name} does not allow: use backend"
+                f" flex, which gives the largest logits itself, or leave {name} off."
+            )
+
+
+def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
+    """What the run will compute with on this device, for its record.
+
+    Raises:
+        UserError: the device cannot do what is asked of it.
+    """
+    import torch
+
+    from mmqk.training.loop.memory import check_memory
+
+    check_memory(run, device)
+    dtype = torch.float32 if run.trainer["precision"] == "32-true" else torch.bfloat16
+    windows = sorted({run.model.window_of(layer) for layer in range(run.model.n_layers)})
+    try:
+        kernels = [
+            kernel_name(
+                run.backend,
+                device.type,
+                dtype,
+                run.data.documents_apart or window > 0,
+                run.model.attn_dropout,
+            )
+            for window in windows
+        ]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if device.type == "cuda" and run.backend.startswith("sdpa"):
+        for window in windows:
+            _try(run, device, dtype, window)
+    if run.compile and device.type == "cpu" and run.trainer["accelerator"] != "cpu":
+        raise UserError(
+            "There is no GPU here, and to compile for a CPU takes minutes and gigabytes before step 1: leave that out"
+            " with --compile false, or ask for it with --trainer.accelerator cpu."
+        )
+    if run.compile and not _has_compiler(device):
+        raise UserError(
+            "compile needs Triton, which is not installed: install it or leave compile off."
+            if device.type == "cuda"
+            else "compile needs a C++ compiler on a CPU: install g++ or clang++, or leave compile off."
+        )
+    if run.backend == "flex" and not _has_compiler(device):
+        raise UserError(
+            "backend flex needs Triton, which is not installed: install it or use backend sdpa or math."
+        )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "name": name,
+        "attention": " and ".join(dict.fromkeys(kernels)),
+        "compiled": run.compile,
+        "recomputed": run.recompute,
+    }
+
+
+def said(settled: dict[str, Any]) -> str:
+    """`settle` in a line."""
+    more = [word for word in ("compiled", "recomputed") if settled[word]]
+    if settled["compiled"] and settled["name"] == "cpu":
+        more[0] += " (this can take minutes and gigabytes before step 1)"
+    return (
+        f"{settled['name']}; attention: {settled['attention']}{''.join(f'; blocks {word}' for word in more)}"
+    )
+
+
+def _try(run: RunConfig, device: torch.device, dtype: torch.dtype, window: int) -> None:
+    """One attention of this shape: a kernel says no only when it is called."""
+    import torch
+
+    model, T = run.model, run.data.seq_len
+    document_BT = torch.zeros(1, T, dtype=torch.long, device=device) if run.data.documents_apart else None
+    mask = mask_of(run.backend, T, device, window, document_BT)
+    q = torch.randn(1, model.n_heads, T, model.head_dim, device=device, dtype=dtype, requires_grad=True)
+    with warnings.catch_warnings(record=True) as why:
+        warnings.simplefilter("always")
+        try:
+            out, _ = attention(q, q, q, mask, scale=1.0, dropout=model.attn_dropout, backend=run.backend)
+            out.sum().backward()
+        except RuntimeError as error:
+            reasons = "; ".join(" ".join(str(w.message).split()) for w in why) or " ".join(str(error).split())
+            raise UserError(
+                f"backend {run.backend} cannot run here ({reasons[:400]}): use sdpa or math."
+            ) from error
+
+
+def _has_compiler(device: torch.device) -> bool:
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return has_triton()
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))

@@ -1,0 +1,134 @@
+"""How a run stands, written while it happens, and an orderly end on Ctrl-C, SIGTERM and SIGUSR1."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+
+from mmqk.distributed import largest
+from mmqk.store import RunFolder, clock, disk_sentence
+from mmqk.training.loop.signals import ENDING, SIGNALS, Interrupted
+from mmqk.training.loop.step_log import Checkpoints, StepLog, ends_step
+from mmqk.training.step.module import TrainingModule
+
+
+class Lifecycle(L.Callback):
+    """Keeps status.json; turns the first signal into a checkpoint and an end.
+
+    With nothing new since the last checkpoint, as in a first step that compiles, and at a second signal `Ending` ends
+    the process at once; without it (``main`` called by a program) the second is a KeyboardInterrupt.
+
+    On several ranks all end after the same step, whichever of them was told: they ask each other where a flush waits
+    for the device anyway.
+
+    Comes after `Checkpoints` in the list of callbacks.
+
+    Args:
+        folder: None in the processes that do not write.
+        step_log: says where a flush comes.
+        checkpoints: what writes them.
+    """
+
+    def __init__(self, folder: RunFolder | None, step_log: StepLog, checkpoints: Checkpoints):
+        self.folder, self.step_log, self.checkpoints = folder, step_log, checkpoints
+        self._signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.folder is not None:
+            self.folder.set_status("running", trainer.global_step)
+        if ENDING.installed:
+            if trainer.is_global_zero:
+                ENDING.step = lambda: self.checkpoints.saved
+                ENDING.until(lambda: trainer.global_step != self.checkpoints.saved)
+        elif threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS:
+                self._before[signum] = signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            raise KeyboardInterrupt
+        self._signal = signum
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
+        assert isinstance(pl_module, TrainingModule)
+        last = trainer.global_step >= trainer.max_steps
+        if last or not ends_step(trainer, batch_idx):
+            return
+        signum = self._signal or ENDING.signum
+        if trainer.world_size > 1:
+            if not self.step_log.flushes(trainer.global_step, trainer.max_steps):
+                return
+            signum = int(largest(torch.tensor(signum or 0, device=pl_module.device))) or None
+        if signum is not None:
+            self.checkpoints.save(trainer, pl_module)
+            if self.step_log.divergence is None:
+                raise Interrupted(signum)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._restore()
+        if self.folder is None:
+            return
+        for logger in trainer.loggers:
+            logger.save()  # the numbers are on disk before the run calls itself finished
+        if self.step_log.divergence is not None:
+            step, reason = self.step_log.divergence
+            self.folder.set_status("diverged", step, reason)
+        elif trainer.global_step >= trainer.max_steps:
+            self.folder.set_status("completed", trainer.global_step)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore()
+        if self.folder is None:
+            return
+        stopped = isinstance(exception, (Interrupted, KeyboardInterrupt))
+        reason = " ".join(str(exception).split())[:300] or type(exception).__name__
+        if isinstance(exception, OSError):
+            reason = disk_sentence(exception)
+        elif not stopped:
+            reason = f"{type(exception).__name__}: {reason}"
+        with contextlib.suppress(OSError):  # the disk does not permit it
+            self.folder.set_status("interrupted" if stopped else "failed", trainer.global_step, reason)
+
+    def _restore(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        self._before.clear()
+
+
+class ProgressLine(L.Callback):
+    """One line of progress: rewritten in place on a terminal, else a new one every ten seconds."""
+
+    def __init__(self, step_log: StepLog):
+        self.step_log = step_log
+        self._shown = 0.0
+        self._warm: tuple[float, int] | None = None  # when the first batch ended, and the step then
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._shown, self._warm = 0.0, None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
+        now, live = time.monotonic(), sys.stderr.isatty()
+        step, last = trainer.global_step, trainer.global_step == trainer.max_steps
+        if self._warm is None:
+            self._warm = now, step  # the first batch is slower than the others: it compiles
+        if not trainer.is_global_zero or (now - self._shown < (0.5 if live else 10.0) and not last):
+            return
+        self._shown = now
+        losses = " · ".join(f"{k} {v:.3f}" for k, v in self.step_log.latest.items() if k.startswith("loss"))
+        line = f"step {step}/{trainer.max_steps} · {losses or 'starting'}"
+        start, first = self._warm
+        if step > first:
+            line += f" · {clock((now - start) / (step - first) * (trainer.max_steps - step))} left"
+        ends = "\n" if last or not live else ""
+        print(f"\r\x1b[K{line}" if live else line, end=ends, file=sys.stderr, flush=True)

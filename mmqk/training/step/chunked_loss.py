@@ -1,0 +1,186 @@
+"""Head and loss a chunk of tokens at a time, so that the logits of a whole batch never exist.
+
+Shapes are in the names: B batch, T tokens, N all B * T of them, C tokens of a chunk, D width, V vocabulary,
+M modalities, G groups of targets whose gradients are kept: all of them, then perhaps those of each modality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mmqk.training.step.losses import LossSums, Objective, selected_of, sum_by_modality
+
+
+def chunked_losses(
+    hidden_BTD: Tensor,
+    head_VD: Tensor,
+    targets_BT: Tensor,
+    target_modality_BT: Tensor,
+    target_mask_BT: Tensor,
+    weights_M: Tensor,
+    z_loss: float,
+    chunk: int,
+    softcap: float | None = None,
+    by_modality: bool = False,
+    compiled: bool = False,
+) -> LossSums:
+    """What `modality_losses` gives for the logits of these hidden states, without those of more than a chunk.
+
+    Each chunk's logits are made once and turned into gradients at once, in the forward: what outlives them is the
+    gradient of the hidden states, (B, T, D), and that of the head, (V, D) in at least fp32. So weights and z-loss
+    have to be known, and only `LossSums.objective` has a gradient: `total_loss` takes it from there. The matrix
+    products run in the autocast dtype, all else in at least fp32, as in the dense form.
+
+    A target reaches the hidden state of its own position only, so one gradient of the hidden states serves the loss
+    of every modality by itself; the head needs one each, (M, V, D), and M more products a chunk. That is
+    `by_modality`; the total's own gradient stays the same, bit for bit.
+
+    Args:
+        hidden_BTD: What the head is applied to.
+        head_VD: Its weight, tied to the embedding or not.
+        targets_BT: As of `modality_losses`, with the modalities and the mask.
+        target_modality_BT: Modality number of each target.
+        target_mask_BT: Whether a target is trained on.
+        weights_M: Weight of each modality, (M,).
+        z_loss: Coefficient of log(Z)^2.
+        chunk: C, at least 1; any gives the same up to rounding.
+        softcap: Logits become `softcap * tanh(logit / softcap)`; None leaves them.
+        by_modality: Whether `loss_parts` can be had, each with its gradient, beside `total_loss`.
+        compiled: Whether what happens to a chunk's logits is compiled into fewer passes over them.
+    """
+    selected_BTM = selected_of(target_modality_BT, target_mask_BT, len(weights_M))
+    wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
+    own_BTG = target_mask_BT[..., None]
+    if by_modality:
+        own_BTG = torch.cat([own_BTG, selected_BTM], dim=-1)
+    objective_G, ce_N, log_z_N = _Chunks.apply(
+        hidden_BTD.flatten(0, 1),
+        head_VD,
+        targets_BT.where(target_mask_BT, 0).flatten(),
+        torch.where(selected_BTM, weights_M.to(wide), 0.0).sum(-1).flatten(),
+        own_BTG.flatten(0, 1),
+        z_loss,
+        chunk,
+        softcap,
+        torch.is_grad_enabled(),
+        _compiled() if compiled else _terms,
+    )
+    sums = sum_by_modality(ce_N.view_as(targets_BT), log_z_N.view_as(targets_BT), selected_BTM)
+    objective = Objective(objective_G[0], objective_G[1:] if by_modality else None, weights_M, z_loss)
+    return LossSums(sums.count, sums.ce, sums.log_z, sums.log_z_sq, objective)
+
+
+class _Chunks(torch.autograd.Function):
+    """(objective_G, ce_N, log_z_N); the first is differentiable, in the hidden states and the head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        head_VD: Tensor,
+        index_N: Tensor,
+        weight_N: Tensor,
+        own_NG: Tensor,
+        z_loss: float,
+        chunk: int,
+        softcap: float | None,
+        train: bool,
+        terms: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device, narrow, wide = hidden_ND.device.type, hidden_ND.dtype, weight_N.dtype
+        if torch.is_autocast_enabled(device) and narrow != torch.float64:
+            narrow = torch.get_autocast_dtype(device)
+        N, G = own_NG.shape
+        ce_N, log_z_N = weight_N.new_empty(N), weight_N.new_empty(N)
+        # torch tells a Function nothing of no_grad, hence `train`.
+        d_hidden_ND = hidden_ND.new_empty(hidden_ND.shape if train else 0, dtype=narrow)
+        d_head_GVD = head_VD.new_zeros((G, *head_VD.shape) if train else 0, dtype=wide)
+        with torch.autocast(device, enabled=False):
+            cast_VD = head_VD.to(narrow)  # once: autocast would do it for every chunk
+            room_CV = hidden_ND.new_empty(min(chunk, N), len(head_VD), dtype=narrow)
+            for start in range(0, N, chunk):
+                rows = slice(start, start + chunk)
+                hidden_CD, index_C1, weight_C1 = (
+                    hidden_ND[rows].to(narrow),
+                    index_N[rows, None],
+                    weight_N[rows, None],
+                )
+                logits_CV = torch.mm(hidden_CD, cast_VD.T, out=room_CV[: len(hidden_CD)])
+                ce_N[rows], log_z_N[rows], d_logits_CV = terms(
+                    logits_CV, index_C1, weight_C1, z_loss, softcap, train
+                )
+                if d_logits_CV is None:
+                    continue
+                torch.mm(d_logits_CV, cast_VD, out=d_hidden_ND[rows])
+                _add_product(d_head_GVD[0], d_logits_CV.T, hidden_CD)
+                for g in range(1, G):
+                    own_CD = torch.where(own_NG[rows, g, None], hidden_CD, 0.0)
+                    _add_product(d_head_GVD[g], d_logits_CV.T, own_CD)
+        value_N = ce_N + z_loss * log_z_N.square() if z_loss else ce_N
+        objective_G = torch.where(own_NG, (weight_N * value_N)[:, None], 0.0).sum(0)
+        ctx.save_for_backward(d_hidden_ND, d_head_GVD, own_NG)
+        ctx.dtypes = hidden_ND.dtype, head_VD.dtype
+        ctx.mark_non_differentiable(ce_N, log_z_N)
+        return objective_G, ce_N, log_z_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, up_G: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        d_hidden_ND, d_head_GVD, own_NG = ctx.saved_tensors
+        of_hidden, of_head = ctx.dtypes
+        hidden_ND = head_VD = None
+        if ctx.needs_input_grad[0]:
+            hidden_ND = (d_hidden_ND * torch.where(own_NG, up_G, 0.0).sum(-1, keepdim=True)).to(of_hidden)
+        if ctx.needs_input_grad[1]:
+            head_VD = up_G[0] * d_head_GVD[0]
+            for up, d_head_VD in zip(up_G[1:], d_head_GVD[1:], strict=True):
+                head_VD += up * d_head_VD
+            head_VD = head_VD.to(of_head)
+        return hidden_ND, head_VD, *([None] * 8)
+
+
+def _terms(
+    logits_CV: Tensor, index_C1: Tensor, weight_C1: Tensor, z_loss: float, softcap: float | None, train: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cross-entropy and log Z of a chunk, and the gradient of its logits in their dtype, already weighted."""
+    raw, wide_CV = logits_CV.dtype, logits_CV.to(weight_C1.dtype)
+    if softcap is not None:
+        wide_CV = softcap * torch.tanh(wide_CV / softcap)
+    target_C, largest_C = wide_CV.gather(-1, index_C1)[:, 0], wide_CV.amax(-1)
+    if torch.compiler.is_compiling():
+        sum_C = (wide_CV - largest_C[:, None]).exp().sum(-1)
+        p_CV = (wide_CV - largest_C[:, None]).exp() / sum_C[:, None]
+        log_sum_C = sum_C.log()
+    else:  # the largest probability is 1 over that sum, and softmax one pass
+        p_CV = torch.softmax(wide_CV, dim=-1)
+        log_sum_C = -p_CV.amax(-1).log()
+    ce_C, log_z_C = (largest_C - target_C) + log_sum_C, largest_C + log_sum_C
+    if not train:
+        return ce_C, log_z_C, None
+    # d ce = softmax - onehot, d log Z = softmax; in place, as each of them is the largest tensor here. The target's
+    # own comes last, so that the rest is one pass over the chunk.
+    scale_C1 = 1 + 2 * z_loss * log_z_C[:, None] if z_loss else torch.ones_like(weight_C1)
+    target_C1 = (torch.expm1(-ce_C[:, None]) + (scale_C1 - 1) * torch.exp(-ce_C[:, None])) * weight_C1
+    grad_CV = p_CV.mul_(scale_C1 * weight_C1)
+    if softcap is not None:
+        slope_CV = 1 - (wide_CV / softcap).square()
+        grad_CV, target_C1 = grad_CV * slope_CV, target_C1 * slope_CV.gather(-1, index_C1)
+    return ce_C, log_z_C, grad_CV.to(raw).scatter_(-1, index_C1, target_C1.to(raw))
+
+
+def _add_product(total_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
+    if total_VD.dtype == a_VC.dtype:
+        total_VD.addmm_(a_VC, b_CD)
+    else:
+        total_VD += a_VC @ b_CD
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+    return torch.compile(_terms, fullgraph=True, dynamic=False)

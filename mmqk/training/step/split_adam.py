@@ -1,0 +1,125 @@
+"""AdamW whose moments are kept by modality: what one modality's gradients do to the other's step, taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from mmqk.distributed import summed, world_size
+
+
+class SplitAdamW(optim.Optimizer):
+    """AdamW with first and second moments of each modality's own gradient, the step being their sum.
+
+    ```
+    m_a <- beta1 m_a + (1 - beta1) g_a        g_a = c * gradient of modality a's target losses (z-loss included)
+    v_a <- beta2 v_a + (1 - beta2) g_a^2            over the denominator of all, c the shared clipping factor
+    W   <- W - lr * decay * W - lr * sum_a mhat_a / (sqrt(vhat_a) + eps)
+    ```
+
+    An arm of an experiment: if modalities of unequal gradient sizes disturb each other through the v that they share
+    in AdamW ("Adam heterogeneity"; gradients of modalities differ, arXiv 2605.16165), splitting it removes that.
+    With one modality, or where a parameter is reached by one alone, this is AdamW. Where several reach a parameter
+    the step can be up to as many times as long, so judge the arm at its own best learning rate. It costs one
+    backward pass for each modality and that many times the optimizer's state.
+
+    A modality absent from a step has a gradient of 0 in it, as a row of the embedding that no token uses has under
+    AdamW: its moments decay, its last momentum is still walked out, and the count of steps goes on.
+
+    Args:
+        params: Parameters or groups of them, each with its own `weight_decay` (torch's decoupled one).
+        lr: Learning rate.
+        betas: Decay of the moments.
+        eps: Added to each root of a second moment.
+        weight_decay: Of groups that have none of their own.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._gradients: dict[Tensor, Tensor] = {}  # by parameter, modalities along the first axis
+
+    def backward(self, losses: Sequence[Tensor]) -> None:
+        """Add the gradient of each modality's loss, one backward pass each; `p.grad` is their sum.
+
+        The same number of losses in the same order every time; the graph they share is freed by the last.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for a, loss in enumerate(losses):
+            more = a + 1 < len(losses)
+            found = torch.autograd.grad(loss, parameters, retain_graph=more, allow_unused=True)
+            for p, gradient in zip(parameters, found, strict=True):
+                if gradient is not None:
+                    if p not in self._gradients:
+                        self._gradients[p] = gradient.new_zeros(len(losses), *gradient.shape)
+                    self._gradients[p][a] += gradient
+        for p, by_modality in self._gradients.items():
+            p.grad = by_modality.sum(0)
+
+    @torch.no_grad()
+    def sum_ranks(self) -> None:
+        """Add up what `backward` found in each process, once before a step; a collective call.
+
+        DistributedDataParallel sees ``loss.backward()`` alone, and not the gradients that are taken here.
+        """
+        if world_size() > 1:
+            for p, by_modality in self._gradients.items():
+                p.grad = summed(by_modality).sum(0)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale every modality's gradients by the factor that torch clips their sum, of this norm, with."""
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for by_modality in self._gradients.values():
+            by_modality.mul_(factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, the sums and those by modality."""
+        super().zero_grad(set_to_none)
+        self._gradients.clear()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update from what `backward` added; a parameter that no loss reached stays, as in AdamW.
+
+        Where ``found_inf`` is set and true, no parameter changes; the moments may, of a run that is over.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        # As torch's fused optimizers are told, and like them without asking the host.
+        broken = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in self._gradients:
+                    before = p.clone() if broken is not None else p
+                    self._update(p, self._gradients[p], group)
+                    if broken is not None:
+                        p.copy_(torch.where(broken.bool(), before, p))
+        return result
+
+    def _update(self, p: Tensor, by_modality: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = (
+                torch.zeros_like(by_modality),
+                torch.zeros_like(by_modality),
+            )
+        state["step"] += 1
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first.lerp_(by_modality, 1 - beta1)
+        second.mul_(beta2).addcmul_(by_modality, by_modality, value=1 - beta2)
+        size = second.sqrt().div_((1 - beta2 ** state["step"]) ** 0.5).add_(group["eps"])
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_((first / size).sum(0), alpha=-group["lr"] / (1 - beta1 ** state["step"]))

@@ -1,0 +1,201 @@
+"""Samples to image files and texts: the layouts of img2dataset and OBELICS, and every way to be neither."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mmqk.shards import samples
+from mmqk.shards.images import Dropped
+from mmqk.shards.samples import checked_text, interleaved_of, pair_of, text_of
+
+RECORD = {"caption": "from json", "alt": "another", "none": None, "number": 3, "blank": " \n"}
+BOTH = {"jpg": b"image", "txt": b"from txt", "json": json.dumps(RECORD).encode()}
+HALF_A_PAIR = b'{"caption": "\\ud83d"}'
+
+
+def without(*fields: str, **others: bytes) -> dict[str, bytes]:
+    return {name: content for name, content in {**BOTH, **others}.items() if name not in fields}
+
+
+def reason(call: Any, *arguments: Any) -> str:
+    with pytest.raises(Dropped) as caught:
+        call(*arguments)
+    return caught.value.reason
+
+
+def test_pairs_of_the_img2dataset_layout() -> None:
+    assert pair_of(BOTH) == (b"image", "from json")
+    assert pair_of(without("json")) == (b"image", "from txt")
+    assert pair_of(without("txt")) == (b"image", "from json")
+    for field in ("webp", "png", "jpg", "jpeg"):
+        assert pair_of({field: b"x", "txt": b"t"})[0] == b"x"
+    # A null caption, a json that is no object or no json: the text file has it.
+    for broken in (b'{"caption": null}', b"{}", b"[1]", b"", b"{", b"\xff", b"[" * 100000):
+        assert pair_of(without(json=broken))[1] == "from txt"
+        assert reason(pair_of, without("txt", json=broken)) == samples.NO_CAPTION
+    assert pair_of(without("json", txt="\ufeffgrößer 猫".encode()))[1] == "größer 猫"
+
+
+def test_the_field_of_the_caption() -> None:
+    assert pair_of(BOTH, "alt")[1] == "another"
+    assert pair_of(BOTH, "txt")[1] == "from txt"
+    # A field that is asked for is not replaced by another.
+    for field in ("none", "number", "missing"):
+        assert reason(pair_of, BOTH, field) == samples.NO_CAPTION
+    assert reason(pair_of, without("txt"), "txt") == samples.NO_CAPTION
+    assert reason(pair_of, BOTH, "blank") == samples.EMPTY_CAPTION
+
+
+def test_pairs_that_are_none() -> None:
+    assert reason(pair_of, without("jpg")) == samples.NO_IMAGE
+    assert reason(pair_of, without("jpg", gif=b"x")) == samples.NO_IMAGE
+    assert reason(pair_of, without("json", "txt")) == samples.NO_CAPTION
+    assert reason(pair_of, without("json", txt=b"\xff\xfe")) == samples.NOT_UNICODE
+    assert reason(pair_of, without("json", txt=b" \n\t")) == samples.EMPTY_CAPTION
+    assert reason(pair_of, without(json=HALF_A_PAIR)) == samples.NOT_UNICODE
+    assert checked_text("\U0001f63a\0") == "\U0001f63a\0"  # whole pairs and odd characters stay
+
+
+def document(images: Any, texts: Any, **files: bytes) -> dict[str, bytes]:
+    named = {name.replace("_", "."): content for name, content in files.items()}
+    return {"json": json.dumps({"images": images, "texts": texts}).encode(), **named}
+
+
+URL = "https://example.org/a.jpg"
+
+
+@pytest.mark.parametrize("texts", [["one", None, "two", None]])
+def test_images_are_found_by_count_place_or_name(texts: list[str | None]) -> None:
+    images = [None, URL, None, URL]
+    expected = ["one", b"A", "two", b"B"]
+    by_count = {"n0_webp": b"A", "n1_png": b"B"}
+    for files in (by_count, {"n1_webp": b"A", "n3_jpg": b"B"}):
+        numbered = {name.removeprefix("n"): content for name, content in files.items()}
+        assert interleaved_of(document(images, texts, **numbered)) == expected
+    for names in (["1.webp", "0.webp"], ["doc.1.webp", "doc.0.webp"], ["a/b/doc.1.webp", "DOC.0.WEBP"]):
+        named = document([None, names[0], None, names[1]], texts, **{"0_webp": b"B", "1_webp": b"A"})
+        assert interleaved_of(named) == expected
+    # Names that are not all there are no names.
+    half = document([None, "1.webp", None, "x.webp"], texts, **{"0_webp": b"A", "1_webp": b"B"})
+    assert interleaved_of(half) == expected
+    # An address that ends like a member is no name either.
+    address = document([None, "https://a/x.1.webp", None, "https://a/x.0.webp"], texts,
+                       **{"0_webp": b"A", "1_webp": b"B"})  # fmt: skip
+    assert interleaved_of(address) == expected
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"0.webp": b""},
+        {"0.webp": b"", "2.webp": b""},
+        {"0.webp": b"", "0.png": b""},
+        {"0.webp": b"", "1.webp": b"", "2.webp": b""},
+        {"0.webp": b"", "1.webp": b"", "1.png": b""},
+        {"1.webp": b"", "2.webp": b""},
+        {"a.webp": b"", "b.webp": b""},
+        {"webp": b"", "0.gif": b""},
+    ],
+)
+def test_files_that_do_not_match_the_lists(files: dict[str, bytes]) -> None:
+    sample = document([None, URL, None, URL], ["a", None, "b", None]) | files
+    assert reason(interleaved_of, sample) == "image files do not match the lists" == samples.NO_MATCH
+    assert len(interleaved_of(document([None, URL, None, URL], ["a", None, "b", None]) | {
+        "0.webp": b"", "1.webp": b""})) == 4  # fmt: skip
+
+
+def test_documents_without_images_or_without_text() -> None:
+    assert interleaved_of(document([None], ["alone"])) == ["alone"]
+    assert interleaved_of(document([URL], [None], **{"0_webp": b"A"})) == [b"A"]
+    assert interleaved_of(document([URL, None], [None, ""], **{"0_webp": b"A"})) == [b"A", ""]
+    assert interleaved_of(document([{"src": 1}], [None], **{"0_webp": b"A"})) == [b"A"]
+    assert reason(interleaved_of, document([], [])) == samples.EMPTY_DOCUMENT
+    assert reason(interleaved_of, document([None, None], ["", ""])) == samples.EMPTY_DOCUMENT
+
+
+def test_documents_that_are_none() -> None:
+    image = {"0_webp": b"A"}
+    assert reason(interleaved_of, {}) == samples.NO_LISTS
+    for broken in (b"", b"[]", b"{}", b"{", b'{"images": [], "texts": "ab"}', b'{"images": 1, "texts": 1}'):
+        assert reason(interleaved_of, {"json": broken}) == samples.NO_LISTS
+    assert reason(interleaved_of, document([None], ["a", "b"])) == samples.UNEQUAL
+    assert reason(interleaved_of, document([URL, None], ["a", None], **image)) == samples.NOT_ONE
+    assert reason(interleaved_of, document([URL], ["a"], **image)) == samples.NOT_ONE
+    assert reason(interleaved_of, document([None], [None])) == samples.NOT_ONE
+    assert reason(interleaved_of, document([None], [3])) == samples.NOT_ONE
+    sample = {"json": b'{"images": [null], "texts": ["\\udc00"]}'}
+    assert reason(interleaved_of, sample) == samples.NOT_UNICODE
+
+
+def test_a_text_beyond_the_limit_is_dropped_and_one_at_it_is_not(monkeypatch):
+    from mmqk.shards import samples
+
+    monkeypatch.setattr(samples, "MAX_TEXT", 100)
+    monkeypatch.setattr(samples, "MAX_JSON", 400)
+
+    def made(size, how):
+        text = "ä" + "x" * (size - 2)  # of so many bytes
+        document = json.dumps({"images": [None, None], "texts": [text[: size // 2], text[size // 2 :]]}).encode()
+        return {
+            "line": lambda: text_of(json.dumps({"text": text}).encode()),
+            "padded line": lambda: text_of(json.dumps({"text": "a", "more": "x" * (4 * size)}).encode()),
+            "json": lambda: pair_of({"jpg": b"", "json": json.dumps({"caption": text}).encode()}),
+            "padded json": lambda: pair_of({"jpg": b"", "txt": b"a", "json": b'{"a":"%s"}' % (b"x" * 4 * size)}),
+            "txt": lambda: pair_of({"jpg": b"", "txt": text.encode()}),
+            "interleaved": lambda: interleaved_of({"json": document}),
+        }[how]()
+
+    for how in ("line", "padded line", "json", "padded json", "txt", "interleaved"):
+        with pytest.raises(Dropped, match="longer than 4 MiB"):
+            made(101, how)
+        assert made(90 if how.startswith("padded") else 100, how)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".xz"])
+def test_a_long_line_is_cut_and_the_next_ones_are_whole(tmp_path, monkeypatch, ending):
+    import gzip
+    import lzma
+
+    from mmqk.shards import lines
+
+    monkeypatch.setattr(lines, "LONGEST_LINE", 64)
+    content = [b"a" * 63, b"b" * 64, b"c" * 1000, b"", b"d", b"e" * 200]
+    path = tmp_path / f"x.jsonl{ending}"
+    opened = {"": open, ".gz": gzip.open, ".xz": lzma.open}[ending]
+    with opened(path, "wb") as file:
+        file.write(b"\n".join(content))
+    found = list(lines.read_lines(path))
+    assert [number for number, _, _ in found] == [1, 2, 3, 4, 5, 6]
+    assert [line.rstrip(b"\n") for _, line, _ in found] == [c[:65] for c in content]
+
+
+def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch):
+    """A line of 256 MB in a file of 250 kB, in at most a few times the limit."""
+    import gzip
+    import tracemalloc
+
+    from mmqk.shards import lines
+
+    monkeypatch.setattr(lines, "LONGEST_LINE", 2**20)
+    path = tmp_path / "x.jsonl.gz"
+    with gzip.open(path, "wb") as file:
+        for _ in range(256):
+            file.write(b" " * 2**20)
+        file.write(b'\n{"text": "after"}\n')
+
+    def peak(read):
+        tracemalloc.start()
+        try:
+            read()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(lambda: list(lines.read_lines(path))) < 2**25
+    with gzip.open(path) as whole:
+        assert peak(whole.readline) > 2**28  # the control
+    assert [text_of(line) for _, line, _ in lines.read_lines(path) if line.strip()] == ["after"]

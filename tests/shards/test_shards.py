@@ -1,0 +1,286 @@
+"""Reading shards: what they hold, and one sentence for each way in which they can be wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import lzma
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset as wds
+from PIL import Image
+
+from mmqk.shards import manifest as manifest_module
+from mmqk.shards.manifest import Manifest, checked_shards, load_manifest, write_manifest
+from mmqk.shards.pairs import (
+    manifest_hash,
+    on_white,
+    read_pairs,
+    read_text,
+    write_documents,
+    write_shard,
+)
+from mmqk.store import UserError
+
+
+def webp(color: tuple[int, ...], size: tuple[int, int] = (64, 64)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGBA" if len(color) == 4 else "RGB", size, color).save(buffer, "WEBP", lossless=True)
+    return buffer.getvalue()
+
+
+def samples(n: int) -> list[tuple[str, bytes, dict[str, Any]]]:
+    return [(f"v-{i:04x}", webp((i, 2 * i, 255 - i)), {"caption": f"number {i}"}) for i in range(n)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two train shards and a val shard, with their manifest."""
+    train = tuple(write_shard(tmp_path / f"train-0000{i}.tar", samples(6)[3 * i : 3 * i + 3]) for i in (0, 1))
+    val = (write_shard(tmp_path / "val-00000.tar", samples(8)[6:]),)
+    write_manifest(tmp_path, Manifest({"train": train, "val": val}, {"name": "test"}))
+    return tmp_path
+
+
+def raw_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def remanifest(folder: Path) -> None:
+    """Make the manifest agree with the bytes, as a user does who brings shards."""
+    shards = load_manifest(folder).splits
+    new = {
+        split: tuple(
+            manifest_module.Shard(s.file, s.samples, manifest_module.sha256_file(folder / s.file))
+            for s in those
+        )
+        for split, those in shards.items()
+    }
+    write_manifest(folder, Manifest(new, {}))
+
+
+def refusal(folder: Path, split: str = "train") -> str:
+    with pytest.raises(UserError) as caught:
+        list(read_pairs(folder, split))
+    message = str(caught.value)
+    assert "\n" not in message and ": " in message
+    return message
+
+
+def test_pairs_come_back_in_order_with_their_pixels(folder: Path) -> None:
+    pairs = list(read_pairs(folder, "train"))
+    assert [p.key for p in pairs] == [f"v-{i:04x}" for i in range(6)]
+    assert [p.caption for p in pairs] == [f"number {i}" for i in range(6)]
+    for i, pair in enumerate(pairs):
+        assert pair.image.mode == "RGB" and pair.image.size == (64, 64)
+        assert pair.image.getpixel((5, 60)) == (i, 2 * i, 255 - i)
+    assert [p.key for p in read_pairs(folder, "val")] == ["v-0006", "v-0007"]
+
+
+def test_transparent_parts_show_white() -> None:
+    half = on_white(Image.new("RGBA", (2, 2), (200, 0, 0, 128)))
+    red, green, blue = half.getpixel((0, 0))  # type: ignore[misc]
+    # c * a + 255 * (1 - a), with a = 128 / 255
+    assert red == pytest.approx(200 * 128 / 255 + 127, abs=1) and green == blue == pytest.approx(127, abs=1)
+    assert on_white(Image.new("RGBA", (1, 1), (9, 9, 9, 0))).getpixel((0, 0)) == (255, 255, 255)
+    # The conversion it guards against keeps the hidden colour.
+    assert Image.new("RGBA", (1, 1), (9, 9, 9, 0)).convert("RGB").getpixel((0, 0)) == (9, 9, 9)
+
+
+def test_same_samples_same_bytes(tmp_path: Path) -> None:
+    first = write_shard(tmp_path / "a.tar", samples(3))
+    assert write_shard(tmp_path / "b.tar", samples(3)).sha256 == first.sha256
+    assert write_shard(tmp_path / "c.tar", samples(4)).sha256 != first.sha256
+
+
+def test_key_with_a_dot_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"v\.1"):
+        write_shard(tmp_path / "a.tar", [("v.1", webp((0, 0, 0)), {"caption": ""})])
+
+
+def test_manifest_hash_follows_the_samples_only(folder: Path) -> None:
+    before = manifest_hash(folder)
+    assert len(before) == 10
+    manifest = load_manifest(folder)
+    write_manifest(folder, Manifest(manifest.splits, {"built_with": {"pillow": "0"}}))
+    assert manifest_hash(folder) == before
+    write_shard(folder / "train-00001.tar", samples(5)[3:])
+    remanifest(folder)
+    assert manifest_hash(folder) != before
+
+
+def test_missing_shard(folder: Path) -> None:
+    (folder / "train-00001.tar").unlink()
+    assert "train-00001.tar is missing" in refusal(folder)
+    assert len(list(read_pairs(folder, "val"))) == 2  # the other split is untouched
+
+
+def test_shard_that_differs_from_its_manifest(folder: Path) -> None:
+    write_shard(folder / "train-00000.tar", samples(3)[::-1])
+    assert "train-00000.tar differs from its manifest" in refusal(folder)
+
+
+def test_truncated_shard_is_seen_even_when_the_manifest_agrees(folder: Path) -> None:
+    shard = folder / "train-00001.tar"
+    with tarfile.open(shard) as tar:
+        inside = tar.getmember("v-0004.webp").offset_data + 5
+    shard.write_bytes(shard.read_bytes()[:inside])
+    assert "differs from its manifest" in refusal(folder)
+    remanifest(folder)
+    assert f"{shard} is corrupt" in refusal(folder)
+
+
+@pytest.mark.parametrize("kept_members", [1, 2, 4, 5])
+def test_shard_cut_at_the_edge_of_a_member(folder: Path, kept_members: int) -> None:
+    shard = folder / "train-00000.tar"
+    with tarfile.open(shard) as tar:
+        edge = [*(m.offset for m in tar.getmembers())][kept_members]
+    shard.write_bytes(shard.read_bytes()[:edge])
+    remanifest(folder)
+    assert f"{shard} is corrupt" in refusal(folder)
+    # What the check is for: webdataset alone takes what is left for the whole.
+    alone = list(wds.WebDataset([str(shard)], shardshuffle=False))
+    assert 0 < len(alone) <= 3 and len(alone) == (kept_members + 1) // 2
+
+
+def test_garbage_shard(folder: Path) -> None:
+    (folder / "train-00000.tar").write_bytes(b"not a tar" * 1000)
+    remanifest(folder)
+    assert "train-00000.tar is corrupt" in refusal(folder)
+
+
+def test_sample_count_that_disagrees(folder: Path) -> None:
+    write_shard(folder / "train-00001.tar", samples(5)[3:])
+    remanifest(folder)
+    assert "train-00001.tar holds 2 samples, its manifest says 3" in refusal(folder)
+
+
+def test_bad_image_names_key_and_shard(folder: Path) -> None:
+    image = webp((1, 2, 3))
+    for broken in (image[: len(image) // 2], b"", b"RIFF0000WEBP"):
+        write_shard(folder / "train-00001.tar", [*samples(5)[3:], ("v-bad", broken, {"caption": "x"})])
+        remanifest(folder)
+        message = refusal(folder)
+        assert "v-bad" in message and "train-00001.tar" in message and "decoded" in message
+    write_shard(folder / "train-00001.tar", [*samples(5)[3:], ("v-bad", image, {"caption": "x"})])
+    remanifest(folder)
+    assert len(list(read_pairs(folder, "train"))) == 6
+
+
+def test_image_of_another_size(folder: Path) -> None:
+    big = webp((0, 0, 0), (65, 64))
+    write_shard(folder / "train-00000.tar", [*samples(2), ("v-big", big, {"caption": "x"})])
+    remanifest(folder)
+    message = refusal(folder)
+    assert "v-big" in message and "65x64" in message
+
+
+@pytest.mark.parametrize("meta", [{}, {"caption": 3}, {"Caption": "x"}])
+def test_missing_caption(folder: Path, meta: dict[str, Any]) -> None:
+    write_shard(folder / "train-00000.tar", [*samples(2), ("v-mute", webp((0, 0, 0)), meta)])
+    remanifest(folder)
+    message = refusal(folder)
+    assert "v-mute" in message and "caption" in message
+
+
+def test_missing_image_and_duplicate_member(folder: Path) -> None:
+    raw_tar(folder / "train-00000.tar", [("k.json", b'{"caption": "x"}')])
+    remanifest(folder)
+    assert "sample k of" in refusal(folder)
+    raw_tar(folder / "train-00000.tar", [("k.txt", b"x"), ("k.txt", b"y")])
+    remanifest(folder)
+    assert "train-00000.tar" in refusal(folder)
+
+
+def test_missing_and_broken_manifest(folder: Path) -> None:
+    file = folder / "manifest.json"
+    text = file.read_text()
+    for broken in ("", "[]", "{}", '{"splits": {"train": [{}]}}', '{"splits": 1}', text[: len(text) // 2]):
+        file.write_text(broken)
+        assert "manifest.json cannot be read (" in refusal(folder)
+    file.unlink()
+    assert "manifest.json is missing" in refusal(folder)
+    with pytest.raises(UserError, match="is missing"):
+        manifest_hash(folder)
+    file.write_text(text)
+    assert len(list(read_pairs(folder, "train"))) == 6
+
+
+def test_unknown_split(folder: Path) -> None:
+    message = refusal(folder, "test")
+    assert "'test'" in message and "train, val" in message
+
+
+def test_own_shards_get_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png = io.BytesIO()
+    Image.new("L", (64, 64), 7).save(png, "PNG")
+    raw_tar(tmp_path / "train-0.tar", [("a.png", png.getvalue()), ("a.txt", "größer".encode())])
+    write_shard(tmp_path / "val-0.tar", samples(2))
+    assert manifest_module.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "train 1, val 2" in printed and "not read" not in printed
+    (pair,) = read_pairs(tmp_path, "train")
+    assert pair.caption == "größer" and pair.image.getpixel((0, 0)) == (7, 7, 7) and pair.meta == {}
+    with pytest.raises(UserError, match="holds no shards"):
+        manifest_module.main([str(tmp_path / "nowhere")])
+    # Files that no pair is made of are counted.
+    more = [("a.1.png", png.getvalue()), (".hidden", b""), ("README", b"")]
+    raw_tar(tmp_path / "train-0.tar", [("a.png", png.getvalue()), ("a.txt", b"a"), *more])
+    assert manifest_module.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "3 of 9 files were not read" in printed and "a.1.png is the file 1.png of the sample a" in printed
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> tuple[Path, list[str]]:
+    texts = ["one\nand two", 'a "quoted" word', "naïve\u2028line", "x" * 5000]
+    shard = write_documents(tmp_path / "train.jsonl.xz", [{"source": "s", "text": t} for t in texts])
+    write_manifest(tmp_path, Manifest({"train": (shard,)}, {}))
+    return tmp_path, texts
+
+
+def test_documents_come_back(documents: tuple[Path, list[str]]) -> None:
+    folder, texts = documents
+    assert list(read_text(folder, "train")) == texts
+
+
+def test_damaged_documents(documents: tuple[Path, list[str]]) -> None:
+    folder, _ = documents
+    file = folder / "train.jsonl.xz"
+    whole = file.read_bytes()
+
+    def message() -> str:
+        with pytest.raises(UserError) as caught:
+            list(read_text(folder, "train"))
+        return str(caught.value)
+
+    file.write_bytes(whole[:-20])
+    assert "differs from its manifest" in message()
+    remanifest(folder)
+    assert "train.jsonl.xz is corrupt" in message()
+    file.write_bytes(lzma.compress(b'{"text": "a"}\n{"words": "b"}\n'))
+    remanifest(folder)
+    assert "corrupt after document 1" in message()
+    file.write_bytes(lzma.compress(b'{"text": "a"}\n'))
+    remanifest(folder)
+    assert "holds 1 documents, its manifest says 4" in message()
+    file.write_bytes(whole)
+    remanifest(folder)
+    assert len(list(read_text(folder, "train"))) == 4
+    file.unlink()
+    assert "train.jsonl.xz is missing" in message()
+
+
+def test_checked_shards_lists_the_split(folder: Path) -> None:
+    assert [path.name for path, _ in checked_shards(folder, "train")] == [
+        "train-00000.tar",
+        "train-00001.tar",
+    ]
+    assert json.loads((folder / "manifest.json").read_text())["name"] == "test"

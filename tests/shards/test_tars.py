@@ -1,0 +1,290 @@
+"""Archives by member offset, against tarfile and webdataset; and every way in which an archive can be wrong."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import pickle
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset as wds
+from braceexpand import braceexpand
+
+from mmqk.shards.tars import Member, expand, index_tar
+from mmqk.store import UserError
+
+
+def write(path: Path, members: list[tuple[str, bytes]], tar_format: int = tarfile.PAX_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=tar_format) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def triples(n: int) -> list[tuple[str, bytes]]:
+    """Members in the layout of img2dataset, of sizes around the block of 512 bytes."""
+    random = np.random.default_rng(0)
+    return [
+        (f"{i:09d}.{field}", random.bytes(int(random.integers(0, 1200)) if i else 512))
+        for i in range(n)
+        for field in ("jpg", "json", "txt")
+    ]
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        index_tar(path)
+    message = str(caught.value)
+    assert "\n" not in message and str(path) in message and ": " in message
+    return message
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members_come_back_by_offset(tmp_path: Path, tar_format: int) -> None:
+    members = triples(7)
+    path = write(tmp_path / "a.tar", members, tar_format)
+    index = index_tar(path)
+    assert len(index) == 7 and index.keys == [f"{i:09d}" for i in range(7)]
+    for i in reversed(range(7)):
+        assert index.read(i) == {name.partition(".")[2]: data for name, data in members[3 * i : 3 * i + 3]}
+    with tarfile.open(path) as tar:
+        expected = [Member(m.name.partition(".")[2], m.offset_data, m.size) for m in tar.getmembers()]
+    assert [m for i in range(7) for m in index.members(i)] == expected
+    assert index.length == path.stat().st_size
+    assert pickle.loads(pickle.dumps(index)).read(3) == index.read(3)
+    assert [key for key, _ in index] == index.keys
+
+
+def test_keys_and_fields_are_those_of_webdataset(tmp_path: Path) -> None:
+    long = "folder/" * 20 + "x" * 110
+    names = ["a/0.JPG", "a/0.json", "b.c/0.jpg", "./d/e.0.webp", "./d/e.json", f"{long}.jpg", "größer.png",
+             "plain", "dir/plain", ".hidden", "._a.jpg", "__meta__", "z.", "y..txt", "../../up.txt",
+             "/abs/olute.txt"]  # fmt: skip
+    path = write(tmp_path / "a.tar", [(name, name.encode()) for name in names])
+    index = index_tar(path)
+    got = {(key, field): data for key, sample in index for field, data in sample.items()}
+    expected = {
+        (sample["__key__"], field): data
+        for sample in wds.WebDataset([str(path)], shardshuffle=False)
+        for field, data in sample.items()
+        if not field.startswith("__")
+    }
+    assert got == expected and len(got) == 11
+    # Files of macOS beside the real ones; webdataset skips them at the top only.
+    assert index_tar(write(tmp_path / "b.tar", [("a/._b.jpg", b"x")])).keys == []
+    assert ("a/0", "jpg") in got and ("./d/e", "0.webp") in got and ("../../up", "txt") in got
+
+
+def test_nothing_is_written_anywhere(tmp_path: Path) -> None:
+    inner = tmp_path / "x" / "y"
+    inner.mkdir(parents=True)
+    outside = tmp_path / "absolute.txt"
+    path = write(inner / "a.tar", [("../../evil.txt", b"1"), (str(outside), b"2"), ("ok.txt", b"3")])
+    index = index_tar(path)
+    assert [index.read(i)["txt"] for i in range(3)] == [b"1", b"2", b"3"]
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.tar", "x", "y"]
+    # What extraction by the names would do, and the reason not to.
+    with tarfile.open(path) as tar:
+        tar.extract(tar.getmembers()[0], inner, filter="fully_trusted")
+    assert (tmp_path / "evil.txt").exists()
+
+
+def test_links_and_folders_have_no_content(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    (tmp_path / "secret").write_text("secret")
+    with tarfile.open(path, "w") as tar:
+        folder = tarfile.TarInfo("some.folder")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for i, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE)):
+            odd = tarfile.TarInfo(f"{i}.jpg")
+            odd.type, odd.linkname = kind, str(tmp_path / "secret")
+            tar.addfile(odd)
+            text = tarfile.TarInfo(f"{i}.txt")
+            text.size = 1
+            tar.addfile(text, io.BytesIO(b"t"))
+        lone = tarfile.TarInfo("lone.jpg")
+        lone.type, lone.linkname = tarfile.SYMTYPE, "0.txt"
+        tar.addfile(lone)
+    index = index_tar(path)
+    # A sample of links alone is still there to be counted.
+    assert index.keys == ["0", "1", "2", "3", "lone"]
+    assert [index.read(i) for i in range(5)] == [{"txt": b"t"}] * 4 + [{}]
+
+
+def test_cut_short_at_any_byte(tmp_path: Path) -> None:
+    members = triples(4)
+    whole = write(tmp_path / "whole.tar", members).read_bytes()
+    with tarfile.open(tmp_path / "whole.tar") as tar:
+        headers = tar.getmembers()
+        edges = [m.offset for m in headers] + [m.offset_data for m in headers]
+        end = headers[-1].offset_data + (headers[-1].size + 511) // 512 * 512
+    assert len(index_tar(tmp_path / "whole.tar")) == 4
+    path = tmp_path / "cut.tar"
+    cuts = {1, 511, end, end + 1, end + 511, end + 512, end + 1023, *range(3, end, 97)}
+    cuts |= {edge + by for edge in edges for by in (-1, 0, 1)} - {-1, 0}
+    for cut in cuts:
+        path.write_bytes(whole[:cut])
+        message = refusal(path)
+        assert "copy or download it again, or write it again" in message
+        assert cut <= 512 or "cut short" in message
+    for enough in (end + 1024, end + 1025, len(whole)):
+        path.write_bytes(whole[:enough])
+        assert len(index_tar(path)) == 4
+    # webdataset takes every cut at the edge of a member for the whole, without a word.
+    quiet = 0
+    for edge in (m.offset for m in headers[3::3]):
+        path.write_bytes(whole[:edge])
+        samples = list(wds.WebDataset([str(path)], shardshuffle=False))
+        quiet += len(samples) < 4
+    assert quiet == 3
+
+
+def test_empty_archive_and_empty_file(tmp_path: Path) -> None:
+    assert len(index_tar(write(tmp_path / "a.tar", []))) == 0
+    (tmp_path / "b.tar").write_bytes(b"")
+    assert "cut short" in refusal(tmp_path / "b.tar")
+
+
+def test_a_file_that_is_no_tar(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    for content in (b"x", b"no tar" * 1000, np.random.default_rng(0).bytes(10240)):
+        path.write_bytes(content)
+        assert "no tar archive" in refusal(path)
+    assert "cannot be read" in refusal(tmp_path / "missing.tar")
+    assert "cannot be read" in refusal(tmp_path)
+
+
+def test_a_damaged_header_is_not_the_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", triples(4))
+    whole = bytearray(path.read_bytes())
+    with tarfile.open(path) as tar:
+        header = tar.getmembers()[5].offset
+    whole[header + 3] ^= 0xFF
+    path.write_bytes(whole)
+    assert f"damaged (no header at byte {header})" in refusal(path)
+    with tarfile.open(path) as tar:
+        assert len(tar.getmembers()) == 5  # what tarfile alone takes for the whole
+    for seed in range(60):
+        random = np.random.default_rng(seed)
+        noisy = bytearray(path.read_bytes())
+        for place in random.integers(0, len(noisy), 6):
+            noisy[place] = int(random.integers(256))
+        path.write_bytes(noisy)
+        with pytest.raises(UserError):
+            index_tar(path)
+
+
+def test_a_size_that_leads_backwards(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", [("a.txt", b"x"), ("b.txt", b"y")], tarfile.GNU_FORMAT)
+    whole = bytearray(path.read_bytes())
+    whole[124:136] = (-1024).to_bytes(12, "big", signed=True)
+    whole[148:156] = b" " * 8
+    whole[148:156] = b"%06o\0 " % sum(whole[:512])
+    path.write_bytes(whole)
+    assert "damaged" in refusal(path)
+
+
+def test_archives_joined_end_to_end(tmp_path: Path) -> None:
+    first, second = (write(tmp_path / f"{i}.tar", triples(2)).read_bytes() for i in range(2))
+    path = tmp_path / "joined.tar"
+    path.write_bytes(first + second)
+    assert "goes on after its end" in refusal(path)
+    path.write_bytes(first + bytes(10240))
+    assert len(index_tar(path)) == 2
+
+
+def test_samples_that_are_not_side_by_side(tmp_path: Path) -> None:
+    scattered = [("a.jpg", b""), ("b.jpg", b""), ("a.txt", b"")]
+    message = refusal(write(tmp_path / "a.tar", scattered))
+    assert "the sample a in two places" in message and "side by side" in message
+    assert len(index_tar(write(tmp_path / "b.tar", sorted(scattered)))) == 2
+    elsewhere = [("x/a.jpg", b""), ("y/a.jpg", b""), ("x/b.jpg", b"")]
+    assert len(index_tar(write(tmp_path / "c.tar", elsewhere))) == 3
+
+
+def test_a_member_that_is_there_twice(tmp_path: Path) -> None:
+    for names in (["a.jpg", "a.jpg"], ["a.jpg", "a.JPG"], ["a.jpg", "a.txt", "a.jpg"]):
+        assert "the file a.jpg twice" in refusal(write(tmp_path / "a.tar", [(name, b"") for name in names]))
+
+
+def test_compressed_archives_are_refused(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a.tar", triples(2)).read_bytes()
+    packed = {"gunzip": gzip.compress(whole), "bunzip2": bz2.compress(whole), "unxz": lzma.compress(whole),
+              "unzstd": b"\x28\xb5\x2f\xfd" + bytes(100)}  # fmt: skip
+    for tool, content in packed.items():
+        path = tmp_path / f"{tool}.tar"
+        path.write_bytes(content)
+        message = refusal(path)
+        assert "is compressed" in message and message.endswith(f"unpack it with {tool}")
+
+
+def test_an_archive_that_shrinks_while_in_use(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", triples(4))
+    index = index_tar(path)
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(UserError, match="shorter while in use"):
+        index.read(3)
+    path.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        index.read(0)
+
+
+def test_names_that_are_no_utf8_can_be_printed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", [("caf\udce9.txt", b"x")], tarfile.GNU_FORMAT)
+    (key,) = index_tar(path).keys
+    assert key.encode() == rb"caf\xe9"
+
+
+@pytest.mark.parametrize(
+    "pattern", ["{0..10}", "{08..11}", "{8..011}", "{3..1}", "x{a,b}{1..2}y", "{a,}", "a{,b,c}d"]
+)
+def test_braces_as_webdataset_spells_them_out(pattern: str, tmp_path: Path) -> None:
+    expected = [f"{name}.tar" for name in braceexpand(pattern)]
+    for name in expected:
+        (tmp_path / name).touch()
+    assert [path.name for path in expand([f"{tmp_path}/{pattern}.tar"])] == expected
+
+
+def test_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a-008.tar", "a-009.tar", "a-010.tar", "b-010.tar", "odd[1].tar", "x.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder.tar").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def names(*patterns: str) -> list[str]:
+        return [path.name for path in expand(patterns)]
+
+    assert names("a-{008..010}.tar") == ["a-008.tar", "a-009.tar", "a-010.tar"]
+    assert names(f"{tmp_path}/{{b,a}}-01{{0..0}}.tar") == ["b-010.tar", "a-010.tar"]
+    assert names("b-*.tar", "a-00?.tar") == ["b-010.tar", "a-008.tar", "a-009.tar"]
+    assert names("{a,b}-*0.tar") == ["a-010.tar", "b-010.tar"]
+    assert names("a-0{10..10}.tar", "a-{009..008}.tar") == [
+        "a-010.tar", "a-009.tar", "a-008.tar"]  # fmt: skip
+    assert names("odd[1].tar") == ["odd[1].tar"]  # a file that is named like a pattern
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert names("~/x.txt") == ["x.txt"]
+
+    def refused(*patterns: str) -> str:
+        with pytest.raises(UserError) as caught:
+            expand(patterns)
+        return str(caught.value)
+
+    assert "a-{008..011}.tar names a-011.tar, which does not exist" in refused("a-{008..011}.tar")
+    assert "a-{000..999999999999}.tar" in refused("a-{000..999999999999}.tar")  # not spelt out first
+    assert "none-*.tar names no file" in refused("a-*.tar", "none-*.tar")
+    assert "none.tar names no file" in refused("none.tar")
+    assert "names c-*.tar, which does not exist" in refused("{a,c}-*.tar")
+    assert "folder.tar is a folder" in refused("folder.tar")
+    assert "is named twice" in refused("a-008.tar", "./a-0*.tar")
+    assert "names no file" in refused("a-{008..010.tar")
+    assert "no files are named" in refused()
+    for address in ("https://example.org/a.tar", "s3://b/a.tar", "pipe:cat a.tar"):
+        assert "no local path" in refused(address)
