@@ -27,8 +27,8 @@ from mmqk.store import AlarmRules
 from mmqk.train import FLUSH_EVERY
 from mmqk.training.logging.loggers import RunLogger, StoryLogger
 from mmqk.training.loop.alarms import Alarms
-from mmqk.training.loop.cpu_tuning import keep_memory, look_for_no_gpu
-from mmqk.training.loop.device import settle
+from mmqk.training.loop.cpu_tuning import keep_freed_memory, skip_nvml_check
+from mmqk.training.loop.device import resolve_device
 from mmqk.training.loop.step_log import Checkpoints, StepLog
 from mmqk.training.step.losses import total_loss
 from mmqk.training.step.module import TrainingModule
@@ -61,7 +61,7 @@ class Loop:
         optimizer: torch.optim.Optimizer | None = None,
     ):
         if device == "cpu":
-            look_for_no_gpu()  # as in a script without Lightning
+            skip_nvml_check()  # as in a script without Lightning
         c = run.optim
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer or torch.optim.AdamW(
@@ -94,7 +94,7 @@ class Loop:
 
 def own_loop(run: RunConfig, device: str) -> Loop:
     """mmqk's model, loss by modality and optimizer, without Lightning and monitors."""
-    settle(run, torch.device(device))  # says what a kernel cannot do
+    resolve_device(run, torch.device(device))  # says what a kernel cannot do
     module = TrainingModule.of(run).to(device).train()
     batches = [batch.to(device) for batch in batches_of(run)]
 
@@ -178,8 +178,8 @@ class Stack:
         self.first_seconds: float | None = None
         self.first_loss: float | None = None
         if run.trainer["accelerator"] == "cpu":
-            keep_memory()  # as mmqk.train does
-            look_for_no_gpu()
+            keep_freed_memory()  # as mmqk.train does
+            skip_nvml_check()
         quieten()
 
     def __call__(self, n: int) -> float:

@@ -11,7 +11,7 @@ from mmqk.config import RunConfig, resolve
 from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import MicroBatches, TokenDataModule
 from mmqk.model import EarlyFusionTransformer
-from mmqk.training.loop.device import settle
+from mmqk.training.loop.device import resolve_device
 
 # Width, layers, heads of 64 channels. With the head tied to the embedding of 32,768 ids these are 25.0, 124.3 and
 # 348.6 million parameters, all of them counted, and 124M does as much arithmetic a token as GPT-2 of that name.
@@ -71,7 +71,7 @@ def facts_of(run: RunConfig, device: str) -> dict[str, object]:
         "tokens_a_step": f"{run.data.batch_size} x {run.data.seq_len}",
         "precision": run.trainer["precision"],
         "qk_norm": c.qk_norm.kind,
-        "attention": settle(run, torch.device(device))["attention"],
+        "attention": resolve_device(run, torch.device(device))["attention"],
         "compiled": run.compile,
     }
 

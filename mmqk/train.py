@@ -84,12 +84,12 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """The process that owns the folder: the only one of a run on one device."""
     from mmqk.config import print_yaml
     from mmqk.training.fork.parent import note
-    from mmqk.training.loop.device import said, settle
+    from mmqk.training.loop.device import describe, resolve_device
 
     # Nothing is asked of a device that nothing is left to do for.
     status = read_status(run.out)
     settled = (
-        None if status is not None and status.finished else settle(run, ranks.trainer.strategy.root_device)
+        None if status is not None and status.finished else resolve_device(run, ranks.trainer.strategy.root_device)
     )
     details = {"config": run.nested(), "command": ["python", "-m", "mmqk.train", *argv], **_environment()}
     if settled is not None:
@@ -103,7 +103,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
             print(f"{run.out} is {status.status} at step {status.step}{stale}: nothing to train.", flush=True)
             return 0
         if settled is not None and not run.quiet:
-            print(said(settled), flush=True)
+            print(describe(settled), flush=True)
         try:
             if not folder.config_path.exists():
                 write_atomic(folder.config_path, print_yaml(run))
@@ -125,7 +125,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     from mmqk.monitors.training_run.callback import RunMonitor
     from mmqk.training.logging.loggers import RunLogger, StoryLogger
     from mmqk.training.loop.alarms import Alarms
-    from mmqk.training.loop.cpu_tuning import keep_memory, look_for_no_gpu
+    from mmqk.training.loop.cpu_tuning import keep_freed_memory, skip_nvml_check
     from mmqk.training.loop.lifecycle import Lifecycle, ProgressLine
     from mmqk.training.loop.resume import last_checkpoint, restoring
     from mmqk.training.loop.step_log import Checkpoints, StepLog, Validation
@@ -134,8 +134,8 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     # Deterministic training would fill every new tensor, to find reads of what nothing wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if ranks.trainer.strategy.root_device.type == "cpu":
-        keep_memory()
-        look_for_no_gpu()
+        keep_freed_memory()
+        skip_nvml_check()
     if run.threads:
         torch.set_num_threads(run.threads)
     data = TokenDataModule(run.data, run.seed)

@@ -57,19 +57,19 @@ def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from mmqk.ablation.table import board
+    from mmqk.ablation.table import runs_table
     from mmqk.ablation.views import follow
 
     runs = follow(options.runs)
     console = Console()
     width = max(NARROWEST, console.width)
     if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # which cannot be drawn over
-        console.print(board([run.look() for run in runs], width), soft_wrap=True)
+        console.print(runs_table([run.look() for run in runs], width), soft_wrap=True)
         return 0
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
             views = [run.look() for run in runs]
-            live.update(board(views, max(NARROWEST, console.width)), refresh=True)
+            live.update(runs_table(views, max(NARROWEST, console.width)), refresh=True)
             if all(view.ended for view in views):
                 break
             time.sleep(options.every)

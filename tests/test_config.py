@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.config import print_yaml, resolve
-from mmqk.store import OneSentenceParser, UserError, differing_fields, front_door, read_metrics
+from mmqk.store import OneSentenceParser, UserError, cli_main, differing_fields, read_metrics
 from mmqk.train import main
 
 
@@ -75,7 +75,7 @@ from mmqk.train import main
 )
 def test_a_mistake_is_one_sentence_and_nothing_is_made(tiny_args, tmp_path, capsys, extra, says):
     out = tmp_path / "run"
-    assert front_door(main)([*tiny_args, *extra, f"--out={out}"]) == 2
+    assert cli_main(main)([*tiny_args, *extra, f"--out={out}"]) == 2
     notices, *said = capsys.readouterr().err.strip().split("mmqk: ")
     assert len(said) == 1 and says in said[0] and "\n" not in said[0] and "Traceback" not in notices
     assert not list(out.glob("checkpoints/*"))
@@ -164,7 +164,7 @@ def test_help_is_for_a_newcomer():
 
 def test_no_arguments_print_the_help_and_train_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert front_door(main)([]) == 2
+    assert cli_main(main)([]) == 2
     said = capsys.readouterr()
     assert said.out.startswith("usage: python -m mmqk.train") and "--model.qk_norm.kind" in said.out
     assert not said.err and list(tmp_path.iterdir()) == []
@@ -242,7 +242,7 @@ def test_a_class_under_trainer_is_one_sentence(tiny_args, tmp_path, capsys, flag
     if "decided" in says:
         ways += [f"--trainer.{flag}=EarlyStopping", f"--trainer.{flag}.help=EarlyStopping"]
     for way in ways:
-        assert front_door(main)([*tiny_args, way, f"--out={tmp_path / 'run'}"]) == 2, way
+        assert cli_main(main)([*tiny_args, way, f"--out={tmp_path / 'run'}"]) == 2, way
         said = capsys.readouterr().err.strip()
         assert f"trainer.{flag}" in said and len(said.splitlines()) == 1 and len(said) < 300, (way, said)
         if "+=" not in way:

@@ -10,7 +10,7 @@ import pytest
 
 import mmqk
 from mmqk.__main__ import COMMANDS, main
-from mmqk.store import clock, front_door
+from mmqk.store import cli_main, clock
 
 PACKAGE = Path(mmqk.__file__).parent
 TABLE = "mmqk"
@@ -45,7 +45,7 @@ def test_an_unknown_flag_is_one_sentence(module, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     is_package = PACKAGE.parent.joinpath(*module.split("."), "__main__.py").exists()
     door = importlib.import_module(f"{module}.__main__" if is_package else module)
-    code = front_door(door.main)([*REQUIRED.get(module, []), "--no-such-flag"])
+    code = cli_main(door.main)([*REQUIRED.get(module, []), "--no-such-flag"])
     out, err = capsys.readouterr()
     assert code == 2 and out == ""
     assert err.startswith("mmqk: ") and err.count("\n") == 1 and err.endswith("\n")

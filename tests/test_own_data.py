@@ -16,7 +16,7 @@ from PIL import Image
 from mmqk import inspect
 from mmqk.data import tokenize
 from mmqk.data.tokens.folder import open_tokens
-from mmqk.store import front_door, read_metrics
+from mmqk.store import cli_main, read_metrics
 from mmqk.tokenizers import train as tokenizers
 from mmqk.train import main as train
 
@@ -89,7 +89,7 @@ def test_the_section_of_the_readme_works_as_it_stands(folder, monkeypatch, capsy
     ]  # fmt: skip
     for python, flag, module, *words in lines:
         assert (python, flag) == ("python", "-m")
-        assert front_door(MAINS[module])([*words, *SMALLER[module]]) == 0, capsys.readouterr().err
+        assert cli_main(MAINS[module])([*words, *SMALLER[module]]) == 0, capsys.readouterr().err
     for name in ("mine", "better"):
         stores = open_tokens(folder / "tokens" / name)
         record = json.loads((folder / "tokens" / name / "tokens.json").read_text())
@@ -113,9 +113,9 @@ def test_a_shard_that_is_cut_short_is_an_error_and_nothing_is_lost(folder, tmp_p
         f"--out={tmp_path / 't'}",
         *SMALLER["mmqk.data.tokenize"],
     ]
-    assert front_door(tokenize.main)(words) == 2
+    assert cli_main(tokenize.main)(words) == 2
     err = capsys.readouterr().err
     assert "00001.tar is cut short" in err and not (tmp_path / "t/tokens.json").exists()
     (tmp_path / "00001.tar").write_bytes(whole)
-    assert front_door(tokenize.main)(words) == 0
+    assert cli_main(tokenize.main)(words) == 0
     assert sum(map(len, open_tokens(tmp_path / "t").values())) == 24

@@ -17,13 +17,13 @@ import mmqk
 from mmqk.analysis.verdicts.claims import Claim, read_claims
 from mmqk.config import RANGES, SECTIONS, build_parser, resolve
 from mmqk.grid.arms import Arm
-from mmqk.grid.arms import Fork as GridFork
+from mmqk.grid.arms import ForkConfig as GridFork
 from mmqk.grid.language import read_yaml
 from mmqk.grid.rules import LrRule, ReplayRule
 from mmqk.ranges import Range, check_numbers, decimal_numbers, number, range_of
-from mmqk.store import UserError, front_door
+from mmqk.store import UserError, cli_main
 from mmqk.train import main
-from mmqk.training.fork.parent import Fork, Parent
+from mmqk.training.fork.parent import ForkConfig, Parent
 
 PACKAGE = Path(mmqk.__file__).parent
 CLAIM = {"id": "C", "statement": "s", "treatment": "a", "control": "b", "delta": 1.0}
@@ -37,7 +37,7 @@ def claim(**values: Any) -> Claim:
 # How those are built that are no *Config, or need something.
 BUILT = {
     Claim: claim,
-    Fork: lambda **values: Fork(Parent("id", 1, {}), **values),
+    ForkConfig: lambda **values: ForkConfig(Parent("id", 1, {}), **values),
     GridFork: GridFork,
     LrRule: lambda **values: LrRule(**{"grid": (0.1,), "seeds": (0,), "metric": "m", **values}),
     ReplayRule: ReplayRule,
@@ -234,7 +234,7 @@ def test_what_is_no_number_of_a_field_is_one_sentence_for_every_flag(text, monke
     ],
 )
 def test_a_run_that_cannot_be_is_refused_before_it_has_a_folder(tiny_args, tmp_path, capsys, flags, says):
-    assert front_door(main)([*tiny_args, *flags, f"--out={tmp_path / 'run'}"]) == 2
+    assert cli_main(main)([*tiny_args, *flags, f"--out={tmp_path / 'run'}"]) == 2
     said = capsys.readouterr().err.strip().split("mmqk: ")
     assert len(said) == 2 and says in said[1] and "\n" not in said[1] and len(said[1]) < 330
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ import pytest
 from mmqk.config import RunConfig, resolve
 from mmqk.model import ModelConfig
 from mmqk.remedies import MARKS, REMEDIES, main
-from mmqk.store import flatten, front_door
+from mmqk.store import cli_main, flatten
 from mmqk.training.step.losses import LossConfig
 from mmqk.training.step.optimizers import OptimConfig
 from tests.peers import Peer
@@ -121,7 +121,7 @@ def test_it_answers_help_and_refuses_what_it_does_not_know(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert "python -m mmqk.remedies" in capsys.readouterr().out
-    assert front_door(main)(["qk_norm"]) == 2
+    assert cli_main(main)(["qk_norm"]) == 2
     err = capsys.readouterr().err
     assert "qk_norm" in err and err.count("\n") == 1
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.ablation.views import Follow, follow
-from mmqk.store import Alarm, FolderLock, MetricsWriter, append_alarms, front_door, write_json
+from mmqk.store import Alarm, FolderLock, MetricsWriter, append_alarms, cli_main, write_json
 from mmqk.watch import main
 
 ROOT = Path(__file__).parents[1]
@@ -108,11 +108,11 @@ def test_a_table_is_no_wider_than_the_terminal_where_it_can_be(tmp_path, capsys,
 def test_what_is_no_run_is_one_sentence(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for folder, says in (("missing", "is not a folder"), ("empty", "holds no run")):
-        assert front_door(main)(["--once", str(tmp_path / folder)]) == 2
+        assert cli_main(main)(["--once", str(tmp_path / folder)]) == 2
         error = capsys.readouterr().err
         assert says in error and folder in error and error.count("\n") == 1
-    assert front_door(main)(["--every", "0", str(tmp_path)]) == 2
-    assert front_door(main)([]) == 2 and "nothing to watch" in capsys.readouterr().err
+    assert cli_main(main)(["--every", "0", str(tmp_path)]) == 2
+    assert cli_main(main)([]) == 2 and "nothing to watch" in capsys.readouterr().err
 
 
 def test_damage_is_shown_as_far_as_it_can_be_read(tmp_path, capsys):
@@ -160,7 +160,7 @@ def test_files_of_another_kind_are_passed_over(tmp_path, capsys, monkeypatch, na
 def test_a_damaged_record_of_an_ablation_is_refused(tmp_path, capsys, text):
     write_run(tmp_path / "r", "completed")
     (tmp_path / "r/ablation.json").write_text(text)
-    assert front_door(main)(["--once", str(tmp_path / "r")]) == 2
+    assert cli_main(main)(["--once", str(tmp_path / "r")]) == 2
     error = capsys.readouterr().err
     assert "ablation.json cannot be read (" in error and error.count("\n") == 1
 

@@ -253,7 +253,7 @@ WITHOUT_HOLM = replace(MATCHED, claims=tuple({**c, "alpha_family": str(i)} for i
 
 def by_chance(draws: int, planted: Planted = AT_DELTA) -> Rate:
     """`false_verdicts` of six claims without the rule that rates must differ by more than chance."""
-    with mock.patch("mmqk.analysis.verdicts.controls.told_apart", lambda *_: True):
+    with mock.patch("mmqk.analysis.verdicts.controls.distinguishable", lambda *_: True):
         return false_verdicts(SIX, planted, draws)
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from multiprocessing.connection import wait
 
-from mmqk.store import front_door
+from mmqk.store import cli_main
 
 # How long an interrupted run may take to write its checkpoint and its status.
 GRACE_SECONDS = 30.0
@@ -34,7 +34,7 @@ def run_job(entry: str, args: list[str], log: str, device: str | None = None) ->
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="mmqk-parent-watch", daemon=True).start()
-    sys.exit(front_door(lambda argv: _call(entry, argv))(args))
+    sys.exit(cli_main(lambda argv: _call(entry, argv))(args))
 
 
 def _call(entry: str, args: list[str] | None) -> int:

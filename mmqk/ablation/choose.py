@@ -12,7 +12,7 @@ from mmqk.store import UserError
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenRate:
     """A learning rate and what it was chosen by: the mean of a metric over seeds at each one that was tried."""
 
     arm: str
@@ -34,7 +34,7 @@ class Choice:
         return {**asdict(self), "values": values}
 
 
-def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> Choice:
+def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
     """The best learning rate, by the rule with which verdicts check it (`analysis.verdicts.learning_rates`).
 
     Where every run diverged it is the smallest.
@@ -56,13 +56,13 @@ def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> Choice:
     ]
     found = best_of(runs, metric)
     if found is None and all(run.status.status == "diverged" for run in runs):
-        return Choice(arm, min(tried.values()), metric, dict.fromkeys(sorted(tried.values()), math.nan))
+        return ChosenRate(arm, min(tried.values()), metric, dict.fromkeys(sorted(tried.values()), math.nan))
     if found is None:
         raise UserError(
             f"no run that should choose the learning rate of {arm} ended with a finite {metric}: name another"
             " lr.metric, such as final_loss, or lower learning rates"
         )
-    return Choice(arm, found.rate, metric, found.means)
+    return ChosenRate(arm, found.rate, metric, found.means)
 
 
 def check_metric(name: str) -> None:

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mmqk.ablation.choose import Choice, choose
+from mmqk.ablation.choose import ChosenRate, choose
 from mmqk.ablation.replays import replays_of
 from mmqk.ablation.resolver import (
-    Beginning,
-    Known,
+    BlockedJob,
+    ForkPoint,
     Plan,
+    ResolvedJob,
     Resolver,
-    Start,
-    Waiting,
+    StartCheckpoint,
     by_variant,
     checkpoint_of,
     threads_of,
@@ -48,12 +48,12 @@ class _Planner:
     out: Path
     resolver: Resolver
     tasks: dict[Path, Task] = field(default_factory=dict)
-    waiting: list[Waiting] = field(default_factory=list)
+    waiting: list[BlockedJob] = field(default_factory=list)
     entries: list[Mapping[str, Any]] = field(default_factory=list)
-    choices: dict[str, Choice] = field(default_factory=dict)
-    known: dict[tuple[str, int | None, str], Known | Waiting] = field(default_factory=dict)
-    owners: dict[str, Known] = field(default_factory=dict)
-    drafts: dict[tuple[str, int | None], Known] = field(default_factory=dict)
+    choices: dict[str, ChosenRate] = field(default_factory=dict)
+    known: dict[tuple[str, int | None, str], ResolvedJob | BlockedJob] = field(default_factory=dict)
+    owners: dict[str, ResolvedJob] = field(default_factory=dict)
+    drafts: dict[tuple[str, int | None], ResolvedJob] = field(default_factory=dict)
     at: dict[Path, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class _Planner:
             self._add(job)
         replayed: set[Path] = set()
         for found in list(self.known.values()):
-            if not isinstance(found, Known):
+            if not isinstance(found, ResolvedJob):
                 continue
             # Of names that share a run, any may ask for replays.
             if found.job.family.replay and found.folder not in replayed:
@@ -79,13 +79,13 @@ class _Planner:
         choices = tuple(self.choices.values())
         return Plan(tuple(self.tasks.values()), tuple(self.waiting), tuple(self.entries), choices)
 
-    def _find(self, job: Job) -> Known | Waiting:
+    def _find(self, job: Job) -> ResolvedJob | BlockedJob:
         """The job with its identity, or what that waits for."""
         if job.key not in self.known:
             self.known[job.key] = self._look(job)
         return self.known[job.key]
 
-    def _look(self, job: Job) -> Known | Waiting:
+    def _look(self, job: Job) -> ResolvedJob | BlockedJob:
         fork, args = job.family.fork, job.args
         if fork and fork.checkpoint:
             args = ("--fork", str(fork.checkpoint), *args)
@@ -93,15 +93,15 @@ class _Planner:
             return self._look_fork(job, fork.step)
         elif job.family.lr and job.chosen:
             choice = self._choice(job, job.family.lr)
-            if isinstance(choice, Waiting):
+            if isinstance(choice, BlockedJob):
                 return choice
             args = (*args, f"--{LR}={choice.lr!r}")
-        return self._own(Known(job, args, self.resolver(args, _where(job)), self.out))
+        return self._own(ResolvedJob(job, args, self.resolver(args, _where(job)), self.out))
 
-    def _look_fork(self, job: Job, step: int) -> Known | Waiting:
+    def _look_fork(self, job: Job, step: int) -> ResolvedJob | BlockedJob:
         found = self._find(self.jobs[job.parent, job.seed, "verdict"])
         # A parent whose learning rate is open stands in at any: what is wrong with the fork is said at once.
-        parent = found if isinstance(found, Known) else self.drafts[job.parent, job.seed]
+        parent = found if isinstance(found, ResolvedJob) else self.drafts[job.parent, job.seed]
         if step > parent.max_steps:
             raise UserError(
                 f"{_where(job)}: {job.parent} has {parent.max_steps} steps, so nothing begins at its step {step}"
@@ -112,13 +112,13 @@ class _Planner:
                 f" at a later step, or from what {job.parent} is forked from"
             )
         run = self.resolver(job.args, _where(job), parent, step)
-        known = Known(job, job.args, run, self.out, Start(parent, step))
-        if isinstance(found, Waiting):
+        known = ResolvedJob(job, job.args, run, self.out, ForkPoint(parent, step))
+        if isinstance(found, BlockedJob):
             return self._wait(known, f"waits for {found.task.name}", found.on, found.possible)
         self.at.setdefault(parent.folder, set()).add(step)
         return self._own(known)
 
-    def _own(self, known: Known) -> Known:
+    def _own(self, known: ResolvedJob) -> ResolvedJob:
         """The run with its folder; two arms of one grid may not be the same run."""
         known = replace(known, folder=self._folder(known.job, known.run))
         owner, job = self.owners.setdefault(known.run.id, known), known.job
@@ -140,7 +140,7 @@ class _Planner:
         there = (f for f in (folder, *others) if (read_run(f) or {}).get("id") == run.id)
         return next(there, folder)
 
-    def _choice(self, job: Job, rule: LrRule) -> Choice | Waiting:
+    def _choice(self, job: Job, rule: LrRule) -> ChosenRate | BlockedJob:
         if job.arm in self.choices:
             return self.choices[job.arm]
         tried: dict[Path, float] = {}
@@ -149,12 +149,12 @@ class _Planner:
             rest = {name: value for name, value in other.point.items() if name != LR}
             if other.role == SELECTION and other.family is job.family and rest == job.point:
                 known = self._find(other)
-                assert isinstance(known, Known)
+                assert isinstance(known, ResolvedJob)
                 tried[known.folder] = other.point[LR]
                 if not standing(known.task()).finished:
                     open_ones.append(known.folder)
         args = (*job.args, f"--{LR}={rule.grid[0]!r}")
-        draft = Known(job, args, self.resolver(args, _where(job)), self.out)
+        draft = ResolvedJob(job, args, self.resolver(args, _where(job)), self.out)
         if open_ones:
             said = f"waits for {len(open_ones)} of the {len(tried)} runs that choose its learning rate"
             return self._wait(draft, said, tuple(open_ones))
@@ -167,60 +167,60 @@ class _Planner:
         self.choices[job.arm] = self.resolver.choices[folders]
         return self.choices[job.arm]
 
-    def _wait(self, draft: Known, reason: str, on: tuple[Path, ...], possible: bool = True) -> Waiting:
+    def _wait(self, draft: ResolvedJob, reason: str, on: tuple[Path, ...], possible: bool = True) -> BlockedJob:
         """A run whose identity is open; ``draft`` is what it would be otherwise."""
         job = draft.job
         self.drafts[job.arm, job.seed] = draft
         folder = self.out / job.arm / f"seed{draft.seed}"
         entry, part = _entry(job), self.parts[job.key]
         task = Task(job.arm, draft.seed, (), folder, "", draft.max_steps, entry, part, draft.first)
-        return Waiting(task, reason, on, possible)
+        return BlockedJob(task, reason, on, possible)
 
     def _add(self, job: Job) -> None:
         found = self.known[job.key]
-        ready = self._ready(found) if isinstance(found, Known) else found
-        entry = ready.task if isinstance(ready, Waiting) else ready
+        ready = self._ready(found) if isinstance(found, ResolvedJob) else found
+        entry = ready.task if isinstance(ready, BlockedJob) else ready
         self.entries.append(entry.record(self.out))
-        if isinstance(ready, Waiting):
+        if isinstance(ready, BlockedJob):
             self.waiting.append(ready)
         else:
             self.tasks.setdefault(ready.folder, ready)
 
-    def _ready(self, known: Known) -> Task | Waiting:
+    def _ready(self, known: ResolvedJob) -> Task | BlockedJob:
         task = self._task(known)
         if known.start is None or standing(task).finished:
             return task
         begin = self._beginning(known.start)
         if begin.file is None:
-            return Waiting(task, begin.reason, begin.on, begin.possible, begin.mistake, begin.at)
+            return BlockedJob(task, begin.reason, begin.on, begin.possible, begin.mistake, begin.at)
         return self._task(known, begin.file)
 
-    def _beginning(self, start: Start) -> Beginning:
+    def _beginning(self, start: ForkPoint) -> StartCheckpoint:
         """The checkpoint of a run at a step, or what it waits for."""
         parent, step = start.known, start.step
         if file := checkpoint_of(parent.folder, step):
-            return Beginning(file)
+            return StartCheckpoint(file)
         now = standing(parent.task())
         if now.status == "diverged" and now.step < step:
             said = f"{parent.job.arm} seed {parent.seed} diverged at step {now.step}, before step {step}"
-            return Beginning(reason=said, possible=False)
+            return StartCheckpoint(reason=said, possible=False)
         said = f"waits for step {step} of {parent.job.arm} seed {parent.seed}"
         if not now.finished:
-            before = self._beginning(parent.start) if parent.start else Beginning()
+            before = self._beginning(parent.start) if parent.start else StartCheckpoint()
             on = (parent.folder, *before.on)
-            return Beginning(reason=said, on=on, possible=before.possible, at=(parent.folder, step))
+            return StartCheckpoint(reason=said, on=on, possible=before.possible, at=(parent.folder, step))
         # It finished without this checkpoint: it is made again beside itself.
-        before = self._beginning(parent.start) if parent.start else Beginning()
+        before = self._beginning(parent.start) if parent.start else StartCheckpoint()
         if parent.start and before.file is None:
             return before
         again = self._again(parent, before.file)
         file = checkpoint_of(again.folder, step)
         if file is None and standing(again).finished:
             said = f"{again.name} kept no checkpoint of step {step}: remove {again.folder} to make it again"
-            return Beginning(reason=said, possible=False, mistake=True)
-        return Beginning(file, said, (again.folder,), at=(again.folder, step))
+            return StartCheckpoint(reason=said, possible=False, mistake=True)
+        return StartCheckpoint(file, said, (again.folder,), at=(again.folder, step))
 
-    def _again(self, parent: Known, file: Path | None) -> Task:
+    def _again(self, parent: ResolvedJob, file: Path | None) -> Task:
         task = self._beside(parent, file)
         self._note(task)
         return task
@@ -230,7 +230,7 @@ class _Planner:
             self.tasks[task.folder] = task
             self.entries.append(task.record(self.out))
 
-    def _beside(self, parent: Known, file: Path | None) -> Task:
+    def _beside(self, parent: ResolvedJob, file: Path | None) -> Task:
         return replace(
             self._task(parent, file),
             arm=f"{parent.job.arm}-again",
@@ -238,7 +238,7 @@ class _Planner:
             entry={**_entry(parent.job), "role": PARENT},
         )
 
-    def _task(self, known: Known, file: Path | None = None) -> Task:
+    def _task(self, known: ResolvedJob, file: Path | None = None) -> Task:
         fork: dict[str, Any] | None = None
         args: tuple[str, ...] = (*known.args, *self._threads(known))
         if known.start:
@@ -254,14 +254,14 @@ class _Planner:
         task = known.task()
         return replace(task, args=args, entry=entry, part=part, first=known.first)
 
-    def _at(self, known: Known) -> str:
+    def _at(self, known: ResolvedJob) -> str:
         """The checkpoints that its forks begin in, beside those that its configuration names."""
         first = known.start.step if known.start else 0
         own = known.run.nested()["checkpoint"].get("at") or [] if self.at.get(known.folder) else []
         steps = sorted({*own, *self.at.get(known.folder, set())} - {first})
         return f"--checkpoint.at={steps}"
 
-    def _threads(self, known: Known) -> tuple[str, ...]:
+    def _threads(self, known: ResolvedJob) -> tuple[str, ...]:
         """Without a word of the configuration, each run gets its share of the cores.
 
         One that was begun keeps what it had, and a fork has what its parent had, as sums depend on it.
@@ -271,7 +271,7 @@ class _Planner:
         had = threads_of(known.folder) or (threads_of(known.start.known.folder) if known.start else 0)
         return (f"--threads={had or self.resolver.threads}",)
 
-    def _replay(self, known: Known) -> None:
+    def _replay(self, known: ResolvedJob) -> None:
         rule = known.job.family.replay
         now = standing(known.task())
         if rule is None or known.job.role != "verdict" or now.status != "diverged":
@@ -282,7 +282,7 @@ class _Planner:
         if known.start:
             begin = self._beginning(known.start)
             if begin.file is None:
-                self.waiting.append(Waiting(original, f"its replay {begin.reason}", begin.on, begin.possible))
+                self.waiting.append(BlockedJob(original, f"its replay {begin.reason}", begin.on, begin.possible))
                 return
             original = self._task(known, begin.file)
         tasks, left = replays_of(known, original, now.step, rule, self.resolver, self.out)
@@ -291,7 +291,7 @@ class _Planner:
             self.entries.append(task.record(self.out))
         if left is not None:
             task, said, possible = left
-            self.waiting.append(Waiting(task, said, tuple(t.folder for t in tasks), possible))
+            self.waiting.append(BlockedJob(task, said, tuple(t.folder for t in tasks), possible))
 
 
 def _where(job: Job) -> str:

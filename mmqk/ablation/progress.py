@@ -99,7 +99,7 @@ class Progress:
         from rich.console import Console
         from rich.live import Live
 
-        from mmqk.ablation.table import board
+        from mmqk.ablation.table import runs_table
 
         if self._display is None:
             console = Console(file=self.stream)
@@ -118,7 +118,7 @@ class Progress:
             # What its folder says may be from before it was started.
             view.status, view.max_steps = "running", task.max_steps
             views.append(view)
-        self._display.update(board(views, self._display.console.width, line), refresh=True)
+        self._display.update(runs_table(views, self._display.console.width, line), refresh=True)
 
 
 def table(outcomes: Mapping[Task, Outcome]) -> str:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.ablation.resolver import (
-    Known,
+    BlockedJob,
+    ForkPoint,
     Plan,
+    ResolvedJob,
     Resolver,
-    Start,
-    Waiting,
     checkpoint_of,
     checkpoints_of,
     threads_of,
@@ -30,7 +30,7 @@ CONTROL = "control"
 
 
 def replays_of(
-    known: Known,
+    known: ResolvedJob,
     original: Task,
     diverged: int,
     rule: ReplayRule,
@@ -113,10 +113,10 @@ def plan_of_run(folder: Path, out: Path, resolver: Resolver, rule: ReplayRule) -
         raise UserError(f"{folder} cannot be made again, as its config.yaml gives another {fields} by now")
     name = arm_of(folder)
     said: dict[str, Any] = {"family": name, "point": {}, "role": "verdict", "fork": None, "replay": None}
-    known = Known(Job(name, None, args, Arm(name, name, "", (), {})), args, run, folder)
+    known = ResolvedJob(Job(name, None, args, Arm(name, name, "", (), {})), args, run, folder)
     task = Task(name, known.seed, args, folder, run.id, known.max_steps, said)
     tasks, left = replays_of(known, task, status.step, rule, resolver, out, out)
-    waiting = () if left is None else (Waiting(left[0], left[1], tuple(t.folder for t in tasks), left[2]),)
+    waiting = () if left is None else (BlockedJob(left[0], left[1], tuple(t.folder for t in tasks), left[2]),)
     entries = tuple(t.record(out) for t in (task, *tasks))
     return Plan(tuple(tasks), waiting, entries)
 
@@ -154,8 +154,8 @@ def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _control(
-    known: Known, original: Task, steps: Mapping[float, int], resolver: Resolver, root: Path
-) -> tuple[Known, int]:
+    known: ResolvedJob, original: Task, steps: Mapping[float, int], resolver: Resolver, root: Path
+) -> tuple[ResolvedJob, int]:
     """The run again from its nearest earlier checkpoint, or from its own beginning, and the step it begins at."""
     at = f"--checkpoint.at={sorted(steps.values())}"
     first = known.first
@@ -170,11 +170,11 @@ def _control(
             kept = {begun: kept[begun]}
     if not kept:
         args = (*(arg for arg in original.args if not arg.startswith("--checkpoint.at=")), at)
-        return Known(known.job, args, known.run, root / f"{CONTROL}-{known.run.id}", known.start), first
+        return ResolvedJob(known.job, args, known.run, root / f"{CONTROL}-{known.run.id}", known.start), first
     start, file = list(kept.items())[-1]
     run = resolver((), f"replays of {original.name}", known, start)
     args = ("--fork", str(file), at, *_threads(run, known, resolver))
-    return Known(known.job, args, run, root / f"{CONTROL}-{run.id}", Start(known, start)), start
+    return ResolvedJob(known.job, args, run, root / f"{CONTROL}-{run.id}", ForkPoint(known, start)), start
 
 
 def _schedule(identity: Mapping[str, Any]) -> int:
@@ -182,7 +182,7 @@ def _schedule(identity: Mapping[str, Any]) -> int:
     return identity.get("optim", {}).get("schedule_steps") or identity["trainer"]["max_steps"]
 
 
-def _threads(run: Any, of: Known, resolver: Resolver) -> tuple[str, ...]:
+def _threads(run: Any, of: ResolvedJob, resolver: Resolver) -> tuple[str, ...]:
     """As the run that is replayed had: sums depend on how many there are."""
     return () if run.threads else (f"--threads={threads_of(of.folder) or resolver.threads}",)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmqk.ablation.choose import Choice
+from mmqk.ablation.choose import ChosenRate
 from mmqk.ablation.task import Task
 from mmqk.grid.arms import Job
 from mmqk.store import UserError, read_run
@@ -15,7 +15,7 @@ from mmqk.store.checkpoints import checkpoints_in, step_of
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class ResolvedJob:
     """A job with its identity.
 
     Attributes:
@@ -29,7 +29,7 @@ class Known:
     args: tuple[str, ...]
     run: Any
     folder: Path
-    start: Start | None = None
+    start: ForkPoint | None = None
 
     @property
     def seed(self) -> int:
@@ -50,15 +50,15 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Start:
+class ForkPoint:
     """A run at one of its steps."""
 
-    known: Known
+    known: ResolvedJob
     step: int
 
 
 @dataclass(frozen=True)
-class Beginning:
+class StartCheckpoint:
     """The checkpoint that a fork begins in, or why there is none yet."""
 
     file: Path | None = None
@@ -70,7 +70,7 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class BlockedJob:
     """A run that cannot begin yet.
 
     Attributes:
@@ -102,9 +102,9 @@ class Plan:
     """
 
     tasks: tuple[Task, ...] = ()
-    waiting: tuple[Waiting, ...] = ()
+    waiting: tuple[BlockedJob, ...] = ()
     entries: tuple[Mapping[str, Any], ...] = ()
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[ChosenRate, ...] = ()
 
 
 class Resolver:
@@ -116,10 +116,10 @@ class Resolver:
 
     def __init__(self, threads: int = 1):
         self.threads = threads
-        self.choices: dict[tuple[Path, ...], Choice] = {}
+        self.choices: dict[tuple[Path, ...], ChosenRate] = {}
         self._runs: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, args: Sequence[str], where: str, parent: Known | None = None, step: int = 0) -> Any:
+    def __call__(self, args: Sequence[str], where: str, parent: ResolvedJob | None = None, step: int = 0) -> Any:
         """The run of a command line, or of one that is forked from ``parent`` at ``step``.
 
         Raises:
@@ -134,7 +134,7 @@ class Resolver:
         return self._runs[key]
 
 
-def _resolve(args: list[str], parent: Known | None, step: int) -> Any:
+def _resolve(args: list[str], parent: ResolvedJob | None, step: int) -> Any:
     # Imports torch, which --help and the analysis do without.
     from mmqk import config
 

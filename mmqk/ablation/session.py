@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmqk.ablation.pool import Pool
 from mmqk.ablation.record import code_of, set_aside, write_record
-from mmqk.ablation.resolver import Plan, Waiting, checkpoint_of
+from mmqk.ablation.resolver import BlockedJob, Plan, checkpoint_of
 from mmqk.ablation.task import Outcome, Task, standing
 from mmqk.grid.grid import Grid
 from mmqk.store import UserError, code_hash, is_locked
@@ -90,7 +90,7 @@ class Session:
         return [task for task in self.plan.tasks if self._mine(task)]
 
     @property
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[BlockedJob]:
         """Runs of this part that cannot begin yet."""
         return [wait for wait in self.plan.waiting if self._mine(wait.task)]
 

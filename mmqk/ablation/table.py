@@ -48,7 +48,7 @@ ROWS = (
 )
 
 
-def board(views: Sequence[View], width: int, footer: str = "") -> RenderableType:
+def runs_table(views: Sequence[View], width: int, footer: str = "") -> RenderableType:
     """Every run in a row; of a single one its statistics by modality too; the newest alarms; a line of text.
 
     Args:

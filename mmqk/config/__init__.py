@@ -24,7 +24,7 @@ from mmqk.model import BACKENDS, ModelConfig, check_backend
 from mmqk.monitors import MonitorConfig
 from mmqk.ranges import MOST_SEED, MOST_STEPS, Range, decimal_numbers
 from mmqk.store import AlarmConfig, UserError, identity_hash, with_dashes
-from mmqk.training.fork.parent import Fork, Parent, base_of, check_forkable, read_parent
+from mmqk.training.fork.parent import ForkConfig, Parent, base_of, check_forkable, read_parent
 from mmqk.training.loop.device import check_shown, is_masked
 from mmqk.training.loop.step_log import CheckpointConfig
 from mmqk.training.step.losses import LossConfig
@@ -95,7 +95,7 @@ class RunConfig:
     out: Path
     identity: dict[str, Any]
     quiet: bool = False
-    fork: Fork | None = None
+    fork: ForkConfig | None = None
 
     @property
     def id(self) -> str:
@@ -215,7 +215,7 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
     if parent is None:
         checkpoint, parent = read_parent(parsed.fork, parsed.out)
     try:
-        fork = Fork(parent, parsed.fork or "", checkpoint, **details)
+        fork = ForkConfig(parent, parsed.fork or "", checkpoint, **details)
     except ValueError as error:
         raise UserError(str(error)) from error
     return _complete(_parse(["--config", json.dumps(base_of(parent)), *argv]), fork)
@@ -234,7 +234,7 @@ def _parse(argv: list[str]) -> Namespace:
         ) from error
 
 
-def _complete(parsed: Namespace, fork: Fork | None = None) -> RunConfig:
+def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
     trainer = dict(vars(parsed.trainer))
     _check_ranges(parsed)
     for flag in WORDS_OF_TRAINER:
@@ -337,7 +337,7 @@ def _check_trained(loss: LossConfig, data: DataConfig, model: ModelConfig) -> No
         )
 
 
-def _check_steps(max_steps: int, at: list[int], fork: Fork | None) -> None:
+def _check_steps(max_steps: int, at: list[int], fork: ForkConfig | None) -> None:
     start = 0 if fork is None else fork.parent.step
     if start >= max_steps:
         raise UserError(

@@ -47,7 +47,7 @@ def apportion(weights: dict[str, float], places: int) -> dict[str, int]:
     return counts
 
 
-class Kept:
+class IndexedCache:
     """Keeps the last results of ``_make``; a copy that is sent to another process starts without any."""
 
     def __init__(self, size: int) -> None:
@@ -65,7 +65,7 @@ class Kept:
         self._kept = lru_cache(maxsize=self._size)(self._make)
 
 
-class Mixture(Kept):
+class Mixture(IndexedCache):
     """The order of a run.
 
     Args:
@@ -123,7 +123,7 @@ class Mixture(Kept):
         return Draw(SLOTS[slots[place]], int(nth[place]))
 
 
-class Epochs(Kept):
+class Epochs(IndexedCache):
     """Endless reshuffled passes over ``n`` items: the n-th draw as (epoch, item)."""
 
     def __init__(self, n: int, seed: int, stream: int):

@@ -17,8 +17,8 @@ from typing import Any, get_args
 from PIL import Image
 
 from mmqk.data.tokens.folder import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
-from mmqk.data.tokens.pool import Progress, run_shards
-from mmqk.data.tokens.worker import Job, Shard
+from mmqk.data.tokens.pool import TokenizeProgress, run_shards
+from mmqk.data.tokens.worker import Job, ShardPart
 from mmqk.shards.images import MAX_PIXELS, Fit
 from mmqk.shards.tars import expand
 from mmqk.shards.unread import DOTTED, EXAMPLES, Unread, printable
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     kind = "text" if args.text else "interleaved" if args.interleaved else "pair"
     job = Job(kind, args.tokenizers, args.out, args.val_share, args.fit, args.max_pixels, args.caption_field)
     width = max(5, len(str(len(paths) - 1)))
-    shards = [Shard(f"{i:0{width}d}", path) for i, path in enumerate(paths)]
+    shards = [ShardPart(f"{i:0{width}d}", path) for i, path in enumerate(paths)]
     layout_of(job.tokenizers)  # refuses tokenizers that are missing before anything is made
     options = _options(args, kind, paths)
     if is_token_folder(job.out):
@@ -194,7 +194,7 @@ def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _tokenize(job: Job, shards: list[Shard], workers: int | None) -> list[dict[str, Any]]:
+def _tokenize(job: Job, shards: list[ShardPart], workers: int | None) -> list[dict[str, Any]]:
     """The records of all shards, those of earlier runs included."""
     unfinished = job.out / UNFINISHED
     stats = {shard.part: shard.path.stat() for shard in shards}
@@ -207,7 +207,7 @@ def _tokenize(job: Job, shards: list[Shard], workers: int | None) -> list[dict[s
     broken: list[str] = []
     if records and left:
         print(f"going on with {len(left)} of {len(shards)} shards", flush=True)
-    progress = Progress(
+    progress = TokenizeProgress(
         {shard.part: states[shard.part][0] for shard in left},
         len(shards),
         len(records),
@@ -215,7 +215,7 @@ def _tokenize(job: Job, shards: list[Shard], workers: int | None) -> list[dict[s
         sum(sum(record["dropped"].values()) for record in records.values()),
     )
 
-    def handle(shard: Shard | None, message: tuple[str, Any]) -> None:
+    def handle(shard: ShardPart | None, message: tuple[str, Any]) -> None:
         kind, content = message
         if kind == "unwritable":
             raise UserError(

@@ -23,7 +23,7 @@ _OF_A_FORK = ("fork_skip", "fork_perturb", "fork_draw")
 
 
 @dataclass(frozen=True)
-class Fork:
+class ArmFork:
     """Where the runs of an arm begin: in those of another arm (or one point of it) at a step, or in a checkpoint."""
 
     arm: str = ""
@@ -51,7 +51,7 @@ class Arm:
     seeds: tuple[int, ...] = field(metadata=ranged(0, MOST_SEED))
     fields: Mapping[str, Any]
     axes: tuple[Axis, ...] = ()
-    fork: Fork | None = None
+    fork: ArmFork | None = None
     base: tuple[Path, ...] = ()
     lr: LrRule | None = None
     replay: ReplayRule | None = None
@@ -163,7 +163,7 @@ def check_fields(arm: Arm, where: str) -> None:
         )
 
 
-def _fork(value: Any, where: str, path: Path) -> Fork:
+def _fork(value: Any, where: str, path: Path) -> ArmFork:
     record = read.mapping(value, f"{where}.fork")
     read.known(record, ("arm", "step", "checkpoint"), f"{where}.fork")
     if set(record) == {"checkpoint"}:
@@ -173,10 +173,10 @@ def _fork(value: Any, where: str, path: Path) -> Fork:
         file = Path(os.path.normpath(path.parent / name))
         if not file.exists():
             raise UserError(f"{where}.fork: there is no {name} (looked in {path.parent})")
-        return Fork(checkpoint=file)
+        return ArmFork(checkpoint=file)
     if set(record) != {"arm", "step"}:
         raise UserError(f"{where}.fork must name an arm and a step, or a checkpoint")
-    return read.in_range(Fork, where, str(record["arm"]), read.whole(record["step"], f"{where}.fork.step"))
+    return read.in_range(ArmFork, where, str(record["arm"]), read.whole(record["step"], f"{where}.fork.step"))
 
 
 def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:

@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.grid import language as read
-from mmqk.grid.arms import LR, Arm, Fork, Job, flags, read_arm
+from mmqk.grid.arms import LR, Arm, Job, flags, read_arm
 from mmqk.grid.axes import read_axes
 from mmqk.grid.claims import CLAIM_KEYS, REPORT_KEYS, check_claims, claims_hash
 from mmqk.grid.forks import inherit, match
 from mmqk.grid.rules import read_lr, read_replay
 from mmqk.store import UserError
 
-__all__ = ["CLAIM_KEYS", "REPORT_KEYS", "Arm", "Fork", "Grid", "Job", "claims_hash", "load_grid"]
+__all__ = ["CLAIM_KEYS", "REPORT_KEYS", "Arm", "Grid", "Job", "claims_hash", "load_grid"]
 
 GRID_KEYS = ("name", "title", "base", "seeds", "arms", "axes", "lr", "replay", "claims", "claim", "report")
 

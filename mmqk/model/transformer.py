@@ -241,7 +241,7 @@ class EarlyFusionTransformer(nn.Module):
             tap = no_tap if sink is None else partial(_at_layer, sink, layer)
             window = c.window_of(layer)
             inputs = (x_BTD, local_rope if window else rope, masks[window], modality_BT, tap)
-            x_BTD, found = self._again(block, inputs) if again else block(*inputs)
+            x_BTD, found = self._checkpointed(block, inputs) if again else block(*inputs)
             if rows is not None and found is not None:
                 rows.append(found)
         if sink is not None:
@@ -256,7 +256,7 @@ class EarlyFusionTransformer(nn.Module):
         return logits_BTV if raw else capped(logits_BTV, c.final_softcap)
 
     @contextmanager
-    def by(self, backend: str) -> Iterator[None]:
+    def use_backend(self, backend: str) -> Iterator[None]:
         """Attention by another backend, for as long as this lasts."""
         holders: list[Any] = [self, *(cast(Block, block).attention for block in self.blocks)]
         before = self.backend
@@ -268,7 +268,7 @@ class EarlyFusionTransformer(nn.Module):
             for holder in holders:
                 holder.backend = before
 
-    def _again(self, block: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    def _checkpointed(self, block: nn.Module, inputs: tuple[Any, ...]) -> Any:
         drops = self.training and (self.config.residual_dropout or self.config.attn_dropout)
         return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=bool(drops))
 

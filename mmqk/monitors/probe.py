@@ -160,7 +160,7 @@ def _forward(
         # reference where that leaves no kernel: flex is fused only where it is compiled, the others want 16 bits.
         eagerly = torch.compiler.set_stance("force_eager")
         has_none = model.backend in ("flex", "sdpa_flash", "sdpa_cudnn")
-        dense = model.by("math") if has_none else nullcontext()
+        dense = model.use_backend("math") if has_none else nullcontext()
         with eagerly, dense, torch.no_grad(), torch.autocast(batch.ids_BT.device.type, enabled=False):
             model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink=sink)
     finally:

@@ -17,7 +17,7 @@ Finish = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
 
 @dataclass
-class Part:
+class StatisticPart:
     """Some tags that are worked out together.
 
     Attributes:
@@ -42,10 +42,10 @@ class Probe:
     """
 
     sequences: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StatisticPart] = field(default_factory=list)
 
     def add(self, tags: list[str], raw: dict[str, Tensor], finish: Finish) -> None:
-        self.parts.append(Part(tags, raw, finish))
+        self.parts.append(StatisticPart(tags, raw, finish))
 
     def add_values(self, tags: list[str], values: Tensor) -> None:
         """Numbers that are the same on every rank, such as those of weights."""

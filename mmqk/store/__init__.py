@@ -10,7 +10,7 @@ from mmqk.store.alarms import (
     read_alarms,
     truncate_alarms,
 )
-from mmqk.store.errors import OneSentenceParser, UserError, disk_sentence, front_door, run_main, with_dashes
+from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sentence, run_main, with_dashes
 from mmqk.store.files import (
     DamagedFile,
     check_regular,
@@ -57,6 +57,7 @@ __all__ = [
     "append_alarms",
     "canonical",
     "check_regular",
+    "cli_main",
     "clock",
     "code_hash",
     "dashboards",
@@ -64,7 +65,6 @@ __all__ = [
     "disk_sentence",
     "flatten",
     "from_json",
-    "front_door",
     "hash_fraction",
     "identity_hash",
     "is_locked",

@@ -65,7 +65,7 @@ def disk_sentence(error: OSError) -> str:
     return f"{path} cannot be read or written ({what}): fix that and run the same command again."
 
 
-def front_door(main: Main) -> Callable[..., int]:
+def cli_main(main: Main) -> Callable[..., int]:
     """Wrap a ``main(argv) -> exit code`` so that a user's mistake is one sentence on stderr.
 
     So is an error of the disk. Returns 2 for a `UserError`, 1 for an OSError, 130 for Ctrl-C, 141 when the reader of
@@ -98,4 +98,4 @@ def front_door(main: Main) -> Callable[..., int]:
 
 def run_main(main: Main) -> NoReturn:
     """What a module's ``if __name__ == "__main__"`` calls: the front door, then the process's exit."""
-    sys.exit(front_door(main)(None))
+    sys.exit(cli_main(main)(None))

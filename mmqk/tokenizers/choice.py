@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What is taken of shards.
 
     Attributes:
@@ -44,7 +44,7 @@ class Choice:
 
 def add_data_arguments(p: argparse.ArgumentParser) -> None:
     """`--shards`, `--text` and what is taken of them."""
-    c = Choice()
+    c = Selection()
     p.add_argument("--shards", nargs="+", default=["data/emoji"], help="folder or tars of pairs (data/emoji)")
     p.add_argument("--text", nargs="+", default=["data/text"], help="folder or JSON lines (data/text)")
     p.add_argument("--images", type=int, default=c.images, help=f"most images in memory ({c.images})")
@@ -69,7 +69,7 @@ def add_data_arguments(p: argparse.ArgumentParser) -> None:
     )
 
 
-def choice_of(args: argparse.Namespace) -> Choice:
+def choice_of(args: argparse.Namespace) -> Selection:
     """What `add_data_arguments` says about how much is taken.
 
     Raises:
@@ -80,7 +80,7 @@ def choice_of(args: argparse.Namespace) -> Choice:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more.")
     if not 0 < args.val_share < 1:
         raise UserError(f"--val-share is {args.val_share}: give a share between 0 and 1.")
-    return Choice(
+    return Selection(
         images=args.images,
         captions=args.captions,
         characters=args.characters,

@@ -13,7 +13,7 @@ from mmqk.shards.pairs import read_text
 from mmqk.shards.samples import text_of
 from mmqk.shards.tars import expand
 from mmqk.store import UserError, hash_fraction, identity_hash
-from mmqk.tokenizers.choice import Choice, account, dropped_account, spread
+from mmqk.tokenizers.choice import Selection, account, dropped_account, spread
 
 PATTERN = set("{*?[")
 ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".xz")
@@ -26,9 +26,9 @@ class Documents:
         UserError: a pattern names no file, or the folder has no manifest.
     """
 
-    def __init__(self, text: Sequence[str | Path] | str | Path, choice: Choice | None = None) -> None:
+    def __init__(self, text: Sequence[str | Path] | str | Path, choice: Selection | None = None) -> None:
         names = [str(t) for t in ([text] if isinstance(text, str | Path) else text)]
-        self.choice, self.name = choice or Choice(), " ".join(names)
+        self.choice, self.name = choice or Selection(), " ".join(names)
         self.folder: Path | None = None
         self.paths: list[Path] = []
         if len(names) == 1 and not PATTERN & set(names[0]) and not names[0].endswith(ENDINGS):

@@ -26,7 +26,7 @@ from mmqk.shards.samples import NO_IMAGE, NO_LISTS, interleaved_of, pair_of
 from mmqk.shards.tars import TarIndex, expand, index_tar
 from mmqk.shards.unread import Unread
 from mmqk.store import UserError, hash_fraction, identity_hash
-from mmqk.tokenizers.choice import Choice, account, dropped_account, said_progress, spread
+from mmqk.tokenizers.choice import Selection, account, dropped_account, said_progress, spread
 from mmqk.tokenizers.image import ImageTokenizerConfig
 
 SPLITS = ("train", "val")
@@ -49,7 +49,7 @@ class Images:
 class Folder:
     """Pairs of a folder with a manifest, in order, each file compared with its hash."""
 
-    def __init__(self, folder: Path, choice: Choice) -> None:
+    def __init__(self, folder: Path, choice: Selection) -> None:
         self.folder, self.choice, self.name = folder, choice, str(folder)
         self.manifest = load_manifest(folder)
 
@@ -99,7 +99,7 @@ class Folder:
 class Tars:
     """Samples of tars without a manifest: pairs as img2dataset writes them, or interleaved documents."""
 
-    def __init__(self, patterns: Sequence[str], choice: Choice) -> None:
+    def __init__(self, patterns: Sequence[str], choice: Selection) -> None:
         self.choice, self.name = choice, " ".join(patterns)
         self.paths = expand(patterns)
 
@@ -207,14 +207,14 @@ class Tars:
 Source = Folder | Tars
 
 
-def open_source(shards: Sequence[str | Path] | str | Path, choice: Choice | None = None) -> Source:
+def open_source(shards: Sequence[str | Path] | str | Path, choice: Selection | None = None) -> Source:
     """A folder with a manifest, or patterns of tars.
 
     Raises:
         UserError: a pattern names no file, or the folder has no manifest.
     """
     names = [str(s) for s in ([shards] if isinstance(shards, str | Path) else shards)]
-    choice = choice or Choice()
+    choice = choice or Selection()
     if len(names) != 1 or names[0].endswith(".tar") or set("{*?[") & set(names[0]):
         return Tars(names, choice)
     folder = Path(names[0])

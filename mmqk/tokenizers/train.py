@@ -240,7 +240,7 @@ def _write(path: Path, content: bytes) -> None:
 def _progress(steps: int) -> Any:
     import lightning as L
 
-    class Progress(L.Callback):
+    class TrainProgress(L.Callback):
         """One line at each look at the held-out images, with the time left."""
 
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -256,7 +256,7 @@ def _progress(steps: int) -> Any:
                 flush=True,
             )
 
-    return Progress()
+    return TrainProgress()
 
 
 def _quiet() -> None:

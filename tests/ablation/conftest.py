@@ -8,7 +8,7 @@ import pytest
 
 import mmqk
 from mmqk import ablate
-from mmqk.store import front_door
+from mmqk.store import cli_main
 
 FAKE = '''
 """A stand-in for mmqk.train and mmqk.config: one step is a line of metrics, and what happens is in the fields."""
@@ -147,6 +147,6 @@ def world(fake, tmp_path, monkeypatch):
                 (tmp_path / f"{name}.yaml").write_text(text)
         configs = [] if "--replay" in argv else ["--config", "toy.yaml"]
         configs += [part for name in more for part in ("--config", f"{name}.yaml")]
-        return front_door(ablate.main)([*configs, *argv])
+        return cli_main(ablate.main)([*configs, *argv])
 
     return run

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.analysis.runs.load import Run
-from mmqk.analysis.verdicts.compared import Group, one_history
+from mmqk.analysis.verdicts.compared import Group, share_history
 
 CHECKPOINT = {"parent": "plain-0/seed{seed}", "step": 250}
 
@@ -34,8 +34,8 @@ LATE = group("late", {1: CHECKPOINT, 2: CHECKPOINT})
     ],
 )
 def test_what_runs_have_in_common(other, expected):
-    assert one_history(LATE, other) is one_history(other, LATE) is expected
+    assert share_history(LATE, other) is share_history(other, LATE) is expected
 
 
 def test_runs_without_a_fork_have_nothing_in_common():
-    assert not one_history(group("a", {1: None}), group("b", {1: None}))
+    assert not share_history(group("a", {1: None}), group("b", {1: None}))

@@ -381,8 +381,8 @@ import sys
 sys.modules["torch"] = None
 sys.modules["lightning"] = None
 from mmqk.report.__main__ import main
-from mmqk.store import front_door
-sys.exit(front_door(main)(sys.argv[1:]))
+from mmqk.store import cli_main
+sys.exit(cli_main(main)(sys.argv[1:]))
 """
 
 

@@ -8,7 +8,7 @@ from fake_runs import Planted, write_grid
 from scipy import stats
 
 from mmqk.analysis import judge, load_study
-from mmqk.analysis.verdicts.learning_rates import Choice, choose, told_apart
+from mmqk.analysis.verdicts.learning_rates import BestRate, choose, distinguishable
 from mmqk.store import UserError
 
 RATES = (0.01, 0.02, 0.04)
@@ -124,14 +124,14 @@ def test_rates_are_told_apart_by_a_t_test_of_what_exchanging_them_costs():
         cells["b"][0.01] += gap
         means = {arm: {r: float(v.mean()) for r, v in c.items()} for arm, c in cells.items()}
         first, second = (
-            Choice(best, means[arm], {r: tuple(v) for r, v in cells[arm].items()}, True)
+            BestRate(best, means[arm], {r: tuple(v) for r, v in cells[arm].items()}, True)
             for arm, best in (("a", 0.01), ("b", 0.04))
         )
         loss = means["a"][0.04] - means["a"][0.01] + means["b"][0.01] - means["b"][0.04]
         sd = np.sqrt(np.mean([v.var(ddof=1) for c in cells.values() for v in c.values()]))
         p = stats.t.sf(loss / (sd * math.sqrt(4 / 3)), 12)
-        assert told_apart(first, second, []) == (p < 0.01 / 6)
-    assert told_apart(first, second, []) and not told_apart(first, second, [[0.0, 1.0, 2.0]] * 2)
+        assert distinguishable(first, second, []) == (p < 0.01 / 6)
+    assert distinguishable(first, second, []) and not distinguishable(first, second, [[0.0, 1.0, 2.0]] * 2)
 
 
 # Axes --------------------------------------------------------------------------------------------------------------

@@ -56,12 +56,12 @@ def test_runs_of_one_history_are_compared_by_their_differences():
     """Seeds far apart, a small difference in each: the paired test, which the other rule cannot see."""
     a, b = [5.12, 5.21, 5.10, 4.7], [5.16, 5.25, 5.145, 4.735]
     spread = pooled_spread({"a": a, "b": b})
-    effect = paired_effect(by_seed(a), by_seed(b), spread, one_history=True)
+    effect = paired_effect(by_seed(a), by_seed(b), spread, share_history=True)
     expected = stats.ttest_rel(a, b).confidence_interval(0.95)
     assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
     assert effect.of == "differences" and effect.df == 3 and effect.high < 0
     assert paired_effect(by_seed(a), by_seed(b), spread).high > 0
-    assert not paired_effect({0: 1.0}, {0: 2.0}, None, one_history=True).has_interval
+    assert not paired_effect({0: 1.0}, {0: 2.0}, None, share_history=True).has_interval
 
 
 def misses(sds, draws=4000):

@@ -12,7 +12,7 @@ from scipy import stats
 from mmqk.analysis.metrics import find_metric
 from mmqk.analysis.stats.exact import clopper_pearson
 from mmqk.analysis.stats.multiple import level_of_look
-from mmqk.analysis.verdicts.compared import of_run
+from mmqk.analysis.verdicts.compared import metric_value
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def smallest_p(null, metrics, first, last, orders):
     seeds of both arms in its columns, those of the control first."""
     found = []
     for name in metrics:
-        values = np.array([of_run(null.pool()[0.04, seed], name) for seed in null.SEEDS])
+        values = np.array([metric_value(null.pool()[0.04, seed], name) for seed in null.SEEDS])
         values = values if "excess" in name else np.log(values)
         b, a = values[orders[:, :last]], values[orders[:, last : 2 * last]]
         ps = [stats.ttest_ind(a[:, :n], b[:, :n], axis=1).pvalue for n in range(first, last + 1)]
@@ -92,7 +92,7 @@ def test_the_series_are_those_of_the_file(null):
     for (rate, seed), run in list(runs.items())[::17]:
         mine = [line for line in lines[1:] if (float(line[0]), int(line[1])) == (rate, seed)]
         logits = [float(line[head.index("attn_logit_absmax")]) for line in mine]
-        assert of_run(run, "largest_attention_logit") == pytest.approx(3 * np.median(logits))
+        assert metric_value(run, "largest_attention_logit") == pytest.approx(3 * np.median(logits))
         excess = float(mine[-1][head.index("val_excess/text")])
         metric, modality = find_metric("final_excess/text")
         assert metric.measure(run, modality) == pytest.approx(excess + 0.5)

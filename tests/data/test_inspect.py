@@ -24,7 +24,7 @@ from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.folder import TokenWriter, layout_of
 from mmqk.inspect import main
 from mmqk.shards.pairs import read_pairs
-from mmqk.store import front_door
+from mmqk.store import cli_main
 from mmqk.tokenizers import ImageTokenizer, TextTokenizer, tokenizers_hash
 from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, END_IMAGE, EOS
 
@@ -464,7 +464,7 @@ def test_the_table_is_printed_with_the_numbers_of_the_page(tiny_args, tmp_path, 
     ],
 )
 def test_a_mistake_is_one_sentence_and_nothing_is_written(tiny_args, tmp_path, capsys, more, says):
-    code = front_door(main)([*tiny_args, *more, f"--out={tmp_path / 'page'}"])
+    code = cli_main(main)([*tiny_args, *more, f"--out={tmp_path / 'page'}"])
     out, err = capsys.readouterr()
     assert code == 2 and out == "" and says in err
     assert err.startswith("mmqk: ") and err.count("\n") == 1 and "Traceback" not in err
@@ -473,7 +473,7 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(tiny_args, tmp_path, c
 
 def test_an_out_that_cannot_be_written_is_named(tiny_args, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
-    assert front_door(main)([*tiny_args, f"--out={tmp_path / 'file'}"]) == 2
+    assert cli_main(main)([*tiny_args, f"--out={tmp_path / 'file'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err and (tmp_path / "file").read_text() == "kept"
 
 

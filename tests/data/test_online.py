@@ -286,7 +286,7 @@ def test_a_share_is_refused_before_all_are_read(tiny_data, tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_goes_on_where_samples_cannot_be_used(tiny_data, tiny_args, tmp_path, capfd, workers):
-    from mmqk.store import front_door, read_status
+    from mmqk.store import cli_main, read_status
     from mmqk.train import main as train
 
     def run(name, broken, steps=12):
@@ -297,7 +297,7 @@ def test_a_run_goes_on_where_samples_cannot_be_used(tiny_data, tiny_args, tmp_pa
             f"--data.cache={tmp_path / 'cache'}", f"--data.workers={workers}", "--data.val_sequences=4",
             f"--trainer.max_steps={steps}", f"--data.text={tiny_data / 'text'}",
         ]  # fmt: skip
-        return front_door(train)(argv), capfd.readouterr().err
+        return cli_main(train)(argv), capfd.readouterr().err
 
     code, err = run("some", (0, 4, 30))
     assert code == 0 and read_status(tmp_path / "some").status == "completed"

@@ -257,16 +257,16 @@ def test_the_page_names_what_counts_as_an_image_and_where_windows_end(tiny_data)
 
 
 def test_a_run_with_fewer_held_out_sequences_says_so_and_validates(tiny_args, tmp_path, capfd):
-    from mmqk.store import front_door, read_metrics
+    from mmqk.store import cli_main, read_metrics
     from mmqk.train import main as train
 
     args = [*tiny_args, "--trainer.max_steps=2"]
-    assert front_door(train)([*args, "--data.val_sequences=100", f"--out={tmp_path / 'few'}"]) == 0
+    assert cli_main(train)([*args, "--data.val_sequences=100", f"--out={tmp_path / 'few'}"]) == 0
     assert "validation uses 16; hold out more" in capfd.readouterr().err
     assert "val_loss/text" in list(read_metrics(tmp_path / "few/metrics.jsonl"))[-1]
-    assert front_door(train)([*args, "--data.val_sequences=16", f"--out={tmp_path / 'enough'}"]) == 0
+    assert cli_main(train)([*args, "--data.val_sequences=16", f"--out={tmp_path / 'enough'}"]) == 0
     assert "validation uses" not in capfd.readouterr().err
-    assert front_door(train)([*args, "--data.seq_len=100000", f"--out={tmp_path / 'long'}"]) == 2
+    assert cli_main(train)([*args, "--data.seq_len=100000", f"--out={tmp_path / 'long'}"]) == 2
     err = capfd.readouterr().err
     assert "set data.seq_len to at most" in err and "val_sequences" not in err
 

@@ -25,8 +25,8 @@ from PIL import Image
 from mmqk.data import tokenize
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.data.tokens.folder import worker as tokenize_worker
-from mmqk.data.tokens.pool import Progress
-from mmqk.data.tokens.worker import Shard
+from mmqk.data.tokens.pool import TokenizeProgress
+from mmqk.data.tokens.worker import ShardPart
 from mmqk.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
 from mmqk.shards.samples import EMPTY_DOCUMENT, NO_CAPTION, NO_IMAGE, NO_MATCH, NO_TEXT, NOT_JSON, NOT_UNICODE
 from mmqk.shards.unread import DOTTED, HIDDEN, META, NO_DOT, OF_DROPPED, UNUSED
@@ -508,9 +508,9 @@ def test_a_worker_that_is_killed_costs_one_shard(
     held = shards / "00002.tar"
     whole = held.read_bytes()
     held_back: list[Path] = []
-    take = Progress.__call__
+    take = TokenizeProgress.__call__
 
-    def kill(self: Progress, shard: Shard | None, message: tuple[str, Any]) -> None:
+    def kill(self: TokenizeProgress, shard: ShardPart | None, message: tuple[str, Any]) -> None:
         if message[0] == "ready" and not held_back:  # after the patterns were read
             held_back.append(held)
             held.unlink()
@@ -520,7 +520,7 @@ def test_a_worker_that_is_killed_costs_one_shard(
             worker.kill()
         take(self, shard, message)
 
-    monkeypatch.setattr(Progress, "__call__", kill)
+    monkeypatch.setattr(TokenizeProgress, "__call__", kill)
     message = refused(run, *pattern(shards), workers=1)
     assert "00002.tar lost its worker (signal 9)" in message and "1 of 4 shards" in message
     held.unlink()
@@ -651,9 +651,9 @@ class Terminal(io.StringIO):
 
 
 def test_the_progress_line() -> None:
-    a, b = Shard("00000", Path("a")), Shard("00001", Path("b"))
+    a, b = ShardPart("00000", Path("a")), ShardPart("00001", Path("b"))
     for stream in (Terminal(), io.StringIO()):
-        progress = Progress({"00000": 1000, "00001": 3000}, 4, 2, 500, 7, stream)
+        progress = TokenizeProgress({"00000": 1000, "00001": 3000}, 4, 2, 500, 7, stream)
         assert progress.line(0.0) == "2 of 4 shards · starting"
         progress(a, ("ready", None))
         assert progress.line(9e9) == "2 of 4 shards · starting"

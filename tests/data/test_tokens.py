@@ -15,7 +15,7 @@ from mmqk.data.ids import main
 from mmqk.data.order.order import TrainingOrder
 from mmqk.data.order.sequences import SequenceBuilder, pieces
 from mmqk.data.tokens.folder import Layout, TokenStore, TokenWriter, open_tokens, tokens_hash
-from mmqk.store import UserError, front_door
+from mmqk.store import UserError, cli_main
 
 LAYOUT = Layout({"text": 20, "image": 12}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)
 
@@ -278,7 +278,7 @@ def test_held_out_documents_are_chosen_by_their_content(arrays):
 )
 def test_what_does_not_fit_is_one_sentence(arrays, capsys, argv, says):
     given = [f"--train={arrays}/train-0.npy", f"--val={arrays}/val-*.npy", *argv, f"--out={arrays / 't'}"]
-    assert front_door(main)(given) == 2
+    assert cli_main(main)(given) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1 and not (arrays / "t/tokens.json").exists()
 
@@ -286,7 +286,7 @@ def test_what_does_not_fit_is_one_sentence(arrays, capsys, argv, says):
 def test_lengths_that_do_not_add_up_are_named(arrays, capsys):
     np.save(arrays / "train-1.lengths.npy", np.array([7, 18]))
     argv = [f"--train={arrays}/train-1.npy", "--blocks=text=100,image=50", f"--out={arrays / 't'}"]
-    assert front_door(main)(argv) == 2
+    assert cli_main(main)(argv) == 2
     assert "does not add up to the 82 ids" in capsys.readouterr().err
 
 
@@ -330,7 +330,7 @@ def test_a_run_that_failed_leaves_nothing_to_the_next(arrays, capsys):
     np.save(arrays / "train-2.npy", np.full((3, 18), 999))
     argv = [f"--val={arrays}/val-*.npy", "--blocks=text=100,image=50", f"--out={arrays / 't'}"]
     before = sorted(arrays.rglob("*"))
-    assert front_door(main)([f"--train={arrays}/train-*.npy", *argv]) == 2
+    assert cli_main(main)([f"--train={arrays}/train-*.npy", *argv]) == 2
     assert "train-2.npy does not fit" in capsys.readouterr().err and sorted(arrays.rglob("*")) == before
     (arrays / "t").mkdir()  # an empty folder is as good as none
     assert main([f"--train={arrays}/train-0.npy", *argv]) == 0
@@ -345,7 +345,7 @@ def test_an_out_with_something_in_it_is_left_alone(arrays, capsys, what):
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("kept")
     argv = [f"--train={arrays}/train-0.npy", f"--val={arrays}/val-0.npy", "--blocks=text=100,image=50"]
-    assert front_door(main)([*argv, f"--out={arrays / 't'}"]) == 2
+    assert cli_main(main)([*argv, f"--out={arrays / 't'}"]) == 2
     err = capsys.readouterr().err
     assert "t exists and is not an empty folder" in err and err.count("\n") == 1
     assert kept.read_text() == "kept" and (what == "file" or len(list((arrays / "t").rglob("*"))) == 2)
@@ -370,7 +370,7 @@ BLOCKS = "--blocks=text=100,image=50,mark=3"
 def test_what_would_be_taken_wrongly_is_one_sentence(arrays, capsys, argv, says):
     np.savez(arrays / "more.npz", ids=ids_of(9, 18, 1))
     given = [f"--train={arrays}/train-0.npy", f"--val={arrays}/val-0.npy", f"--out={arrays / 't'}"]
-    assert front_door(main)([*given, *(a.replace("ARRAYS", str(arrays)) for a in argv)]) == 2
+    assert cli_main(main)([*given, *(a.replace("ARRAYS", str(arrays)) for a in argv)]) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1 and err.rstrip().endswith(".") and not (arrays / "t").exists()
     # The control: the same arrays with ids that no document uses.

@@ -16,7 +16,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.interop.__main__ import main
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
-from mmqk.store import front_door
+from mmqk.store import cli_main
 from mmqk.training.checkpoint import load_model, save_checkpoint
 from tests.interop.models import logits_of, some_ids, tiny
 
@@ -34,7 +34,7 @@ def folders(tmp_path_factory) -> Path:
 
 
 def convert(source: Path, to: Path, *more: str) -> int:
-    return front_door(main)(["--from", str(source), "--to", str(to), *more])
+    return cli_main(main)(["--from", str(source), "--to", str(to), *more])
 
 
 def refuses(capsys, source: Path, to: Path, *more: str) -> str:

@@ -314,15 +314,15 @@ def test_by_another_backend_lasts_as_long_as_it_is_said(monkeypatch):
     monkeypatch.setattr(transformer, "mask_of", lambda b, *said: used.append(b) or real(b, *said))
     model, dense = build(backend="sdpa"), build()
     fused = model(IDS_BT)
-    with model.by("math"):
+    with model.use_backend("math"):
         assert backends(model) == ["math"] * 4
         assert torch.equal(model(IDS_BT), dense(IDS_BT))
     assert backends(model) == ["sdpa"] * 4
-    with pytest.raises(ZeroDivisionError), model.by("math"):
+    with pytest.raises(ZeroDivisionError), model.use_backend("math"):
         raise ZeroDivisionError
     assert backends(model) == ["sdpa"] * 4
-    with model.by("math"):
-        with model.by("sdpa"):
+    with model.use_backend("math"):
+        with model.use_backend("sdpa"):
             assert torch.equal(model(IDS_BT), fused)
         assert backends(model) == ["math"] * 4
     assert torch.equal(model(IDS_BT), fused)
@@ -332,7 +332,7 @@ def test_by_another_backend_lasts_as_long_as_it_is_said(monkeypatch):
 def test_by_another_backend_of_a_compiled_model():
     model, dense = compiled(build(backend="sdpa", n_layers=2)), build(n_layers=2)
     fused = step(model)
-    with model.by("math"):
+    with model.use_backend("math"):
         assert same(step(model), step(dense))
     assert same(step(model), fused)
     assert isinstance(model, EarlyFusionTransformer) and not same(fused, step(dense))

@@ -7,13 +7,13 @@ import statistics
 import pytest
 
 from mmqk.store.alarms.steps import Spike
-from mmqk.store.alarms.window import Moments, Window
+from mmqk.store.alarms.window import RunningMoments, Window
 from tests.store.test_store_alarm_rules import fed, noise
 
 
 def test_windows_are_those_of_the_standard_library():
     values = [100 + v for v in noise(500, std=1.0)] + noise(500, seed=1)
-    window, moments = Window(51), Moments(51)
+    window, moments = Window(51), RunningMoments(51)
     for i, value in enumerate(values):
         window.push(value)
         moments.push(value)
@@ -27,7 +27,7 @@ def test_windows_are_those_of_the_standard_library():
 
 @pytest.mark.parametrize("height", [1e9, 1e30])
 def test_one_enormous_value_is_forgotten_when_it_leaves_the_window(height):
-    values, moments = noise(1000), Moments(51)
+    values, moments = noise(1000), RunningMoments(51)
     values[300] = height
     for i, value in enumerate(values):
         moments.push(value)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmqk import report, watch
-from mmqk.store import DamagedFile, RunFolder, UserError, front_door, read_json, read_regular, write_json
+from mmqk.store import DamagedFile, RunFolder, UserError, cli_main, read_json, read_regular, write_json
 from tests.analysis.fake_runs import Planted, write_grid
 
 DAMAGE = {
@@ -183,7 +183,7 @@ def mutate(draw: random.Random, path: Path) -> str:
 def fine(command, capsys, *argv) -> None:
     """A command works, or ends in one sentence; anything else is raised."""
     capsys.readouterr()
-    code = front_door(command)([str(arg) for arg in argv])
+    code = cli_main(command)([str(arg) for arg in argv])
     error = capsys.readouterr().err
     assert code in (0, 2) and (code == 0 or (error.count("\n") == 1 and ".json" in error)), error
 
@@ -235,10 +235,10 @@ def test_a_damaged_grid_is_read_or_refused_in_one_sentence(whole, tmp_path, caps
 
 def test_the_grid_itself_is_read_without_a_note(whole, tmp_path, capsys):
     """The control of the mutations: nothing is refused or noted where nothing is damaged."""
-    assert front_door(report.main)([str(whole), "--out", str(tmp_path)]) == 0
+    assert cli_main(report.main)([str(whole), "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.md").read_text()
     assert "cannot be read" not in page and "is missing" not in page
-    assert front_door(watch.main)(["--once", str(whole)]) == 0
+    assert cli_main(watch.main)(["--once", str(whole)]) == 0
     assert "damaged" not in capsys.readouterr().out
 
 
@@ -248,7 +248,7 @@ def test_a_damaged_record_of_a_run_is_named_on_the_page_without_its_folder(whole
     arms = {"run.json": "hot-*", "status.json": "cold-*", "data.json": "cold-*", "fork.json": "late-*"}
     for name, arm in arms.items():
         sorted(folder.glob(f"{arm}/seed0/{name}"))[0].write_text('{"share": ')
-    assert front_door(report.main)([str(folder), "--out", str(tmp_path / "page")]) == 0
+    assert cli_main(report.main)([str(folder), "--out", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page/report.md").read_text()
     for name in ("run.json", "status.json", "data.json", "fork.json"):
         assert f"ts {name} cannot be read: it is not JSON" in page, name
@@ -269,11 +269,11 @@ def test_a_grid_names_no_folder_outside_itself(whole, tmp_path, capsys, name):
             if command is watch.main
             else [str(folder), "--out", str(tmp_path / "page")]
         )
-        assert front_door(command)(argv) == 2
+        assert cli_main(command)(argv) == 2
         assert "runs[0].folder is " in capsys.readouterr().err
     # The control: what replays are of may lie elsewhere where nothing is claimed.
     if name == "../other/seed0":
         record["grid"]["claims"] = []
         record["runs"][-1]["replay"]["of"] = name
         (folder / "ablation.json").write_text(json.dumps(record))
-        assert front_door(watch.main)(["--once", str(folder)]) == 0
+        assert cli_main(watch.main)(["--once", str(folder)]) == 0

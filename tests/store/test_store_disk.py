@@ -12,7 +12,7 @@ from mmqk.store import (
     MetricsWriter,
     RunFolder,
     UserError,
-    front_door,
+    cli_main,
     read_metrics,
     read_status,
     write_folder,
@@ -101,7 +101,7 @@ def test_an_error_of_the_disk_is_one_sentence_and_exit_code_1(capsys):
     def full(argv):
         raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
 
-    assert front_door(full)([]) == 1
+    assert cli_main(full)([]) == 1
     said = "runs/a/metrics.jsonl cannot be read or written (No space left on device)"
     assert capsys.readouterr().err == f"mmqk: {said}: fix that and run the same command again.\n"
 
@@ -110,6 +110,6 @@ def test_an_error_of_the_disk_is_one_sentence_and_exit_code_1(capsys):
             "Caught OSError in worker 0.\nOriginal Traceback ...\nOSError: [Errno 5] Input/output error: 'a.tar'"
         )
 
-    assert front_door(of_a_worker)([]) == 1
+    assert cli_main(of_a_worker)([]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "'a.tar'" in said and "Traceback" not in said

@@ -3,11 +3,11 @@ import sys
 
 import pytest
 
-from mmqk.store import UserError, front_door
+from mmqk.store import UserError, cli_main
 
 
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(capsys):
-    @front_door
+    @cli_main
     def main(argv):
         raise UserError(f"there is no field {argv[0]}:\n give one that exists")
 
@@ -18,7 +18,7 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(capsys):
 
 
 def test_a_defect_of_ours_keeps_its_traceback():
-    @front_door
+    @cli_main
     def main(argv):
         raise KeyError("ours")
 
@@ -30,8 +30,8 @@ def test_exit_codes_pass_and_ctrl_c_is_130():
     def interrupted(argv):
         raise KeyboardInterrupt
 
-    assert front_door(lambda argv: 3)([]) == 3
-    assert front_door(interrupted)([]) == 130
+    assert cli_main(lambda argv: 3)([]) == 3
+    assert cli_main(interrupted)([]) == 130
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])

@@ -13,7 +13,7 @@ from mmqk.data.order.sequences import SequenceBuilder
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import layout_of
 from mmqk.model import ModelConfig
-from mmqk.store import UserError, front_door
+from mmqk.store import UserError, cli_main
 from mmqk.tokenizers import tokenizers_hash
 from mmqk.training.caption_gain import caption_gain, main, partners, summary
 
@@ -60,7 +60,7 @@ def test_gain_is_found_where_it_was_planted(tiny_data, use_caption):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
-    assert front_door(main)(["--run", str(tmp_path)]) == 2
+    assert cli_main(main)(["--run", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
 
 
@@ -91,7 +91,7 @@ def test_a_caption_counts_once_however_many_images_it_has():
 
 def refusal(folder, record, capsys):
     (folder / "run.json").write_text(json.dumps(record))
-    assert front_door(main)(["--run", str(folder)]) == 2
+    assert cli_main(main)(["--run", str(folder)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("mmqk: ") and err.count("\n") == 1
     return err

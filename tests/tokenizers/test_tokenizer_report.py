@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig, TextTokenizer
-from mmqk.tokenizers.choice import Choice
+from mmqk.tokenizers.choice import Selection
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.measure import psnr, token_statistics
 from mmqk.tokenizers.report import KEPT_BELOW, SHEET, contact_sheet, main, measure, parser
@@ -109,7 +109,7 @@ def test_the_page_of_tars_and_of_a_larger_tokenizer(own, tmp_path, monkeypatch):
     data = ["--shards", str(own / "*.tar"), "--text", "", "--val-share", "0.3"]
     assert main([*data, "--tokenizers", str(own), "--out", str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text()
-    source = open_source(str(own / "*.tar"), Choice(val_share=0.3))
+    source = open_source(str(own / "*.tar"), Selection(val_share=0.3))
     images = source.images(256)
     numbers = measure(images, source.captions()[0], [], own)
     n_val = len(images.val_BCHW)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mmqk.store import front_door
+from mmqk.store import cli_main
 from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig, JointVocabulary, TextTokenizer
-from mmqk.tokenizers.choice import Choice
+from mmqk.tokenizers.choice import Selection
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.source import open_source
 from mmqk.tokenizers.train import _image_config, main, parser, train_text
@@ -86,9 +86,9 @@ def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsy
 
 
 def test_the_images_taken_do_not_depend_on_the_run(shards):
-    one, two = (open_source([shards], Choice(images=12, val_share=0.3)).images(48) for _ in range(2))
+    one, two = (open_source([shards], Selection(images=12, val_share=0.3)).images(48) for _ in range(2))
     assert torch.equal(one.train_BCHW, two.train_BCHW) and torch.equal(one.val_BCHW, two.val_BCHW)
-    other = open_source([shards], Choice(images=12, val_share=0.3, fit="pad")).images(48)  # control
+    other = open_source([shards], Selection(images=12, val_share=0.3, fit="pad")).images(48)  # control
     assert not torch.equal(one.train_BCHW, other.train_BCHW)
 
 
@@ -114,7 +114,7 @@ def test_the_images_taken_do_not_depend_on_the_run(shards):
 )
 def test_a_mistake_is_one_sentence(shards, tmp_path, capsys, flags, words):
     only = [] if flags[0] in ("--text-size", "--text", "--caption-field") else ["--only", "image"]
-    assert front_door(main)(command(shards, tmp_path, *only, *flags)) == 2
+    assert cli_main(main)(command(shards, tmp_path, *only, *flags)) == 2
     error = capsys.readouterr().err.strip()
     assert re.search(words, error) and "\n" not in error
     assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob("*.safetensors"))
@@ -123,11 +123,11 @@ def test_a_mistake_is_one_sentence(shards, tmp_path, capsys, flags, words):
 def test_the_feasible_number_of_codes_is_feasible(shards, tmp_path, capsys):
     pytest.importorskip("vector_quantize_pytorch")
     shape = ["--only", "image", "--image-size", "32", "--grid", "2", "--steps", "1"]
-    assert front_door(main)(command(shards, tmp_path, *shape, "--codes", "500")) == 2
+    assert cli_main(main)(command(shards, tmp_path, *shape, "--codes", "500")) == 2
     codes, images = re.findall(r"--codes (\d+) or fewer, or (\d+) images", capsys.readouterr().err)[0]
     assert int(images) == 125  # of 4 codes each
-    assert front_door(main)(command(shards, tmp_path, *shape, "--codes", str(int(codes) + 1))) == 2
-    assert front_door(main)(command(shards, tmp_path, *shape, "--codes", codes)) == 0
+    assert cli_main(main)(command(shards, tmp_path, *shape, "--codes", str(int(codes) + 1))) == 2
+    assert cli_main(main)(command(shards, tmp_path, *shape, "--codes", codes)) == 0
 
 
 def test_the_decoder_is_as_wide_before_the_pixels_at_every_stride():
@@ -150,7 +150,7 @@ def test_captions_and_documents_weigh_alike(shards, tmp_path, monkeypatch, lines
     given: list[str] = []
     monkeypatch.setattr(TextTokenizer, "train", lambda texts, size: given.extend(texts))
     text = str(tmp_path / "*.jsonl") if lines else ""
-    train_text(open_source([shards]), Documents(text, Choice(val_share=1e-9)), 300)
+    train_text(open_source([shards]), Documents(text, Selection(val_share=1e-9)), 300)
     captions, documents = (sum(len(t) for t in given if ("zebra" in t) == side) for side in (False, True))
     assert captions > 0 and (0.5 < documents / captions < 2 if lines else documents == 0)
     assert len({t for t in given if "zebra" in t}) == (lines + 1 if lines else 0)

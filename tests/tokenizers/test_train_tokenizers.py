@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from mmqk.store import UserError, front_door
+from mmqk.store import UserError, cli_main
 from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig, TextTokenizer
 from mmqk.tokenizers.train import main, read_images
 
@@ -92,26 +92,26 @@ def test_training_lowers_the_error_on_what_it_sees(small_data):
 def test_an_existing_file_is_kept(small_data, tmp_path, capsys):
     (tmp_path / "text.json").write_text("precious")
     command = arguments(small_data, tmp_path, "--only", "text", "--text-size", "270")
-    assert front_door(main)(command) == 2
+    assert cli_main(main)(command) == 2
     assert "text.json exists: give --overwrite" in capsys.readouterr().err
     assert (tmp_path / "text.json").read_text() == "precious"
     # nothing is trained when only the second of two files would be refused
     (tmp_path / "text.json").rename(tmp_path / "image.safetensors")
-    assert front_door(main)(arguments(small_data, tmp_path)) == 2
+    assert cli_main(main)(arguments(small_data, tmp_path)) == 2
     assert not (tmp_path / "text.json").exists()
     (tmp_path / "text.json").write_text("old")
-    assert front_door(main)([*command, "--overwrite"]) == 0
+    assert cli_main(main)([*command, "--overwrite"]) == 0
     assert TextTokenizer.load(tmp_path).size == 270
     assert not (tmp_path / "log").exists()
 
 
 def test_a_missing_extra_is_one_sentence(small_data, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vector_quantize_pytorch", None)
-    assert front_door(main)(arguments(small_data, tmp_path, "--text-size", "270")) == 2
+    assert cli_main(main)(arguments(small_data, tmp_path, "--text-size", "270")) == 2
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0 and "pip install 'mmqk[vq]'" in error
     assert not list(tmp_path.iterdir())  # not even the text tokenizer, which needs no extra
-    assert front_door(main)(arguments(small_data, tmp_path, "--only", "text", "--text-size", "270")) == 0
+    assert cli_main(main)(arguments(small_data, tmp_path, "--only", "text", "--text-size", "270")) == 0
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_missing_extra_is_one_sentence(small_data, tmp_path, capsys, monkeypat
     ],
 )
 def test_a_mistake_is_one_sentence(small_data, tmp_path, capsys, flags, words):
-    assert front_door(main)(arguments(small_data, tmp_path, *flags)) == 2
+    assert cli_main(main)(arguments(small_data, tmp_path, *flags)) == 2
     error = capsys.readouterr().err.strip()
     assert words in error and "\n" not in error
     assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob("*.safetensors"))

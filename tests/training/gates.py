@@ -72,7 +72,7 @@ def _run(args: list[str], folder: Path, place: str, step: int) -> None:
     import torch
 
     from mmqk.data.datamodule import TokenDataModule
-    from mmqk.store import front_door
+    from mmqk.store import cli_main
     from mmqk.train import process
     from mmqk.training.step.module import TrainingModule
 
@@ -95,4 +95,4 @@ def _run(args: list[str], folder: Path, place: str, step: int) -> None:
         TokenDataModule.setup = gated_setup
     elif place:
         TrainingModule.training_step = gated_forward
-    sys.exit(front_door(process)(args))
+    sys.exit(cli_main(process)(args))

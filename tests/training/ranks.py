@@ -60,7 +60,7 @@ def _rank(rank: int, port: int, args: list[str], log: str, nodes: int) -> None:
         "SLURM_LOCALID": str(rank % local),
     }  # fmt: skip
     sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (until the process ends)
-    from mmqk.store import front_door
+    from mmqk.store import cli_main
     from mmqk.train import process
 
-    sys.exit(front_door(process)(args))
+    sys.exit(cli_main(process)(args))

@@ -17,7 +17,7 @@ from mmqk.store import (
     Alarm,
     AlarmConfig,
     alarms_of,
-    front_door,
+    cli_main,
     read_alarms,
     read_metrics,
     read_status,
@@ -253,7 +253,7 @@ def test_only_alarms_that_act_are_part_of_the_identity(tiny_args):
 
 
 def test_unknown_names_and_lengths_are_one_sentence(tiny_args, capsys):
-    assert front_door(main)([*tiny_args, "--alarm.stop=[spikes]"]) == 2
+    assert cli_main(main)([*tiny_args, "--alarm.stop=[spikes]"]) == 2
     said = capsys.readouterr().err
     assert "alarm.stop has 'spikes'" in said and "spike_median" in said and said.count("\n") == 1
     with pytest.raises(ValueError, match=r"alarm\.stop has 'divergence', which always ends a run"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.interop.folders import read_run
-from mmqk.store import UserError, front_door, read_status
+from mmqk.store import UserError, cli_main, read_status
 from mmqk.train import main
 from mmqk.training.checkpoint import MARK, load_checkpoint, load_model, save_checkpoint
 from tests.training.test_resume import rewind, series, state
@@ -55,7 +55,7 @@ def without_digest(path: Path) -> None:
 
 def refused(capsys, *args: str) -> str:
     """The one sentence of a command that is refused."""
-    assert front_door(main)([*args, "--quiet"]) in (1, 2)
+    assert cli_main(main)([*args, "--quiet"]) in (1, 2)
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.count("mmqk: ") == 1
     return said.split("mmqk: ")[1].strip()
@@ -230,7 +230,7 @@ def test_forks_and_readers_refuse_a_flipped_bit(whole, tmp_path, capsys):
         assert "\n" not in str(error.value)
     flip(step(out, 12), place_of_weights(step(whole, 12)))  # the control: mended, all is read
     load_model(out)
-    assert front_door(main)([*fork, "--quiet"]) == 0
+    assert cli_main(main)([*fork, "--quiet"]) == 0
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -13,11 +13,11 @@ from mmqk.config import RunConfig, resolve
 from mmqk.data.config import DataConfig
 from mmqk.model import BACKENDS, ModelConfig
 from mmqk.model import backends as kernels
-from mmqk.store import UserError, front_door
+from mmqk.store import UserError, cli_main
 from mmqk.train import main
 from mmqk.training.fork.start import changes
 from mmqk.training.loop import device
-from mmqk.training.loop.device import check_shown, is_masked, said, settle
+from mmqk.training.loop.device import check_shown, is_masked, resolve_device, said
 from mmqk.training.step.optimizers import OptimConfig
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def of(run: RunConfig, backend: str = "sdpa", **model) -> RunConfig:
     ],
 )
 def test_the_kernel_is_named(run, backend, model, kernel):
-    settled = settle(of(run, backend, **model), CPU)
+    settled = resolve_device(of(run, backend, **model), CPU)
     assert settled == {"name": "cpu", "attention": kernel, "compiled": False, "recomputed": False}
     assert said(settled) == f"cpu; attention: {kernel}"
 
@@ -66,13 +66,13 @@ def test_the_kernel_that_is_named_is_the_one_that_runs(run):
         with torch.profiler.profile() as seen:
             own(torch.zeros(1, 128, dtype=torch.long))
         called = {event.key.removeprefix("aten::") for event in seen.key_averages()}
-        kernel = settle(chosen, CPU)["attention"].split()[0]
+        kernel = resolve_device(chosen, CPU)["attention"].split()[0]
         assert {word for word, name in names.items() if name in called} == {kernel}
 
 
 def test_a_line_says_what_is_compiled_and_recomputed(run, monkeypatch):
     monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/g++")
-    settled = settle(replace(run, compile=True, recompute=True), CPU)
+    settled = resolve_device(replace(run, compile=True, recompute=True), CPU)
     line = "cpu; attention: flash (SDPA); blocks compiled (this can take minutes and gigabytes before step 1)"
     assert said(settled) == f"{line}; blocks recomputed"
     assert said({**settled, "name": "a GPU"}).endswith("; blocks compiled; blocks recomputed")  # the control
@@ -122,8 +122,8 @@ ON_THIS_DEVICE = {
 @pytest.mark.parametrize(("backend", "model", "sentence"), ON_THIS_DEVICE.values(), ids=ON_THIS_DEVICE)
 def test_what_a_cpu_cannot_is_refused(run, backend, model, sentence):
     with pytest.raises(UserError, match=sentence):
-        settle(of(run, backend, **model), CPU)
-    settle(of(run, "math", **model), CPU)  # the control
+        resolve_device(of(run, backend, **model), CPU)
+    resolve_device(of(run, "math", **model), CPU)  # the control
 
 
 def test_compiling_on_a_cpu_needs_a_compiler(run, monkeypatch):
@@ -131,16 +131,16 @@ def test_compiling_on_a_cpu_needs_a_compiler(run, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     for found in ({"g++"}, {"clang++"}):
         monkeypatch.setattr(device.shutil, "which", lambda name, found=found: name if name in found else None)
-        assert settle(compiled, CPU)["compiled"] is True
+        assert resolve_device(compiled, CPU)["compiled"] is True
     monkeypatch.setattr(device.shutil, "which", lambda name: None)
     with pytest.raises(
         UserError, match=r"^compile needs a C\+\+ compiler on a CPU: install g\+\+ or clang\+\+, or"
     ):
-        settle(compiled, CPU)
-    assert settle(run, CPU)["compiled"] is False
+        resolve_device(compiled, CPU)
+    assert resolve_device(run, CPU)["compiled"] is False
     monkeypatch.setenv("CXX", "mycc")
     monkeypatch.setattr(device.shutil, "which", lambda name: name if name == "mycc" else None)
-    assert settle(compiled, CPU)["compiled"] is True
+    assert resolve_device(compiled, CPU)["compiled"] is True
 
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -155,14 +155,14 @@ def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_p
         monkeypatch.setattr(kind, "is_available", staticmethod(lambda: False))
     own = [f"--data.{k}={tiny_data / k}" for k in ("pairs", "text", "tokenizers", "cache")]
     args = [f"--config={CONFIGS / name}.yaml", *own, f"--out={tmp_path / 'run'}", "--data.val_sequences=8"]
-    assert front_door(main)(args) == 2
+    assert cli_main(main)(args) == 2
     said = capsys.readouterr()
     assert said.err.startswith("mmqk: There is no GPU here") and len(said.err.strip().splitlines()) == 1
     assert "--compile false" in said.err and list(tmp_path.iterdir()) == []
     # The controls: both ways out that the sentence names, and a GPU.
     for flag in ("--compile=false", "--trainer.accelerator=cpu"):
         assert (
-            settle(resolve([*args, flag, "--data.batch_size=8", "--model.n_layers=1"]), CPU)["name"] == "cpu"
+            resolve_device(resolve([*args, flag, "--data.batch_size=8", "--model.n_layers=1"]), CPU)["name"] == "cpu"
         )
 
 
@@ -174,10 +174,10 @@ def test_flex_needs_a_compiler_too(run, monkeypatch):
     with pytest.raises(
         UserError, match=r"^backend flex needs Triton, which is not installed: install it or use"
     ):
-        settle(of(run, "flex"), gpu)
-    assert settle(of(run, "math"), gpu)["name"] == "a GPU"  # the control
+        resolve_device(of(run, "flex"), gpu)
+    assert resolve_device(of(run, "math"), gpu)["name"] == "a GPU"  # the control
     monkeypatch.setattr(device, "_has_compiler", lambda where: True)
-    assert settle(of(run, "flex"), gpu)["attention"] == "flex (Triton)"
+    assert resolve_device(of(run, "flex"), gpu)["attention"] == "flex (Triton)"
 
 
 def test_blocks_that_are_compiled_or_recomputed_and_qk_clip_want_flex():
@@ -214,7 +214,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("flags", "sentence"), REFUSED.values(), ids=REFUSED)
 def test_a_refused_run_is_one_sentence_and_no_folder(tiny_args, tmp_path, capsys, flags, sentence):
-    assert front_door(main)([*tiny_args, *flags, f"--out={tmp_path / 'run'}"]) == 2
+    assert cli_main(main)([*tiny_args, *flags, f"--out={tmp_path / 'run'}"]) == 2
     said = capsys.readouterr()
     assert sentence in said.err and len(said.err.strip().splitlines()) == 1 and not said.out
     assert list(tmp_path.iterdir()) == []
@@ -222,7 +222,7 @@ def test_a_refused_run_is_one_sentence_and_no_folder(tiny_args, tmp_path, capsys
 
 def test_no_compiler_no_folder(tiny_args, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(device.shutil, "which", lambda name: None)
-    assert front_door(main)([*tiny_args, "--compile=true", f"--out={tmp_path / 'run'}"]) == 2
+    assert cli_main(main)([*tiny_args, "--compile=true", f"--out={tmp_path / 'run'}"]) == 2
     assert "compile needs a C++ compiler" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.store import Alarm, AlarmRules, front_door, read_alarms, read_status
+from mmqk.store import Alarm, AlarmRules, cli_main, read_alarms, read_status
 from mmqk.train import main
 from tests.faulty_disk import Disk, Site
 from tests.training.test_resume import series
@@ -79,11 +79,11 @@ def test_every_file_operation_of_a_run_may_fail(args, undisturbed, tmp_path, cap
         nth = last if i % 2 else 0
         capfd.readouterr()
         with Disk(out, site, nth, code, full).mounted() as disk:
-            ended = front_door(main)([*args, f"--out={out}"])
+            ended = cli_main(main)([*args, f"--out={out}"])
         said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith(BESIDE)]
         status = read_status(out)
         fault = judge(ended, said, status.status if status else None, disk, out, full)
-        again = front_door(main)([*args, f"--out={out}"])
+        again = cli_main(main)([*args, f"--out={out}"])
         if again != 0 or not same(out, whole):
             fault += f" resume {again}: {capfd.readouterr().err}"
         if fault:
@@ -98,12 +98,12 @@ def test_a_checkpoint_that_the_disk_does_not_give_is_not_taken_for_a_damaged_one
     shutil.copytree(undisturbed[0], out)
     (out / "status.json").write_text('{"status": "running", "step": 4}')
     with Disk(out, ("read", "checkpoints/step0.ckpt"), code=errno.EIO).mounted() as disk:
-        assert front_door(main)([*args, f"--out={out}"]) == 1
+        assert cli_main(main)([*args, f"--out={out}"]) == 1
     said = capfd.readouterr().err
     assert disk.failed and "step00000004.ckpt cannot be read or written (Input/output error)" in said
     assert "Traceback" not in said and read_status(out).status == "failed"
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step00000004.ckpt"]
-    assert front_door(main)([*args, f"--out={out}"]) == 0 and same(out, undisturbed[0])
+    assert cli_main(main)([*args, f"--out={out}"]) == 0 and same(out, undisturbed[0])
 
 
 def judge(ended: int, said: list[str], status: str | None, disk: Disk, out: Path, full: bool) -> str:

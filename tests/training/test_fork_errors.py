@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.store import front_door
+from mmqk.store import cli_main
 from mmqk.train import main
 from mmqk.training.checkpoint import save_checkpoint
 
@@ -22,7 +22,7 @@ def parent(tiny_args, tmp_path_factory) -> Path:
 
 
 def said(capsys, *args: str) -> str:
-    assert front_door(main)([*args, "--quiet"]) == 2
+    assert cli_main(main)([*args, "--quiet"]) == 2
     notices, *found = capsys.readouterr().err.strip().split("mmqk: ")
     assert len(found) == 1 and "\n" not in found[0] and "Traceback" not in notices
     return found[0]

@@ -9,7 +9,7 @@ from mmqk.model import EarlyFusionTransformer
 from mmqk.store import AlarmRules, DivergenceRule
 from mmqk.training.fork.matrices import Carried
 from mmqk.training.fork.measure import Change
-from mmqk.training.fork.parent import Fork, Parent
+from mmqk.training.fork.parent import ForkConfig, Parent
 from mmqk.training.fork.state import callback_state, loops_state, optimizer_state, scheduler_state
 from mmqk.training.step.optimizers import OptimConfig, lr_multiplier, make_optimizer
 from tests.training.toy import MODEL, module_of, toy_batch
@@ -255,7 +255,7 @@ def test_numbers_of_a_fork_are_checked():
     }
     for says, wrong in mistakes.items():
         with pytest.raises(ValueError, match=says):
-            Fork(parent, **wrong)
-    assert Fork(parent, perturb=1e-6, draw=2, skip=3).identity == {
+            ForkConfig(parent, **wrong)
+    assert ForkConfig(parent, perturb=1e-6, draw=2, skip=3).identity == {
         "parent": "0" * 10, "step": 8, "skip": 3, "perturb": 1e-6, "draw": 2,
     }  # fmt: skip

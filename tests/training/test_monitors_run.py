@@ -11,7 +11,7 @@ import torch
 
 from mmqk.monitors import MonitorConfig
 from mmqk.monitors.training_run.callback import RunMonitor
-from mmqk.store import front_door, parse_tag, read_metrics
+from mmqk.store import cli_main, parse_tag, read_metrics
 from mmqk.train import main
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
@@ -106,7 +106,7 @@ def test_a_run_that_breaks_says_where(tiny_args, tmp_path, capsys):
     """A step of 3e18 makes finite weights whose logits overflow."""
     too_far = ["--optim.lr=3e18", "--optim.warmup_steps=0", "--trainer.gradient_clip_val=0"]
     args = [*tiny_args, *EVERYTHING, *too_far]
-    assert front_door(main)([*args, f"--out={tmp_path / 'run'}"]) == 3
+    assert cli_main(main)([*args, f"--out={tmp_path / 'run'}"]) == 3
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["status"] == "diverged" and status["step"] == 2
     site = "attn_logits of layer 0, at text and image tokens, is"

@@ -12,9 +12,9 @@ from mmqk.training.loop import cpu_tuning as on_cpu
 # Page faults (getrusage) of a loop that takes and frees blocks of 24 MB, after the first ones have been touched.
 FAULTS = """
 import resource, sys
-from mmqk.training.loop.cpu_tuning import keep_memory
+from mmqk.training.loop.cpu_tuning import keep_freed_memory
 if sys.argv[1] == "kept":
-    assert keep_memory()
+    assert keep_freed_memory()
 import ctypes
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -47,7 +47,7 @@ def test_freed_memory_is_used_again():
 
 def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert not on_cpu.keep_memory()
+    assert not on_cpu.keep_freed_memory()
 
 
 def test_an_older_glibc_takes_the_smaller_threshold(monkeypatch):
@@ -61,7 +61,7 @@ def test_an_older_glibc_takes_the_smaller_threshold(monkeypatch):
             return int(name != -3 or value <= 2**25)
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Old)
-    assert on_cpu.keep_memory()
+    assert on_cpu.keep_freed_memory()
     assert (-3, 2**25) in asked
 
 
@@ -75,6 +75,6 @@ def test_an_optimizer_looks_for_no_library_of_a_gpu(monkeypatch):
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # what Lightning sets when it is imported
     optimizer.step()
     found = len(looks)
-    on_cpu.look_for_no_gpu()
+    on_cpu.skip_nvml_check()
     optimizer.step()
     assert len(looks) == found > 0  # above 0: the negative control

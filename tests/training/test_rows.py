@@ -132,7 +132,7 @@ def test_a_bad_number_stays_with_its_modality_and_layer(poison):
 def dense_rows(model: EarlyFusionTransformer, batch) -> list[Rows]:
     """From queries and keys that a forward shows."""
     seen: dict[tuple[str, int], Tensor] = {}
-    with torch.no_grad(), model.by("math"):
+    with torch.no_grad(), model.use_backend("math"):
         model(*(batch.ids_BT, batch.modality_BT, batch.document_BT), lambda s, i, x: seen.update({(s, i): x}))
     rows, c = [], model.config
     for layer in range(c.n_layers):

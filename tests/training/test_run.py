@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.store import UserError, front_door, read_metrics
+from mmqk.store import UserError, cli_main, read_metrics
 from mmqk.train import main
 
 WALL_CLOCK = {"tokens_per_s"}
@@ -168,7 +168,7 @@ def test_checkpoint_of_another_model_is_refused(tiny_args, tmp_path, whole, caps
     out = tmp_path / "post"
     args = [*tiny_args, "--model.pre_norm=false", "--model.post_norm=true", f"--out={out}"]
     (out / "checkpoints").mkdir(parents=True)
-    assert front_door(main)(args) == 2  # a folder with other files is not a run folder
+    assert cli_main(main)(args) == 2  # a folder with other files is not a run folder
     for path in (out / "checkpoints", out):
         path.rmdir()
     from mmqk.config import resolve
@@ -177,7 +177,7 @@ def test_checkpoint_of_another_model_is_refused(tiny_args, tmp_path, whole, caps
     RunFolder.open(out, resolve(args).identity, {}).close()
     (out / "checkpoints").mkdir()
     os.link(whole / "checkpoints/step00000012.ckpt", out / "checkpoints/step00000012.ckpt")
-    assert front_door(main)(args) == 2
+    assert cli_main(main)(args) == 2
     said = capsys.readouterr().err
     assert "model.post_norm" in said and "model.pre_norm" in said and "Traceback" not in said
 
@@ -196,13 +196,13 @@ def test_two_processes_never_share_a_folder(tiny_args, tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
 def test_folder_that_cannot_be_written(tiny_args, tmp_path, capsys):
     (tmp_path / "locked").mkdir(mode=0o500)
-    assert front_door(main)([*tiny_args, f"--out={tmp_path / 'locked/run'}"]) == 2
+    assert cli_main(main)([*tiny_args, f"--out={tmp_path / 'locked/run'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
 def test_out_below_a_file_is_refused(tiny_args, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert front_door(main)([*tiny_args, f"--out={tmp_path / 'file/run'}"]) == 2
+    assert cli_main(main)([*tiny_args, f"--out={tmp_path / 'file/run'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 

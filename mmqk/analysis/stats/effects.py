@@ -136,7 +136,7 @@ def paired_effect(
     treatment: Mapping[int, float],
     control: Mapping[int, float],
     spread: Spread | None,
-    one_history: bool = False,
+    share_history: bool = False,
 ) -> Effect | None:
     """Treatment - control over the seeds that both have; None when they share none.
 
@@ -148,7 +148,7 @@ def paired_effect(
         treatment: outcome by seed.
         control: the same.
         spread: over seeds, pooled.
-        one_history: the two runs of a seed are one run until a fork. What seeds differ in is then the same in both,
+        share_history: the two runs of a seed are one run until a fork. What seeds differ in is then the same in both,
             so that the spread is that of the differences, with n - 1 degrees of freedom.
     """
     seeds = sorted(treatment.keys() & control.keys())
@@ -157,7 +157,7 @@ def paired_effect(
     a, b = (np.array([values[s] for s in seeds]) for values in (treatment, control))
     n = len(seeds)
     value = float((a - b).mean())
-    if one_history:
+    if share_history:
         error = float((a - b).std(ddof=1)) / math.sqrt(n) if n >= 2 else math.nan
         return Effect(value, error, n, n - 1.0, "differences", tuple((a - b).tolist()))
     error, df, of_two = math.nan, 0.0, True

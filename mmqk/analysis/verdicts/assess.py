@@ -21,9 +21,9 @@ from mmqk.analysis.verdicts.compared import (
     groups,
     lost_of,
     measure,
+    metric_value,
     middle,
-    of_run,
-    one_history,
+    share_history,
     spread_outcomes,
 )
 from mmqk.analysis.verdicts.controls import (
@@ -112,7 +112,7 @@ def assess(study: Study, claim: Claim) -> Assessment:
     spread = pooled_spread(spread_outcomes(study, claim, compared, outcomes))
     both = claim.treatment, claim.control
     treatment, control = (outcomes.values[name] for name in both)
-    effect = paired_effect(treatment, control, spread, one_history(*(compared[name] for name in both)))
+    effect = paired_effect(treatment, control, spread, share_history(*(compared[name] for name in both)))
     controls, said = _controls(study, claim, compared)
     open_ = _registered(claim, compared) or _measured(outcomes, effect)
     failures = sum(map(len, outcomes.bounds.values()))
@@ -248,7 +248,7 @@ def _counts(claim: Claim, run: Run) -> bool | None:
     metric, _ = find_metric(claim.metric)
     if math.isnan(claim.at_least) or not isinstance(metric, Metric):
         return False
-    value = of_run(run, claim.metric)
+    value = metric_value(run, claim.metric)
     if math.isnan(value):
         return None
     return value >= claim.at_least if metric.worst == "high" else value <= claim.at_least

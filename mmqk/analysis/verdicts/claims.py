@@ -250,14 +250,14 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
             raise UserError(f"{where} names the arm {name!r}, which the grid does not have")
         points = [point for point in arms[name] if at(point, claim.at)]
         if not points:
-            raise UserError(f"{where}: {name!r} has no point at {said(claim.at)}")
+            raise UserError(f"{where}: {name!r} has no point at {point_label(claim.at)}")
         if isinstance(metric, FamilyMetric):
             if claim.test == "count":
                 raise UserError(f"{where} counts runs, and {claim.metric} is not a number of one run")
         elif len(points) > 1:
             raise UserError(
                 f"{where} names {name!r}, which has {len(points)} points: say at which one, as in "
-                f"at: {{{said(points[0])}}}"
+                f"at: {{{point_label(points[0])}}}"
             )
 
 
@@ -276,7 +276,7 @@ def at(point: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     return all(name in point and point[name] == value for name, value in wanted.items())
 
 
-def said(point: Mapping[str, Any]) -> str:
+def point_label(point: Mapping[str, Any]) -> str:
     """``optim.lr: 0.01, model.n_layers: 2``."""
     return ", ".join(f"{name}: {value}" for name, value in point.items())
 

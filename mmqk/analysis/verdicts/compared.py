@@ -73,7 +73,7 @@ def group(study: Study, claim: Claim, name: str) -> Group:
     return Group(name, study.label(name), arms, by_seed, sum(len(arm.seeds) for arm in arms))
 
 
-def one_history(treatment: Group, control: Group) -> bool:
+def share_history(treatment: Group, control: Group) -> bool:
     """Whether the runs of every seed are one run until a fork: forks of one checkpoint, or a fork and its parent."""
     both = [
         (treatment.runs[seed], control.runs[seed]) for seed in treatment.runs.keys() & control.runs.keys()
@@ -98,7 +98,7 @@ def lost_of(runs: Iterable[Run]) -> str:
     return "; ".join(dict.fromkeys(sentence for run in runs for sentence in run.lost))
 
 
-def of_run(run: Run, name: str) -> float:
+def metric_value(run: Run, name: str) -> float:
     """A metric of a run, measured once: several claims ask for the same."""
     known: dict[str, float] = run.__dict__.setdefault("_measured", {})
     if name not in known:
@@ -152,7 +152,7 @@ def _measured(
 ) -> Measured:
     if isinstance(metric, FamilyMetric):
         return metric.measured(runs, modality, [arm.point for arm in arms])
-    return Measured(of_run(runs[0], name))
+    return Measured(metric_value(runs[0], name))
 
 
 def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:

@@ -15,8 +15,8 @@ from mmqk.analysis.metrics import FamilyMetric, Metric, find_metric, is_trained,
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.runs.replays import replay_verdicts
 from mmqk.analysis.verdicts.claims import CHECKS
-from mmqk.analysis.verdicts.compared import Group, lost_of, of_run
-from mmqk.analysis.verdicts.learning_rates import Choice, chosen, metric_of, told_apart, value_of
+from mmqk.analysis.verdicts.compared import Group, lost_of, metric_value
+from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.analysis.verdicts.study import RATE, Claim, Study
 from mmqk.store import differing_fields
 
@@ -183,7 +183,7 @@ def within_bound(runs: Sequence[Run]) -> Control | None:
 
 def _reached(control: Claim, metric: Metric, run: Run, modality: str | None) -> float:
     # Of a run that ended in NaN only what was seen before is evidence.
-    value = of_run(run, control.metric)
+    value = metric_value(run, control.metric)
     return metric.worst_seen(run, modality) if math.isinf(value) else value
 
 
@@ -270,7 +270,7 @@ def rates(study: Study, claim: Claim, compared: Mapping[str, Group]) -> tuple[li
     return found, f"Own best learning rates: {listed(words)}."
 
 
-def _apart(study: Study, compared: Mapping[str, Group], choices: Mapping[str, Choice]) -> list[Control]:
+def _apart(study: Study, compared: Mapping[str, Group], choices: Mapping[str, BestRate]) -> list[Control]:
     """That arms with different rates differ by more than the luck of the choice; arms are paired by their points."""
     first, second = (
         (list(members.arms) for members in list(compared.values())[:2]) if len(compared) > 1 else ([], [])
@@ -283,7 +283,7 @@ def _apart(study: Study, compared: Mapping[str, Group], choices: Mapping[str, Ch
             [value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in (one, other)
         ]
         different += a.rate != b.rate
-        if not told_apart(a, b, values):
+        if not distinguishable(a, b, values):
             close.append(f"{a.rate:g} ({study.label(one.name)}) and {b.rate:g} ({study.label(other.name)})")
     if not different:
         return []

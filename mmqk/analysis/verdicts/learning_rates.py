@@ -24,7 +24,7 @@ ERROR = 0.01
 
 
 @dataclass(frozen=True)
-class Choice:
+class BestRate:
     """The learning rate of an arm.
 
     Attributes:
@@ -77,7 +77,7 @@ def _value(run: Run, metric: str) -> float:
     return worst if run.status.status == "diverged" or not math.isfinite(value) else value
 
 
-def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> Choice | None:
+def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
     """The best learning rate of finished selection runs of one arm; None without any that ended with a number.
 
     The mean over seeds counts; of rates that are equal, the lowest.
@@ -94,7 +94,7 @@ def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> Choice | None:
     best = min(means, key=lambda rate: means[rate] if high else -means[rate])
     if not math.isfinite(means[best]):
         return None
-    return Choice(best, means, {rate: tuple(by_rate[rate]) for rate in means}, high)
+    return BestRate(best, means, {rate: tuple(by_rate[rate]) for rate in means}, high)
 
 
 def _high_is_bad(metric: str) -> bool:
@@ -103,7 +103,7 @@ def _high_is_bad(metric: str) -> bool:
     return find_metric(f"{base}/text" if by_modality and not modality else metric)[0].worst == "high"
 
 
-def told_apart(first: Choice, second: Choice, verdict_values: Sequence[Sequence[float]]) -> bool:
+def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[Sequence[float]]) -> bool:
     """Whether selection runs show that the best rates of two arms are different ones.
 
     What both arms would lose together by exchanging rates, against its standard error. The spread over seeds is
@@ -137,6 +137,6 @@ def metric_of(study: Study, arm: Arm) -> str:
     return study.rate_metrics.get(arm.name) or study.rate_metrics.get("") or RATE_METRIC
 
 
-def chosen(study: Study, arm: Arm) -> Choice | None:
+def chosen(study: Study, arm: Arm) -> BestRate | None:
     """The choice of an arm; None when no runs chose."""
     return choose(study.selection(arm), metric_of(study, arm))

@@ -28,7 +28,7 @@ SPECIALS = dict(zip(SPECIAL_NAMES, ("<bos>", "<eos>", "<pad>", "<image>", "</ima
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """A run of one modality within a document.
 
     Attributes:
@@ -71,7 +71,7 @@ class SequenceView:
     """
 
     filled: int
-    documents: tuple[tuple[Part, ...], ...]
+    documents: tuple[tuple[Segment, ...], ...]
     targets: dict[str, tuple[int, int]]
     strip: str
     lane: str
@@ -138,7 +138,7 @@ class Viewer:
             lane=_svg(len(ids_T), 14, [*lane, *edges], label),
         )
 
-    def _part(self, ids: np.ndarray, modality: int, original: Image.Image | None) -> Part:
+    def _part(self, ids: np.ndarray, modality: int, original: Image.Image | None) -> Segment:
         name = self.names[modality]
         about: dict[str, Any] = {
             "modality": name,
@@ -147,7 +147,7 @@ class Viewer:
             "tokens": len(ids),
         }
         if self.decoder is not None and modality == 0:
-            return Part(
+            return Segment(
                 **about, words=tuple(self._words(ids[:MOST_WORDS])), more=max(0, len(ids) - MOST_WORDS)
             )
         whole = self.decoder.picture(ids) if self.decoder is not None else None
@@ -157,10 +157,10 @@ class Viewer:
         if whole is not None and self.decoder is not None:
             known = original is not None and self.decoder.agrees(original, ids)
             decoded, found = (self.pictures.uri(i) for i in (whole, original if known else None))
-            return Part(**about, codes=codes, grid=True, decoded=decoded, original=found)
+            return Segment(**about, codes=codes, grid=True, decoded=decoded, original=found)
         listed = " ".join(self._specials.get(int(i), str(i)) for i in ids[:MOST_IDS])
         more = max(0, len(ids) - MOST_IDS)
-        return Part(**about, codes=codes, grid=width > 0, ids=listed, more=more)
+        return Segment(**about, codes=codes, grid=width > 0, ids=listed, more=more)
 
     def _words(self, ids: np.ndarray) -> list[tuple[str, str]]:
         assert self.decoder is not None

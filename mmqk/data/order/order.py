@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmqk.data.mixture import Epochs, Kept, Mixture, kind_of, random_stream
+from mmqk.data.mixture import Epochs, IndexedCache, Mixture, kind_of, random_stream
 from mmqk.data.order.packing import Packing
 from mmqk.data.order.sequences import Row, SequenceBuilder, joined, pieces
 from mmqk.data.synthetic.dial import Dial
@@ -27,7 +27,7 @@ class Content:
     end: int
 
 
-class Windows(Kept):
+class Windows(IndexedCache):
     """Text rows: all documents end to end, in windows that begin elsewhere in each epoch."""
 
     def __init__(self, builder: SequenceBuilder, kind: str, seed: int) -> None:
@@ -80,7 +80,7 @@ class Packed:
         return self.packing.row(nth).tolist()
 
 
-class DialRows(Kept):
+class DialRows(IndexedCache):
     """Rows of the dial: fresh documents without end.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmqk.data.mixture import Kept, random_stream
+from mmqk.data.mixture import IndexedCache, random_stream
 
 # A combination of lengths is used for at most one in so many of the rows that it could fill: the more, the less
 # alike are the rows.
@@ -70,7 +70,7 @@ def _combination(
     return taken
 
 
-class Packing(Kept):
+class Packing(IndexedCache):
     """Rows of several documents out of N, the same for everyone who asks.
 
     Args:

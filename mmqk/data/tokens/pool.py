@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TextIO, cast
 
-from mmqk.data.tokens.worker import Encoder, Job, Report, Shard
+from mmqk.data.tokens.worker import Encoder, Job, Report, ShardPart
 from mmqk.store import UserError, clock
 
 LIVE_EVERY_SECONDS = 0.5
@@ -25,10 +25,10 @@ _MEMORY = "if memory ran out, give fewer --workers or a smaller --max-pixels"
 
 # A shard and a message about it: ("ready", None) when its worker begins, ("progress", (samples, dropped, share)),
 # ("done", record), ("broken", sentence), ("unwritable", why); or no shard and a moment to look at the clock.
-Handle = Callable[[Shard | None, tuple[str, Any]], None]
+Handle = Callable[[ShardPart | None, tuple[str, Any]], None]
 
 
-def run_shards(job: Job, shards: Sequence[Shard], workers: int, handle: Handle) -> None:
+def run_shards(job: Job, shards: Sequence[ShardPart], workers: int, handle: Handle) -> None:
     """Tokenize shards in processes of their own, or in this one for 0 workers.
 
     A worker that is killed costs its shard, which is reported as broken, and is replaced.
@@ -47,7 +47,7 @@ def run_shards(job: Job, shards: Sequence[Shard], workers: int, handle: Handle) 
         return
     waiting = list(reversed(shards))
     ready: set[Connection] = set()
-    crew: dict[Connection, tuple[BaseProcess, Shard]] = {}
+    crew: dict[Connection, tuple[BaseProcess, ShardPart]] = {}
     try:
         while waiting or crew:
             while waiting and len(crew) < workers:
@@ -88,7 +88,7 @@ def run_shards(job: Job, shards: Sequence[Shard], workers: int, handle: Handle) 
             process.join()
 
 
-def _reporter(shard: Shard, handle: Handle) -> Callable[[int, int, float], None]:
+def _reporter(shard: ShardPart, handle: Handle) -> Callable[[int, int, float], None]:
     return lambda *now: handle(shard, ("progress", now))
 
 
@@ -102,7 +102,7 @@ def _start(job: Job) -> tuple[Connection, BaseProcess]:
     return ours, process
 
 
-def _send(connection: Connection, shard: Shard) -> None:
+def _send(connection: Connection, shard: ShardPart) -> None:
     # A worker that has just died is noticed when its messages end.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send(shard)
@@ -126,7 +126,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def attempt(encoder: Encoder, shard: Shard, report: Report) -> tuple[str, Any]:
+def attempt(encoder: Encoder, shard: ShardPart, report: Report) -> tuple[str, Any]:
     """``done`` and the record; ``broken``, a shard that cannot be read; or ``unwritable``: the output."""
     try:
         return "done", encoder.shard(shard, report)
@@ -163,7 +163,7 @@ def work(connection: Connection, job: Job) -> None:
 
 
 @dataclass
-class Progress:
+class TokenizeProgress:
     """How far the shards are: rewritten in place on a terminal, otherwise a line every ten seconds.
 
     ``3 of 100 shards · 30,120 samples · 512 samples/s · 12 dropped · about 1:45 left``
@@ -196,7 +196,7 @@ class Progress:
         self._shown = time.monotonic() if not self.live else 0.0
         self._written = False
 
-    def __call__(self, shard: Shard | None, message: tuple[str, Any]) -> None:
+    def __call__(self, shard: ShardPart | None, message: tuple[str, Any]) -> None:
         """Take a message of `run_shards` and show the line if it is time to."""
         kind, content = message
         if kind == "ready" and self._began is None:

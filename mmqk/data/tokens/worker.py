@@ -67,7 +67,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardPart:
     """A file and the name of the part that is made of it."""
 
     part: str
@@ -96,7 +96,7 @@ class Encoder:
         self._text = TextTokenizer.load(job.tokenizers)
         self._images = None if job.kind == "text" else ImageTokenizer.load(job.tokenizers)
 
-    def shard(self, shard: Shard, report: Report) -> dict[str, Any]:
+    def shard(self, shard: ShardPart, report: Report) -> dict[str, Any]:
         """Write the part of one shard.
 
         Args:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmqk.monitors.collect import Collector
 from mmqk.monitors.measures.pairs import Pairs
-from mmqk.monitors.record import Part
+from mmqk.monitors.record import StatisticPart
 from mmqk.monitors.third_party.calls import Call, Unread
 from mmqk.monitors.third_party.inputs import Inputs, Modalities, Modality, named_ids, tensors
 from mmqk.monitors.third_party.origins import Origin
@@ -202,7 +202,7 @@ def _corner(x: Tensor) -> Tensor:
     return F.pad(x, (T, 0, 0, S))
 
 
-def cross_part(part: Part, q_names: Sequence[str], k_names: Sequence[str]) -> Part:
+def cross_part(part: StatisticPart, q_names: Sequence[str], k_names: Sequence[str]) -> StatisticPart:
     """Statistics of cross-attention under their own names, without those of queries and keys that are not there."""
     keep = [_is_there(name, q_names, k_names) for name in part.tags]
     finish: Callable = part.finish
@@ -211,7 +211,7 @@ def cross_part(part: Part, q_names: Sequence[str], k_names: Sequence[str]) -> Pa
         values, counts = (x.flatten() for x in finish(raw))
         return values, counts * torch.tensor(keep, device=counts.device)
 
-    return Part([f"cross_{name}" for name in part.tags], part.raw, finished)
+    return StatisticPart([f"cross_{name}" for name in part.tags], part.raw, finished)
 
 
 def _is_there(name: str, q_names: Sequence[str], k_names: Sequence[str]) -> bool:

@@ -54,7 +54,7 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
     training = model.training
     model.eval()
     try:
-        dense = model.by("math") if model.backend == "flex" else nullcontext()
+        dense = model.use_backend("math") if model.backend == "flex" else nullcontext()
         with torch.compiler.set_stance("force_eager"), dense:
             model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
     finally:

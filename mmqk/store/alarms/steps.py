@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmqk.store.alarms.alarm import Alarm
-from mmqk.store.alarms.window import Moments, Window
+from mmqk.store.alarms.window import RunningMoments, Window
 from mmqk.store.formatting import plain
 
 # Spike score of OLMo 2 (arXiv 2501.00656, section 3): values at least 7 standard deviations above the rolling mean
@@ -42,7 +42,7 @@ class Spike:
     """
 
     def __init__(self) -> None:
-        self.window = Moments(SPIKE_WINDOW)
+        self.window = RunningMoments(SPIKE_WINDOW)
         self.on = False
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
@@ -164,7 +164,7 @@ def spike_score(values: Sequence[float]) -> float:
     The first `SPIKE_FEWEST` finite values are not judged and not counted (ours: the source does not state a shorter
     window than its 1000 values).
     """
-    window, spikes, judged = Moments(SPIKE_WINDOW), 0, 0
+    window, spikes, judged = RunningMoments(SPIKE_WINDOW), 0, 0
     for value in values:
         if not math.isfinite(value):
             continue

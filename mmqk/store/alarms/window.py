@@ -63,7 +63,7 @@ class Window:
 DROWNED = 1e6
 
 
-class Moments:
+class RunningMoments:
     """Mean and sample standard deviation of the last ``size`` values, from running sums about one of them."""
 
     def __init__(self, size: int):

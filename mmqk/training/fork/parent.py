@@ -32,7 +32,7 @@ class Parent:
 
 
 @dataclass(frozen=True)
-class Fork:
+class ForkConfig:
     """Where a run goes on from another one's checkpoint, and what happens to it on the way.
 
     Attributes:
@@ -107,7 +107,7 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
     return path, Parent(run["id"], saved["global_step"], run["config"])
 
 
-def note(fork: Fork) -> dict[str, Any]:
+def note(fork: ForkConfig) -> dict[str, Any]:
     """What `read_parent` finds again in run.json."""
     parent = fork.parent
     where = {"given": fork.given, "checkpoint": str(fork.checkpoint)}

@@ -11,7 +11,7 @@ _LARGEST = (2**30, 2**25)  # bytes; glibc before 2.35 refuses more than the seco
 _PAD = 2**27
 
 
-def keep_memory() -> bool:
+def keep_freed_memory() -> bool:
     """Have this process keep the memory that it frees for its next use; whether the C library can.
 
     Only glibc can, for blocks below 1 GiB (32 MiB before 2.35); elsewhere (macOS, musl) nothing happens. What a
@@ -25,7 +25,7 @@ def keep_memory() -> bool:
     return bool(kept and mallopt(_TRIM_THRESHOLD, 2**31 - 1) and mallopt(_TOP_PAD, _PAD))
 
 
-def look_for_no_gpu() -> None:
+def skip_nvml_check() -> None:
     """Undo what importing Lightning does to every step of an optimizer: to look for NVIDIA's library on the disk.
 
     torch asks in each whether there is a GPU; without this word of Lightning's it asks the CUDA runtime it has.

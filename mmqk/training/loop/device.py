@@ -35,7 +35,7 @@ def check_shown(compiled: bool, recompute: bool, backend: str, optim: OptimConfi
             )
 
 
-def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
+def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
     """What the run will compute with on this device, for its record.
 
     Raises:
@@ -88,8 +88,8 @@ def settle(run: RunConfig, device: torch.device) -> dict[str, Any]:
     }
 
 
-def said(settled: dict[str, Any]) -> str:
-    """`settle` in a line."""
+def describe(settled: dict[str, Any]) -> str:
+    """`resolve_device` in a line."""
     more = [word for word in ("compiled", "recomputed") if settled[word]]
     if settled["compiled"] and settled["name"] == "cpu":
         more[0] += " (this can take minutes and gigabytes before step 1)"

@@ -56,15 +56,15 @@ def chunked_losses(
     """
     selected_BTM = selected_of(target_modality_BT, target_mask_BT, len(weights_M))
     wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
-    own_BTG = target_mask_BT[..., None]
+    group_mask_BTG = target_mask_BT[..., None]
     if by_modality:
-        own_BTG = torch.cat([own_BTG, selected_BTM], dim=-1)
+        group_mask_BTG = torch.cat([group_mask_BTG, selected_BTM], dim=-1)
     objective_G, ce_N, log_z_N = _Chunks.apply(
         hidden_BTD.flatten(0, 1),
         head_VD,
         targets_BT.where(target_mask_BT, 0).flatten(),
         torch.where(selected_BTM, weights_M.to(wide), 0.0).sum(-1).flatten(),
-        own_BTG.flatten(0, 1),
+        group_mask_BTG.flatten(0, 1),
         z_loss,
         chunk,
         softcap,
@@ -86,7 +86,7 @@ class _Chunks(torch.autograd.Function):
         head_VD: Tensor,
         index_N: Tensor,
         weight_N: Tensor,
-        own_NG: Tensor,
+        group_mask_NG: Tensor,
         z_loss: float,
         chunk: int,
         softcap: float | None,
@@ -96,7 +96,7 @@ class _Chunks(torch.autograd.Function):
         device, narrow, wide = hidden_ND.device.type, hidden_ND.dtype, weight_N.dtype
         if torch.is_autocast_enabled(device) and narrow != torch.float64:
             narrow = torch.get_autocast_dtype(device)
-        N, G = own_NG.shape
+        N, G = group_mask_NG.shape
         ce_N, log_z_N = weight_N.new_empty(N), weight_N.new_empty(N)
         # torch tells a Function nothing of no_grad, hence `train`.
         d_hidden_ND = hidden_ND.new_empty(hidden_ND.shape if train else 0, dtype=narrow)
@@ -120,11 +120,11 @@ class _Chunks(torch.autograd.Function):
                 torch.mm(d_logits_CV, cast_VD, out=d_hidden_ND[rows])
                 _add_product(d_head_GVD[0], d_logits_CV.T, hidden_CD)
                 for g in range(1, G):
-                    own_CD = torch.where(own_NG[rows, g, None], hidden_CD, 0.0)
+                    own_CD = torch.where(group_mask_NG[rows, g, None], hidden_CD, 0.0)
                     _add_product(d_head_GVD[g], d_logits_CV.T, own_CD)
         value_N = ce_N + z_loss * log_z_N.square() if z_loss else ce_N
-        objective_G = torch.where(own_NG, (weight_N * value_N)[:, None], 0.0).sum(0)
-        ctx.save_for_backward(d_hidden_ND, d_head_GVD, own_NG)
+        objective_G = torch.where(group_mask_NG, (weight_N * value_N)[:, None], 0.0).sum(0)
+        ctx.save_for_backward(d_hidden_ND, d_head_GVD, group_mask_NG)
         ctx.dtypes = hidden_ND.dtype, head_VD.dtype
         ctx.mark_non_differentiable(ce_N, log_z_N)
         return objective_G, ce_N, log_z_N
@@ -132,11 +132,11 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, up_G: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        d_hidden_ND, d_head_GVD, own_NG = ctx.saved_tensors
+        d_hidden_ND, d_head_GVD, group_mask_NG = ctx.saved_tensors
         of_hidden, of_head = ctx.dtypes
         hidden_ND = head_VD = None
         if ctx.needs_input_grad[0]:
-            hidden_ND = (d_hidden_ND * torch.where(own_NG, up_G, 0.0).sum(-1, keepdim=True)).to(of_hidden)
+            hidden_ND = (d_hidden_ND * torch.where(group_mask_NG, up_G, 0.0).sum(-1, keepdim=True)).to(of_hidden)
         if ctx.needs_input_grad[1]:
             head_VD = up_G[0] * d_head_GVD[0]
             for up, d_head_VD in zip(up_G[1:], d_head_GVD[1:], strict=True):
