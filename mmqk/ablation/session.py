@@ -11,7 +11,7 @@ from mmqk.ablation.record import code_of, set_aside, write_record
 from mmqk.ablation.resolver import BlockedJob, Plan, checkpoint_of
 from mmqk.ablation.task import Outcome, Task, standing
 from mmqk.grid.grid import Grid
-from mmqk.store import UserError, code_hash, is_locked
+from mmqk.store import UserError, code_hash, is_locked, same_code
 
 NAMED = 6
 
@@ -125,7 +125,7 @@ class Session:
         return task.part % n == k - 1
 
     def _stale(self, task: Task) -> bool:
-        return standing(task).finished and code_of(task.folder) != self.code
+        return standing(task).finished and not same_code(code_of(task.folder), self.code)
 
     def _set_aside(self) -> bool:
         """Put runs of other code aside that were there before this session; whether there were any."""

@@ -10,6 +10,7 @@ from mmqk.store.alarms import (
     read_alarms,
     truncate_alarms,
 )
+from mmqk.store.code import code_hash, same_code
 from mmqk.store.errors import OneSentenceParser, UserError, cli_main, disk_sentence, run_main, with_dashes
 from mmqk.store.files import (
     DamagedFile,
@@ -27,7 +28,6 @@ from mmqk.store.folder import EXIT_CODES, FINISHED, RunFolder, Status, mark_ende
 from mmqk.store.formatting import clock, dashboards, relative, relative_word, without_roots
 from mmqk.store.identity import (
     canonical,
-    code_hash,
     differing_fields,
     flatten,
     hash_fraction,
@@ -84,6 +84,7 @@ __all__ = [
     "relative",
     "relative_word",
     "run_main",
+    "same_code",
     "tag",
     "truncate_alarms",
     "with_dashes",

@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mmqk.store.code import code_hash, same_code
 from mmqk.store.errors import UserError
 from mmqk.store.files import DamagedFile, is_temporary, naming, read_json, write_json
-from mmqk.store.identity import code_hash, differing_fields, flatten, identity_hash
+from mmqk.store.identity import differing_fields, flatten, identity_hash
 from mmqk.store.lock import LOCK_NAME, FolderLock
 from mmqk.store.metrics import METRICS_NAME
 
@@ -123,7 +124,7 @@ class RunFolder:
         path: the folder.
         id: hash of the identity.
         state: "new"; "resume" when it was interrupted, failed or killed; "finished" when nothing is left.
-        stale: finished, by other code under model/, training/, data/ or tokenizers/ than the present one.
+        stale: finished, by code that is not `same_code` as the present one.
     """
 
     def __init__(self, path: Path, lock: FolderLock, record: Mapping[str, Any], new: bool, code: str):
@@ -136,7 +137,7 @@ class RunFolder:
         self.state: Literal["new", "resume", "finished"] = (
             "new" if new else "finished" if finished else "resume"
         )
-        self.stale = self.state == "finished" and record.get("code") != code
+        self.stale = self.state == "finished" and not same_code(record.get("code"), code)
         self._seconds_before = status.seconds if status is not None and not new else 0.0
         self._lost = status.lost if status is not None and not new else ""
         self._opened = time.monotonic()

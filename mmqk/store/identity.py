@@ -1,16 +1,13 @@
-"""What makes a run that run: a record of its fields, hashed, and the code that ran it."""
+"""The identity of a run: a record of its fields, and the hash of it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 HASH_DIGITS = 10
-CODE_ROOMS = ("model", "training", "data", "shards", "tokenizers", "monitors")
 
 
 def canonical(obj: Any) -> str:
@@ -48,19 +45,6 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
-
-
-@cache
-def code_hash(rooms: tuple[str, ...] = CODE_ROOMS) -> str:
-    """Hash of the sources under these folders of the mmqk that is running (10 hex digits), as they were at first."""
-    package = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for room in rooms:
-        for path in sorted((package / room).rglob("*.py")):
-            source = path.read_bytes()
-            digest.update(f"{path.relative_to(package).as_posix()}\0{len(source)}\0".encode())
-            digest.update(source)
-    return digest.hexdigest()[:HASH_DIGITS]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -1,13 +1,9 @@
 import hashlib
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import mmqk
-from mmqk.store import canonical, code_hash, differing_fields, identity_hash
+from mmqk.store import canonical, differing_fields, identity_hash
 
 RECORD = {"model": {"d_model": 64, "qk_norm": {"kind": "rms"}}, "optim": {"lr": 0.01}, "blocks": [3, 4]}
 
@@ -38,32 +34,3 @@ def test_a_value_that_is_not_plain_finite_data_is_refused():
         canonical({"lr": float("nan")})
     with pytest.raises(TypeError):
         canonical({"path": Path("x")})
-
-
-def test_the_code_hash_follows_the_sources_that_decide_a_run(tmp_path):
-    package = tmp_path / "mmqk"
-    source = Path(mmqk.__file__).parent
-    shutil.copytree(source / "store", package / "store")
-    for room in ("", "model", "analysis"):
-        (package / room).mkdir(exist_ok=True)
-        (package / room / "__init__.py").write_text("")
-
-    def run() -> str:
-        command = [sys.executable, "-c", "from mmqk.store import code_hash; print(code_hash())"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    before = run()
-    assert len(before) == 10
-    (package / "analysis" / "page.py").write_text("x = 1\n")
-    assert run() == before
-    (package / "model" / "norms.py").write_text("x = 1\n")
-    after = run()
-    assert after != before
-    (package / "model" / "norms.py").rename(package / "model" / "other.py")
-    assert run() not in (before, after)
-
-
-def test_the_code_hash_of_this_package_is_stable():
-    assert code_hash() == code_hash()
-    assert code_hash(("store",)) != code_hash(("model",))

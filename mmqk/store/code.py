@@ -1,0 +1,75 @@
+"""Which code made a run: a hash of the files that can change its numbers.
+
+A run of other code is stale. `equivalent_code.txt` lists hashes whose golden runs are equal bit for bit
+(`python -m tests.golden --equivalent HASH` adds a line), so that a rename does not make finished runs stale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from mmqk.store.identity import HASH_DIGITS
+
+PACKAGE = Path(__file__).resolve().parents[1]
+EQUIVALENT = Path(__file__).with_name("equivalent_code.txt")
+
+# Files and folders of mmqk that can change a number of a run.
+DECIDES = (
+    "config", "data/batch.py", "data/config.py", "data/datamodule.py", "data/mixture.py", "data/order",
+    "data/prefetch.py", "data/statistics.py", "data/synthetic", "data/tokens", "distributed.py", "model",
+    "monitors/collect.py", "monitors/config.py", "monitors/measures", "monitors/probe.py", "monitors/record.py",
+    "monitors/training_run", "ranges.py", "shards", "store/alarms", "tokenizers/convnext.py", "tokenizers/files.py",
+    "tokenizers/image.py", "tokenizers/text.py", "tokenizers/vocabulary.py", "training/checkpoint.py",
+    "training/fork", "training/fsdp.py", "training/loop/alarms.py", "training/loop/device.py",
+    "training/loop/processes.py", "training/loop/resume.py", "training/loop/step_log.py", "training/step",
+)  # fmt: skip
+# What `mmqk.train` imports besides: it writes, shows or stops a run and computes none of its numbers.
+LEAVES = (
+    "__init__.py", "data/__init__.py", "data/tokenize.py", "monitors/__init__.py", "monitors/adapters",
+    "monitors/attach.py", "monitors/lightning.py", "monitors/third_party", "store", "tokenizers/__init__.py",
+    "train.py", "training/__init__.py", "training/logging", "training/loop/__init__.py",
+    "training/loop/cpu_tuning.py", "training/loop/lifecycle.py", "training/loop/memory.py",
+    "training/loop/signals.py",
+)  # fmt: skip
+
+
+def lists(file: str, names: Iterable[str]) -> bool:
+    """Whether a file of mmqk (`model/norms.py`) is among names of files and folders."""
+    return any(file == name or file.startswith(f"{name}/") for name in names)
+
+
+def decides(file: str) -> bool:
+    """Whether a file of mmqk can change a number of a run: the longer entry of both lists holds."""
+    return max((len(n) for n in DECIDES if lists(file, [n])), default=0) > max(
+        (len(n) for n in LEAVES if lists(file, [n])), default=0
+    )
+
+
+@cache
+def code_hash(package: Path = PACKAGE) -> str:
+    """Hash of the files of `DECIDES` as they were at the first call (10 hex digits)."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        file = path.relative_to(package).as_posix()
+        if decides(file):
+            source = path.read_bytes()
+            digest.update(f"{file}\0{len(source)}\0".encode())
+            digest.update(source)
+    return digest.hexdigest()[:HASH_DIGITS]
+
+
+def same_code(a: str | None, b: str | None, listed: Path = EQUIVALENT) -> bool:
+    """Whether two code hashes are equal or listed as equivalent, directly or through others."""
+    if a == b:
+        return a is not None
+    classes: list[set[str]] = []
+    for line in listed.read_text().splitlines() if listed.exists() else ():
+        joined = set(line.partition("#")[0].split())
+        for other in [c for c in classes if c & joined]:
+            joined |= other
+            classes.remove(other)
+        classes.append(joined)
+    return any({a, b} <= c for c in classes)
