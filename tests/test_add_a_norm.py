@@ -37,7 +37,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": str(folder)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=1800)
 
 
 def copy_to(folder: Path) -> Path:

@@ -57,7 +57,7 @@ def pair(request, tiny_args, tmp_path_factory) -> tuple[str, Path, Path]:
         flags = [f"--trainer.strategy={strategy}", "--trainer.devices=2"]
         done = subprocess.run(
             [sys.executable, "-m", "mmqk.train", *out[:-1], *flags, out[-1]],
-            capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300,
+            capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=1800,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("captions are longer") <= 1
