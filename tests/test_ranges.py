@@ -16,8 +16,7 @@ import yaml
 import mmqk
 from mmqk.analysis.verdicts.claims import Claim, read_claims
 from mmqk.config import RANGES, SECTIONS, build_parser, resolve
-from mmqk.grid.arms import Arm
-from mmqk.grid.arms import ForkConfig as GridFork
+from mmqk.grid.arms import Arm, ArmFork
 from mmqk.grid.language import read_yaml
 from mmqk.grid.rules import LrRule, ReplayRule
 from mmqk.ranges import Range, check_numbers, decimal_numbers, number, range_of
@@ -38,7 +37,7 @@ def claim(**values: Any) -> Claim:
 BUILT = {
     Claim: claim,
     ForkConfig: lambda **values: ForkConfig(Parent("id", 1, {}), **values),
-    GridFork: GridFork,
+    ArmFork: ArmFork,
     LrRule: lambda **values: LrRule(**{"grid": (0.1,), "seeds": (0,), "metric": "m", **values}),
     ReplayRule: ReplayRule,
     Arm: lambda **values: Arm(

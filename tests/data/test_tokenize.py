@@ -23,8 +23,8 @@ import webdataset as wds
 from PIL import Image
 
 from mmqk.data import tokenize
+from mmqk.data.tokens import worker as tokenize_worker
 from mmqk.data.tokens.folder import open_tokens
-from mmqk.data.tokens.folder import worker as tokenize_worker
 from mmqk.data.tokens.pool import TokenizeProgress
 from mmqk.data.tokens.worker import ShardPart
 from mmqk.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image

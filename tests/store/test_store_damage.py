@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mmqk import report, watch
+from mmqk import watch
+from mmqk.report import __main__ as report
 from mmqk.store import DamagedFile, RunFolder, UserError, cli_main, read_json, read_regular, write_json
 from tests.analysis.fake_runs import Planted, write_grid
 

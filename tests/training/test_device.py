@@ -17,7 +17,7 @@ from mmqk.store import UserError, cli_main
 from mmqk.train import main
 from mmqk.training.fork.start import changes
 from mmqk.training.loop import device
-from mmqk.training.loop.device import check_shown, is_masked, resolve_device, said
+from mmqk.training.loop.device import check_shown, describe, is_masked, resolve_device
 from mmqk.training.step.optimizers import OptimConfig
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def of(run: RunConfig, backend: str = "sdpa", **model) -> RunConfig:
 def test_the_kernel_is_named(run, backend, model, kernel):
     settled = resolve_device(of(run, backend, **model), CPU)
     assert settled == {"name": "cpu", "attention": kernel, "compiled": False, "recomputed": False}
-    assert said(settled) == f"cpu; attention: {kernel}"
+    assert describe(settled) == f"cpu; attention: {kernel}"
 
 
 def test_the_kernel_that_is_named_is_the_one_that_runs(run):
@@ -74,8 +74,8 @@ def test_a_line_says_what_is_compiled_and_recomputed(run, monkeypatch):
     monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/g++")
     settled = resolve_device(replace(run, compile=True, recompute=True), CPU)
     line = "cpu; attention: flash (SDPA); blocks compiled (this can take minutes and gigabytes before step 1)"
-    assert said(settled) == f"{line}; blocks recomputed"
-    assert said({**settled, "name": "a GPU"}).endswith("; blocks compiled; blocks recomputed")  # the control
+    assert describe(settled) == f"{line}; blocks recomputed"
+    assert describe({**settled, "name": "a GPU"}).endswith("; blocks compiled; blocks recomputed")  # the control
 
 
 @pytest.mark.parametrize(

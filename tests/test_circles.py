@@ -1,0 +1,106 @@
+"""No import circle between files of mmqk and none between its folders, imports inside functions included."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "mmqk"
+
+
+def imports_of(package: Path) -> dict[str, set[str]]:
+    """Files by the files that they import (`model/norms.py`); imports for type checkers alone are left out."""
+    names = {}
+    for path in package.rglob("*.py"):
+        file = path.relative_to(package).as_posix()
+        names[".".join(["mmqk", *Path(file).with_suffix("").parts]).removesuffix(".__init__")] = file
+    return {file: set(_imported(package / file, name, names)) - {file} for name, file in names.items()}
+
+
+def _imported(path: Path, name: str, names: Mapping[str, str]) -> Iterable[str]:
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.dump(branch.test)
+        for statement in branch.body
+        for node in ast.walk(statement)
+    }
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (names[alias.name] for alias in node.names if alias.name in names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            for alias in node.names:
+                found = names.get(f"{module}.{alias.name}", names.get(module))
+                if found is not None:
+                    yield found
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """One circle of the graph; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def folders(graph: Mapping[str, set[str]], depth: int) -> dict[str, set[str]]:
+    """The same between folders; files at the top of mmqk are front doors and leaves, and count as folders."""
+
+    def folder(file: str) -> str:
+        parts = Path(file).parts
+        return "/".join(parts[:1] if len(parts) == 1 else parts[:-1][:depth])
+
+    result: dict[str, set[str]] = {}
+    for file, imported in graph.items():
+        a = folder(file)
+        # A package's own files and those of its parts belong together.
+        result.setdefault(a, set()).update(
+            b
+            for b in map(folder, imported)
+            if b != a and not f"{a}/".startswith(f"{b}/") and not f"{b}/".startswith(f"{a}/")
+        )
+    return result
+
+
+def test_no_circle_between_files():
+    graph = imports_of(PACKAGE)
+    assert {"model/norms.py", "store/tags.py"} <= graph.keys() and "model/norms.py" in graph[
+        "model/attention.py"
+    ]
+    assert circle(graph) == []
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_circle_between_folders(depth):
+    assert circle(folders(imports_of(PACKAGE), depth)) == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "between_files", "between_folders"),
+    [
+        ({"store/tags.py": "store.formatting", "store/formatting.py": "store.tags"}, True, False),
+        ({"store/tags.py": "model.norms", "model/norms.py": "store.errors"}, False, True),
+        ({"store/tags.py": "store.formatting"}, False, False),
+    ],
+)
+def test_a_planted_circle_is_seen(tmp_path, planted, between_files, between_folders):
+    package = tmp_path / "mmqk"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, module in planted.items():
+        with (package / file).open("a") as source:
+            source.write(f"\ndef late():\n    import mmqk.{module}\n")
+    graph = imports_of(package)
+    assert bool(circle(graph)) == between_files
+    assert bool(circle(folders(graph, 1))) == between_folders
