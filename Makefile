@@ -4,12 +4,22 @@ BASE_PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 PYTHON ?= $(VENV_PYTHON)
 
-.PHONY: help setup demo test golden test-oldest-torch tensorboard clean
+# A tenth of the tests, from every folder.
+CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/test_norms.py model/test_attention.py \
+	training/test_optim.py training/test_decay.py monitors/test_output.py monitors/test_growth.py \
+	monitors/test_budget.py store/test_store_code.py store/test_store_tags.py store/test_store_metrics.py \
+	store/test_store_alarms.py shards/test_tars.py shards/test_images.py data/test_packing.py data/test_coupling.py \
+	data/test_dial_config.py tokenizers/test_text.py tokenizers/test_vocabulary.py \
+	ablation/test_ablation_language.py analysis/test_analysis_exact.py analysis/test_analysis_multiple.py \
+	analysis/test_metrics_outcomes.py benchmarks/test_flops.py interop/test_write.py)
+
+.PHONY: help setup demo check test golden test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk into it"
 	@echo "make demo         train the demonstration and write reports/demo/index.html"
 	@echo "make test         lint, types and tests"
+	@echo "make check        lint, types and a tenth of the tests"
 	@echo "make golden       train eight short runs and compare their numbers with the kept ones"
 	@echo "make test-oldest-torch  tests of the monitors on torch 2.6, in an environment of its own"
 	@echo "make tensorboard  open the dashboards of runs/"
@@ -25,6 +35,11 @@ test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+check: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(CHECKED)
 
 golden: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m tests.golden
