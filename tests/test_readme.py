@@ -11,6 +11,14 @@ import pytest
 
 README = Path("README.md").read_text()
 EXAMPLE = Path("reports/examples/demo")
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "data/README.md",
+    "reports/tokenizer/README.md",
+    f"{EXAMPLE}/report.md",
+]
+PAGES += [f"docs/{name}.md" for name in ("ablations", "alarms", "checkpoints", "cluster", "data", "train")]
 
 
 def verdicts() -> dict[str, dict]:
@@ -42,9 +50,7 @@ def test_every_claim_of_the_kept_report_has_a_row():
     assert set(rows) == {*verdicts(), "C11"} and len(rows) == len(set(rows))
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "data/README.md", "reports/tokenizer/README.md",
-                                  "reports/examples/demo/report.md", "docs/ablations.md", "docs/alarms.md",
-                                  "docs/data.md", "docs/checkpoints.md", "docs/cluster.md", "docs/train.md"])  # fmt: skip
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     text = Path(page).read_text()
     targets = [t for t in re.findall(r"\]\(([^)\s]+)\)", text) if not t.startswith(("http", "#"))]
