@@ -99,7 +99,7 @@ def own_loop(run: RunConfig, device: str) -> Loop:
     batches = [batch.to(device) for batch in batches_of(run)]
 
     def loss(batch: TokenBatch) -> Tensor:
-        return total_loss(module._losses(batch), *module._weighing(batch))
+        return total_loss(module.losses(batch), *module.loss_weighting(batch))
 
     return Loop(module, loss, batches, run, device, make_optimizer(run.optim, module.model))
 

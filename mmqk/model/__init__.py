@@ -1,6 +1,6 @@
-"""TokenBatch to logits. Pure torch: nothing of the rest of mmqk, no logging, no files."""
+"""The model: token ids to logits. Pure torch: no logging, no files."""
 
-from .backends import BACKENDS, Rows, check_backend, kernel_name
+from .backends import BACKENDS, RowStats, check_backend, kernel_name
 from .config import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
 from .dynamo import compile_blocks, keep_graphs
 from .init import init_weights
@@ -13,7 +13,7 @@ __all__ = [
     "ModelConfig",
     "QKNormConfig",
     "RopeScalingConfig",
-    "Rows",
+    "RowStats",
     "UntieConfig",
     "check_backend",
     "compile_blocks",

@@ -1,6 +1,6 @@
 """Causal multi-head attention with rotary positions, optional QK-Norm and an optional cap on the logits.
 
-Shapes are in the names: B batch, T tokens, D width, H heads, G heads of keys and values, K head width.
+Shapes are in the names: B batch, T tokens, D model width, H heads, G key and value heads, K head_dim.
 """
 
 from collections.abc import Callable
@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .backends import Rows, attention, check_backend
+from .backends import RowStats, attention, check_backend
 from .config import ModelConfig
 from .linear import linear, through, untied
 from .norms import qk_norm
 from .rope import Rope, apply_rope
 
-Tap = Callable[[str, Tensor], None]  # receives (site, tensor) while a forward runs
+Tap = Callable[[str, Tensor], None]  # receives (site, tensor) during a forward
 
 
 def no_tap(site: str, tensor: Tensor) -> None:
-    """The tap of a forward that nobody watches."""
+    """The tap of a forward without a sink."""
 
 
 class Attention(nn.Module):
@@ -30,7 +30,7 @@ class Attention(nn.Module):
        └─ w_v ── v_norm ─────────┘
     ```
 
-    A norm that is switched off is the identity; `qk_norm.place` after_rope swaps norm and RoPE.
+    A disabled norm is the identity; `qk_norm.place` after_rope swaps norm and RoPE.
     """
 
     def __init__(self, config: ModelConfig, backend: str, layer: int = 0) -> None:
@@ -41,22 +41,22 @@ class Attention(nn.Module):
         self.kind, self.softcap, self.window = config.attention, config.attn_softcap, config.window_of(layer)
         self.dropout, self.backend = config.attn_dropout, backend
         self.norm_first = config.qk_norm.place == "before_rope"
-        own = config.untie
-        self.w_q = untied(lambda: linear(config, D, H * K), config, own.qk)
-        self.w_k = untied(lambda: linear(config, D, G * K), config, own.qk)
+        untie = config.untie
+        self.w_q = untied(lambda: linear(config, D, H * K), config, untie.qk)
+        self.w_k = untied(lambda: linear(config, D, G * K), config, untie.qk)
         self.w_v = linear(config, D, G * K)
         self.w_o = linear(config, H * K, D, output_init_scale(config, layer))
-        self.q_norm = untied(lambda: qk_norm(config.qk_norm, H, K, "q"), config, own.qk_norm)
-        self.k_norm = untied(lambda: qk_norm(config.qk_norm, G, K, "k"), config, own.qk_norm)
+        self.q_norm = untied(lambda: qk_norm(config.qk_norm, H, K, "q"), config, untie.qk_norm)
+        self.k_norm = untied(lambda: qk_norm(config.qk_norm, G, K, "k"), config, untie.qk_norm)
         self.v_norm = qk_norm(config.qk_norm, G, K, "v")
 
     def forward(
         self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None = None, tap: Tap = no_tap
-    ) -> tuple[Tensor, Rows | None]:
-        """Attend within `x_BTD`; `rope` is `rope_tables` and `mask` is `mask_of` this length.
+    ) -> tuple[Tensor, RowStats | None]:
+        """Self-attention over `x_BTD`; `rope` comes from `rope_tables` and `mask` from `mask_of`, for T tokens.
 
         Returns:
-            out_BTD, and the rows of a backend that has them.
+            out_BTD, and the `RowStats` of the backend or None.
         """
         tap("attn_in", x_BTD)
         q_BTHK = through(self.w_q, x_BTD, modality_BT).unflatten(-1, (self.n_heads, -1))
@@ -65,16 +65,16 @@ class Attention(nn.Module):
         tap("q_raw", q_BTHK.transpose(1, 2))
         tap("k_raw", k_BTGK.transpose(1, 2))
 
-        q_BHTK = self._placed(q_BTHK, self.q_norm, rope, modality_BT).transpose(1, 2)
-        k_BHTK = self._placed(k_BTGK, self.k_norm, rope, modality_BT).transpose(1, 2)
+        q_BHTK = self._norm_and_rope(q_BTHK, self.q_norm, rope, modality_BT).transpose(1, 2)
+        k_BHTK = self._norm_and_rope(k_BTGK, self.k_norm, rope, modality_BT).transpose(1, 2)
         v_BHTK = v_BTGK.transpose(1, 2)
-        if self.backend != "flex" or tap is not no_tap:  # flex reads a shared head where it is
-            k_BHTK, v_BHTK = self._shared(k_BHTK), self._shared(v_BHTK)
+        if self.backend != "flex" or tap is not no_tap:  # flex reads shared heads in place
+            k_BHTK, v_BHTK = self._repeat_heads(k_BHTK), self._repeat_heads(v_BHTK)
         tap("q", q_BHTK)
         tap("k", k_BHTK)
         tap("v", v_BHTK)
 
-        out_BHTK, rows = attention(
+        out_BHTK, row_stats = attention(
             q_BHTK,
             k_BHTK,
             v_BHTK,
@@ -85,15 +85,17 @@ class Attention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
             backend=self.backend,
         )
-        return self.w_o(out_BHTK.transpose(1, 2).flatten(2)), rows
+        return self.w_o(out_BHTK.transpose(1, 2).flatten(2)), row_stats
 
-    def _placed(self, x_BTHK: Tensor, norm: nn.Module, rope: Rope, modality_BT: Tensor | None) -> Tensor:
+    def _norm_and_rope(
+        self, x_BTHK: Tensor, norm: nn.Module, rope: Rope, modality_BT: Tensor | None
+    ) -> Tensor:
         if self.norm_first:
             return apply_rope(through(norm, x_BTHK, modality_BT), rope)
         return through(norm, apply_rope(x_BTHK, rope), modality_BT)
 
-    def _shared(self, x_BGTK: Tensor) -> Tensor:
-        """Each head of keys or values once for every query head that uses it."""
+    def _repeat_heads(self, x_BGTK: Tensor) -> Tensor:
+        """Repeat each key or value head for every query head that shares it."""
         repeat = self.n_heads // self.kv_heads
         return x_BGTK if repeat == 1 else x_BGTK.repeat_interleave(repeat, dim=1)
 
@@ -106,7 +108,7 @@ class Attention(nn.Module):
 
 
 def output_init_scale(config: ModelConfig, layer: int) -> float:
-    """Factor on the initial size of the last matrix of a sublayer, as `config.output_init` says."""
+    """Factor on the initial size of a sublayer's last matrix, by `config.output_init`."""
     return {"plain": 1.0, "total": (2 * config.n_layers) ** -0.5, "depth": (2 * (layer + 1)) ** -0.5}[
         config.output_init
     ]

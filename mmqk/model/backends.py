@@ -1,6 +1,6 @@
-"""The backends of attention: one contract, `(q, k, v, mask) -> out [, what each row's softmax was]`.
+"""The attention backends: the choice of kernel, its mask, and one function, `attention(q, k, v, mask)`.
 
-Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head width.
+Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head_dim.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .norms import at_least_fp32
 
-# Dense, torch's fused one by the kernel that fits or by a named one, and FlexAttention.
+# Dense; torch's scaled_dot_product_attention with a chosen or a named kernel; FlexAttention.
 BACKENDS = ("math", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex")
 _KERNELS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -23,12 +23,12 @@ _KERNELS = {
 BLOCK = 128  # tokens
 
 
-class Rows(NamedTuple):
-    """What a fused kernel knows of each query's softmax; fp32, without a gradient.
+class RowStats(NamedTuple):
+    """Softmax statistics of each query, from a fused kernel; fp32, without a gradient.
 
     Attributes:
         max_BHT: The largest raw logit, after the scale, before the cap.
-        lse_BHT: Log of the sum of the exponentials of the logits, after the cap.
+        lse_BHT: Log-sum-exp of the logits, after the cap.
     """
 
     max_BHT: Tensor
@@ -44,15 +44,15 @@ def check_backend(
     masked: bool = False,
     tokens: int | None = None,
 ) -> None:
-    """Raise ValueError for an unknown backend, or for one that cannot compute this attention on any device.
+    """Raise ValueError for an unknown backend, or one that cannot compute this attention on any device.
 
     Args:
-        backend: Its name.
+        backend: One of `BACKENDS`.
         softcap: Cap on the logits.
         kind: softmax or sigmoid.
-        dropout: Of attention weights.
-        masked: Whether a query's keys are fewer than all before it: a window, or documents kept apart.
-        tokens: Of a sequence, where that is known.
+        dropout: Probability of dropping an attention weight.
+        masked: Whether a window or a document mask hides earlier keys.
+        tokens: Tokens per sequence; None if unknown.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but is {backend!r}.")
@@ -67,13 +67,13 @@ def check_backend(
             )
         if backend == "sdpa_flash" and masked:
             raise ValueError(
-                "backend sdpa_flash sees all earlier tokens: with model.window or with data.document_mask use sdpa,"
-                " sdpa_efficient, flex or math."
+                "backend sdpa_flash cannot apply model.window or data.document_mask; use sdpa, sdpa_efficient, flex"
+                " or math."
             )
         if backend == "sdpa_cudnn" and masked and tokens is not None and tokens % BLOCK:
             raise ValueError(
-                f"backend sdpa_cudnn with a mask wants data.seq_len to be a multiple of {BLOCK}, but it is"
-                f" {tokens}: at others its backward pass has given NaN; use sdpa."
+                f"backend sdpa_cudnn with a mask needs data.seq_len to be a multiple of {BLOCK}, but it is"
+                f" {tokens}: at other lengths its backward pass has given NaN; use sdpa."
             )
         return
     if dropout:
@@ -82,7 +82,7 @@ def check_backend(
         )
     if tokens is not None and tokens % BLOCK:
         raise ValueError(
-            f"backend flex wants data.seq_len to be a multiple of {BLOCK}, but it is {tokens}: at others its"
+            f"backend flex needs data.seq_len to be a multiple of {BLOCK}, but it is {tokens}: at other lengths its"
             " backward pass has given NaN."
         )
 
@@ -90,23 +90,20 @@ def check_backend(
 def kernel_name(
     backend: str, device: str, dtype: torch.dtype, masked: bool = False, dropout: float = 0.0
 ) -> str:
-    """The kernel that computes attention, always this one: math, flex, or SDPA's flash, efficient, cudnn or math.
+    """Name of the one kernel that computes attention: math, flex, or SDPA's flash, efficient, cudnn or math.
 
-    Under `sdpa` it is flash, or efficient where there is a mask or fp32 on a GPU. cuDNN's, which torch itself prefers
-    on Hopper and which may be faster there, is only taken by name: its backward pass has given NaN where a row's
-    log-sum-exp is very negative, a regime that drifting logits reach, and such a NaN would pass for a divergence of
-    the model.
+    `sdpa` uses flash, and on a GPU efficient with a mask or in fp32. torch prefers cuDNN's kernel on Hopper, and it
+    may be faster; mmqk uses it only as `sdpa_cudnn`. Its backward pass has given NaN where a row's log-sum-exp is
+    very negative. Drifting logits reach that regime, and such a NaN would look like a divergence of the model.
 
     Raises:
-        ValueError: the named kernel does not exist on this device, or not for this.
+        ValueError: the named kernel does not exist on this device, or not for this dtype or dropout.
     """
     if backend == "math":
         return "math (dense, fp32)"
     if backend == "flex":
         if device != "cuda":
-            raise ValueError(
-                f"backend flex is compiled for CUDA GPUs and this is {device}; use sdpa or math."
-            )
+            raise ValueError(f"backend flex needs a CUDA GPU, but the device is {device}; use sdpa or math.")
         return "flex (Triton)"
     return f"{_sdpa(backend, device, dtype, masked, dropout).name.removesuffix('_ATTENTION').lower()} (SDPA)"
 
@@ -115,7 +112,7 @@ def _sdpa(backend: str, device: str, dtype: torch.dtype, masked: bool, dropout: 
     if device != "cuda":
         if backend in ("sdpa_efficient", "sdpa_cudnn"):
             raise ValueError(
-                f"backend {backend} exists on CUDA GPUs only and this is {device}; use sdpa or math."
+                f"backend {backend} needs a CUDA GPU, but the device is {device}; use sdpa or math."
             )
         if dropout and backend == "sdpa_flash":
             raise ValueError(
@@ -129,7 +126,7 @@ def _sdpa(backend: str, device: str, dtype: torch.dtype, masked: bool, dropout: 
         return SDPBackend.FLASH_ATTENTION if low and not masked else SDPBackend.EFFICIENT_ATTENTION
     if not low and backend != "sdpa_efficient":
         raise ValueError(
-            f"backend {backend} computes in 16 bits only and this is {dtype}: set trainer.precision bf16-mixed, or"
+            f"backend {backend} needs 16 bits, but the dtype is {dtype}: set trainer.precision bf16-mixed, or use"
             " backend sdpa or math."
         )
     return _KERNELS[backend]
@@ -138,21 +135,21 @@ def _sdpa(backend: str, device: str, dtype: torch.dtype, masked: bool, dropout: 
 def mask_of(
     backend: str, T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None
 ) -> Any:
-    """Who sees whom, as the backend wants it; made once for all layers with this window.
+    """The attention mask in the backend's format; all layers with this window share it.
 
     Args:
-        backend: Its name.
-        T: Tokens.
-        device: Where the tokens are.
-        window: A token sees this many tokens, itself included; 0 for all.
-        document_BT: A token sees only tokens of its own document number; None is one document a row.
+        backend: One of `BACKENDS`.
+        T: Tokens per sequence.
+        device: Device of the tokens.
+        window: A query attends to this many tokens, itself included; 0 for all earlier ones.
+        document_BT: A query attends only to tokens with its document number; None is one document per row.
 
     Returns:
-        math: what is added to the logits, 0 or -inf, (T, T) or (B, 1, T, T). sdpa: the same as booleans, or None
-        for all earlier tokens. flex: a BlockMask.
+        math: 0 or -inf to add to the logits, (T, T) or (B, 1, T, T). sdpa: the same as booleans, or None for plain
+        causal attention. flex: a BlockMask.
     """
     if backend == "flex":
-        from .flex import flex_mask  # of torch 2.9 and later: the monitors import this file under older ones
+        from .flex import flex_mask  # needs torch 2.9; the monitors import this file with older versions
 
         return flex_mask(T, device, window, document_BT)
     if backend != "math" and document_BT is None and not window:
@@ -164,7 +161,7 @@ def mask_of(
 
 
 def visible_keys(T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None) -> Tensor:
-    """Which keys S a query T may see: (T, S), or (B, 1, T, S) where documents are given."""
+    """Whether query T attends to key S: (T, S), or (B, 1, T, S) with documents."""
     visible_TS = torch.ones(T, T, dtype=torch.bool, device=device).tril()
     if window:
         visible_TS = visible_TS.triu(1 - window)
@@ -184,28 +181,27 @@ def attention(
     softcap: float | None = None,
     dropout: float = 0.0,
     backend: str = "math",
-) -> tuple[Tensor, Rows | None]:
+) -> tuple[Tensor, RowStats | None]:
     """Causal attention: `softmax(mask(cap(scale * q.k))) v`, in the dtype of its inputs.
 
     Args:
-        q_BHTK: Queries as they enter the dot product; keys and values have the same shape and dtype, under flex
-            perhaps fewer heads, which divide H.
-        k_BHTK: Keys.
-        v_BHTK: Values.
+        q_BHTK: Queries as they enter the dot product.
+        k_BHTK: Keys, with the shape and dtype of the queries; with flex the number of heads may be a divisor of H.
+        v_BHTK: Values, like the keys.
         mask: `mask_of` the same backend.
         scale: Factor on the dot products.
-        kind: softmax, or sigmoid: each weight is `sigmoid(logit - log T)` by itself (Ramapuram et al. 2024,
+        kind: softmax, or sigmoid: each weight is `sigmoid(logit - log T)` (Ramapuram et al. 2024,
             arXiv 2409.04431).
         softcap: Logits become `softcap * tanh(logit / softcap)`, before the mask (Gemma 2, arXiv 2408.00118).
         dropout: Probability of dropping a weight.
-        backend: math is dense, and fp32 between the inputs and the output.
+        backend: One of `BACKENDS`.
 
     Returns:
-        out_BHTK, and the rows of a backend that has them for nothing: flex.
+        out_BHTK, and with flex the `RowStats`, which its kernel computes anyway; None with another backend.
 
     Raises:
-        TypeError: q, k and v are not of the one dtype that autocast computes in.
-        ValueError: the backend cannot compute this, here.
+        TypeError: q, k and v differ in dtype, or do not have the autocast dtype.
+        ValueError: the backend cannot compute this attention, or not on this device.
     """
     check_backend(backend, softcap, kind, dropout=dropout, masked=mask is not None)
     _check_dtypes(q_BHTK, k_BHTK, v_BHTK)
@@ -213,19 +209,33 @@ def attention(
         from .flex import flex_rows
 
         out_BHTK, max_BHT, lse_BHT = flex_rows(q_BHTK, k_BHTK, v_BHTK, mask, scale, softcap)
-        return out_BHTK, Rows(max_BHT, lse_BHT)
+        return out_BHTK, RowStats(max_BHT, lse_BHT)
     if backend != "math":
         kernel = _sdpa(backend, q_BHTK.device.type, q_BHTK.dtype, mask is not None, dropout)
         with sdpa_kernel(kernel):
             return F.scaled_dot_product_attention(
                 q_BHTK, k_BHTK, v_BHTK, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout
             ), None
+    return _dense_attention(q_BHTK, k_BHTK, v_BHTK, mask, scale, kind, softcap, dropout), None
+
+
+def _dense_attention(
+    q_BHTK: Tensor,
+    k_BHTK: Tensor,
+    v_BHTK: Tensor,
+    mask: Tensor,
+    scale: float,
+    kind: str,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """`attention` with all T x T logits, in at least fp32; the output has the dtype of the values."""
     with torch.autocast(q_BHTK.device.type, enabled=False):
         q, k, v = at_least_fp32(q_BHTK), at_least_fp32(k_BHTK), at_least_fp32(v_BHTK)
         logits_BHTS = (scale * q) @ k.transpose(-1, -2)
         if softcap is not None:
             logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
-        # Adding -inf in place is one pass forward and none backward; masked_fill is one in each direction.
+        # Adding -inf in place is one forward pass and no backward pass over the logits; masked_fill is one of each.
         logits_BHTS += mask
         if kind == "softmax":
             weight_BHTS = torch.softmax(logits_BHTS, dim=-1)
@@ -233,13 +243,13 @@ def attention(
             weight_BHTS = torch.sigmoid(logits_BHTS - math.log(q.shape[-2]))
         if dropout:
             weight_BHTS = F.dropout(weight_BHTS, dropout)
-        return (weight_BHTS @ v).to(v_BHTK.dtype), None
+        return (weight_BHTS @ v).to(v_BHTK.dtype)
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must share one dtype: {q.dtype}, {k.dtype}, {v.dtype}.")
+        raise TypeError(f"q, k and v must have one dtype, but have {q.dtype}, {k.dtype}, {v.dtype}.")
     if q.dtype != torch.float64 and torch.is_autocast_enabled(q.device.type):
         wanted = torch.get_autocast_dtype(q.device.type)
         if q.dtype != wanted:
-            raise TypeError(f"q, k and v are {q.dtype} where autocast computes in {wanted}.")
+            raise TypeError(f"q, k and v are {q.dtype}, but the autocast dtype is {wanted}.")

@@ -1,4 +1,4 @@
-"""``trainer.strategy fsdp``: weights, gradients and moments in shards (torch's FSDP2), checkpoints whole."""
+"""``trainer.strategy fsdp``: sharded weights, gradients and moments (torch's FSDP2), unsharded checkpoints."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from mmqk.model import EarlyFusionTransformer
 
-# torch.distributed.checkpoint is imported where it is used: it takes half a second that other runs need not wait.
+# torch.distributed.checkpoint is imported inside the functions: the import takes half a second.
 
 
 def shard(model: EarlyFusionTransformer, mesh: Any) -> None:
-    """Each block is gathered for its own forward and backward pass; the rest with the model's."""
+    """Shard a model: FSDP gathers each block for its forward and backward pass, and the rest for the model's."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "raw_logits")  # FSDP hooks `forward` only
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` was here."""
+    """Whether the parameters are sharded."""
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The same number or array in every process; a collective call where it is in shards."""
+    """The unsharded tensor, in every process; a collective call if `tensor` is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def whole_model(model: EarlyFusionTransformer, backend: str) -> EarlyFusionTransformer:
-    """The model itself, or a copy in one piece where it is in shards, in every process; then a collective call."""
+    """The model, or an unsharded copy in every process if it is sharded; then a collective call."""
     if not is_sharded(model):
         return model
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    with torch.device("meta"):  # no initial weights are drawn
+    with torch.device("meta"):  # draws no initial weights
         copy = EarlyFusionTransformer(model.config, backend)
     copy.to_empty(device=next(iter(state.values())).device)
     if model.config.tie_embeddings:
@@ -53,10 +54,10 @@ def whole_model(model: EarlyFusionTransformer, backend: str) -> EarlyFusionTrans
 
 
 class Sharded(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2, with checkpoints that every other strategy reads, and reads theirs.
+    """Lightning's strategy for FSDP2, with checkpoints in the format of the other strategies.
 
-    Lightning's own number the parameters in the model's order, and those of an optimizer count in the order of its
-    groups.
+    Lightning's strategy numbers the parameters in the model's order; other checkpoints use the order of the
+    optimizer's groups.
     """
 
     def __init__(self, processes: int) -> None:
@@ -66,31 +67,31 @@ class Sharded(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         if self._lightning_module is None:
-            self._setup_distributed()  # `Ranks` meets before there is a model
+            self._setup_distributed()  # `Ranks` needs the process group before the model exists
         else:
             super().setup_environment()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Whole on the first rank, empty on the others."""
+        """The unsharded state on the first rank, empty on the others."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         assert self.model is not None
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        found: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer, options=options)
+        full: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer, options=options)
         if self.global_rank:
             return {}
         number = {name: i for i, name in enumerate(self._names(optimizer))}
         return {
-            "state": {number[name]: own for name, own in found["state"].items()},
+            "state": {number[name]: state for name, state in full["state"].items()},
             "param_groups": [
                 {**group, "params": [number[name] for name in group["params"]]}
-                for group in found["param_groups"]
+                for group in full["param_groups"]
             ],
         }
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Each process reads the file and keeps its shards."""
+        """Read the file in each process and keep its shards."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,
@@ -104,21 +105,21 @@ class Sharded(ModelParallelStrategy):
             set_optimizer_state_dict(
                 self.model, optimizer, optim_state_dict=self._named(optimizer, saved), options=options
             )
-        # After the optimizer's, which may have taken a step of size 0 to have a state to load into.
+        # After the optimizer's state: loading it may take an optimizer step of size 0 to create the state.
         set_model_state_dict(self.model, content["state_dict"], options=options)
         return content
 
     def _named(self, optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
         names = self._names(optimizer)
         return {
-            "state": {names[i]: dict(own) for i, own in saved["state"].items()},
+            "state": {names[i]: dict(state) for i, state in saved["state"].items()},
             "param_groups": [
                 {**group, "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]
             ],
         }
 
     def _names(self, optimizer: Any) -> list[str]:
-        """Of the parameters, in the order in which an optimizer's state dict numbers them."""
+        """Names of the parameters in the order of the optimizer's state dict."""
         assert self.model is not None
         names = {p: name for name, p in self.model.named_parameters()}
         return [names[p] for group in optimizer.param_groups for p in group["params"]]

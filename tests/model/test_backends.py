@@ -47,20 +47,20 @@ def test_the_kernel_of_each_backend(backend, device, dtype, masked, dropout, nam
 @pytest.mark.parametrize(
     ("backend", "device", "dtype", "dropout", "words"),
     [
-        ("flex", "cpu", torch.float32, 0.0, r"backend flex is compiled for CUDA GPUs and this is cpu; use"),
+        ("flex", "cpu", torch.float32, 0.0, r"backend flex needs a CUDA GPU, but the device is cpu; use"),
         (
             "sdpa_efficient",
             "cpu",
             torch.float32,
             0.0,
-            r"sdpa_efficient exists on CUDA GPUs only and this is cpu",
+            r"sdpa_efficient needs a CUDA GPU, but the device is cpu",
         ),
         (
             "sdpa_cudnn",
             "cpu",
             torch.bfloat16,
             0.0,
-            r"sdpa_cudnn exists on CUDA GPUs only and this is cpu; use",
+            r"sdpa_cudnn needs a CUDA GPU, but the device is cpu; use",
         ),
         (
             "sdpa_flash",
@@ -74,9 +74,9 @@ def test_the_kernel_of_each_backend(backend, device, dtype, masked, dropout, nam
             "cuda",
             torch.float32,
             0.0,
-            r"sdpa_flash computes in 16 bits only and this is torch\.float32",
+            r"sdpa_flash needs 16 bits, but the dtype is torch\.float32",
         ),
-        ("sdpa_cudnn", "cuda", torch.float32, 0.0, r"sdpa_cudnn computes in 16 bits only .* bf16-mixed, or"),
+        ("sdpa_cudnn", "cuda", torch.float32, 0.0, r"sdpa_cudnn needs 16 bits .* bf16-mixed, or"),
         ("sdpa_flash", "cuda", torch.float64, 0.0, r"16 bits only and this is torch\.float64"),
     ],
 )
@@ -141,17 +141,17 @@ def test_nothing_falls_back_from_a_pinned_kernel(kernel, dropout, monkeypatch):
         ),
         (
             ("sdpa_flash", {"masked": True}),
-            r"sdpa_flash sees all earlier tokens: .*model\.window .*document_mask",
+            r"sdpa_flash cannot apply model\.window or data\.document_mask",
         ),
         (
             ("sdpa_cudnn", {"masked": True, "tokens": 1088}),
-            r"sdpa_cudnn with a mask wants data\.seq_len to be a multiple of 128, but it is 1088: .* use sdpa\.$",
+            r"sdpa_cudnn with a mask needs data\.seq_len to be a multiple of 128, but it is 1088: .* use sdpa\.$",
         ),
         (
             ("flex", {"dropout": 0.1}),
             r"flex cannot drop attention weights \(model\.attn_dropout 0\.1\); use sdpa",
         ),
-        (("flex", {"tokens": 1000}), r"flex wants data\.seq_len to be a multiple of 128, but it is 1000: "),
+        (("flex", {"tokens": 1000}), r"flex needs data\.seq_len to be a multiple of 128, but it is 1000: "),
     ],
 )
 def test_what_a_backend_cannot_compute_is_refused_in_one_sentence(said, words):
@@ -177,7 +177,7 @@ def test_under_autocast_attention_takes_its_dtype_alone(backend):
     said = {"scale": SCALE, "backend": backend}
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(*narrow, **said).dtype == torch.bfloat16
-        with pytest.raises(TypeError, match=r"float32 where autocast computes in torch\.bfloat16"):
+        with pytest.raises(TypeError, match=r"float32, but the autocast dtype is torch\.bfloat16"):
             attention(*wide, **said)
         with pytest.raises(TypeError, match=r"one dtype: torch\.float32, torch\.float32, torch\.bfloat16"):
             attention(*wide[:2], narrow[2], **said)

@@ -178,7 +178,7 @@ def graphs_on_cpu(monkeypatch):
 
 
 def gradients(model, ids_BT, document_BT=None, rows=None):
-    out = model(ids_BT, document_BT=document_BT, rows=rows)
+    out = model(ids_BT, document_BT=document_BT, row_stats=rows)
     return [out, *torch.autograd.grad(out.logsumexp(-1).sum(), list(model.parameters()))]
 
 

@@ -121,7 +121,7 @@ def test_compiled_blocks_with_flex_train_like_math():
     ids_BT, document_BT = ids_of(B, 256).to(DEVICE), documents(256)
 
     def step(model, document_BT, rows=None):
-        out = model(ids_BT, document_BT=document_BT, rows=rows)
+        out = model(ids_BT, document_BT=document_BT, row_stats=rows)
         return [out.detach(), *torch.autograd.grad(out.logsumexp(-1).sum(), list(model.parameters()))]
 
     def dense(document_BT=document_BT, **changes):

@@ -99,7 +99,7 @@ def first_step(args: list[str]) -> tuple[training.TrainingModule, LossSums, torc
     data = TokenDataModule(run.data, run.seed)
     data.setup()
     batch = data.builder.batch([data.order.row(index) for index in range(run.data.batch_size)])
-    return module, module._losses(batch), batch.step_targets
+    return module, module.losses(batch), batch.step_targets
 
 
 def gradients(module: training.TrainingModule, loss: torch.Tensor) -> list[torch.Tensor]:

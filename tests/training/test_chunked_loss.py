@@ -172,17 +172,18 @@ def test_compiles_into_one_graph():
 # In the model and in training ------------------------------------------------------------------------------
 
 
-def test_the_model_stops_before_the_head():
+def test_hidden_states_raw_logits_and_logits_belong_to_one_forward():
     batch = toy_batch(0, documents=True)
     model = EarlyFusionTransformer(replace(MODEL, final_softcap=2.0))
-    sites: dict[bool, list] = {True: [], False: []}
-    logits_BTV, hidden_BTD = (
-        model(batch.ids_BT, None, batch.document_BT, lambda s, i, x, h=h: sites[h].append((s, i)), head=h)
-        for h in (True, False)
+    sites: dict[str, list] = {"hidden": [], "raw_logits": [], "forward": []}
+    hidden_BTD, raw_BTV, logits_BTV = (
+        getattr(model, name)(batch.ids_BT, None, batch.document_BT, lambda s, i, x, of=seen: of.append((s, i)))
+        for name, seen in sites.items()
     )
     assert hidden_BTD.shape == (*batch.ids_BT.shape, 16)
-    torch.testing.assert_close(capped(model.head(hidden_BTD), 2.0), logits_BTV, rtol=0, atol=0)
-    assert sites[True] == [*sites[False], ("logits", -1)]
+    torch.testing.assert_close(model.head(hidden_BTD), raw_BTV, rtol=0, atol=0)
+    torch.testing.assert_close(capped(raw_BTV, 2.0), logits_BTV, rtol=0, atol=0)
+    assert sites["forward"] == sites["raw_logits"] == [*sites["hidden"], ("logits", -1)]
 
 
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": True}, {"final_softcap": 1.5}], ids=str)
@@ -190,14 +191,14 @@ def test_a_step_of_the_model_has_the_gradients_of_the_dense_one(model):
     batch, found = toy_batch(0, padding=3), []
     for chunk in (None, 5):
         module = module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk=chunk))
-        loss = total_loss(module._losses(batch), *module._weighing(batch))
+        loss = total_loss(module.losses(batch), *module.loss_weighting(batch))
         found.append(torch.autograd.grad(loss, list(module.model.parameters())))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
     if "tie_embeddings" in model:  # the control: the head's part alone is not all of it
-        hidden = module.model(batch.ids_BT, head=False).detach()
+        hidden = module.model.hidden(batch.ids_BT).detach()
         of = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
         sums = chunked_losses(hidden, module.model.head.weight, *of, module.loss_weights_M, 0.01, 5)
-        (head,) = torch.autograd.grad(total_loss(sums, *module._weighing(batch)), module.model.head.weight)
+        (head,) = torch.autograd.grad(total_loss(sums, *module.loss_weighting(batch)), module.model.head.weight)
         assert float((head - found[0][0]).abs().max()) > 1e-3
 
 
@@ -251,8 +252,8 @@ def test_parts_reach_the_split_optimizer():
     for chunk in (None, 7):
         module = module_of(loss=LossConfig(**BOTH, chunk=chunk))
         optimizer = SplitAdamW(module.model.parameters(), lr=0.1)
-        sums = module._losses(batch, by_modality=True)
-        optimizer.backward(list(loss_parts(sums, *module._weighing(batch))))
+        sums = module.losses(batch, by_modality=True)
+        optimizer.backward(list(loss_parts(sums, *module.loss_weighting(batch))))
         found.append([optimizer._gradients[p] for p in module.model.parameters()])
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
     assert float((found[0][-1][0] - found[0][-1][1]).abs().max()) > 1e-3  # the control: the two differ
@@ -264,7 +265,7 @@ def test_a_bad_logit_is_named_as_in_the_dense_form():
         module = module_of(loss=LossConfig(chunk=chunk))
 
         def loss(sink, module=module):
-            return total_loss(module._losses(batch, sink), *module._weighing(batch))
+            return total_loss(module.losses(batch, sink), *module.loss_weighting(batch))
 
         assert first_bad_site(module.model, batch, loss) is None
         with torch.no_grad():  # finite weights, and infinite logits where the first channel is large
@@ -299,8 +300,8 @@ def largest(chunk: int | None, **optim) -> int:
     )  # fmt: skip
     batch = toy_batch(0, B=4, T=24)
     with Largest() as seen:
-        sums: LossSums = module._losses(batch, by_modality=bool(optim))
-        weighing = module._weighing(batch)
+        sums: LossSums = module.losses(batch, by_modality=bool(optim))
+        weighing = module.loss_weighting(batch)
         (loss_parts(sums, *weighing).sum() if optim else total_loss(sums, *weighing)).backward()
     return seen.elements
 

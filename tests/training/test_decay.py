@@ -200,7 +200,7 @@ def run_by_hand(batches, clip: float, *, decay_mode="coupled", eps=1e-8, beta2=0
         name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in module.model.named_parameters()
     }
     for t, batch in enumerate(batches, start=1):
-        sums = module._losses(batch)
+        sums = module.losses(batch)
         loss = (sums.ce.sum() + 0.01 * sums.log_z_sq.sum()) / batch.target_mask_BT.sum()
         gradients = torch.autograd.grad(loss, list(module.model.parameters()))
         norm = torch.cat([g.flatten() for g in gradients]).norm()

@@ -112,9 +112,9 @@ def test_a_kernel_is_tried_with_the_mask_of_every_window(run, monkeypatch):
 # What is refused -------------------------------------------------------------------------------------------
 
 ON_THIS_DEVICE = {
-    "sdpa_efficient": ("sdpa_efficient", {}, r"^backend sdpa_efficient exists on CUDA GPUs only and this is cpu"),
-    "sdpa_cudnn": ("sdpa_cudnn", {}, r"^backend sdpa_cudnn exists on CUDA GPUs only and this is cpu"),
-    "flex": ("flex", {}, r"^backend flex is compiled for CUDA GPUs and this is cpu; use"),
+    "sdpa_efficient": ("sdpa_efficient", {}, r"^backend sdpa_efficient needs a CUDA GPU, but the device is cpu"),
+    "sdpa_cudnn": ("sdpa_cudnn", {}, r"^backend sdpa_cudnn needs a CUDA GPU, but the device is cpu"),
+    "flex": ("flex", {}, r"^backend flex needs a CUDA GPU, but the device is cpu; use"),
     "flash, dropout": ("sdpa_flash", {"attn_dropout": 0.1}, r"^backend sdpa_flash has no dropout on a CPU"),
 }  # fmt: skip
 
@@ -192,9 +192,9 @@ def test_blocks_that_are_compiled_or_recomputed_and_qk_clip_want_flex():
 
 FLEX = ["--backend=flex", "--data.seq_len=128"]
 REFUSED = {
-    "efficient": (["--backend=sdpa_efficient"], "exists on CUDA GPUs only"),
-    "cudnn": (["--backend=sdpa_cudnn"], "exists on CUDA GPUs only"),
-    "flex": (FLEX, "compiled for CUDA GPUs"),
+    "efficient": (["--backend=sdpa_efficient"], "needs a CUDA GPU"),
+    "cudnn": (["--backend=sdpa_cudnn"], "needs a CUDA GPU"),
+    "flex": (FLEX, "needs a CUDA GPU"),
     "no such": (["--backend=triton"], "backend must be one of math, sdpa"),
     "compile, QK-Clip": (["--compile=true", "--optim.qk_clip=1"], "optim.qk_clip looks at queries and keys"),
     "recompute, QK-Clip": (
@@ -205,9 +205,9 @@ REFUSED = {
     "flex, dropout": ([*FLEX, "--model.attn_dropout=0.1"], "cannot drop attention weights"),
     "flash, documents": (
         ["--backend=sdpa_flash", "--data.pack=documents"],
-        "sdpa_flash sees all earlier tokens",
+        "sdpa_flash cannot apply model.window",
     ),
-    "flash, window": (["--backend=sdpa_flash", "--model.window=4"], "sdpa_flash sees all earlier tokens"),
+    "flash, window": (["--backend=sdpa_flash", "--model.window=4"], "sdpa_flash cannot apply model.window"),
     "a cap": (["--model.attn_softcap=5"], "backend sdpa cannot apply model.attn_softcap"),
 }
 

@@ -147,7 +147,7 @@ def test_the_site_of_a_broken_backward_pass_is_named_with_dropout_drawn_again():
     module = module_of(MODEL.__class__(**{**vars(MODEL), "residual_dropout": 0.3}))
     module.model.blocks[0].mlp.w_down.weight.register_hook(lambda gradient: gradient * float("inf"))
     seen = []
-    evaluate = module._losses
+    evaluate = module.losses
     fit(module, [toy_batch(0)], clip=1.0)
 
     def keep(batch, sink=None, model=None):
@@ -155,7 +155,7 @@ def test_the_site_of_a_broken_backward_pass_is_named_with_dropout_drawn_again():
         seen.append(sums.ce.detach().clone())
         return sums
 
-    module._losses = keep  # type: ignore[method-assign]
+    module.losses = keep  # type: ignore[method-assign]
     said = [module.bad_site([(index, toy_batch(0))]) for index in (0, 0, 1)]
     assert set(said) == {"the gradient of blocks.0.mlp.w_down.weight is NaN"} or set(said) == {
         "the gradient of blocks.0.mlp.w_down.weight is infinite"

@@ -88,14 +88,14 @@ def test_a_step_measures_the_attention_that_it_computed(monkeypatch, backend, va
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "softmax", watching)
-        reference._losses(batch)
-    module._losses(batch, module._clip.sink(batch))
-    found = torch.stack([module._clip._largest[layer] for layer in range(2)])
+        reference.losses(batch)
+    module.losses(batch, module.qk_clip.sink(batch))
+    found = torch.stack([module.qk_clip._largest[layer] for layer in range(2)])
     torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=1e-12)
     assert (
         float((found[0] - found[1]).abs().max()) > 1e-2
     )  # the control: layers differ, so they cannot be mixed up
-    assert module._clip.measured().tolist()[:2] == found.amax(1).tolist()
+    assert module.qk_clip.measured().tolist()[:2] == found.amax(1).tolist()
 
 
 def test_gamma_is_its_formula_and_one_where_there_is_nothing_to_clip():
@@ -263,7 +263,7 @@ def test_nothing_lives_from_one_step_to_the_next():
     alone = fit(again, [mild])[0]
     assert alone["qk_clip_logit/layer00"] == second["qk_clip_logit/layer00"]
     assert fit(module_of(qk_clip=1e3), [hot])[0]["qk_clip_logit/layer00"] != second["qk_clip_logit/layer00"]
-    assert not module._clip._largest
+    assert not module.qk_clip._largest
 
     def weights_after(*callbacks) -> Tensor:
         module = module_of(qk_clip=1.0)
@@ -287,9 +287,9 @@ def test_no_number_is_fetched_to_the_host():
     module, batch = module_of(qk_clip=0.1), toy_batch(0, padding=2, documents=True)
     before = weights(module)
     with NoTransfer(), torch.no_grad():
-        module._losses(batch, module._clip.sink(batch))
-        module._clip.measured()
-        module._clip.clip()
+        module.losses(batch, module.qk_clip.sink(batch))
+        module.qk_clip.measured()
+        module.qk_clip.clip()
     assert apart(before, weights(module)) > 1e-3
     with NoTransfer(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         torch.ones(()).item()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput
 
-from mmqk.model import EarlyFusionTransformer, Rows
+from mmqk.model import EarlyFusionTransformer, RowStats
 from mmqk.monitors import probe
 from mmqk.store import parse_tag, read_metrics
 from mmqk.training.logging.loggers import RunLogger
@@ -46,12 +46,12 @@ def flex(monkeypatch) -> None:
     monkeypatch.setattr("mmqk.model.flex._compiled", lambda: written_out)
 
 
-def some_rows(B=3, L=2, H=2, T=12, seed=0) -> list[Rows]:
+def some_rows(B=3, L=2, H=2, T=12, seed=0) -> list[RowStats]:
     generator = torch.Generator().manual_seed(seed)
-    return [Rows(*torch.randn(2, B, H, T, generator=generator, dtype=torch.float64)) for _ in range(L)]
+    return [RowStats(*torch.randn(2, B, H, T, generator=generator, dtype=torch.float64)) for _ in range(L)]
 
 
-def by_hand(rows: list[Rows], batch) -> dict[str, float]:
+def by_hand(rows: list[RowStats], batch) -> dict[str, float]:
     """One query at a time; B and T of the batch."""
     found: dict[str, float] = {}
     for (layer, of), (m, name) in itertools.product(enumerate(rows), enumerate(NAMES)):
@@ -66,8 +66,8 @@ def by_hand(rows: list[Rows], batch) -> dict[str, float]:
     return found
 
 
-def together(parts: list[list[Rows]]) -> list[Rows]:
-    return [Rows(*(torch.cat(x) for x in zip(*layers, strict=True))) for layers in zip(*parts, strict=True)]
+def together(parts: list[list[RowStats]]) -> list[RowStats]:
+    return [RowStats(*(torch.cat(x) for x in zip(*layers, strict=True))) for layers in zip(*parts, strict=True)]
 
 
 # What is collected -----------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_the_numbers_of_every_row_and_nothing_of_padding(n, only):
         of.lse_BHT[..., -3:] -= 100
     log = RowLog(NAMES)
     heads = [
-        log.see([Rows(*(x[i : i + 3 // n] for x in of)) for of in rows], part)
+        log.add([RowStats(*(x[i : i + 3 // n] for x in of)) for of in rows], part)
         for i, part in zip(range(0, 3, 3 // n), cut(batch, n), strict=True)
     ]
     expected = by_hand(rows, batch)
@@ -97,7 +97,7 @@ def test_the_numbers_of_every_row_and_nothing_of_padding(n, only):
         replace(batch, modality_BT=1 - batch.modality_BT),
     ):
         assert by_hand(rows, wrong) != pytest.approx(expected, rel=1e-3)
-    log.see(rows, batch)  # nothing lives from one step to the next
+    log.add(rows, batch)  # nothing lives from one step to the next
     assert log.values(log.measured().tolist()) == pytest.approx(expected, rel=1e-12)
 
 
@@ -106,7 +106,7 @@ def test_a_modality_that_is_only_in_one_micro_batch_counts_there():
     parts = [some_rows(4, seed=seed) for seed in range(2)]
     log = RowLog(NAMES)
     for rows, batch in zip(parts, (text, image), strict=True):
-        log.see(rows, batch)
+        log.add(rows, batch)
     found = log.values(log.measured().tolist())
     assert found == pytest.approx({**by_hand(parts[0], text), **by_hand(parts[1], image)}, rel=1e-12)
     assert len(found) == 8
@@ -119,7 +119,7 @@ def test_a_bad_number_stays_with_its_modality_and_layer(poison):
     rows[1].max_BHT[b, 0, t] = rows[1].lse_BHT[b, 1, t] = poison
     rows[0].max_BHT[..., -1] = rows[0].lse_BHT[..., -1] = poison  # padding
     log = RowLog(NAMES)
-    heads_LH = log.see(rows, batch)
+    heads_LH = log.add(rows, batch)
     found = log.values(log.measured().tolist())
     bad = {name for name, value in found.items() if not math.isfinite(value)}
     assert bad == {"attn_row_max/image/layer01", "attn_row_lse/image/layer01"} and len(found) == 8
@@ -129,7 +129,7 @@ def test_a_bad_number_stays_with_its_modality_and_layer(poison):
 # In training -----------------------------------------------------------------------------------------------
 
 
-def dense_rows(model: EarlyFusionTransformer, batch) -> list[Rows]:
+def dense_rows(model: EarlyFusionTransformer, batch) -> list[RowStats]:
     """From queries and keys that a forward shows."""
     seen: dict[tuple[str, int], Tensor] = {}
     with torch.no_grad(), model.use_backend("math"):
@@ -145,7 +145,7 @@ def dense_rows(model: EarlyFusionTransformer, batch) -> list[Rows]:
         cap = c.attn_softcap
         capped = logits if cap is None else cap * torch.tanh(logits / cap)
         logits, capped = (x.masked_fill(hidden, -math.inf) for x in (logits, capped))
-        rows.append(Rows(logits.amax(-1), capped.logsumexp(-1)))
+        rows.append(RowStats(logits.amax(-1), capped.logsumexp(-1)))
     return rows
 
 

@@ -211,7 +211,7 @@ def test_no_forward_writes_a_buffer_in_training_or_evaluation():
     outputs = {}
     for mode in (True, False):
         module.model.train(mode)
-        outputs[mode] = [module._losses(batch).ce.detach() for _ in range(2)]
+        outputs[mode] = [module.losses(batch).ce.detach() for _ in range(2)]
         assert torch.equal(*outputs[mode])
     assert torch.equal(outputs[True][0], outputs[False][0])  # evaluation is the same function
     assert apart(before, weights(module)) == 0

@@ -199,7 +199,7 @@ def test_a_loss_that_is_switched_off_leaves_one_modality_and_adamw():
 def test_parts_add_up_to_the_usual_gradient():
     module, batch = module_of(loss=LossConfig(z_loss=0.1)), toy_batch(0)
     optimizer = SplitAdamW(module.model.parameters(), lr=0.1)
-    sums = module._losses(batch)
+    sums = module.losses(batch)
     weighing = (torch.tensor([1.0, 0.3], dtype=torch.float64), 0.1, batch.step_targets)
     parts = loss_parts(sums, *weighing)
     whole = total_loss(sums, *weighing)
@@ -221,7 +221,7 @@ def test_parts_add_up_to_the_usual_gradient():
     # The controls: neither part is the whole, and text without its z-loss is another part.
     head = module.model.head.weight
     assert all(float((g - head.grad).abs().max()) > 1e-3 for g in optimizer._gradients[head])
-    sums = module._losses(batch)
+    sums = module.losses(batch)
     (bare,) = torch.autograd.grad(sums.ce[0] / batch.step_targets, head)
     assert float((bare - optimizer._gradients[head][0]).abs().max()) > 1e-3
 

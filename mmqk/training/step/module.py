@@ -1,4 +1,4 @@
-"""The LightningModule: one training step, its loss by modality, its optimizer. M modalities."""
+"""The LightningModule: the loss by modality, one training step, the optimizer. M modalities, R rows of sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import summed
-from mmqk.model import EarlyFusionTransformer, ModelConfig, Rows, compile_blocks, keep_graphs, power_step
+from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats, compile_blocks, keep_graphs, power_step
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink
 from mmqk.training.fsdp import shard, whole, whole_model
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one optimizer step measured, still on the device.
+    """The measurements of one optimizer step, on the device.
 
     Attributes:
-        step: updates done with this one; its losses are those of the weights before it.
-        lr: learning rate of the update.
-        values: loss, gradient norm before clipping, then the sums by modality flattened (`_sums_RM`), what QK-Clip
-            measured (`QKClip.measured`) and what the kernel knows of attention's rows (`RowLog.measured`).
+        step: Number of updates including this one; the losses are those of the weights before the update.
+        lr: Learning rate of the update.
+        values: Loss, gradient norm before clipping, the flattened sums by modality (`modality_sums`), then the
+            measurements of QK-Clip (`QKClip.measured`) and of the attention kernel (`RowLog.measured`), if on.
     """
 
     step: int
@@ -53,44 +53,43 @@ class StepRecord:
 
 
 class StepWatch(Protocol):
-    """Looks at an optimizer step from inside, in this order; it changes nothing.
+    """Receives the tensors of an optimizer step, in this order; it changes nothing.
 
     Attributes:
-        attributing: whether `before_backward` is wanted.
+        attributing: Whether `before_backward` needs the loss by modality in this step.
     """
 
     @property
     def attributing(self) -> bool: ...
 
     def before_backward(self, parts_M: Tensor) -> None:
-        """Of each micro-batch: what each modality adds to the loss; the graph has to stay."""
+        """Called for each micro-batch with the loss of each modality; the graph must be kept."""
 
     def before_update(
         self, optimizer: torch.optim.Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
     ) -> None:
-        """Gradients are whole and clipped by ``factor``; their norms before that, by parameter."""
+        """Called after clipping with the clipping factor and, by parameter, the gradient norms before clipping."""
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before any intervention on the weights."""
+        """Called before QK-Clip and the power step change the weights."""
 
 
 class TrainingModule(L.LightningModule):
-    """Trains an EarlyFusionTransformer; everything it measures is a function of the global batch.
+    """Trains an EarlyFusionTransformer; every measurement is a function of the global batch.
 
     After each optimizer step ``step_record`` holds the loss, the losses and log Z by modality and the gradient
-    norm as one device tensor, read and cleared by a callback without a host synchronisation here.
+    norm as one device tensor. A callback reads and clears it; the module itself never synchronizes with the host.
 
-    After every update come the interventions on the weights, QK-Clip and the power step of σReparam: a hook of the
-    optimizer, so that nothing steps without them.
+    An optimizer hook applies QK-Clip and the power step of σReparam after every update.
 
-    From the first gradient norm that is not finite on, the weights stay as they are: the run is over, and what broke
-    it can still be found in them (`bad_site`).
+    After the first gradient norm that is not finite, the weights no longer change: the run has diverged, and
+    `bad_site` needs the weights of that step.
 
     Attributes:
-        step_record: of the latest optimizer step, until it is taken.
-        step_watch: looks at every step; None for nobody.
-        run_record: id and configuration of the run, which travel in its checkpoints: what a fork starts from.
-        ranks: how many processes train it together and how (`RunConfig.ranks`), which travels too.
+        step_record: Record of the latest optimizer step; None after a callback has read it.
+        step_watch: Receives the tensors of every step; None for none.
+        run_record: Id and configuration of the run, for its checkpoints; a fork reads them.
+        ranks: Number of processes and strategy (`RunConfig.ranks`), for the checkpoints too.
     """
 
     def __init__(self, model: ModelConfig, loss: LossConfig, optim: OptimConfig, seed: int, backend: str):
@@ -100,21 +99,21 @@ class TrainingModule(L.LightningModule):
         self.model = EarlyFusionTransformer(model, backend=backend, seed=seed)
         self.loss_weights_M: Tensor
         self.register_buffer("loss_weights_M", self._loss_weights(torch.get_default_dtype()), persistent=False)
-        self.step_record: StepRecord | None = None
-        self._sums_RM: Tensor | None = None
-        self._loss: Tensor | None = None
-        self._parts_M: Tensor | None = None
-        self._broken: Tensor | None = None
-        self.step_watch: StepWatch | None = None
         self.run_record: dict[str, Any] | None = None
         self.ranks: dict[str, Any] | None = None
-        self._clip = None if optim.qk_clip is None else QKClip(self.model, optim.qk_clip)
-        self._rows = RowLog(model.modalities) if backend == "flex" else None
+        self.step_record: StepRecord | None = None
+        self.step_watch: StepWatch | None = None
+        self.qk_clip = None if optim.qk_clip is None else QKClip(self.model, optim.qk_clip)
+        self.row_log = RowLog(model.modalities) if backend == "flex" else None
+        self._step_loss: Tensor | None = None
+        self._step_sums_RM: Tensor | None = None
+        self._loss_parts_M: Tensor | None = None
+        self._not_finite: Tensor | None = None
         self._modality_losses, self._compiled = modality_losses, False
 
     @classmethod
     def of(cls, run: RunConfig) -> Self:
-        """What a run trains, recomputed and compiled as it says; graphs stay where its monitors go back twice."""
+        """The module of a run, with its recomputation and compilation."""
         module = cls(run.model, run.loss, run.optim, run.seed, run.backend)
         module.run_record, module.ranks = run.record(), run.ranks
         module.model.recompute = run.recompute
@@ -130,59 +129,116 @@ class TrainingModule(L.LightningModule):
         self._modality_losses = torch.compile(modality_losses, fullgraph=True, dynamic=False)
         self._compiled = True
 
+    def configure_model(self) -> None:
+        """Shard the model where the strategy has a device mesh (FSDP)."""
+        if self.device_mesh is not None:
+            shard(self.model, self.device_mesh["data_parallel"])
+
+    def whole_model(self) -> EarlyFusionTransformer:
+        """The trained model, unsharded; a collective call."""
+        return whole_model(self.model, self.backend)
+
+    # Loss ----------------------------------------------------------------------------------------------
+
+    def losses(
+        self,
+        batch: TokenBatch,
+        sink: Sink | None = None,
+        by_modality: bool = False,
+        model: EarlyFusionTransformer | None = None,
+        row_stats: list[RowStats] | None = None,
+    ) -> LossSums:
+        """Loss sums of `batch`, by target modality.
+
+        Args:
+            batch: Tokens and targets.
+            sink: As of `EarlyFusionTransformer.forward`, like `row_stats`.
+            by_modality: Whether `loss_parts` will be called; it makes a chunked loss a little more expensive.
+            model: The model to evaluate; None is the trained one.
+            row_stats: Receives the softmax statistics of each layer.
+        """
+        model = model or self.model
+        inputs = batch.ids_BT, batch.modality_BT, batch.document_BT, sink, row_stats
+        targets = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
+        softcap, config = self.model_config.final_softcap, self.loss_config
+        if config.chunk is None:
+            M = len(self.model_config.modalities)
+            logits_BTV = model.raw_logits(*inputs)
+            return self._modality_losses(logits_BTV, *targets, M, softcap, log_z_grad=config.z_loss > 0)
+        return chunked_losses(
+            model.hidden(*inputs),
+            model.head.weight,
+            *targets,
+            self.loss_weights_M,
+            config.z_loss,
+            config.chunk,
+            softcap=softcap,
+            by_modality=by_modality,
+            compiled=self._compiled,
+        )
+
+    def loss_weighting(self, batch: TokenBatch) -> tuple[Tensor, float, Tensor]:
+        """The weights, the z-loss coefficient and the normalizer of `total_loss` and `loss_parts`."""
+        return self.loss_weights_M, self.loss_config.z_loss, batch.step_targets
+
+    @property
+    def trained_modalities(self) -> tuple[str, ...]:
+        """Names of the modalities whose loss weight is above 0."""
+        return tuple(n for n in self.model_config.modalities if self.loss_config.weights.get(n, 1.0) > 0)
+
+    @property
+    def trained_places(self) -> list[int]:
+        """Indices of the trained modalities."""
+        return [self.model_config.modalities.index(name) for name in self.trained_modalities]
+
     def on_fit_start(self) -> None:
-        """bf16-true has rounded them."""
+        """Restore the loss weights in fp32: the precision bf16-true has rounded the buffer."""
         self.loss_weights_M = self._loss_weights(self.loss_weights_M.dtype).to(self.device)
 
     def _loss_weights(self, dtype: torch.dtype) -> Tensor:
         weights = self.loss_config.weights_of(self.model_config.modalities)
         return torch.tensor(weights, dtype=torch.promote_types(dtype, torch.float32))
 
-    def configure_model(self) -> None:
-        """Lightning's word that a model may be cut up, where the strategy does so."""
-        if self.device_mesh is not None:
-            shard(self.model, self.device_mesh["data_parallel"])
-
-    def whole_model(self) -> EarlyFusionTransformer:
-        """What is trained, in one piece; a collective call."""
-        return whole_model(self.model, self.backend)
-
-    @property
-    def trained_modalities(self) -> tuple[str, ...]:
-        """Those whose loss is not switched off."""
-        return tuple(n for n in self.model_config.modalities if self.loss_config.weights.get(n, 1.0) > 0)
-
-    @property
-    def trained_places(self) -> list[int]:
-        """Their places among the modalities."""
-        return [self.model_config.modalities.index(name) for name in self.trained_modalities]
-
-    # One step ------------------------------------------------------------------------------------------
+    # One step, in the order of the calls ---------------------------------------------------------------
 
     def training_step(self, batch: TokenBatch, index: int) -> Tensor:
         if self.model_config.residual_dropout or self.model_config.attn_dropout:
             self._seed_dropout(index)
         attributing = self.step_watch is not None and self.step_watch.attributing
         by_modality = self.optim_config.split_second_moment or attributing
-        sink = None if self._clip is None or self._rows is not None else self._clip.sink(batch)
-        rows: list[Rows] | None = None if self._rows is None else []
-        sums = self._losses(batch, sink, by_modality, rows=rows)
-        if self._rows is not None and rows is not None:
-            largest_LH = self._rows.see(rows, batch)
-            if self._clip is not None:
-                for layer, largest_H in enumerate(largest_LH):
-                    self._clip.see(layer, largest_H)
-        weighing = self._weighing(batch)
-        loss = total_loss(sums, *weighing)
+        sums = self._training_losses(batch, by_modality)
+        loss = total_loss(sums, *self.loss_weighting(batch))
         if by_modality:
-            self._parts_M = loss_parts(sums, *weighing)
-        self._sums_RM = _add(self._sums_RM, modality_sums(sums, batch))
-        self._loss = _add(self._loss, loss.detach())
-        # Lightning divides by the micro-batches and averages over ranks; the denominator has both already.
+            self._loss_parts_M = loss_parts(sums, *self.loss_weighting(batch))
+        self._step_sums_RM = _plus(self._step_sums_RM, modality_sums(sums, batch))
+        self._step_loss = _plus(self._step_loss, loss.detach())
+        # Lightning divides by the micro-batches and averages over ranks; the normalizer already includes both.
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
+    def _training_losses(self, batch: TokenBatch, by_modality: bool) -> LossSums:
+        """`losses`, with the attention logits recorded for QK-Clip and the log."""
+        if self.row_log is None:
+            sink = None if self.qk_clip is None else self.qk_clip.sink(batch)
+            return self.losses(batch, sink, by_modality)
+        row_stats: list[RowStats] = []
+        sums = self.losses(batch, None, by_modality, row_stats=row_stats)
+        largest_LH = self.row_log.add(row_stats, batch)
+        if self.qk_clip is not None:
+            for layer, largest_H in enumerate(largest_LH):
+                self.qk_clip.add(layer, largest_H)
+        return sums
+
+    def _seed_dropout(self, index: int) -> None:
+        """Make dropout a function of (seed, micro-batch, rank), so that a resumed run draws the same masks."""
+        key = f"{self.seed}/{index}/{self.global_rank}".encode()
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
+        # torch.manual_seed takes 0.8 ms, for devices that do not exist.
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        parts_M, self._parts_M = self._parts_M, None
+        parts_M, self._loss_parts_M = self._loss_parts_M, None
         optimizer = self.trainer.optimizers[0]
         if isinstance(optimizer, SplitAdamW):
             assert parts_M is not None
@@ -192,132 +248,92 @@ class TrainingModule(L.LightningModule):
             self.step_watch.before_backward(parts_M)
         super().backward(loss, *args, **kwargs)
 
-    def _losses(
-        self,
-        batch: TokenBatch,
-        sink: Sink | None = None,
-        by_modality: bool = False,
-        model: EarlyFusionTransformer | None = None,
-        rows: list[Rows] | None = None,
-    ) -> LossSums:
-        """Of ``model``, or (None) the one that is trained.
-
-        ``by_modality`` says whether `loss_parts` will be wanted, which costs a loss in chunks a little more.
-        """
-        model = model or self.model
-        inputs = batch.ids_BT, batch.modality_BT, batch.document_BT, sink
-        targets = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
-        c = self.loss_config
-        if c.chunk is None:
-            logits_BTV = model(*inputs, rows=rows, raw=True)
-            M, cap = len(self.model_config.modalities), self.model_config.final_softcap
-            return self._modality_losses(logits_BTV, *targets, M, cap, log_z_grad=c.z_loss > 0)
-        return chunked_losses(
-            model(*inputs, head=False, rows=rows),
-            model.head.weight,
-            *targets,
-            self.loss_weights_M,
-            c.z_loss,
-            c.chunk,
-            softcap=self.model_config.final_softcap,
-            by_modality=by_modality,
-            compiled=self._compiled,
-        )
-
-    def _weighing(self, batch: TokenBatch) -> tuple[Tensor, float, Tensor]:
-        return self.loss_weights_M, self.loss_config.z_loss, batch.step_targets
-
-    def modality_loss_parts(self, batch: TokenBatch, model: EarlyFusionTransformer | None = None) -> Tensor:
-        """What each modality's targets add to the loss of ``batch``, (M,), in the run's precision; dropout is left to
-        the mode that ``model`` is in: a copy, or (None) the one that is trained."""
-        with self.trainer.precision_plugin.train_step_context():
-            # A sink that looks at nothing: halves of a batch are no reason to compile.
-            sums = self._losses(batch, lambda *_: None, by_modality=True, model=model)
-            return loss_parts(sums, *self._weighing(batch))
-
-    def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
-        """`first_bad_site` of a step whose gradient was not finite, from its micro-batches with their numbers.
-
-        The weights are those that it had, and dropout draws what it drew; compiled blocks drew masks of their own.
-        """
-        from mmqk.monitors.training_run.bad_site import first_bad_site
-
-        model = self.whole_model()
-        for index, batch in batches:
-            self._seed_dropout(index)
-
-            def loss(sink: Sink, batch: TokenBatch = batch) -> Tensor:
-                return total_loss(self._losses(batch, sink, model=model), *self._weighing(batch))
-
-            with self.trainer.precision_plugin.train_step_context():
-                found = first_bad_site(model, batch, loss)
-            if found is not None:
-                return found
-        return None
-
-    def _seed_dropout(self, index: int) -> None:
-        """Dropout is a function of (seed, micro-batch, rank), so a resumed run draws what it would have drawn."""
-        key = f"{self.seed}/{index}/{self.global_rank}".encode()
-        seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed takes 0.8 ms, for devices that are not there
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-
     def configure_gradient_clipping(
         self, optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Once an optimizer step, before the update: clips by global norm and closes the step's record."""
+        """Clip by global norm and record the step; Lightning calls it once per optimizer step, before the update."""
         if isinstance(optimizer, SplitAdamW):
             optimizer.sum_ranks()
-        reached = {name: p for name, p in self._named if p.grad is not None}
-        # The way of torch.nn.utils.get_total_norm, which does not give the norms of the parameters away.
+        with_grad = {name: p for name, p in self._named_parameters if p.grad is not None}
+        # The arithmetic of torch.nn.utils.get_total_norm, which does not return the norms of the parameters.
         # In at least fp32; the norm of shards takes no dtype.
-        gradients = [at_least_fp32(p.grad) for p in reached.values() if p.grad is not None]
+        gradients = [at_least_fp32(p.grad) for p in with_grad.values() if p.grad is not None]
         norms = torch._foreach_norm(gradients)
         grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
         factor: Tensor | None = None
         if gradient_clip_val:
-            torch.nn.utils.clip_grads_with_norm_(reached.values(), gradient_clip_val, grad_norm)
-            factor = (gradient_clip_val / (grad_norm + 1e-6)).clamp(max=1.0)  # torch's own
+            torch.nn.utils.clip_grads_with_norm_(with_grad.values(), gradient_clip_val, grad_norm)
+            factor = (gradient_clip_val / (grad_norm + 1e-6)).clamp(max=1.0)  # as in clip_grads_with_norm_
             if isinstance(optimizer, SplitAdamW):
                 optimizer.clip(gradient_clip_val, grad_norm)
-        self._hold(optimizer, grad_norm)
+        self._stop_updates_if_not_finite(optimizer, grad_norm)
         if self.step_watch is not None:
-            self.step_watch.before_update(optimizer, factor, dict(zip(reached, norms, strict=True)))
-        assert self._sums_RM is not None and self._loss is not None
-        values = torch.cat([self._loss.float().view(1), self._sums_RM.flatten()])
-        self._sums_RM = self._loss = None
-        values = summed(
-            values
-        )  # Lightning's own `reduce` waits for a barrier of its own first, in every step
-        measured = [log.measured().float() for log in (self._clip, self._rows) if log is not None]
+            self.step_watch.before_update(optimizer, factor, dict(zip(with_grad, norms, strict=True)))
+        self._record_step(optimizer, grad_norm)
+
+    def _stop_updates_if_not_finite(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+        """Skip this update and all later ones if the norm is not finite.
+
+        `found_inf` is the flag that a gradient scaler gives a fused optimizer; it needs no host synchronization.
+        """
+        bad = ~torch.isfinite(grad_norm)
+        self._not_finite = bad if self._not_finite is None else self._not_finite | bad
+        optimizer.found_inf = self._not_finite.float()  # type: ignore[attr-defined]
+
+    def _record_step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+        assert self._step_sums_RM is not None and self._step_loss is not None
+        values = torch.cat([self._step_loss.float().view(1), self._step_sums_RM.flatten()])
+        self._step_sums_RM = self._step_loss = None
+        values = summed(values)  # Lightning's `reduce` would add a barrier to every step
+        measured = [log.measured().float() for log in (self.qk_clip, self.row_log) if log is not None]
         values = torch.cat([values[:1], grad_norm.float().view(1), values[1:], *measured])
         lr = optimizer.param_groups[0]["lr"]
         self.step_record = StepRecord(self.trainer.global_step + 1, lr, values)
 
-    def _hold(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-        """No update once a gradient was not finite. As a gradient scaler tells an optimizer: nobody asks the host."""
-        bad = ~torch.isfinite(grad_norm)
-        self._broken = bad if self._broken is None else self._broken | bad
-        optimizer.found_inf = self._broken.float()  # type: ignore[attr-defined]
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.step_watch is not None:
+            self.step_watch.after_update(optimizer)
+        if self.qk_clip is not None:
+            self.qk_clip.clip(self._not_finite)
+        if self.model_config.weight_reparam == "sigma":
+            power_step(self.model)
 
     def named_values(self, values: list[float]) -> dict[str, float]:
-        """The numbers of a `StepRecord` by tag."""
+        """The values of a `StepRecord` by tag."""
         loss, grad_norm, *rest = values
         names, layers = self.model_config.modalities, self.model_config.n_layers
-        found = {"loss": loss, "grad_norm": grad_norm}
-        if self._rows is not None:
-            of_rows = 2 * layers * len(names)
-            found |= self._rows.values(rest[-of_rows:])
-            del rest[-of_rows:]
-        if self._clip is not None:
-            found |= self._clip.values(rest[-2 * layers :])
+        tags = {"loss": loss, "grad_norm": grad_norm}
+        if self.row_log is not None:
+            n_values = 2 * layers * len(names)
+            tags |= self.row_log.values(rest[-n_values:])
+            del rest[-n_values:]
+        if self.qk_clip is not None:
+            tags |= self.qk_clip.values(rest[-2 * layers :])
             del rest[-2 * layers :]
-        return found | modality_means(
-            [rest[i : i + len(names)] for i in range(0, len(rest), len(names))], names
+        sums_RM = [rest[i : i + len(names)] for i in range(0, len(rest), len(names))]
+        return tags | modality_means(sums_RM, names)
+
+    # Optimizer -----------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        self._named_parameters = list(self.model.named_parameters())  # after the strategy has sharded them
+        optimizer = make_optimizer(self.optim_config, self.model)
+        optimizer.register_step_post_hook(self._after_update)
+        max_steps = self.trainer.max_steps
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: lr_multiplier(self.optim_config, step, max_steps)
         )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the configuration with the weights; `mmqk.training.checkpoint` compares it on loading."""
+        checkpoint["mmqk_model"] = asdict(self.model_config)
+        if self.run_record is not None:
+            checkpoint["mmqk_run"] = self.run_record
+        if self.ranks is not None:
+            checkpoint["mmqk_ranks"] = self.ranks
+
+    # Losses outside of a step --------------------------------------------------------------------------
 
     @torch.no_grad()
     def validation_losses(self, batches: Iterable[TokenBatch]) -> dict[str, float]:
@@ -328,39 +344,41 @@ class TrainingModule(L.LightningModule):
         with self.trainer.precision_plugin.val_step_context():
             for batch in batches:
                 on_device = batch.to(self.device)
-                total_RM = _add(total_RM, modality_sums(self._losses(on_device), on_device))
+                total_RM = _plus(total_RM, modality_sums(self.losses(on_device), on_device))
         self.model.train(was_training)
         assert total_RM is not None
         return modality_means(total_RM.tolist(), self.model_config.modalities, prefix="val_")
 
-    # Optimizer -----------------------------------------------------------------------------------------
+    def modality_loss_parts(self, batch: TokenBatch, model: EarlyFusionTransformer | None = None) -> Tensor:
+        """The loss of each modality's targets in ``batch``, (M,), in the run's precision.
 
-    def configure_optimizers(self) -> Any:
-        self._named = list(self.model.named_parameters())  # as a strategy has cut them up by now
-        optimizer = make_optimizer(self.optim_config, self.model)
-        optimizer.register_step_post_hook(self._after_update)
-        max_steps = self.trainer.max_steps
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: lr_multiplier(self.optim_config, step, max_steps)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        ``model`` keeps its mode, which decides about dropout; None is the trained model.
+        """
+        with self.trainer.precision_plugin.train_step_context():
+            # With a sink the blocks run eagerly: the halves of a batch would compile graphs of their own.
+            sums = self.losses(batch, lambda *_: None, by_modality=True, model=model)
+            return loss_parts(sums, *self.loss_weighting(batch))
 
-    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.step_watch is not None:
-            self.step_watch.after_update(optimizer)
-        if self._clip is not None:
-            self._clip.clip(self._broken)
-        if self.model_config.weight_reparam == "sigma":
-            power_step(self.model)
+    def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
+        """`first_bad_site` of a step whose gradient was not finite, from its numbered micro-batches.
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The configuration travels with the weights; `mmqk.training.checkpoint` compares it on loading."""
-        checkpoint["mmqk_model"] = asdict(self.model_config)
-        if self.run_record is not None:
-            checkpoint["mmqk_run"] = self.run_record
-        if self.ranks is not None:
-            checkpoint["mmqk_ranks"] = self.ranks
+        The weights and the dropout masks are those of the step; the masks of compiled blocks differ.
+        """
+        from mmqk.monitors.training_run.bad_site import first_bad_site
+
+        model = self.whole_model()
+        for index, batch in batches:
+            self._seed_dropout(index)
+
+            def loss(sink: Sink, batch: TokenBatch = batch) -> Tensor:
+                return total_loss(self.losses(batch, sink, model=model), *self.loss_weighting(batch))
+
+            with self.trainer.precision_plugin.train_step_context():
+                site = first_bad_site(model, batch, loss)
+            if site is not None:
+                return site
+        return None
 
 
-def _add(total: Tensor | None, part: Tensor) -> Tensor:
+def _plus(total: Tensor | None, part: Tensor) -> Tensor:
     return part if total is None else total + part

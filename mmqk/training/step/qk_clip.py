@@ -1,7 +1,7 @@
-"""QK-Clip: after an update, W_q and W_k of heads whose largest attention logit passed a threshold are scaled down.
+"""QK-Clip: after an update, scale down W_q and W_k of heads whose largest attention logit exceeds a threshold.
 
-Shapes are in the names: B batch, T tokens (C of them in a chunk), S the same tokens as keys, H heads, G heads of
-keys, K head width, L layers.
+Shapes are in the names: B batch, T tokens (C of them in a chunk), S the same tokens as keys, H heads, G key heads,
+K head_dim, L layers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ CHUNK_ELEMENTS = 2**24
 
 
 def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
-    """Raise ValueError where the size of W_q and W_k does not reach the logits, so that clipping it does nothing."""
+    """Raise ValueError if the logits do not depend on the norms of W_q and W_k: clipping would have no effect."""
     if optim.qk_clip is None:
         return
     if model.qk_norm.kind != "none":
         raise ValueError(
-            f"optim.qk_clip scales W_q and W_k, which model.qk_norm.kind {model.qk_norm.kind} divides out again:"
-            " leave one of them out."
+            f"optim.qk_clip scales W_q and W_k, but model.qk_norm.kind {model.qk_norm.kind} normalizes the scale"
+            " away: remove one of them."
         )
     if model.weight_reparam == "sigma":
         raise ValueError(
-            "optim.qk_clip scales W_q and W_k, which model.weight_reparam sigma divides out again: leave one of them"
-            " out."
+            "optim.qk_clip scales W_q and W_k, but model.weight_reparam sigma normalizes the scale away: remove one"
+            " of them."
         )
 
 
@@ -50,18 +50,18 @@ def largest_logits(
     document_BT: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
-    """The largest signed `scale * q.k` of each head over every visible pair, exact, a chunk of queries at a time.
+    """The exact largest signed `scale * q.k` of each head over all visible pairs, in chunks of queries.
 
     Args:
-        q_BHTK: Queries as they enter the dot product; keys likewise, a shared head once for every query head.
-        k_BHSK: Keys.
+        q_BHTK: Queries as they enter the dot product.
+        k_BHSK: Keys likewise; shared heads are repeated for every query head.
         scale: Factor on the dot products.
-        valid_BT: False at padding, whose pairs do not count.
-        document_BT: A token sees only tokens of its own document number; None is one document a row.
-        window: A token sees this many tokens, itself included; 0 for all.
+        valid_BT: False at padding; pairs with padding are excluded.
+        document_BT: A query attends only to tokens with its document number; None is one document per row.
+        window: A query attends to this many tokens, itself included; 0 for all.
 
     Returns:
-        largest_H, at least fp32; -inf where there is no pair, NaN where a visible logit is NaN.
+        largest_H, in at least fp32: -inf without a visible pair, NaN if a visible logit is NaN.
     """
     B, H, T, _ = q_BHTK.shape
     causal = visible_keys(T, q_BHTK.device, window, document_BT)
@@ -81,20 +81,20 @@ def largest_logits(
 def gamma_of(largest_H: Tensor, threshold: float) -> Tensor:
     """`min(1, threshold / S_h)` (Kimi K2, arXiv 2507.20534).
 
-    It is 1 where S_h is not finite: such a run is diverging anyway, and a weight of 0 or NaN would hide how.
+    It is 1 where S_h is not finite: the run diverges anyway, and weights of 0 or NaN would hide the cause.
     """
     above_H = (largest_H > threshold) & torch.isfinite(largest_H)
     return torch.where(above_H, threshold / largest_H, 1.0)
 
 
 class QKClip:
-    """Collects the largest logits while a step's forwards run, and clips after its update.
+    """Collects the largest logits of a step's forward passes, and clips the weights after its update.
 
-    Nothing lives from one step to the next, so there is nothing to save.
+    It keeps no state between steps, so checkpoints need none.
 
     Args:
-        model: Its weights are clipped in place.
-        threshold: tau, on the raw logits: after their scale, before cap and mask.
+        model: The model to clip, in place.
+        threshold: tau, for the raw logits: after their scale, before cap and mask.
     """
 
     def __init__(self, model: EarlyFusionTransformer, threshold: float) -> None:
@@ -102,7 +102,7 @@ class QKClip:
         self._largest: dict[int, Tensor] = {}
 
     def sink(self, batch: TokenBatch) -> Callable[[str, int, Tensor], None]:
-        """The sink of a forward over `batch`: the largest logits of all micro-batches so far are kept."""
+        """A sink for a forward over `batch`; the maximum runs over all micro-batches of the step."""
         queries: dict[int, Tensor] = {}
         scale, window_of = self.model.attn_scale_value, self.model.config.window_of
 
@@ -110,7 +110,7 @@ class QKClip:
             if site == "q":
                 queries[layer] = tensor.detach()
             elif site == "k":
-                found_H = largest_logits(
+                largest_H = largest_logits(
                     queries.pop(layer),
                     tensor.detach(),
                     scale,
@@ -118,19 +118,19 @@ class QKClip:
                     batch.document_BT,
                     window_of(layer),
                 )
-                self.see(layer, found_H)
+                self.add(layer, largest_H)
 
         return sink
 
-    def see(self, layer: int, largest_H: Tensor) -> None:
-        """The largest logits of a forward's layer, where somebody else knows them."""
+    def add(self, layer: int, largest_H: Tensor) -> None:
+        """Add the largest logits of one layer of a forward."""
         before_H = self._largest.get(layer)
         self._largest[layer] = largest_H if before_H is None else torch.maximum(before_H, largest_H)
 
     def measured(self) -> Tensor:
-        """By layer, the largest logit of its heads, then by layer the smallest gamma: (2L,), on the device.
+        """The largest logit of each layer, then the smallest gamma of each layer: (2L,), on the device.
 
-        Of all ranks, which clip alike from here on; a collective call.
+        Over all ranks, so that they clip alike; a collective call.
         """
         largest_LH = largest_of(
             torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))])
@@ -139,7 +139,7 @@ class QKClip:
         return torch.cat([largest_LH.amax(1), gamma_of(largest_LH, self.threshold).amin(1)])
 
     def values(self, measured: list[float]) -> dict[str, float]:
-        """`QKClip.measured` as tags; a layer without a visible pair is an absent key."""
+        """`QKClip.measured` by tag; a layer without a visible pair has no key."""
         largest, gammas = measured[: len(measured) // 2], measured[len(measured) // 2 :]
         values: dict[str, float] = {}
         for layer, (logit, gamma) in enumerate(zip(largest, gammas, strict=True)):
@@ -148,15 +148,15 @@ class QKClip:
         return values
 
     @torch.no_grad()
-    def clip(self, hold: Tensor | None = None) -> None:
-        """Scale the weights by what was collected, and forget it; call it after the optimizer's update.
+    def clip(self, skip: Tensor | None = None) -> None:
+        """Scale the weights by the collected logits, then clear them; call it after the optimizer's update.
 
         Args:
-            hold: True on the device where the weights must stay as they are.
+            skip: A device tensor; True leaves the weights unchanged.
         """
         for layer, largest_H in self._largest.items():
-            if hold is not None:
-                largest_H = largest_H.masked_fill(hold, -torch.inf)
+            if skip is not None:
+                largest_H = largest_H.masked_fill(skip, -torch.inf)
             attention = cast(Block, self.model.blocks[layer]).attention
             clip_heads(attention.w_q, attention.w_k, gamma_of(largest_H, self.threshold), attention.kv_heads)
         self._largest.clear()
@@ -164,11 +164,11 @@ class QKClip:
 
 @torch.no_grad()
 def clip_heads(w_q: nn.Module, w_k: nn.Module, gamma_H: Tensor, kv_heads: int) -> None:
-    """Scale W_q and W_k, every copy of them, so that the logits of head h shrink by gamma_h.
+    """Scale W_q and W_k, with all copies by modality, so that the logits of head h shrink by gamma_h.
 
-    With keys of its own a head takes sqrt(gamma_h) on either side. Where heads share a key head, W_k stays as it is
-    and each query head takes all of its gamma: shrinking shared keys would mean to lengthen the queries of heads
-    that were not clipped, step after step. Nothing ever grows, and a factor of 1 changes no bit.
+    With one key head per query head, both sides are scaled by sqrt(gamma_h). With shared key heads W_k stays, and
+    the query head is scaled by gamma_h: shrinking shared keys would require longer queries in the heads that were
+    not clipped, in every step. No weight ever grows, and a factor of 1 changes no bit.
     """
     if kv_heads == len(gamma_H):
         scale_rows(w_k, gamma_H.sqrt())
@@ -178,7 +178,7 @@ def clip_heads(w_q: nn.Module, w_k: nn.Module, gamma_H: Tensor, kv_heads: int) -
 
 
 def scale_rows(layer: nn.Module, factor_H: Tensor) -> None:
-    """Multiply the rows of each head in every matrix of `layer`, in at least fp32."""
+    """Multiply the rows of each head in every matrix of `layer` by its factor, in at least fp32."""
     for matrix in layer.modules():
         if isinstance(matrix, nn.Linear):
             matrix.weight.mul_(factor_H.repeat_interleave(len(matrix.weight) // len(factor_H))[:, None])

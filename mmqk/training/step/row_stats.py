@@ -1,4 +1,4 @@
-"""What attention's kernel says of every row in every step: the largest logit and the log-sum-exp, by modality.
+"""Softmax statistics of the attention kernel in every step: largest logit and log-sum-exp, by modality.
 
 Shapes are in the names: B batch, T tokens, H heads, L layers, M modalities.
 """
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import largest, summed
-from mmqk.model import Rows
+from mmqk.model import RowStats
 from mmqk.monitors.measures.reduce import selection
 from mmqk.store import tag
 
 
 class RowLog:
-    """Collects the rows of a step's micro-batches, by layer and modality of the query; padding does not count.
+    """Reduces the `RowStats` of a step's micro-batches by layer and modality of the query, without padding.
 
-    Nothing is computed beside what the kernel has stored, and nothing waits for the device.
+    It uses only what the kernel has stored, and never synchronizes with the host.
 
     Args:
-        modalities: Their names.
+        modalities: Names of the modalities.
     """
 
     def __init__(self, modalities: Sequence[str]) -> None:
@@ -33,17 +33,17 @@ class RowLog:
         self._sums_LM: Tensor | None = None
 
     @torch.no_grad()
-    def see(self, rows: Sequence[Rows], batch: TokenBatch) -> Tensor:
-        """Add a forward's rows, one for each layer; returns the largest logits by head, largest_LH."""
-        own_MBT = selection(batch.modality_BT, batch.valid_BT, len(self.modalities))
-        max_LBHT, lse_LBHT = (torch.stack([getattr(r, name) for r in rows]) for name in Rows._fields)
+    def add(self, row_stats: Sequence[RowStats], batch: TokenBatch) -> Tensor:
+        """Add the statistics of a forward, one per layer; return the largest logit of each head, largest_LH."""
+        selected_MBT = selection(batch.modality_BT, batch.valid_BT, len(self.modalities))
+        max_LBHT, lse_LBHT = (torch.stack([getattr(r, name) for r in row_stats]) for name in RowStats._fields)
         max_MLH = torch.stack(
-            [max_LBHT.masked_fill(~own_BT[:, None], -math.inf).amax((1, 3)) for own_BT in own_MBT]
+            [max_LBHT.masked_fill(~selected_BT[:, None], -math.inf).amax((1, 3)) for selected_BT in selected_MBT]
         )
         lse_LM = torch.stack(
-            [lse_LBHT.masked_fill(~own_BT[:, None], 0.0).sum((1, 2, 3)) for own_BT in own_MBT], 1
+            [lse_LBHT.masked_fill(~selected_BT[:, None], 0.0).sum((1, 2, 3)) for selected_BT in selected_MBT], 1
         )
-        count_1M = own_MBT.sum((1, 2))[None] * max_LBHT.shape[2]
+        count_1M = selected_MBT.sum((1, 2))[None] * max_LBHT.shape[2]
         max_LM, sums_LM = max_MLH.amax(2).T, torch.cat([lse_LM, count_1M.to(lse_LM)])
         if self._max_LM is None or self._sums_LM is None:
             self._max_LM, self._sums_LM = max_LM, sums_LM
@@ -52,9 +52,9 @@ class RowLog:
         return max_MLH.amax(0)
 
     def measured(self) -> Tensor:
-        """The largest logits, then the mean log-sum-exps, by layer and modality: (2LM,). Forgets them.
+        """The largest logits, then the mean log-sum-exps, by layer and modality over all ranks: (2LM,).
 
-        Of all ranks; a collective call.
+        Clears the log; a collective call.
         """
         assert self._max_LM is not None and self._sums_LM is not None
         max_LM, sums = largest(self._max_LM.contiguous()), summed(self._sums_LM.contiguous())
@@ -62,12 +62,12 @@ class RowLog:
         return torch.cat([max_LM.flatten(), (sums[:-1] / sums[-1:]).flatten()])
 
     def values(self, measured: Sequence[float]) -> dict[str, float]:
-        """`measured` as tags; a modality without a query is an absent key."""
+        """`measured` by tag; a modality without a query has no key."""
         half, M = len(measured) // 2, len(self.modalities)
-        found: dict[str, float] = {}
+        tags: dict[str, float] = {}
         for i, (largest_logit, lse) in enumerate(zip(measured[:half], measured[half:], strict=True)):
             layer, name = i // M, self.modalities[i % M]
             if largest_logit != -math.inf:
-                found[tag("attn_row_max", name, layer=layer)] = largest_logit
-                found[tag("attn_row_lse", name, layer=layer)] = lse
-        return found
+                tags[tag("attn_row_max", name, layer=layer)] = largest_logit
+                tags[tag("attn_row_lse", name, layer=layer)] = lse
+        return tags
