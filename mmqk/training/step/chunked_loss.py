@@ -1,7 +1,7 @@
-"""Head and loss a chunk of tokens at a time, so that the logits of a whole batch never exist.
+"""Head and loss for one chunk of tokens at a time, so that the logits of a whole batch never exist.
 
-Shapes are in the names: B batch, T tokens, N all B * T of them, C tokens of a chunk, D width, V vocabulary,
-M modalities, G groups of targets whose gradients are kept: all of them, then perhaps those of each modality.
+Shapes are in the names: B batch, T tokens, N = B * T, C tokens of a chunk, D model width, V vocabulary,
+M modalities, G groups of targets whose gradients are kept: all targets, then optionally those of each modality.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ def chunked_losses(
     by_modality: bool = False,
     compiled: bool = False,
 ) -> LossSums:
-    """What `modality_losses` gives for the logits of these hidden states, without those of more than a chunk.
+    """`modality_losses` of these hidden states, with the logits of one chunk in memory at a time.
 
-    Each chunk's logits are made once and turned into gradients at once, in the forward: what outlives them is the
-    gradient of the hidden states, (B, T, D), and that of the head, (V, D) in at least fp32. So weights and z-loss
-    have to be known, and only `LossSums.objective` has a gradient: `total_loss` takes it from there. The matrix
-    products run in the autocast dtype, all else in at least fp32, as in the dense form.
+    The forward pass computes each chunk's logits once and turns them into gradients: of the hidden states,
+    (B, T, D), and of the head, (V, D) in at least fp32. The weights and the z-loss must therefore be known, and only
+    `LossSums.objective`, which `total_loss` uses, has a gradient. The matrix products run in the autocast dtype,
+    the rest in at least fp32, as in the dense form.
 
-    A target reaches the hidden state of its own position only, so one gradient of the hidden states serves the loss
-    of every modality by itself; the head needs one each, (M, V, D), and M more products a chunk. That is
-    `by_modality`; the total's own gradient stays the same, bit for bit.
+    A target depends on the hidden state of its position only, so all modalities share one gradient of the hidden
+    states. The head needs one gradient per modality, (M, V, D), and M more products per chunk. `by_modality` adds
+    these; the gradient of the total stays the same, bit for bit.
 
     Args:
-        hidden_BTD: What the head is applied to.
-        head_VD: Its weight, tied to the embedding or not.
-        targets_BT: As of `modality_losses`, with the modalities and the mask.
+        hidden_BTD: Input of the head.
+        head_VD: Weight of the head, tied to the embedding or not.
+        targets_BT: Like the modalities and the mask, as of `modality_losses`.
         target_modality_BT: Modality number of each target.
         target_mask_BT: Whether a target is trained on.
         weights_M: Weight of each modality, (M,).
         z_loss: Coefficient of log(Z)^2.
-        chunk: C, at least 1; any gives the same up to rounding.
+        chunk: C, at least 1; the result is the same up to rounding.
         softcap: Logits become `softcap * tanh(logit / softcap)`; None leaves them.
-        by_modality: Whether `loss_parts` can be had, each with its gradient, beside `total_loss`.
-        compiled: Whether what happens to a chunk's logits is compiled into fewer passes over them.
+        by_modality: Whether `loss_parts` will be differentiated, besides `total_loss`.
+        compiled: Whether to compile the operations on a chunk's logits into fewer passes.
     """
     selected_BTM = selected_of(target_modality_BT, target_mask_BT, len(weights_M))
     wide = torch.promote_types(hidden_BTD.dtype, torch.float32)
@@ -77,7 +77,7 @@ def chunked_losses(
 
 
 class _Chunks(torch.autograd.Function):
-    """(objective_G, ce_N, log_z_N); the first is differentiable, in the hidden states and the head."""
+    """(objective_G, ce_N, log_z_N); the first is differentiable in the hidden states and the head."""
 
     @staticmethod
     def forward(
@@ -148,7 +148,7 @@ class _Chunks(torch.autograd.Function):
 def _terms(
     logits_CV: Tensor, index_C1: Tensor, weight_C1: Tensor, z_loss: float, softcap: float | None, train: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cross-entropy and log Z of a chunk, and the gradient of its logits in their dtype, already weighted."""
+    """Cross-entropy and log Z of a chunk, and the weighted gradient of its logits in their dtype."""
     raw, wide_CV = logits_CV.dtype, logits_CV.to(weight_C1.dtype)
     if softcap is not None:
         wide_CV = softcap * torch.tanh(wide_CV / softcap)
@@ -157,14 +157,14 @@ def _terms(
         sum_C = (wide_CV - largest_C[:, None]).exp().sum(-1)
         p_CV = (wide_CV - largest_C[:, None]).exp() / sum_C[:, None]
         log_sum_C = sum_C.log()
-    else:  # the largest probability is 1 over that sum, and softmax one pass
+    else:  # the largest probability is 1 / sum, and softmax is one pass
         p_CV = torch.softmax(wide_CV, dim=-1)
         log_sum_C = -p_CV.amax(-1).log()
     ce_C, log_z_C = (largest_C - target_C) + log_sum_C, largest_C + log_sum_C
     if not train:
         return ce_C, log_z_C, None
-    # d ce = softmax - onehot, d log Z = softmax; in place, as each of them is the largest tensor here. The target's
-    # own comes last, so that the rest is one pass over the chunk.
+    # d ce = softmax - onehot, d log Z = softmax; in place, because these are the largest tensors here. The target's
+    # entry comes last, so that the rest is one pass over the chunk.
     scale_C1 = 1 + 2 * z_loss * log_z_C[:, None] if z_loss else torch.ones_like(weight_C1)
     target_C1 = (torch.expm1(-ce_C[:, None]) + (scale_C1 - 1) * torch.exp(-ce_C[:, None])) * weight_C1
     grad_CV = p_CV.mul_(scale_C1 * weight_C1)

@@ -56,12 +56,12 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a loss in chunks differentiates; weights and z-loss had to be known when its gradients were computed.
+    """The differentiable part of a chunked loss; its gradients were computed with these weights and this z-loss.
 
     Attributes:
         total: `sum_m w_m (ce_m + z_loss * log_z_sq_m)`.
-        parts_M: Each term of it, or None where nobody asked.
-        weights_M: w, the very tensor.
+        parts_M: Each term of the sum; None unless `by_modality` was set.
+        weights_M: w, the same tensor object.
         z_loss: Coefficient of log(Z)^2.
     """
 
@@ -75,14 +75,14 @@ class Objective:
 class LossSums:
     """Sums over the trained targets of one batch, by target modality; (M,) each, fp32 (fp64 for fp64 logits).
 
-    Sums and not means: those of micro-batches and ranks add up, and an absent modality is a count of 0.
+    Sums add up over micro-batches and ranks, and an absent modality has a count of 0.
 
     Attributes:
         count: Trained targets.
         ce: Cross-entropy, nats.
-        log_z: Log of the output softmax's normaliser, nats.
+        log_z: Log of the output softmax's normalizer, nats.
         log_z_sq: Its square.
-        objective: Where the loss came in chunks: what has the gradient, which the sums then have not.
+        objective: With a chunked loss, the tensors that have the gradient; the sums have none then.
     """
 
     count: Tensor
@@ -104,8 +104,8 @@ def modality_losses(
     """Cross-entropy and log Z of every trained target, summed by the modality of the target.
 
     Args:
-        logits_BTV: Position t predicts `targets_BT[:, t]`: the caller has shifted already, logits or targets.
-        targets_BT: int64 ids; whatever stands where the mask is false, is never read.
+        logits_BTV: Position t predicts `targets_BT[:, t]`: the caller has already shifted logits or targets.
+        targets_BT: int64 ids; those outside the mask are never read.
         target_modality_BT: Modality number of each target.
         target_mask_BT: Whether a target is trained on, True or False.
         n_modalities: M.
@@ -126,8 +126,8 @@ def modality_losses(
         ce_BT = log_sum_BT - torch.where(is_target_BTV, shifted_BTV, 0.0).sum(-1)
         log_z_BT = largest_BT1[..., 0] + log_sum_BT
     else:
-        # One softmax pass serves both: log Z is the target's logit less its log-probability. With z_loss 0 no
-        # gradient flows through log Z, and the backward pass costs what a plain cross-entropy's does.
+        # One softmax pass gives both: log Z is the target's logit minus its log-probability. With z_loss 0 no
+        # gradient flows through log Z, and the backward pass costs as much as that of a plain cross-entropy.
         ce_BT = -torch.log_softmax(wide_BTV, dim=-1).gather(-1, index_BT1)[..., 0]
         log_z_BT = wide_BTV.gather(-1, index_BT1)[..., 0] + ce_BT
     if not log_z_grad:
@@ -137,13 +137,13 @@ def modality_losses(
 
 
 def selected_of(target_modality_BT: Tensor, target_mask_BT: Tensor, n_modalities: int) -> Tensor:
-    """Whether a target is a trained one of this modality: (B, T, M)."""
+    """Whether a target is a trained target of this modality: (B, T, M)."""
     modality_M = torch.arange(n_modalities, device=target_modality_BT.device)
     return target_mask_BT[..., None] & (target_modality_BT[..., None] == modality_M)
 
 
 def sum_by_modality(ce_BT: Tensor, log_z_BT: Tensor, selected_BTM: Tensor) -> LossSums:
-    """Sums of every target's cross-entropy and log Z; what is not selected is never read."""
+    """Sums of cross-entropy and log Z over the selected targets; other targets are never read."""
 
     def total_M(value_BT: Tensor) -> Tensor:
         return torch.where(selected_BTM, value_BT[..., None], 0.0).sum(dim=(0, 1))
@@ -171,11 +171,11 @@ def total_loss(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Ten
 
 
 def loss_parts(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Tensor | float) -> Tensor:
-    """What each modality's targets add to `total_loss`, (M,): the denominator is that of all of them."""
+    """The contribution of each modality's targets to `total_loss`, (M,), with the same normalizer."""
     objective = _objective(sums, weights_M, z_loss)
     parts_M = _weighted(sums, weights_M, z_loss) if objective is None else objective.parts_M
     if parts_M is None:
-        raise ValueError("this chunked loss has no parts: call chunked_losses with by_modality=True.")
+        raise ValueError("This chunked loss has no parts: call chunked_losses with by_modality=True.")
     return parts_M / normalizer
 
 
@@ -185,29 +185,28 @@ def _weighted(sums: LossSums, weights_M: Tensor, z_loss: float) -> Tensor:
 
 
 def _objective(sums: LossSums, weights_M: Tensor, z_loss: float) -> Objective | None:
-    found = sums.objective
-    if found is not None and (found.weights_M is not weights_M or found.z_loss != z_loss):
-        raise ValueError(
-            "a chunked loss has the weights and z_loss that chunked_losses was given: pass the same."
-        )
-    return found
+    objective = sums.objective
+    if objective is not None and (objective.weights_M is not weights_M or objective.z_loss != z_loss):
+        raise ValueError("The weights and z_loss differ from those of chunked_losses: pass the same.")
+    return objective
 
 
 def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
-    """(R, M), by target modality, in fp32: count, summed cross-entropy, summed log Z, and, where the source
-    knows the probability of its tokens, the summed cross-entropy of that knowledge."""
+    """Sums by target modality, (R, M), in fp32: count, cross-entropy and log Z.
+
+    If the data source has the probability of its tokens, a fourth row is the summed floor."""
     rows = [sums.count, sums.ce, sums.log_z]
     if batch.target_surprise_BT is not None:
         selected_BTM = selected_of(batch.target_modality_BT, batch.target_mask_BT, len(sums.count))
-        known_BT = at_least_fp32(batch.target_surprise_BT)  # bf16-true rounds what it is given
+        known_BT = at_least_fp32(batch.target_surprise_BT)  # the precision bf16-true rounds the batch
         rows.append(torch.where(selected_BTM, known_BT[..., None], 0.0).sum((0, 1)).to(sums.count.dtype))
     return torch.stack(rows).detach().float()
 
 
 def modality_means(sums_RM: list[list[float]], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
-    """Mean loss, log Z and excess by modality as tags; a modality without a target is an absent key.
+    """Mean loss, log Z and excess loss by modality, as tags; a modality without a target has no key.
 
-    The excess is the loss less that of a model that knows the source, on the same tokens.
+    The excess is the loss minus the floor of the same tokens.
     """
     values: dict[str, float] = {}
     for name, count, ce, log_z, *floor in zip(names, *sums_RM, strict=True):

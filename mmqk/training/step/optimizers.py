@@ -1,4 +1,4 @@
-"""AdamW with both conventions of weight decay, what it decays, and the learning-rate schedules."""
+"""AdamW with both conventions of weight decay, the choice of decayed parameters, and the learning rate schedules."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
 
 
 def decays(config: OptimConfig, model: nn.Module) -> set[Tensor]:
-    """The parameters that decay: by the module that holds them, since gains may have two axes too.
+    """The parameters with weight decay, chosen by their module, because gains may have two axes too.
 
-    Matrices are the weights of linear layers; the weight of a head that is tied counts as the embedding it is.
+    Matrices are the weights of linear layers; a tied head counts as the embedding.
     """
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear)} - embeddings
@@ -99,7 +99,7 @@ def decays(config: OptimConfig, model: nn.Module) -> set[Tensor]:
 
 
 def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.Optimizer:
-    """AdamW, or `SplitAdamW`, over two groups: what decays and what does not."""
+    """AdamW or `SplitAdamW` with two groups: parameters with and without weight decay."""
     parameters, decaying = [p for p in model.parameters() if p.requires_grad], decays(config, model)
     # torch decays by lr_t * weight_decay; dividing by the peak leaves the schedule alone: s_t * weight_decay.
     decay = config.weight_decay / (config.lr if config.decay_mode == "independent" else 1.0)

@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept by modality: what one modality's gradients do to the other's step, taken away."""
+"""AdamW with separate moments for each modality, so that one modality's gradients do not scale another's step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmqk.distributed import summed, world_size
 
 
 class SplitAdamW(optim.Optimizer):
-    """AdamW with first and second moments of each modality's own gradient, the step being their sum.
+    """AdamW with first and second moments of each modality's gradient; the step is the sum over modalities.
 
     ```
     m_a <- beta1 m_a + (1 - beta1) g_a        g_a = c * gradient of modality a's target losses (z-loss included)
@@ -20,21 +20,21 @@ class SplitAdamW(optim.Optimizer):
     W   <- W - lr * decay * W - lr * sum_a mhat_a / (sqrt(vhat_a) + eps)
     ```
 
-    An arm of an experiment: if modalities of unequal gradient sizes disturb each other through the v that they share
-    in AdamW ("Adam heterogeneity"; gradients of modalities differ, arXiv 2605.16165), splitting it removes that.
-    With one modality, or where a parameter is reached by one alone, this is AdamW. Where several reach a parameter
-    the step can be up to as many times as long, so judge the arm at its own best learning rate. It costs one
-    backward pass for each modality and that many times the optimizer's state.
+    An arm of an experiment: modalities with gradients of different size share v in AdamW and may disturb each other
+    ("Adam heterogeneity"; gradients of modalities differ, arXiv 2605.16165). Separate moments remove that coupling.
+    For a parameter with gradients from one modality only, this is AdamW. With n modalities the step can be up to n
+    times as long, so compare the arm at its own best learning rate. It costs n backward passes and n times the
+    optimizer's state.
 
-    A modality absent from a step has a gradient of 0 in it, as a row of the embedding that no token uses has under
-    AdamW: its moments decay, its last momentum is still walked out, and the count of steps goes on.
+    A modality absent from a step has a gradient of 0, like an embedding row that no token uses under AdamW: its
+    moments decay, its momentum still moves the weights, and its step count increases.
 
     Args:
         params: Parameters or groups of them, each with its own `weight_decay` (torch's decoupled one).
         lr: Learning rate.
         betas: Decay of the moments.
         eps: Added to each root of a second moment.
-        weight_decay: Of groups that have none of their own.
+        weight_decay: For groups without a value.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class SplitAdamW(optim.Optimizer):
         self._gradients: dict[Tensor, Tensor] = {}  # by parameter, modalities along the first axis
 
     def backward(self, losses: Sequence[Tensor]) -> None:
-        """Add the gradient of each modality's loss, one backward pass each; `p.grad` is their sum.
+        """Add the gradient of each modality's loss, one backward pass each; `p.grad` becomes their sum.
 
-        The same number of losses in the same order every time; the graph they share is freed by the last.
+        Every call needs the same number of losses in the same order; the last backward pass frees the graph.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         for a, loss in enumerate(losses):
             more = a + 1 < len(losses)
-            found = torch.autograd.grad(loss, parameters, retain_graph=more, allow_unused=True)
-            for p, gradient in zip(parameters, found, strict=True):
+            gradients = torch.autograd.grad(loss, parameters, retain_graph=more, allow_unused=True)
+            for p, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
                     if p not in self._gradients:
                         self._gradients[p] = gradient.new_zeros(len(losses), *gradient.shape)
@@ -67,9 +67,9 @@ class SplitAdamW(optim.Optimizer):
 
     @torch.no_grad()
     def sum_ranks(self) -> None:
-        """Add up what `backward` found in each process, once before a step; a collective call.
+        """Sum the gradients over all processes, once before a step; a collective call.
 
-        DistributedDataParallel sees ``loss.backward()`` alone, and not the gradients that are taken here.
+        DistributedDataParallel handles ``loss.backward()`` only, and not the gradients of `backward`.
         """
         if world_size() > 1:
             for p, by_modality in self._gradients.items():
@@ -77,35 +77,35 @@ class SplitAdamW(optim.Optimizer):
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale every modality's gradients by the factor that torch clips their sum, of this norm, with."""
+        """Scale every modality's gradients by torch's clipping factor for their sum, which has this norm."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for by_modality in self._gradients.values():
             by_modality.mul_(factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, the sums and those by modality."""
+        """Clear the gradients, summed and by modality."""
         super().zero_grad(set_to_none)
         self._gradients.clear()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update from what `backward` added; a parameter that no loss reached stays, as in AdamW.
+        """One update with the gradients of `backward`; a parameter without a gradient stays, as in AdamW.
 
-        Where ``found_inf`` is set and true, no parameter changes; the moments may, of a run that is over.
+        If ``found_inf`` is set and true, no parameter changes; the moments may.
         """
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        # As torch's fused optimizers are told, and like them without asking the host.
-        broken = getattr(self, "found_inf", None)
+        # The flag of torch's fused optimizers; like them without a host synchronization.
+        found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for p in group["params"]:
                 if p in self._gradients:
-                    before = p.clone() if broken is not None else p
+                    before = p.clone() if found_inf is not None else p
                     self._update(p, self._gradients[p], group)
-                    if broken is not None:
-                        p.copy_(torch.where(broken.bool(), before, p))
+                    if found_inf is not None:
+                        p.copy_(torch.where(found_inf.bool(), before, p))
         return result
 
     def _update(self, p: Tensor, by_modality: Tensor, group: dict[str, Any]) -> None:
