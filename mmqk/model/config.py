@@ -1,4 +1,4 @@
-"""The shape and the variant of a model: frozen dataclasses that check themselves."""
+"""Shape and variant of a model: frozen dataclasses that validate their values."""
 
 import math
 import re
@@ -9,26 +9,26 @@ from typing import Any, Literal
 from mmqk.ranges import BELOW_ONE, LARGEST, SMALLEST, check_numbers, number
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LAYER = re.compile(r"(layer|head)\d{2,}")  # parts of the names of logged series
+_LAYER = re.compile(r"(layer|head)\d{2,}")  # reserved in the names of logged statistics
 
 
 @dataclass(frozen=True)
 class QKNormConfig:
-    """Normalisation of queries and keys. What a kind has no use for is set back to its default.
+    """Normalization of queries and keys. Fields that a kind does not use are reset to their defaults.
 
     Attributes:
         kind: none; rms (Qwen3, OLMo 2); layer (LayerNorm: Chameleon, ViT-22B); l2 (cosine attention: Henry et al.,
-            Swin V2), whose learned scale multiplies the queries and stands in the place of `attn_scale`.
-        scope: What is normalised together: the channels of one head, or those of all heads (full: OLMo 2).
-        gain: none; shared (one gain over head_dim for all heads: Chameleon 7B, Qwen3); per_head (a gain of its own
-            for every head: OLMo 2); zero_centred (shared, `1 + w` with w from 0: Gemma 3, Qwen3-Next). With kind l2
-            it is the learned scale: none (fixed), shared (one a layer) or per_head.
+            Swin V2), whose learned scale multiplies the queries and replaces `attn_scale`.
+        scope: Channels that are normalized together: those of one head, or of all heads (full: OLMo 2).
+        gain: none; shared (one gain over head_dim for all heads: Chameleon 7B, Qwen3); per_head (one gain for
+            every head: OLMo 2); zero_centred (shared, `1 + w` with w from 0: Gemma 3, Qwen3-Next). With kind l2
+            it is the learned scale: none (fixed), shared (one per layer) or per_head.
         bias: Whether a LayerNorm has one (Chameleon does, ViT-22B does not).
-        eps: Added to the mean square (rms) or the variance (layer) under the root; the least length (l2).
+        eps: Added to the mean square (rms) or the variance (layer) under the root; the smallest length (l2).
         place: before_rope (Chameleon, Qwen3, OLMo 2) or after_rope (Llama 4).
-        normalize_v: Values too, in the same way (QKV-Norm, arXiv 2410.16682); of kind l2 without a scale.
-        scale_init: First value of the scale of kind l2.
-        scale_max: Largest scale of kind l2; given, the scale is learned as its logarithm (Swin V2: 100).
+        normalize_v: Normalize values in the same way (QKV-Norm, arXiv 2410.16682); with kind l2 without a scale.
+        scale_init: Initial value of the scale of kind l2.
+        scale_max: Largest scale of kind l2; if given, the parameter is the scale's logarithm (Swin V2: 100).
     """
 
     kind: Literal["none", "rms", "layer", "l2"] = "none"
@@ -60,12 +60,12 @@ class QKNormConfig:
         if self.kind == "l2":
             if self.scope == "full":
                 raise ValueError(
-                    "model.qk_norm.scope full has no cosine for model.qk_norm.kind l2 to take: set scope head."
+                    "model.qk_norm.scope full does not work with model.qk_norm.kind l2: set scope head."
                 )
             if self.gain == "zero_centred":
                 raise ValueError(
-                    "model.qk_norm.gain zero_centred does not go with model.qk_norm.kind l2, whose scale starts at"
-                    " model.qk_norm.scale_init: choose none, shared or per_head."
+                    "model.qk_norm.gain zero_centred does not work with model.qk_norm.kind l2, whose scale starts at"
+                    " model.qk_norm.scale_init: set none, shared or per_head."
                 )
             if self.scale_max is not None and self.scale_max < self.scale_init:
                 raise ValueError(
@@ -75,10 +75,10 @@ class QKNormConfig:
 
 @dataclass(frozen=True)
 class UntieConfig:
-    """What each modality has a copy of its own of (Mixture-of-Transformers, arXiv 2411.04996).
+    """Layers with one copy per modality (Mixture-of-Transformers, arXiv 2411.04996).
 
-    A token passes through the copy of its own modality. All copies start with the weights of the tied model, so an
-    untied model is the tied one until its first update.
+    A token uses the copy of its modality. All copies start with the weights of the tied model, so an untied model
+    equals the tied one until its first update.
 
     Attributes:
         norms: Gains (and biases) of the norms around the sublayers and of the final norm.
@@ -95,15 +95,15 @@ class UntieConfig:
 
 @dataclass(frozen=True)
 class RopeScalingConfig:
-    """Rotary frequencies stretched for longer sequences than a checkpoint was first trained on.
+    """Rotary frequencies scaled for longer sequences than in the original training of a checkpoint.
 
     Attributes:
         kind: none; linear (all frequencies divided by the factor: Gemma 3); llama3 (only the low ones, with a smooth
-            passage: Llama 3.1).
-        factor: What frequencies are divided by.
+            transition: Llama 3.1).
+        factor: Divisor of the frequencies.
         low_freq_factor: Wavelengths above `original_length` over this are divided (llama3).
         high_freq_factor: Wavelengths below `original_length` over this stay (llama3).
-        original_length: Tokens of the first training (llama3).
+        original_length: Tokens per sequence in the original training (llama3).
     """
 
     kind: Literal["none", "linear", "llama3"] = "none"
@@ -130,16 +130,16 @@ class RopeScalingConfig:
 class ModelConfig:
     """An early-fusion decoder over one joint vocabulary. Impossible values raise ValueError in one sentence.
 
-    A detail of something that is switched off is set back to its default, so that two configurations are equal
-    exactly when the models are.
+    Options of a disabled feature are reset to their defaults, so two configurations are equal exactly when the
+    models are.
 
     Attributes:
-        blocks: Number of ids by modality, contiguous from id 0; filled from the tokenizers when left out.
+        blocks: Number of ids by modality, contiguous from id 0; by default taken from the tokenizers.
         d_model: Width of the residual stream.
         n_layers: Number of blocks, each one attention and one MLP.
         n_heads: Attention heads.
-        n_kv_heads: Heads of keys and values, each shared by n_heads / n_kv_heads queries; 0 for n_heads.
-        d_head: Width of a head, even for RoPE; 0 for d_model / n_heads.
+        n_kv_heads: Key and value heads, each shared by n_heads / n_kv_heads query heads; 0 for n_heads.
+        d_head: Width of a head (head_dim), even for RoPE; 0 for d_model / n_heads.
         d_ff: Hidden width of the MLP; 0 for 8/3 d_model up to a multiple of 16 (gated) or 4 d_model (gelu).
         mlp: swiglu (gated, three matrices), geglu (gated by the tanh approximation of GELU: Gemma) or gelu (two).
         pre_norm: Norm on the input of each sublayer; pre alone is Llama and Chameleon-7B.
@@ -148,36 +148,36 @@ class ModelConfig:
         norm_gain: plain, none, or zero_centred (`1 + w` with w from 0: Gemma).
         norm_bias: Whether these norms have a bias; of norm layer alone.
         norm_eps: Epsilon of these norms.
-        post_gain_init: First value of the gains after the sublayers; 0 silences every branch at first (timm's
+        post_gain_init: Initial value of the gains after the sublayers; with 0 every branch starts at zero (timm's
             Swin V2).
-        qk_norm: Normalisation of queries and keys.
+        qk_norm: Normalization of queries and keys.
         attn_softcap: Bounds attention logits by cap * tanh(logit / cap), before the mask; null for none.
         final_softcap: Bounds the output logits in the same way; null for none.
-        attn_scale: Factor on q.k: rsqrt (1 / sqrt(head width)), inverse (1 / head width), none (1) or a number.
-        attention: softmax, or sigmoid with bias -log T (arXiv 2409.04431). T counts every token of the row, padding
-            and other documents too, so the same tokens in a longer row give other outputs.
+        attn_scale: Factor on q.k: rsqrt (1 / sqrt(head_dim)), inverse (1 / head_dim), none (1) or a number.
+        attention: softmax, or sigmoid with bias -log T (arXiv 2409.04431). T counts every token of the row, including
+            padding and other documents, so the same tokens in a longer row give different outputs.
         weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, sigma the largest
             singular value (σReparam, arXiv 2303.06296).
-        reparam_gamma: First value of gamma: sigma (W's own, so that the first forward is that of the plain model:
+        reparam_gamma: Initial value of gamma: sigma (that of W, so that the first forward equals the plain model's:
             the authors' PyTorch code, for vision and language) or one (their JAX code, for speech).
         residual_dropout: Probability of dropping an element of a sublayer's output before it is added.
         attn_dropout: Probability of dropping an attention weight.
-        layer_scale: First value of a learned factor on each channel of a sublayer's output (LayerScale, arXiv
+        layer_scale: Initial value of a learned factor on each channel of a sublayer's output (LayerScale, arXiv
             2103.17239); null for none.
         output_init: Initial size of the last matrix of each sublayer: plain; total (divided by sqrt(2 n_layers):
             GPT-2, Spike No More) or depth (by sqrt(2 (layer + 1)): OLMo-core, DCLM).
-        embed_init: Factor on the initial size of a modality's embeddings, by name; 1 where left out.
-        embed_scale: Factor on a modality's embeddings in every forward, by name; 1 where left out.
+        embed_init: Factor on the initial size of a modality's embeddings, by name; 1 by default.
+        embed_scale: Factor on a modality's embeddings in every forward, by name; 1 by default.
         embed_sqrt_d: Whether embeddings are multiplied by sqrt(d_model) in every forward (Gemma; Spike No More, arXiv
             2312.16903), on top of `embed_scale`.
-        untie: What each modality has of its own.
+        untie: Layers with one copy per modality.
         tie_embeddings: Whether the head is the embedding matrix.
-        window: Tokens that a query sees, itself included, in windowed layers; 0 for all tokens in all layers.
-        global_every: Every so many layers, one sees all tokens in spite of `window` (Gemma 2: 2, Gemma 3: 6);
-            0 for none.
+        window: Tokens that a query attends to, itself included, in windowed layers; 0 for all tokens in all layers.
+        global_every: Every n-th layer attends to all tokens in spite of `window` (Gemma 2: 2, Gemma 3: 6); 0 for
+            none.
         rope_theta: Base of the rotary position frequencies.
         local_rope_theta: The same in windowed layers, without `rope_scaling`; null for `rope_theta` with it.
-        rope_scaling: How the frequencies are stretched.
+        rope_scaling: Scaling of the frequencies.
     """
 
     blocks: dict[str, int] = number(dict, 1, 2**24)
@@ -235,12 +235,12 @@ class ModelConfig:
             raise ValueError(f"model.norm_bias belongs to model.norm layer, but model.norm is {self.norm}.")
         if self.post_gain_init != 1 and self.norm_gain == "none":
             raise ValueError(
-                f"model.post_gain_init {self.post_gain_init} needs a gain to start from, but model.norm_gain is none."
+                f"model.post_gain_init {self.post_gain_init} needs a gain, but model.norm_gain is none."
             )
         if self.qk_norm.kind == "l2" and self.attn_scale not in ("rsqrt", "none"):
             raise ValueError(
-                f"model.attn_scale {self.attn_scale} would come on top of the learned scale of model.qk_norm.kind l2,"
-                " which stands in its place: leave model.attn_scale out."
+                f"model.attn_scale {self.attn_scale} would multiply the learned scale of model.qk_norm.kind l2, which"
+                " replaces it: remove model.attn_scale."
             )
         self._check_untied()
 
@@ -254,7 +254,7 @@ class ModelConfig:
             raise ValueError(
                 f"model.d_head is {self.d_head}, which RoPE cannot rotate in pairs: make it even."
                 if self.d_head
-                else f"model.d_model {self.d_model} over model.n_heads {self.n_heads} gives the odd head width "
+                else f"model.d_model {self.d_model} over model.n_heads {self.n_heads} gives the odd head_dim "
                 f"{self.head_dim}, which RoPE cannot rotate in pairs."
             )
         if self.n_heads % self.kv_heads:
@@ -297,7 +297,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "ModelConfig":
-        """The configuration whose `dataclasses.asdict` this is; TypeError for a field that there is none of."""
+        """The configuration with this `dataclasses.asdict`; TypeError for an unknown field."""
         nested = {"qk_norm": QKNormConfig, "untie": UntieConfig, "rope_scaling": RopeScalingConfig}
         return cls(
             **{name: nested[name](**value) if name in nested else value for name, value in stored.items()}
@@ -305,12 +305,12 @@ class ModelConfig:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Block names in id order; a modality's number is its place here."""
+        """Block names in id order; a modality's number is its index here."""
         return tuple(self.blocks)
 
     @property
     def vocab_size(self) -> int:
-        """Ids of all blocks together."""
+        """Number of ids of all blocks."""
         return sum(self.blocks.values())
 
     @property
@@ -320,7 +320,7 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values, with n_kv_heads 0 resolved."""
+        """Key and value heads, with n_kv_heads 0 resolved."""
         return self.n_kv_heads or self.n_heads
 
     @property
@@ -340,7 +340,7 @@ class ModelConfig:
         return {"rsqrt": self.head_dim**-0.5, "inverse": 1 / self.head_dim, "none": 1.0}[self.attn_scale]
 
     def window_of(self, layer: int) -> int:
-        """Tokens that a query of this layer sees, itself included; 0 for all."""
+        """Tokens that a query of this layer attends to, itself included; 0 for all."""
         return 0 if self.global_every and (layer + 1) % self.global_every == 0 else self.window
 
 

@@ -13,11 +13,10 @@ MOST_GRAPHS = 64
 
 
 def compile_blocks(model: EarlyFusionTransformer) -> None:
-    """Compile what a block computes, once for all blocks that are alike, and the final norm.
+    """Compile the blocks, with one graph for equal blocks, and the final norm.
 
-    Names of parameters and modules stay as they are. Each graph is whole: what would break it is an error. Hooks on a
-    block itself run, hooks on its parts only where they were there before; the blocks of a forward with a sink run
-    eagerly.
+    Names of parameters and modules stay. A graph break is an error. Hooks on a block run; hooks on its submodules
+    run only if they were registered before. With a sink the blocks run eagerly.
     """
     allow_many_graphs()
     blocks = [cast("Block", block) for block in model.blocks]
@@ -28,17 +27,17 @@ def compile_blocks(model: EarlyFusionTransformer) -> None:
 
 
 def allow_many_graphs() -> None:
-    """Training, validation and a shorter last batch have a graph each, and blocks may differ by window."""
+    """Raise the recompile limit: training, validation, a shorter last batch and each window need a graph."""
     from torch._dynamo import config
 
     config.recompile_limit = max(MOST_GRAPHS, config.recompile_limit)
 
 
 def keep_graphs() -> None:
-    """More than one backward pass goes through what is compiled from now on, at the price of some memory."""
+    """Allow several backward passes through graphs compiled from now on, for some memory."""
     from torch._functorch import config
 
     if config.donated_buffer:
-        torch.compiler.reset()  # graphs that write over what they have read, and that nothing tells apart from now on
-    # Nor does torch's cache on disk (2.15): it would give such graphs back, whose second backward pass is wrong.
+        torch.compiler.reset()  # drop graphs that overwrite their inputs; they would be reused
+    # torch's disk cache (2.15) would also return such graphs, whose second backward pass is wrong.
     config.donated_buffer, torch.compiler.config.cache_key_tag = False, "keep_graphs"

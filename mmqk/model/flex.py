@@ -1,6 +1,6 @@
 """FlexAttention: causal and document masks, windows, a cap on the logits and grouped queries in one compiled kernel.
 
-Shapes are in the names: B batch, T tokens, H heads, G heads of keys and values, K head width.
+Shapes are in the names: B batch, T tokens, H heads, G key and value heads, K head_dim.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.nn.attention.flex_attention import (
 
 from .dynamo import allow_many_graphs
 
-# From a capped logit in fp32 the raw one is known to a thousandth up to 6 caps and to a fortieth up to 8; soon after
-# tanh is 1.
+# The raw logit recovered from a capped fp32 logit is accurate to 1/1000 up to 6 caps and to 1/40 up to 8 caps; soon
+# after that tanh is 1.
 SATURATED = 8.0
 
 
@@ -34,14 +34,14 @@ def flex_rows(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention and what each row's softmax was.
+    """Attention, and the softmax statistics of each row.
 
     Returns:
-        out_BHTK; max_BHT, the largest raw logit of each row (fp32, after the scale, before the cap, which it is
-        computed back from: `SATURATED`); lse_BHT, the log-sum-exp of its capped logits (fp32). Without a gradient
-        through the last two.
+        out_BHTK; max_BHT, the largest raw logit of each row (fp32, after the scale and before the cap; recovered
+        from the capped logit, see `SATURATED`); lse_BHT, the log-sum-exp of its capped logits (fp32). The last two
+        have no gradient.
     """
-    # A compiled block holds it; elsewhere it is compiled by itself.
+    # A compiled block includes it; otherwise it is compiled separately.
     fused: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     out_BHTK, aux = fused(
         q_BHTK,
@@ -58,10 +58,10 @@ def flex_rows(
 
 
 def uncapped(capped: Tensor, softcap: float | None) -> Tensor:
-    """The logit whose cap this is; at most `SATURATED` caps."""
+    """The raw logit of a capped one, at most `SATURATED` caps."""
     if softcap is None:
         return capped
-    # The kernel's base 2 and back may end a rounding above the cap.
+    # The kernel computes in base 2: rounding may give a value just above the cap.
     return softcap * torch.atanh((capped / softcap).clamp(-1.0, 1.0)).clamp(-SATURATED, SATURATED)
 
 
@@ -75,7 +75,7 @@ def cap(softcap: float) -> Callable[..., Tensor]:
 
 
 def flex_mask(T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None) -> BlockMask:
-    """Who sees whom, with the blocks of 128 x 128 tokens that a kernel may leave out."""
+    """The attention mask, with the blocks of 128 x 128 tokens that the kernel may skip."""
     if document_BT is None:
         return _same_for_all(T, device, window)
     causal = sees(window)
@@ -88,13 +88,13 @@ def flex_mask(T: int, device: torch.device, window: int = 0, document_BT: Tensor
 
 @lru_cache(maxsize=16)
 def _same_for_all(T: int, device: torch.device, window: int) -> BlockMask:
-    with torch.inference_mode(False):  # one that validation makes serves training as well
+    with torch.inference_mode(False):  # training reuses a mask that validation created
         return create_block_mask(sees(window), None, None, T, T, device)
 
 
 @cache
 def sees(window: int) -> Callable[..., Tensor]:
-    """Whether a query sees a key, by their places: 0 for all earlier ones, else so many, itself included."""
+    """A mask function: a query attends to `window` tokens, itself included, or with 0 to all earlier ones."""
 
     def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
@@ -107,6 +107,6 @@ def sees(window: int) -> Callable[..., Tensor]:
 
 @cache
 def _compiled() -> Callable[..., tuple[Tensor, AuxOutput]]:
-    # Outside of a compiled block it would make all T x T logits; as it would beyond the limit of shapes.
+    # Uncompiled, or after too many recompilations, flex_attention would compute all T x T logits.
     allow_many_graphs()
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -1,4 +1,4 @@
-"""Initial weights: each parameter a function of the seed and its own name, so arms share what they can."""
+"""Initial weights: each parameter depends on the seed and its name only, so arms share all common weights."""
 
 import hashlib
 import re
@@ -8,7 +8,7 @@ from torch import nn
 
 from .linear import SigmaLinear
 
-_STD_OF_CUT_NORMAL = 0.87962566103423978  # of a unit normal distribution cut at -2 and 2
+_STD_OF_CUT_NORMAL = 0.87962566103423978  # standard deviation of a unit normal truncated at -2 and 2
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:
@@ -24,23 +24,23 @@ def init_weights(model: nn.Module, seed: int) -> None:
     | parameter      | values                                                                                 |
     | -------------- | -------------------------------------------------------------------------------------- |
     | embedding      | normal, standard deviation 1 / sqrt(d_model), times `embed_init` of its modality       |
-    | matrices       | normal cut at two of its deviations, standard deviation 1 / sqrt(fan_in), the last one |
-    |                | of a sublayer scaled as `output_init` says                                             |
-    | gains, scales  | what their module calls `initial`: gains 1, biases 0                                   |
+    | matrices       | normal truncated at two standard deviations of 1 / sqrt(fan_in); `output_init` scales  |
+    |                | the last matrix of a sublayer                                                          |
+    | gains, scales  | `initial` of their module: gains 1, biases 0                                           |
 
-    A parameter that is added or removed leaves all others as they were; the copies that modalities have of one
-    layer start alike. The numbers are drawn in fp32 on the CPU, so they are the same on every device.
+    Adding or removing a parameter changes no other one, and all copies of a layer by modality start equal. The
+    numbers are drawn in fp32 on the CPU, so they are the same on every device.
 
     Raises:
-        TypeError: a module with parameters has no row in the table.
+        TypeError: the table has no row for a module with parameters.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
-        return  # a checkpoint fills it
+        return  # a checkpoint provides the values
     done = set()
     for module_name, module in model.named_modules():
         shared_name = re.sub(r"\.copies\.\d+", "", module_name)
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter in done:  # tied: the embedding's row of the table holds
+            if parameter in done:  # a tied head is initialized as the embedding
                 continue
             done.add(parameter)
             values = torch.empty(parameter.shape)
@@ -55,7 +55,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
             elif name in getattr(module, "initial", {}):
                 values.fill_(module.initial[name])
             else:
-                raise TypeError(f"no initial values for {module_name}.{name} of {type(module).__name__}.")
+                raise TypeError(f"{module_name}.{name} of {type(module).__name__} has no initial values.")
             parameter.copy_(values)
         if isinstance(module, SigmaLinear):
             module.start()

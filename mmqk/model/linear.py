@@ -1,4 +1,4 @@
-"""Matrices of the blocks, σReparam, and layers that each modality has a copy of."""
+"""Matrices of the blocks, σReparam, and layers with one copy per modality."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,8 @@ from .config import ModelConfig
 from .norms import at_least_fp32
 
 TINY = 1e-30
-# Power iterations after an update. With one, as in the source, sigma was up to 31 % below the true one in the first
-# 30 steps of configs/demo.yaml at a learning rate of 0.03 with 5 steps of warm-up; with ten up to 6 %.
+# Power iterations after an update. In the first 30 steps of configs/demo.yaml, at a learning rate of 0.03 with 5
+# warm-up steps, sigma was up to 31 % too low with one iteration, as in the source, and up to 6 % with ten.
 POWER_STEPS = 10
 
 
@@ -30,16 +30,15 @@ class Linear(nn.Linear):
 class SigmaLinear(Linear):
     """`gamma / sigma(W) * W x`, sigma the largest singular value of W (σReparam, Zhai et al. 2023, arXiv 2303.06296).
 
-    sigma is `u^T W v` in fp32, which is never above the true one. The forward takes u and v as they are and never
-    writes them. They start as the leading singular vectors; `power_step` brings them nearer to those of the present
-    W and is called `POWER_STEPS` times after every update. Both are in the state dict, so a resumed run goes on with
-    the same sigma.
+    sigma is `u^T W v` in fp32, which is never above the largest singular value. The forward pass does not change u
+    and v. They start as the leading singular vectors, and `POWER_STEPS` calls of `power_step` after every update
+    let them follow W. Both are in the state dict, so a resumed run has the same sigma.
 
     Args:
         d_in: Width of the input.
         d_out: Width of the output.
         init_scale: As of `Linear`.
-        keep: Whether gamma starts at sigma(W), so that nothing changes at first, or at 1.
+        keep: Whether gamma starts at sigma(W), which gives the plain `W x`, or at 1.
     """
 
     def __init__(self, d_in: int, d_out: int, init_scale: float = 1.0, keep: bool = True) -> None:
@@ -53,7 +52,7 @@ class SigmaLinear(Linear):
         self.register_buffer("v", torch.zeros(d_in))
 
     def sigma(self) -> Tensor:
-        """The present estimate of the largest singular value, differentiable in W."""
+        """The estimate of the largest singular value, differentiable in W."""
         with torch.autocast(self.weight.device.type, enabled=False):
             wide = at_least_fp32(self.weight)
             return at_least_fp32(self.u) @ (wide @ at_least_fp32(self.v))
@@ -61,12 +60,12 @@ class SigmaLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map the last axis of `x`."""
         with torch.autocast(self.weight.device.type, enabled=False):
-            scale = self.gamma / self.sigma().clamp_min(TINY)  # a matrix of zeros stays one
+            scale = self.gamma / self.sigma().clamp_min(TINY)  # a zero matrix stays zero
             weight = (scale * at_least_fp32(self.weight)).to(self.weight.dtype)
         return F.linear(x, weight)
 
     def extra_repr(self) -> str:
-        """Widths, and where gamma starts."""
+        """Widths and the initial value of gamma."""
         return f"{super().extra_repr()}, gamma starts at {'sigma(W)' if self.keep else 1}"
 
     @torch.no_grad()
@@ -80,9 +79,10 @@ class SigmaLinear(Linear):
 
     @torch.no_grad()
     def start(self) -> None:
-        """u, v and gamma of the present W: its leading singular vectors, by an eigendecomposition in fp64 on the CPU.
+        """Set u and v to the leading singular vectors of W and gamma to its start, in fp64 on the CPU.
 
-        Power iterations would need hundreds: the largest singular values of a random matrix lie close together.
+        This uses an eigendecomposition. Power iteration would need hundreds of steps, because the largest singular
+        values of a random matrix lie close together.
         """
         wide = self.weight.detach().cpu().double().nan_to_num()
         tall = wide.shape[0] > wide.shape[1]
@@ -94,13 +94,13 @@ class SigmaLinear(Linear):
 
 
 def _direction(vector: Tensor, before: Tensor) -> Tensor:
-    """`vector` at length 1, or what was there before where it has none."""
+    """`vector` at length 1, or `before` if its length is zero or not finite."""
     length = vector.norm()
     return torch.where((length > TINY) & length.isfinite(), vector / length, before)
 
 
 def power_step(model: nn.Module) -> None:
-    """`POWER_STEPS` power iterations of every σReparam matrix of `model`: call it after each optimizer step."""
+    """Run `POWER_STEPS` power iterations of every σReparam matrix; call it after each optimizer step."""
     for module in model.modules():
         if isinstance(module, SigmaLinear):
             for _ in range(POWER_STEPS):
@@ -108,20 +108,20 @@ def power_step(model: nn.Module) -> None:
 
 
 def linear(config: ModelConfig, d_in: int, d_out: int, init_scale: float = 1.0) -> Linear:
-    """A matrix of a block, as `config.weight_reparam` says."""
+    """A matrix of a block, by `config.weight_reparam`."""
     if config.weight_reparam == "none":
         return Linear(d_in, d_out, init_scale)
     return SigmaLinear(d_in, d_out, init_scale, keep=config.reparam_gamma == "sigma")
 
 
 class ByModality(nn.Module):
-    """A layer that every modality has a copy of; each token passes through its own.
+    """A layer with one copy per modality; each token uses the copy of its modality.
 
-    All copies see all tokens and one result is kept, so it costs as many times the operations as there are
-    modalities, and its shapes do not depend on the data.
+    Every copy processes all tokens and one result per token is kept. This multiplies the operations by the number
+    of modalities, but the shapes do not depend on the data.
 
     Args:
-        make: Makes one copy.
+        make: Creates one copy.
         n: Number of modalities.
     """
 
@@ -130,7 +130,7 @@ class ByModality(nn.Module):
         self.copies = nn.ModuleList(make() for _ in range(n))
 
     def forward(self, x: Tensor, modality_BT: Tensor) -> Tensor:
-        """`x` is (B, T, ...); a modality number without a copy takes the first."""
+        """`x` is (B, T, ...); a modality number without a copy uses the first."""
         out = self.copies[0](x)
         of_token = modality_BT.view(*modality_BT.shape, *(1,) * (x.ndim - 2))
         for m, copy in enumerate(self.copies[1:], start=1):
@@ -139,10 +139,10 @@ class ByModality(nn.Module):
 
 
 def untied(make: Callable[[], nn.Module], config: ModelConfig, untie: bool) -> nn.Module:
-    """What `make` makes, once or for every modality."""
+    """The layer of `make`, or a copy of it for every modality."""
     return ByModality(make, len(config.blocks)) if untie else make()
 
 
 def through(layer: nn.Module, x: Tensor, modality_BT: Tensor | None) -> Tensor:
-    """`layer(x)`, each token through the copy of its modality where there are copies."""
+    """`layer(x)`; if the layer has copies, each token uses the copy of its modality."""
     return layer(x, modality_BT) if isinstance(layer, ByModality) else layer(x)

@@ -1,10 +1,10 @@
-"""Norms of the last axes, computed in fp32 whatever the precision around them, and LayerScale.
+"""Norms over the last axes, always computed in at least fp32, and LayerScale.
 
-Rounding order: `(w * x_normalised).to(x.dtype)`, all of it in fp32 (OLMo 2, Gemma). Llama, Qwen3 and
-Chameleon round first, `w * x_normalised.to(x.dtype)`; in bf16 a quarter of the elements differ.
+Rounding order: `(w * x_normalized).to(x.dtype)`, with the product in fp32 (OLMo 2, Gemma). Llama, Qwen3 and
+Chameleon round first, `w * x_normalized.to(x.dtype)`; in bf16 a quarter of the elements differ.
 
-The result has the dtype of the input. torch's own norms return fp32 under CUDA autocast (not under CPU
-autocast), so that a QK-Norm arm would run its attention in another precision than its control.
+The result has the dtype of the input. torch's norms return fp32 under CUDA autocast (not under CPU autocast):
+an arm with QK-Norm would compute attention in another precision than its control.
 """
 
 import math
@@ -16,23 +16,23 @@ from .config import ModelConfig, QKNormConfig
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` itself in fp32 and fp64, in fp32 when it is narrower."""
+    """`x` in fp32, or unchanged in fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Norm(nn.Module):
-    """`gain * normalise(x) + bias` over the last axes; a kind of norm says how it normalises.
+    """`gain * normalize(x) + bias` over the last axes; the subclasses define `normalise`.
 
     Args:
-        shape: The last axes of the input, which are normalised together.
-        eps: See the kinds.
-        gain_shape: Of the gain and the bias, broadcast over the input; `shape` when left out.
+        shape: The last axes of the input, which are normalized together.
+        eps: See the subclasses.
+        gain_shape: Shape of gain and bias, broadcast over the input; `shape` by default.
         gain: plain (the parameter itself), zero_centred (1 + the parameter) or none.
-        gain_init: First value of the gain.
-        bias: Whether a bias, from 0, is added.
+        gain_init: Initial value of the gain.
+        bias: Whether to add a bias, initially 0.
 
     Attributes:
-        initial: First value of each parameter, by name, for `init_weights`.
+        initial: Initial value of each parameter, by name, for `init_weights`.
     """
 
     def __init__(
@@ -55,28 +55,28 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(gain_shape)) if bias else None
 
     def normalise(self, wide: Tensor) -> Tensor:
-        """The input, at least fp32, without its size."""
+        """The normalized input, which is in at least fp32."""
         raise NotImplementedError
 
     def mean(self, wide: Tensor) -> Tensor:
-        """Over the normalised axes, which stay; unlike that of torch, its gradient is divided before it is spread."""
+        """Mean over the normalized axes, keepdim; unlike torch's, its gradient is divided before it is expanded."""
         return wide.sum(self.axes, keepdim=True) / math.prod(self.shape)
 
     def gain(self) -> Tensor | None:
-        """What the normalised input is multiplied by."""
+        """The factor on the normalized input; None for none."""
         if self.weight is None or not self.offset:
             return self.weight
-        return self.offset + at_least_fp32(self.weight)  # in bf16 the sum would round the weight away
+        return self.offset + at_least_fp32(self.weight)  # in bf16 the sum would round away the weight
 
     def longest(self) -> Tensor:
-        """No output of one head is longer (L2) than this, whatever the input."""
+        """Upper bound on the L2 norm of the output of one head, for any input."""
         gain = self.gain()
         unit = math.prod(self.shape) ** 0.5
         length = torch.tensor(unit) if gain is None else unit * gain.abs().max()
         return length if self.bias is None else length + self.bias.norm(dim=-1).max()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axes of `x`, of any leading shape; the result has the dtype of `x`."""
+        """Normalize the last axes of `x`, of any leading shape; the result has the dtype of `x`."""
         with torch.autocast(x.device.type, enabled=False):
             y = self.normalise(at_least_fp32(x))
             gain = self.gain()
@@ -84,7 +84,7 @@ class Norm(nn.Module):
             return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Normalised shape, epsilon, gain and bias."""
+        """Normalized shape, epsilon, gain and bias."""
         gain = "none" if self.weight is None else f"{'1 + ' if self.offset else ''}{tuple(self.weight.shape)}"
         return f"{self.shape}, eps={self.eps}, gain={gain}, bias={self.bias is not None}"
 
@@ -108,11 +108,11 @@ class L2Norm(Norm):
     """`scale * x / max(|x|, eps)` over one axis (Henry et al. 2020, arXiv 2010.04245; Swin V2, 2111.09883).
 
     Args:
-        width: Of the axis.
-        eps: The least length.
-        scale: The scale, or the first value of the one that is learned.
-        scale_shape: Of the learned scale, broadcast over the input; None when it is fixed.
-        maximum: The largest learned scale. Given, the parameter is the scale's logarithm, and is cut there.
+        width: Size of the axis.
+        eps: The smallest length.
+        scale: The scale, or the initial value of a learned scale.
+        scale_shape: Shape of the learned scale, broadcast over the input; None for a fixed scale.
+        maximum: The largest learned scale. If given, the parameter is the logarithm of the scale and is clamped.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class LayerScale(nn.Module):
 
 
 def stream_norm(config: ModelConfig, gain_init: float = 1.0) -> Norm:
-    """A norm over the width of the model, as `config.norm` and its fields say."""
+    """A norm over the model width, by `config.norm` and its fields."""
     kind = RMSNorm if config.norm == "rms" else LayerNorm
     return kind(
         (config.d_model,),
@@ -186,7 +186,7 @@ def qk_norm(config: QKNormConfig, heads: int, head_dim: int, role: str) -> nn.Mo
     if config.kind == "none" or (role == "v" and not config.normalize_v):
         return nn.Identity()
     if config.kind == "l2":
-        if role != "q":  # the scale is the queries' alone
+        if role != "q":  # only the queries have the scale
             return L2Norm(head_dim, config.eps)
         shape = {"none": None, "shared": (1,), "per_head": (heads, 1)}[config.gain]
         return L2Norm(

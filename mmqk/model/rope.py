@@ -1,4 +1,4 @@
-"""Rotary positions. Shapes: B batch, T tokens, H heads, K head width."""
+"""Rotary positions. Shapes: B batch, T tokens, H heads, K head_dim."""
 
 import math
 
@@ -16,10 +16,10 @@ def rope_tables(
 ) -> Rope:
     """Cosine and signed sine of every position's angles, fp32, (T, 1, K) each (RoFormer, arXiv 2104.09864).
 
-    Channel i pairs with i + K/2 (the half-split layout of Hugging Face's Llama); pair i turns by
+    Channel i pairs with i + K/2 (the half-split layout of Hugging Face's Llama); pair i rotates by
     `position * theta^(-2i/K)`. The sine is negative in the first half, which `apply_rope` relies on.
 
-    On a CPU they are (T, heads, K), as a factor that heads share takes three times as long there as one for each.
+    On a CPU they are (T, heads, K): a factor broadcast over heads takes three times as long there.
     """
     frequency = theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / -K)
     if scaling is not None and scaling.kind != "none":
@@ -36,9 +36,8 @@ def _scaled(frequency: Tensor, scaling: RopeScalingConfig) -> Tensor:
     slow = frequency / scaling.factor
     if scaling.kind == "linear":
         return slow
-    turns = (
-        scaling.original_length * frequency / (2 * math.pi)
-    )  # of this pair within the first training's length
+    # Rotations of this pair within the length of the original training.
+    turns = scaling.original_length * frequency / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * frequency + (1 - kept) * slow

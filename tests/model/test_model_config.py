@@ -11,7 +11,7 @@ from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
     ("fields", "sentence"),
     [
         ({"n_heads": 5}, "model.d_model 64 .* model.n_heads 5"),
-        ({"d_model": 12, "n_heads": 4}, "odd head width 3"),
+        ({"d_model": 12, "n_heads": 4}, "odd head_dim 3"),
         ({"n_layers": 0}, "model.n_layers is 0: it must be a whole number from 1"),
         ({"d_ff": -1}, "model.d_ff"),
         ({"pre_norm": False}, "model.pre_norm and model.post_norm"),
@@ -31,7 +31,7 @@ from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
         ({"norm_gain": "shared"}, "model.norm_gain must be one of plain, none, zero_centred"),
         ({"norm_bias": True}, "model.norm_bias belongs to model.norm layer, but model.norm is rms"),
         ({"post_gain_init": float("nan")}, "model.post_gain_init is nan: it must be a number from"),
-        ({"post_norm": True, "post_gain_init": 0.0, "norm_gain": "none"}, "needs a gain to start from"),
+        ({"post_norm": True, "post_gain_init": 0.0, "norm_gain": "none"}, "needs a gain, but"),
         ({"attention": "linear"}, "model.attention must be one of softmax, sigmoid"),
         ({"weight_reparam": "weight_norm"}, "model.weight_reparam must be one of none, sigma"),
         ({"reparam_gamma": "zero"}, "model.reparam_gamma must be one of sigma, one"),
@@ -64,8 +64,8 @@ def test_impossible_qk_norm_is_refused_by_name():
         QKNormConfig("rms", eps=-1e-5)
     for fields, sentence in (
         ({"kind": "rms", "bias": True}, r"qk_norm\.bias belongs to kind layer, but .* is rms"),
-        ({"kind": "l2", "scope": "full"}, r"qk_norm\.scope full has no cosine"),
-        ({"kind": "l2", "gain": "zero_centred"}, r"qk_norm\.gain zero_centred does not go with .*kind l2"),
+        ({"kind": "l2", "scope": "full"}, r"qk_norm\.scope full does not work with"),
+        ({"kind": "l2", "gain": "zero_centred"}, r"qk_norm\.gain zero_centred does not work with .*kind l2"),
         (
             {"kind": "l2", "scale_max": 9.0},
             r"qk_norm\.scale_max 9\.0 is below model\.qk_norm\.scale_init 10\.0",
