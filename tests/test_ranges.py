@@ -298,7 +298,7 @@ def test_a_larger_device_has_room(tiny_args, monkeypatch):
     monkeypatch.setattr(memory, "memory_of", lambda device: need)
     memory.check_memory(run, torch.device("cpu"))
     monkeypatch.setattr(memory, "memory_of", lambda device: need - 1)
-    with pytest.raises(UserError, match=r"need at least .* GiB of memory, and this cpu has .* GiB: lower"):
+    with pytest.raises(UserError, match=r"need at least .* GiB of memory, but this cpu has .* GiB: lower"):
         memory.check_memory(run, torch.device("cpu"))
     # Halves of a batch are shared out.
     halved = replace(run, trainer={**run.trainer, "accumulate_grad_batches": 2})

@@ -196,10 +196,10 @@ REFUSED = {
     "cudnn": (["--backend=sdpa_cudnn"], "needs a CUDA GPU"),
     "flex": (FLEX, "needs a CUDA GPU"),
     "no such": (["--backend=triton"], "backend must be one of math, sdpa"),
-    "compile, QK-Clip": (["--compile=true", "--optim.qk_clip=1"], "optim.qk_clip looks at queries and keys"),
+    "compile, QK-Clip": (["--compile=true", "--optim.qk_clip=1"], "optim.qk_clip reads queries and keys"),
     "recompute, QK-Clip": (
         ["--recompute=true", "--optim.qk_clip=1"],
-        "optim.qk_clip looks at queries and keys",
+        "optim.qk_clip reads queries and keys",
     ),
     "flex, length": ([*FLEX, "--data.seq_len=96"], "data.seq_len to be a multiple of 128, but it is 96"),
     "flex, dropout": ([*FLEX, "--model.attn_dropout=0.1"], "cannot drop attention weights"),

@@ -1,4 +1,4 @@
-"""Alarms while a run trains: found in what it logs, said once, written down, and acted on where that is asked for."""
+"""Alarms during a run: found in its logged values, printed, written to alarms.jsonl, and acted on if configured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmqk.training.loop.step_log import Checkpoints, StepLog, ends_step
 from mmqk.training.step.module import TrainingModule
 
 # Lines on the terminal for one alarm on one statistic of one modality; alarms.jsonl has all of them.
-SAID_AT_MOST = {"spike": 5, "spike_median": 5}
+MOST_LINES = {"spike": 5, "spike_median": 5}
 
 
 class AlarmStop(Interrupted):
@@ -36,7 +36,7 @@ class AlarmStop(Interrupted):
 
 
 class _Tap(Logger):
-    """A logger that keeps what everybody logs, until it is drained."""
+    """A logger that keeps all logged values until they are drained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,24 +58,24 @@ class _Tap(Logger):
         pass
 
     def drain(self) -> list[tuple[int, dict[str, float]]]:
-        """What was logged since the last time, by rising step."""
-        found, self._values = sorted(self._values.items()), {}
-        return found
+        """The values logged since the last call, by rising step."""
+        logged, self._values = sorted(self._values.items()), {}
+        return logged
 
 
 class Alarms(L.Callback):
-    """Puts every number that is logged through `AlarmRules`: the losses of each flush, the statistics of each probe.
+    """Passes every logged value through `AlarmRules`: the losses of each flush, the statistics of each probe.
 
-    Comes after whatever logs and before `Checkpoints` in the list of callbacks, and its `tap` among the trainer's
-    loggers. It reads what was logged already and synchronises nothing.
+    It comes after the callbacks that log and before `Checkpoints`; its `tap` is one of the trainer's loggers. It
+    reads logged values only and never synchronizes with the host.
 
     Args:
-        folder: where ``alarms.jsonl`` goes.
-        config: what an alarm does.
-        rules: with the length of the run and its warm-up.
-        step_log: flushed before a probe, so that the numbers of a step come together.
-        monitor: what probes.
-        checkpoints: what writes them.
+        folder: Folder of ``alarms.jsonl``.
+        config: Actions of the alarms.
+        rules: Rules with the length of the run and its warm-up.
+        step_log: Flushed before a probe, so that the values of a step are logged together.
+        monitor: Runs the probes.
+        checkpoints: Writes the checkpoints.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Alarms(L.Callback):
         self.step_log, self.monitor, self.checkpoints = step_log, monitor, checkpoints
         self.tap = _Tap()
         self._probe_until, self._first_step = -1, 0
-        self._waiting: list[Alarm] = []  # found where nothing can be done about them
-        self._said: Counter[tuple[str, ...]] = Counter()
+        self._waiting: list[Alarm] = []  # alarms that no step has acted on yet
+        self._printed: Counter[tuple[str, ...]] = Counter()
         self._loggers: list[Logger] = []
         self._first_rank = True
 
@@ -100,7 +100,7 @@ class Alarms(L.Callback):
         self._loggers, self._first_rank = trainer.loggers, trainer.is_global_zero
         self._first_step = trainer.global_step + 1
         if self._first_rank:
-            # What an earlier process saw after the step that this one goes on from comes again.
+            # The steps after the resumed one run again, and their alarms are found again.
             truncate_alarms(self.folder, trainer.global_step or -1)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
@@ -110,16 +110,16 @@ class Alarms(L.Callback):
         if trainer.global_step <= self._probe_until:
             self.step_log.flush(trainer, pl_module)
             self.monitor.probe_now(trainer, pl_module, batch)
-        found, self._waiting = [*self._waiting, *self._look()], []
+        alarms, self._waiting = [*self._waiting, *self._look()], []
         step = trainer.global_step
         if not self.config.acts:
             return
         new = self.step_log.flushes(step, trainer.max_steps) or step <= self._probe_until
-        if new or step == self._first_step:  # which may have been left something by an interruption
-            # Only the first rank has seen the probes, and all have to act.
-            self._act(trainer, pl_module, trainer.strategy.broadcast(found))
-        else:  # nothing is new between flushes, and a broadcast waits for the device
-            self._waiting = found
+        if new or step == self._first_step:  # an interruption may have left alarms for the first step
+            # Only the first rank has the probes, but all ranks must act.
+            self._act(trainer, pl_module, trainer.strategy.broadcast(alarms))
+        else:  # between flushes there are no new values, and a broadcast synchronizes with the device
+            self._waiting = alarms
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._look()
@@ -131,41 +131,41 @@ class Alarms(L.Callback):
             self._look()
 
     def _look(self) -> list[Alarm]:
-        """Take what was logged; say, write and mark the alarms that begin: on the first rank, which logs."""
+        """Check the logged values; print, write and log the new alarms, on the first rank only."""
         logged = self.tap.drain()
         if not self._first_rank:
             return []
-        found = [alarm for step, values in logged for alarm in self.rules.update(step, values)]
-        if found:
-            append_alarms(self.folder, found)
-            self._say(found)
+        alarms = [alarm for step, values in logged for alarm in self.rules.update(step, values)]
+        if alarms:
+            append_alarms(self.folder, alarms)
+            self._print(alarms)
             for logger in self._loggers:
                 if isinstance(logger, RunLogger | StoryLogger):
-                    logger.log_alarms(found)
-        return found
+                    logger.log_alarms(alarms)
+        return alarms
 
-    def _say(self, found: list[Alarm]) -> None:
-        """A line for each alarm, statistic and modality: the first layer stands for the others."""
-        for alarm in found:
+    def _print(self, alarms: list[Alarm]) -> None:
+        """Print a line for each alarm, statistic and modality, for the first layer only."""
+        for alarm in alarms:
             parsed = parse_tag(alarm.tag)
             kind = (alarm.name, parsed.statistic, parsed.modality or "")
-            self._said[kind] += 1
-            if self._said[kind] <= SAID_AT_MOST.get(alarm.name, 1):
+            self._printed[kind] += 1
+            if self._printed[kind] <= MOST_LINES.get(alarm.name, 1):
                 print(f"alarm at {alarm.line()}", file=sys.stderr, flush=True)
 
-    def _act(self, trainer: L.Trainer, pl_module: TrainingModule, found: list[Alarm]) -> None:
-        if not found or self.step_log.divergence is not None:
+    def _act(self, trainer: L.Trainer, pl_module: TrainingModule, alarms: list[Alarm]) -> None:
+        if not alarms or self.step_log.divergence is not None:
             return
-        names = {alarm.name for alarm in found}
+        names = {alarm.name for alarm in alarms}
         if names & set(self.config.probe):
             self._probe_until = trainer.global_step + self.config.probe_steps
-        stop = next((alarm for alarm in found if alarm.name in self.config.stop), None)
+        stop = next((alarm for alarm in alarms if alarm.name in self.config.stop), None)
         keep = [name for name in self.config.checkpoint if name in names and not self._kept(name)]
         if not keep and stop is None:
             return
         self.checkpoints.save(trainer, pl_module)
         if self.step_log.divergence is not None:
-            return  # the flush before the checkpoint found it
+            return  # found by the flush before the checkpoint
         if trainer.is_global_zero:
             for name in keep:
                 self._keep(name, trainer.global_step)
@@ -176,7 +176,7 @@ class Alarms(L.Callback):
         return any(self.checkpoints.folder.glob(f"alarm_{name}_step*.ckpt"))
 
     def _keep(self, name: str, step: int) -> None:
-        """A second name for the checkpoint of now, which outlives the first."""
+        """Link the new checkpoint under a second name, which is never removed."""
         newest = self.checkpoints.folder / checkpoint_name(step)
         path = newest.with_name(f"alarm_{name}_{newest.name}")
         try:
@@ -187,7 +187,7 @@ class Alarms(L.Callback):
             os.replace(partial, path)
 
     def state_dict(self) -> dict[str, Any]:
-        # What a last flush logged belongs to the checkpoint; an interruption leaves what it calls for to the resume.
+        # Include the last flush; after an interruption the resumed run acts on the waiting alarms.
         self._waiting += self._look()
         waiting = [asdict(alarm) for alarm in self._waiting]
         return {"rules": self.rules.state_dict(), "probe_until": self._probe_until, "waiting": waiting}

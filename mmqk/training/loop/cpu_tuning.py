@@ -1,21 +1,21 @@
-"""What a process is told so that its steps cost less on a CPU; no number changes."""
+"""Process settings that make steps faster on a CPU; no number changes."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 
-# glibc's malloc.h. Left alone, it hands every large block back to the kernel, which clears its pages anew each time.
+# From glibc's malloc.h. By default glibc returns every large block to the kernel, which clears the pages again.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-_LARGEST = (2**30, 2**25)  # bytes; glibc before 2.35 refuses more than the second
+_LARGEST = (2**30, 2**25)  # bytes; glibc before 2.35 accepts at most the second
 _PAD = 2**27
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep the memory that it frees for its next use; whether the C library can.
+    """Let this process reuse the memory that it frees; return whether the C library supports it.
 
-    Only glibc can, for blocks below 1 GiB (32 MiB before 2.35); elsewhere (macOS, musl) nothing happens. What a
-    process has taken at its peak it keeps until it ends.
+    Only glibc does, for blocks below 1 GiB (32 MiB before 2.35); with macOS or musl nothing changes. The process
+    keeps its peak memory until it ends.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -26,8 +26,8 @@ def keep_freed_memory() -> bool:
 
 
 def skip_nvml_check() -> None:
-    """Undo what importing Lightning does to every step of an optimizer: to look for NVIDIA's library on the disk.
+    """Undo a setting of Lightning's import that makes every optimizer step search the disk for NVIDIA's library.
 
-    torch asks in each whether there is a GPU; without this word of Lightning's it asks the CUDA runtime it has.
+    torch checks in each step whether there is a GPU; without the setting it asks the loaded CUDA runtime.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"

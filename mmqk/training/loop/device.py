@@ -1,4 +1,4 @@
-"""What a run computes with: its device, the kernel of attention, whether blocks are compiled."""
+"""The device of a run, its attention kernel, and whether its blocks are compiled."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 def is_masked(model: ModelConfig, data: DataConfig) -> bool:
-    """Whether attention leaves out earlier tokens: a window, or packed documents kept apart."""
+    """Whether a window or a document mask hides earlier tokens."""
     windows = any(model.window_of(layer) for layer in range(model.n_layers))
     return windows or data.documents_apart
 
 
 def check_shown(compiled: bool, recompute: bool, backend: str, optim: OptimConfig) -> None:
-    """Raise ValueError for what looks into a block in every step, where that shows nothing, or shows it twice."""
+    """Raise ValueError for QK-Clip with compiled or recomputed blocks, unless the kernel returns the logits."""
     for name, is_set in (("compile", compiled), ("recompute", recompute)):
         if is_set and optim.qk_clip is not None and backend != "flex":
             raise ValueError(
-                f"optim.qk_clip looks at queries and keys in every step, which {name} does not allow: use backend"
-                f" flex, which gives the largest logits itself, or leave {name} off."
+                f"optim.qk_clip reads queries and keys in every step, which {name} does not allow: use backend flex,"
+                f" which returns the largest logits, or leave {name} off."
             )
 
 
 def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
-    """What the run will compute with on this device, for its record.
+    """Device, attention kernels and compilation of the run, for its record.
 
     Raises:
-        UserError: the device cannot do what is asked of it.
+        UserError: the device or the installation cannot run this configuration.
     """
     import torch
 
@@ -66,8 +66,8 @@ def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
             _try(run, device, dtype, window)
     if run.compile and device.type == "cpu" and run.trainer["accelerator"] != "cpu":
         raise UserError(
-            "There is no GPU here, and to compile for a CPU takes minutes and gigabytes before step 1: leave that out"
-            " with --compile false, or ask for it with --trainer.accelerator cpu."
+            "There is no GPU here, and compiling for a CPU takes minutes and gigabytes before step 1: set --compile"
+            " false, or set --trainer.accelerator cpu to compile anyway."
         )
     if run.compile and not _has_compiler(device):
         raise UserError(
@@ -89,7 +89,7 @@ def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
 
 
 def describe(settled: dict[str, Any]) -> str:
-    """`resolve_device` in a line."""
+    """`resolve_device` as one line."""
     more = [word for word in ("compiled", "recomputed") if settled[word]]
     if settled["compiled"] and settled["name"] == "cpu":
         more[0] += " (this can take minutes and gigabytes before step 1)"
@@ -99,7 +99,7 @@ def describe(settled: dict[str, Any]) -> str:
 
 
 def _try(run: RunConfig, device: torch.device, dtype: torch.dtype, window: int) -> None:
-    """One attention of this shape: a kernel says no only when it is called."""
+    """Run attention once in this shape: a kernel refuses a shape only when it is called."""
     import torch
 
     model, T = run.model, run.data.seq_len

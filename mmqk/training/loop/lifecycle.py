@@ -1,4 +1,4 @@
-"""How a run stands, written while it happens, and an orderly end on Ctrl-C, SIGTERM and SIGUSR1."""
+"""The status of a run in status.json, and an orderly end on Ctrl-C, SIGTERM and SIGUSR1."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from mmqk.training.step.module import TrainingModule
 
 
 class Lifecycle(L.Callback):
-    """Keeps status.json; turns the first signal into a checkpoint and an end.
+    """Writes status.json; at the first signal it writes a checkpoint and ends the run.
 
-    With nothing new since the last checkpoint, as in a first step that compiles, and at a second signal `Ending` ends
-    the process at once; without it (``main`` called by a program) the second is a KeyboardInterrupt.
+    `Ending` ends the process at once at a second signal, or if nothing is new since the last checkpoint, as in a
+    first step that compiles. If a program calls ``main``, the second signal is a KeyboardInterrupt.
 
-    On several ranks all end after the same step, whichever of them was told: they ask each other where a flush waits
-    for the device anyway.
+    All ranks end after the same step, whichever received the signal: they exchange it at a flush, which synchronizes
+    with the device anyway.
 
-    Comes after `Checkpoints` in the list of callbacks.
+    It comes after `Checkpoints` in the list of callbacks.
 
     Args:
         folder: None in the processes that do not write.
-        step_log: says where a flush comes.
-        checkpoints: what writes them.
+        step_log: Decides when to flush.
+        checkpoints: Writes the checkpoints.
     """
 
     def __init__(self, folder: RunFolder | None, step_log: StepLog, checkpoints: Checkpoints):
@@ -78,7 +78,7 @@ class Lifecycle(L.Callback):
         if self.folder is None:
             return
         for logger in trainer.loggers:
-            logger.save()  # the numbers are on disk before the run calls itself finished
+            logger.save()  # before status.json marks the run as finished
         if self.step_log.divergence is not None:
             step, reason = self.step_log.divergence
             self.folder.set_status("diverged", step, reason)
@@ -97,7 +97,7 @@ class Lifecycle(L.Callback):
             reason = disk_sentence(exception)
         elif not stopped:
             reason = f"{type(exception).__name__}: {reason}"
-        with contextlib.suppress(OSError):  # the disk does not permit it
+        with contextlib.suppress(OSError):  # the disk error may persist
             self.folder.set_status("interrupted" if stopped else "failed", trainer.global_step, reason)
 
     def _restore(self) -> None:
@@ -107,12 +107,12 @@ class Lifecycle(L.Callback):
 
 
 class ProgressLine(L.Callback):
-    """One line of progress: rewritten in place on a terminal, else a new one every ten seconds."""
+    """A progress line: rewritten in place on a terminal, else printed every ten seconds."""
 
     def __init__(self, step_log: StepLog):
         self.step_log = step_log
         self._shown = 0.0
-        self._warm: tuple[float, int] | None = None  # when the first batch ended, and the step then
+        self._warm: tuple[float, int] | None = None  # time and step at the end of the first batch
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._shown, self._warm = 0.0, None
@@ -121,7 +121,7 @@ class ProgressLine(L.Callback):
         now, live = time.monotonic(), sys.stderr.isatty()
         step, last = trainer.global_step, trainer.global_step == trainer.max_steps
         if self._warm is None:
-            self._warm = now, step  # the first batch is slower than the others: it compiles
+            self._warm = now, step  # excluded from the estimate: it may compile
         if not trainer.is_global_zero or (now - self._shown < (0.5 if live else 10.0) and not last):
             return
         self._shown = now

@@ -1,4 +1,4 @@
-"""Whether a run can fit into memory at all: the least that its shapes need, before anything is allocated."""
+"""A lower bound on the memory of a run from its shapes, checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def check_memory(run: RunConfig, device: torch.device) -> None:
         lower = f"data.batch_size {data.batch_size} or data.seq_len {data.seq_len}"
         lower += ", or raise trainer.accumulate_grad_batches"
     raise UserError(
-        f"The {what} need at least {(weights + batch) / 2**30:,.1f} GiB of memory, and this {device.type} has"
+        f"The {what} need at least {(weights + batch) / 2**30:,.1f} GiB of memory, but this {device.type} has"
         f" {room / 2**30:,.1f} GiB: lower {lower}."
     )
 
 
 def least_bytes(run: RunConfig) -> tuple[int, int]:
-    """Lower bounds in bytes: weights with their gradients and moments, and what one backward pass of a rank keeps."""
+    """Lower bounds in bytes: weights with gradients and moments, and the activations of a rank's backward pass."""
     model = run.model
     size = 4 if run.trainer["precision"] == "32-true" else 2
     weight = 2 if run.trainer["precision"] == "bf16-true" else 4
     shards = run.processes if run.trainer["strategy"] == "fsdp" else 1
     tokens = _rows(run) * run.data.seq_len
-    # Attention's input, queries and output; the MLP's input and hidden layer. With recompute, a block's input alone.
+    # Attention's input, queries and output; the MLP's input and hidden layer. With recompute only a block's input.
     block = (
         model.d_model
         if run.recompute
@@ -66,7 +66,7 @@ def least_bytes(run: RunConfig) -> tuple[int, int]:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Parameters of the matrices; gains and biases are left out."""
+    """Number of parameters of the matrices, without gains and biases."""
     heads = model.n_heads + model.kv_heads
     attention = 2 * model.d_model * heads * model.head_dim
     mlp = (2 if model.mlp == "gelu" else 3) * model.d_model * model.mlp_width
@@ -75,7 +75,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of memory of a device: of a CPU the machine's, or less where a container has a limit."""
+    """Memory of a device in bytes; for a CPU that of the machine, or the limit of its container."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -88,5 +88,5 @@ def memory_of(device: torch.device) -> int:
 
 
 def _rows(run: RunConfig) -> int:
-    """Sequences of a micro-batch on one device."""
+    """Sequences per micro-batch on one device."""
     return run.data.batch_size // (run.trainer["accumulate_grad_batches"] * run.processes)
