@@ -223,7 +223,7 @@ def _ended(run: RunConfig, folder: RunFolder) -> int:
 def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder | None, step: int) -> int:
     if folder is None:
         return EXIT_CODES["completed"]  # Lightning ends all at once where one of them ends otherwise
-    print(f"interrupted at step {step}; the same command goes on from there.", file=sys.stderr)
+    print(f"interrupted at step {step}; the same command continues from there.", file=sys.stderr)
     if run.quiet:
         _ended(run, folder)
     return 128 + stop.signum

@@ -1,4 +1,4 @@
-"""Reading and writing checkpoints: each is written with a digest, and checked before it is used."""
+"""Reading and writing checkpoints, with a digest that is checked before use."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from mmqk.store.checkpoints import (
     write_checkpoint,
 )
 
-# In the content: this file was written with a digest, so that one without it is damaged.
+# Marks content that was written with a digest: a file with the mark and without the digest is damaged.
 MARK = "mmqk_digest"
-# What a run goes on from, beside the model: names and kinds.
+# Parts that a resume needs besides the model, with their types.
 PARTS: dict[str, type] = {"optimizer_states": list, "lr_schedulers": list, "loops": dict, "callbacks": dict}
 PREFIX = "model."
 ONE = {"strategy": "auto", "processes": 1}  # the processes of a checkpoint that does not record them
 
 
 class CheckpointError(Exception):
-    """Why a checkpoint cannot be used; the message continues "The checkpoint X"."""
+    """The reason why a checkpoint cannot be used; the message continues "The checkpoint X"."""
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -44,25 +44,25 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 def save_checkpoint(content: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint whole or not at all, and read it back from the disk.
+    """Write a checkpoint completely or not at all, and read it back from the disk.
 
     Raises:
-        OSError: the file cannot be written, or reads back otherwise; ``path`` is then as it was.
+        OSError: the file cannot be written, or its content differs when read back; ``path`` is unchanged then.
     """
     write_checkpoint(path, lambda file: torch.save({**content, MARK: "sha256"}, file))  # type: ignore[arg-type]
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint on the CPU, mapped from the file, after its digest, step and weights were checked.
+    """The content of a checkpoint on the CPU, mapped from the file, with digest, step and weights checked.
 
-    A file that was written without a digest, by an older mmqk, is read with a line on stderr.
+    A file of an older mmqk has no digest; it is read with a line on stderr.
 
     Raises:
-        CheckpointError: it cannot be used.
-        OSError: the disk does not give it.
+        CheckpointError: the checkpoint cannot be used.
+        OSError: the disk cannot read it.
     """
     if not path.is_file():
-        raise CheckpointError("is no file")
+        raise CheckpointError("is not a file")
     try:
         with naming(path):
             checked = has_digest(path)
@@ -71,9 +71,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(str(error)) from error
     except OSError:
         raise  # a disk error does not mean that the content is damaged
-    except Exception as error:  # torch, zip and pickle each have errors of their own
-        said = " ".join(str(error).split()).partition(". ")[0][:120].rstrip(".:") or type(error).__name__
-        raise CheckpointError(f"cannot be read ({said})") from error
+    except Exception as error:  # torch, zip and pickle raise different errors
+        reason = " ".join(str(error).split()).partition(". ")[0][:120].rstrip(".:") or type(error).__name__
+        raise CheckpointError(f"cannot be read ({reason})") from error
     if not isinstance(content, dict) or not isinstance(content.get("mmqk_model"), dict):
         raise CheckpointError("has no model configuration: it was not written by mmqk.train")
     if not checked and MARK in content:
@@ -85,14 +85,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"holds step {step}, but its name has another step")
     _check_weights(content)
     if not checked:
-        _say_unchecked(path)
+        _print_unchecked(path)
     return content
 
 
 def _check_weights(content: dict[str, Any]) -> None:
-    """Whether the weights are those of the configuration beside them, by name and shape."""
+    """Check the names and shapes of the weights against the stored configuration."""
     try:
-        with torch.device("meta"):  # no initial weights are drawn
+        with torch.device("meta"):  # draws no initial weights
             model = EarlyFusionTransformer(ModelConfig.from_dict(content["mmqk_model"]), "math")
     except Exception as error:
         raise CheckpointError("has a model that this version of mmqk does not know") from error
@@ -110,7 +110,7 @@ def _check_weights(content: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _say_unchecked(path: Path) -> None:
+def _print_unchecked(path: Path) -> None:
     print(
         f"The checkpoint {path} has no sha256, because an older mmqk wrote it: its content is not verified.",
         file=sys.stderr,
@@ -119,10 +119,10 @@ def _say_unchecked(path: Path) -> None:
 
 
 def check_parts(content: Mapping[str, Any]) -> None:
-    """Whether a run can go on from a checkpoint, or be forked from it.
+    """Check that a run can resume or fork from a checkpoint.
 
     Raises:
-        CheckpointError: a part is missing or of another kind.
+        CheckpointError: a part is missing or has another type.
     """
     if "global_step" not in content:
         raise CheckpointError("lacks its part global_step")
@@ -132,21 +132,20 @@ def check_parts(content: Mapping[str, Any]) -> None:
         part = content[name]
         of_records = not isinstance(part, list) or (part and isinstance(part[0], dict))
         if not isinstance(part, kind) or not of_records:
-            raise CheckpointError(f"has a misshapen part {name}")
+            raise CheckpointError(f"has a malformed part {name}")
     optimizer = content["optimizer_states"][0]
     for name, kind in (("state", dict), ("param_groups", list)):
         if not isinstance(optimizer.get(name), kind):
-            raise CheckpointError("has a misshapen part optimizer_states")
+            raise CheckpointError("has a malformed part optimizer_states")
 
 
 def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
-    """Whether a checkpoint is of a run, so that the run can go on from it.
+    """Check that a checkpoint belongs to a run, so that the run can resume from it.
 
-    Attention scale, caps and dropout have no parameters: nothing but the stored configuration tells two such
-    models apart.
+    Attention scale, caps and dropout have no parameters: only the stored configuration shows whether they differ.
 
     Raises:
-        CheckpointError: a part is missing, or its model or its run is another one.
+        CheckpointError: a part is missing, or the model or the run differs.
     """
     check_parts(content)
     differing = differing_fields(content["mmqk_model"], asdict(model))
@@ -154,7 +153,7 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
         raise CheckpointError(f"is of another model ({', '.join(f'model.{n}' for n in differing)} differ)")
     ranks = content.get("mmqk_ranks", ONE)
     if not isinstance(ranks, dict) or ranks.keys() != ONE.keys():
-        raise CheckpointError("has a misshapen part mmqk_ranks")
+        raise CheckpointError("has a malformed part mmqk_ranks")
     writer = content.get("mmqk_run")
     if isinstance(writer, dict) and writer.get("id") != id:
         raise CheckpointError(f"is of run {writer.get('id')} and not of this run, {id}")
@@ -164,12 +163,12 @@ def load_checkpoint(path: Path, advice: str = "name another one", whole: bool = 
     """The content of a checkpoint, on the CPU, checked by `read_checkpoint`.
 
     Args:
-        path: of the file.
-        advice: the end of the sentence that refuses it.
-        whole: it must have what a run goes on from, too.
+        path: The file.
+        advice: The end of the error message: what to do.
+        whole: Whether to require all parts for a resume.
 
     Raises:
-        UserError: it cannot be used.
+        UserError: the checkpoint cannot be used.
     """
     try:
         content = read_checkpoint(path)
@@ -181,10 +180,10 @@ def load_checkpoint(path: Path, advice: str = "name another one", whole: bool = 
 
 
 def newest_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run folder, by its name.
+    """The newest checkpoint of a run folder, by name.
 
     Raises:
-        UserError: there is none.
+        UserError: the folder has none.
     """
     found = checkpoints_in(run / "checkpoints")
     if not found:
@@ -201,7 +200,7 @@ def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer
         UserError: the run has no checkpoint, or the newest one cannot be used.
     """
     path = newest_checkpoint(Path(run))
-    checkpoint = load_checkpoint(path, "remove it to take the one before, or name another run")
+    checkpoint = load_checkpoint(path, "remove it to use the one before, or name another run")
     config = ModelConfig.from_dict(checkpoint["mmqk_model"])
     with torch.device("meta"):
         model = EarlyFusionTransformer(config, backend)

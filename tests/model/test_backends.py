@@ -76,8 +76,8 @@ def test_the_kernel_of_each_backend(backend, device, dtype, masked, dropout, nam
             0.0,
             r"sdpa_flash needs 16 bits, but the dtype is torch\.float32",
         ),
-        ("sdpa_cudnn", "cuda", torch.float32, 0.0, r"sdpa_cudnn needs 16 bits .* bf16-mixed, or"),
-        ("sdpa_flash", "cuda", torch.float64, 0.0, r"16 bits only and this is torch\.float64"),
+        ("sdpa_cudnn", "cuda", torch.float32, 0.0, r"sdpa_cudnn needs 16 bits, .* bf16-mixed, or use"),
+        ("sdpa_flash", "cuda", torch.float64, 0.0, r"16 bits, but the dtype is torch\.float64"),
     ],
 )
 def test_a_kernel_that_does_not_exist_is_refused(backend, device, dtype, dropout, words):
@@ -179,7 +179,7 @@ def test_under_autocast_attention_takes_its_dtype_alone(backend):
         assert attention(*narrow, **said).dtype == torch.bfloat16
         with pytest.raises(TypeError, match=r"float32, but the autocast dtype is torch\.bfloat16"):
             attention(*wide, **said)
-        with pytest.raises(TypeError, match=r"one dtype: torch\.float32, torch\.float32, torch\.bfloat16"):
+        with pytest.raises(TypeError, match=r"one dtype, but have torch\.float32, torch\.float32, torch\.bfloat16"):
             attention(*wide[:2], narrow[2], **said)
         assert attention(*(x.double() for x in wide), **said).dtype == torch.float64
     assert attention(*wide, **said).dtype == torch.float32

@@ -214,7 +214,7 @@ def test_ctrl_c_ends_a_lone_run_in_order_and_it_resumes(args, tmp_path, mixed):
     os.kill(process.pid, signal.SIGINT)
     said = process.communicate()[1]
     assert process.returncode == 130
-    assert "the same command goes on from there" in said and "Traceback" not in said
+    assert "the same command continues from there" in said and "Traceback" not in said
     found = status(out)
     assert found["status"] == "interrupted" and "SIGINT" in found["reason"]
     assert 10 <= found["step"] < 150 and newest(out).name == f"step{found['step']:08d}.ckpt"

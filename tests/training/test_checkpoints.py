@@ -98,7 +98,7 @@ HARMS = {
     "of another run": (foreign_run, "is of run 0123456789"),
     "without weights": (lambda path: change(path, state_dict={}), "lacks the weights model."),
     "without moments": (lambda path: change(path, optimizer_states=None), "lacks its part optimizer_states"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "is no file"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "is not a file"),
 }
 
 
@@ -176,16 +176,16 @@ def moments_of_other_shapes(path: Path) -> None:
     ("harm", "says"),
     [
         (lambda path: change(path, loops=None), "lacks its part loops"),
-        (lambda path: change(path, callbacks=[1]), "has a misshapen part callbacks"),
-        (lambda path: change(path, lr_schedulers=[]), "has a misshapen part lr_schedulers"),
-        (lambda path: change(path, optimizer_states=[{"state": {}}]), "has a misshapen part optimizer_states"),
+        (lambda path: change(path, callbacks=[1]), "has a malformed part callbacks"),
+        (lambda path: change(path, lr_schedulers=[]), "has a malformed part lr_schedulers"),
+        (lambda path: change(path, optimizer_states=[{"state": {}}]), "has a malformed part optimizer_states"),
         (lambda path: change(path, global_step="8"), "has no number of steps"),
-        (lambda path: change(path, mmqk_ranks={}), "has a misshapen part mmqk_ranks"),
+        (lambda path: change(path, mmqk_ranks={}), "has a malformed part mmqk_ranks"),
         (lambda path: change(path, state_dict={**torch.load(path)["state_dict"], "model.head.weight": torch.ones(3)}),
          "has weights model.head.weight that are not of shape"),
-        (lambda path: change(path, loops={}), "has a misshapen part (KeyError: 'fit_loop')"),
-        (lambda path: change(path, loops={"fit_loop": {}}), "has a misshapen part (loops are at step 0)"),
-        (moments_of_other_shapes, "has a misshapen part (exp_avg of shape"),
+        (lambda path: change(path, loops={}), "has a malformed part (KeyError: 'fit_loop')"),
+        (lambda path: change(path, loops={"fit_loop": {}}), "has a malformed part (loops are at step 0)"),
+        (moments_of_other_shapes, "has a malformed part (exp_avg of shape"),
     ],
 )  # fmt: skip
 def test_missing_and_misshapen_parts_are_a_sentence(whole, tmp_path, capsys, harm, says):

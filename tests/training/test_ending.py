@@ -77,7 +77,7 @@ def test_a_signal_before_there_is_something_to_save_ends_the_run_at_once(
     assert process.exitcode == 128 + signum
     said = (tmp_path / "log").read_text().splitlines()
     assert [line for line in said if "interrupted" in line] == [
-        "interrupted at step 0; the same command goes on from there."
+        "interrupted at step 0; the same command continues from there."
     ]
     assert "Traceback" not in "".join(said)
     status = read_status(out)
@@ -139,7 +139,7 @@ def test_a_rank_that_is_just_starting_does_not_outlive_its_parent(tiny_args, tmp
         assert process.returncode == -signum
     else:
         assert process.returncode == 128 + signum
-        assert said.splitlines()[-1] == "interrupted at step 0; the same command goes on from there."
+        assert said.splitlines()[-1] == "interrupted at step 0; the same command continues from there."
         assert "Traceback" not in said and read_status(out).status == "interrupted"
     assert not is_locked(out)
 

@@ -127,13 +127,13 @@ def test_a_checkpoint_goes_on_with_one_process_or_another_strategy(pair, tmp_pat
     args = [a for a in args if not a.startswith(WHERE)]
     assert main([*args, f"--out={tmp_path / 'alone'}"]) == 0
     said = capsys.readouterr().err
-    assert f"2 processes ({strategy}) and goes on with one process" in said and "not bit for bit" in said
+    assert f"2 processes ({strategy}) and the run continues with one process" in said and "not bit for bit" in said
     close(series(tmp_path / "alone"), series(one))
     if strategy == "fsdp":
         rewind(one, tmp_path / "more", 4)
         assert train([*args, f"--out={tmp_path / 'more'}"], tmp_path / "log", strategy) == [0, 0]
         close(series(tmp_path / "more"), series(one))
-        assert "one process and goes on with 2 processes (fsdp)" in (tmp_path / "log0").read_text()
+        assert "one process and the run continues with 2 processes (fsdp)" in (tmp_path / "log0").read_text()
         assert torch.equal(load_model(two).embed.weight, state(two)["model.embed.weight"])
 
 

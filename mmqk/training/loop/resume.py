@@ -1,4 +1,4 @@
-"""Where a run resumes: its newest valid checkpoint."""
+"""The checkpoint that a run resumes from: its newest valid one."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
 
 
 def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path | None:
-    """The newest good checkpoint; later lines of metrics.jsonl, whose steps come again, are dropped.
+    """The newest valid checkpoint; drops later lines of metrics.jsonl, because their steps run again.
 
-    Newer ones that cannot be used are renamed, with a line on stderr for each.
+    Newer checkpoints that cannot be used are renamed, each with a line on stderr.
 
     Args:
-        first_step: that the run begins at: 0, or that of its fork.
+        run: The resolved configuration.
+        folder: Its run folder.
+        first_step: First step of the run: 0, or the step of its fork.
 
     Returns:
-        None where the run has no checkpoint.
+        None if the run has no checkpoint.
 
     Raises:
-        UserError: it has some, and none can be used; nothing is changed then.
+        UserError: none of its checkpoints can be used; the folder is unchanged then.
     """
     for stray in strays_in(folder.checkpoints):
-        print(f"{stray} is not named as mmqk names a checkpoint: it is ignored.", file=sys.stderr)
+        print(f"{stray} is ignored: it is not named like a checkpoint of mmqk.", file=sys.stderr)
     found, content = _newest_good(run, folder, first_step)
     step = step_of(found) if found is not None else 0
     for partial in folder.checkpoints.glob(f"*{PARTIAL_SUFFIX}"):
@@ -44,17 +46,17 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
         _examine(folder, first_step, step, content)
     if folder.metrics_path.exists():
         writer = MetricsWriter(folder.metrics_path)
-        # What the first step says comes again too.
+        # The values of the first step are logged again too.
         writer.truncate_after(step if step > first_step else step - 1)
         writer.close()
     if folder.state == "resume":
-        mixed = "; part of it was made by other code" if "+" in folder.record["code"] else ""
+        mixed = "; other code computed part of it" if "+" in folder.record["code"] else ""
         print(f"resuming from step {step} in {folder.path}{mixed}", file=sys.stderr)
     ranks = content.get("mmqk_ranks", ONE)
     if found is not None and ranks != run.ranks:
         print(
-            f"step {step} was reached by {_said(ranks)} and goes on with {_said(run.ranks)}: the same numbers up to"
-            " rounding, and other masks where there is dropout; not bit for bit.",
+            f"step {step} was reached by {_described(ranks)} and the run continues with {_described(run.ranks)}: its"
+            " numbers agree up to rounding, not bit for bit, and dropout draws other masks.",
             file=sys.stderr,
         )
     return found
@@ -62,12 +64,12 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
 
 def _examine(folder: RunFolder, first_step: int, step: int, content: dict[str, Any]) -> None:
     """Print which metrics and alarms are missing up to the checkpoint, and mark the run."""
-    own = content["callbacks"].get("Checkpoints") or {}
+    recorded = content["callbacks"].get("Checkpoints") or {}
     try:
-        lost = examine(folder.path, first_step, step, own.get("written"))
+        lost = examine(folder.path, first_step, step, recorded.get("written"))
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read ({error.strerror}): move it away.") from error
-    if before := own.get("lost"):  # also where status.json was removed since
+    if before := recorded.get("lost"):  # status.json may have been removed since
         folder.mark_lost(before.split("; "))
     if lost:
         folder.mark_lost(lost)
@@ -93,7 +95,7 @@ def _newest_good(run: RunConfig, folder: RunFolder, first_step: int) -> tuple[Pa
         for refused, why in bad:
             aside = set_aside(refused).name
             print(
-                f"The checkpoint {refused} {why}: it is now {aside}, and an older one is taken.",
+                f"The checkpoint {refused} {why}: it is renamed to {aside}, and an older one is used.",
                 file=sys.stderr,
             )
         return path, content
@@ -108,10 +110,10 @@ def _newest_good(run: RunConfig, folder: RunFolder, first_step: int) -> tuple[Pa
 
 @contextlib.contextmanager
 def restoring(checkpoint: Path | None) -> Iterator[None]:
-    """Turn an error of Lightning's while it takes up a checkpoint into a sentence; others pass.
+    """Turn an error of Lightning while it loads a checkpoint into a UserError; other errors pass.
 
     Raises:
-        UserError: a part of the checkpoint is misshapen.
+        UserError: a part of the checkpoint is malformed.
     """
     try:
         yield
@@ -121,41 +123,41 @@ def restoring(checkpoint: Path | None) -> Iterator[None]:
             raise
         if not any("checkpoint_connector" in frame.f_globals.get("__name__", "") for frame, _ in frames):
             raise
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:120].rstrip('.:')}"
-        raise _misshapen(checkpoint, said) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120].rstrip('.:')}"
+        raise _malformed(checkpoint, reason) from error
 
 
 def check_restored(checkpoint: Path, step: int, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Whether a run stands where its checkpoint says, with moments of the shapes of its parameters.
+    """Check the step of a resumed run, and that its moments have the shapes of its parameters.
 
-    Moments may have modalities before those.
+    Moments may have an additional first axis, the modalities.
 
     Args:
-        checkpoint: a file that `checkpoints_in` found.
-        step: that the run is at.
-        optimizers: of the run.
+        checkpoint: A file of `checkpoints_in`.
+        step: The step of the run.
+        optimizers: The optimizers of the run.
 
     Raises:
-        UserError: a part of the checkpoint is misshapen.
+        UserError: a part of the checkpoint is malformed.
     """
     if step != step_of(checkpoint):
-        raise _misshapen(checkpoint, f"loops are at step {step}")
+        raise _malformed(checkpoint, f"loops are at step {step}")
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 shape = tuple(getattr(value, "shape", ()))
                 if shape and shape[len(shape) - parameter.ndim :] != tuple(parameter.shape):
-                    said = f"{name} of shape {shape} for weights of shape {tuple(parameter.shape)}"
-                    raise _misshapen(checkpoint, said)
+                    reason = f"{name} of shape {shape} for weights of shape {tuple(parameter.shape)}"
+                    raise _malformed(checkpoint, reason)
 
 
-def _misshapen(checkpoint: Path, said: str) -> UserError:
+def _malformed(checkpoint: Path, reason: str) -> UserError:
     return UserError(
-        f"The checkpoint {checkpoint} has a misshapen part ({said}): move it away to take the one before."
+        f"The checkpoint {checkpoint} has a malformed part ({reason}): move it away to use the one before."
     )
 
 
-def _said(ranks: dict[str, Any]) -> str:
+def _described(ranks: dict[str, Any]) -> str:
     return (
         "one process" if ranks["processes"] == 1 else f"{ranks['processes']} processes ({ranks['strategy']})"
     )

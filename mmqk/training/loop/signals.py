@@ -1,8 +1,8 @@
 """Ctrl-C, SIGTERM and SIGUSR1 in the process of a run, from its first line on. Standard library only.
 
-A thread hears the signals, because the main thread may be inside a long call (a compilation, a collective) that runs
-no Python. Where nothing is to be saved the process ends at once, with its status and one sentence; else the training
-loop looks at `Ending.signum` after each step.
+A thread receives the signals, because the main thread may be inside a long call (a compilation, a collective) that
+runs no Python. If nothing has to be saved, the process writes its status and one sentence and ends at once;
+otherwise the training loop checks `Ending.signum` after each step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mmqk.store import RunFolder
 
-# The last is what a cluster sends some time before its limit (docs/cluster.md).
+# A cluster sends SIGUSR1 some time before its time limit (docs/cluster.md).
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Id of the process that started this one as a rank of its run.
 PARENT = "MMQK_PARENT"
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end; what was to be saved has been saved."""
+    """A signal ends the run; everything has been saved."""
 
     def __init__(self, signum: int):
         super().__init__(f"{signal.Signals(signum).name} received")
@@ -36,14 +36,14 @@ class Interrupted(BaseException):
 
 
 class Ending:
-    """How this process ends at a signal. A second signal ends it at once, whatever is to be saved.
+    """Ends this process at a signal; a second signal ends it at once, without saving.
 
     Attributes:
-        installed: whether signals come here; not where a program calls `mmqk.train.main` itself.
-        signum: the first signal, None before it.
-        folder: gets the status, where this process owns one.
-        step: the step that the same command goes on from.
-        speaks: whether this process says that it was interrupted.
+        installed: Whether the handler is installed; not if a program calls `mmqk.train.main`.
+        signum: The first signal; None before it.
+        folder: The run folder for the status; None if this process does not write.
+        step: Returns the step that a resume continues from.
+        speaks: Whether this process prints that it was interrupted.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Ending:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def until(self, to_save: Callable[[], bool]) -> None:
-        """From here on end at once unless ``to_save()``; a signal that has come before counts."""
+        """From now on a signal, also an earlier one, ends the process at once unless ``to_save()`` is true."""
         with self._lock:
             self._to_save = to_save
             if self.signum is not None and not to_save():
@@ -81,7 +81,7 @@ class Ending:
 
     @contextlib.contextmanager
     def of(self, folder: RunFolder) -> Iterator[None]:
-        """What a signal ends while this process owns ``folder``; afterwards it is about to end by itself."""
+        """Record a signal in the status of ``folder`` inside the `with` block; after it the process ends anyway."""
         self.folder, self.step = folder, lambda: folder.status().step
         try:
             yield
@@ -90,7 +90,7 @@ class Ending:
 
     @contextlib.contextmanager
     def starting_ranks(self) -> Iterator[None]:
-        """Processes that start here end with this one, and take no signal before they have called `install`."""
+        """Processes started in the block end with this one, and receive no signal before they call `install`."""
         os.environ[PARENT] = str(os.getpid())
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if self.installed else ())
         try:
@@ -118,22 +118,22 @@ class Ending:
                 self._leave(self.signum)
 
     def _leave(self, signum: int) -> None:
-        said = "interrupted before the run started; the same command starts it."
+        message = "interrupted before the run started; the same command starts it."
         if self.folder is not None:
             try:
                 step = self.step()
-                said = f"interrupted at step {step}; the same command goes on from there."
+                message = f"interrupted at step {step}; the same command continues from there."
                 if not self.folder.last_status("interrupted", step, f"{signal.Signals(signum).name} received"):
-                    return  # it has finished and is about to end by itself
-            except Exception as error:  # of the disk, or of a damaged file
-                said = f"interrupted; status.json cannot be read or written ({' '.join(str(error).split())})."
+                    return  # the run has finished and the process ends anyway
+            except Exception as error:  # a disk error or a damaged file
+                message = f"interrupted; status.json cannot be read or written ({' '.join(str(error).split())})."
         if self.speaks and not self._over:
             with contextlib.suppress(OSError):
-                os.write(2, f"{said}\n".encode())
+                os.write(2, f"{message}\n".encode())
         os._exit(128 + signum)
 
     def _follow(self, parent: str | None) -> None:
-        """Never outlive the process that started this one."""
+        """End with the process that started this one."""
         if parent is None:
             return
         self._parent = int(parent)
@@ -142,11 +142,11 @@ class Ending:
 
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != self._parent:  # gone before it could be followed
+        if os.getppid() != self._parent:  # it ended before prctl
             os._exit(128 + signal.SIGKILL)
 
     def _forked(self) -> None:
-        """A loader worker: its signals are not this process's, Ctrl-C is for its parent, SIGTERM ends it."""
+        """Reset the signals of a loader worker: its parent handles Ctrl-C, and SIGTERM ends the worker."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.installed = False
@@ -157,7 +157,7 @@ def _nothing(*_: object) -> None:
 
 
 def _among_others() -> bool:
-    """Whether the environment looks as if this process were one of several of a run; `Ranks` knows."""
+    """Whether the environment suggests several processes per run; `Ranks` decides."""
     several = os.environ.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in os.environ
     return several or "LOCAL_RANK" in os.environ or "NODE_RANK" in os.environ
 

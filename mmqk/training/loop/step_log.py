@@ -1,4 +1,4 @@
-"""The per-step series: flushed in blocks, watched for divergence, and the checkpoints that wait for them."""
+"""The values of every step, flushed in blocks and checked for divergence; validation; checkpoints."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from mmqk.training.step.module import StepRecord, TrainingModule
 class StepLog(L.Callback):
     """Writes loss, losses and log Z by modality, gradient norm and learning rate of every step.
 
-    Records stay on the device until a flush, which is one transfer. The flush looks at each step for
-    non-finite numbers and for divergence (`DivergenceRule`), and stops the run in order.
+    Records stay on the device until a flush, which is one transfer. The flush checks each step for non-finite
+    numbers and divergence (`DivergenceRule`), and stops a diverged run.
 
     Args:
-        flush_at: a flush comes at every step that is a multiple of one of these.
-        warmup_steps: of the learning rate, for the divergence rule.
-        at_start: what is known before the first step, written with the step that the run starts at.
-        first_step: that step: 0, or that of the checkpoint that a fork leaves.
+        flush_at: Flush at every multiple of one of these steps.
+        warmup_steps: Warm-up of the learning rate, for the divergence rule.
+        at_start: Values that are known before the first step, logged at `first_step`.
+        first_step: First step of the run: 0, or the step of the checkpoint of a fork.
 
     Attributes:
-        divergence: (step, reason) once the run has diverged.
-        latest: values of the newest flushed step, for a progress line.
+        divergence: (step, reason) after the run has diverged.
+        latest: Values of the latest flushed step, for the progress line.
     """
 
     def __init__(
@@ -49,9 +49,7 @@ class StepLog(L.Callback):
         self.divergence: tuple[int, str] | None = None
         self.latest: dict[str, float] = {}
         self._records: list[StepRecord] = []
-        self._batches: list[
-            tuple[int, TokenBatch]
-        ] = []  # since the last flush, with the number of the micro-batch
+        self._batches: list[tuple[int, TokenBatch]] = []  # numbered micro-batches since the last flush
         self._tokens = 0
         self._since = time.monotonic()
 
@@ -74,13 +72,13 @@ class StepLog(L.Callback):
             self.flush(trainer, pl_module)
 
     def flushes(self, step: int, max_steps: int) -> bool:
-        """Whether a flush comes at ``step``."""
+        """Whether to flush at ``step``."""
         return step == max_steps or any(step % n == 0 for n in self.flush_at)
 
     def flush(self, trainer: L.Trainer, pl_module: TrainingModule, alone: bool = False) -> None:
-        """Write what was collected; stop the trainer if the run has diverged in it.
+        """Log the collected records; stop the trainer if the run has diverged.
 
-        ``alone`` is whether the other ranks may be elsewhere.
+        ``alone`` means that the other ranks may not be in this call.
         """
         if not self._records:
             return
@@ -98,13 +96,13 @@ class StepLog(L.Callback):
                 self.divergence = (record.step, reason)
                 trainer.should_stop = True
             if not math.isfinite(self.latest["grad_norm"]):
-                break  # the weights stand still from here on: later steps say nothing
+                break  # the weights no longer change, so later steps have no meaning
         self._records.clear()
         self._batches.clear()
 
     def _diverged(self, step: int, pl_module: TrainingModule, alone: bool) -> str | None:
         if not math.isfinite(self.latest["grad_norm"]):
-            # Where it was may be in another rank's batch, and its weights in every rank's hands.
+            # The bad site may be in another rank's batch, and a sharded model needs every rank.
             together = not alone or pl_module.trainer.world_size == 1
             site = first_said(self._where(step, pl_module)) if together else None
             return f"the gradient norm became {self.latest['grad_norm']}{f': {site}' if site else ''}"
@@ -114,9 +112,9 @@ class StepLog(L.Callback):
         return self.rule.update(step, losses)
 
     def _where(self, step: int, pl_module: TrainingModule) -> str | None:
-        """The first bad site of a step, where its forward can be taken again."""
+        """The first bad site of a step; None if the forward pass cannot run again."""
         accumulate = pl_module.trainer.accumulate_grad_batches
-        with contextlib.suppress(RuntimeError):  # no memory left: the reason still has to be written
+        with contextlib.suppress(RuntimeError):  # out of memory: the reason must still be written
             return pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
         return None
 
@@ -124,7 +122,7 @@ class StepLog(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         assert isinstance(pl_module, TrainingModule)
-        # What broke the run may break this too (a full disk, a lost device): its status still has to be written.
+        # The same error may occur again (a full disk, a lost device): the status must still be written.
         with contextlib.suppress(OSError, RuntimeError):
             self.flush(trainer, pl_module, alone=True)
 
@@ -136,18 +134,18 @@ class StepLog(L.Callback):
 
 
 def ends_step(trainer: L.Trainer, batch_idx: int) -> bool:
-    """Whether this micro-batch closed an optimizer step: in between, gradients of half a step are pending."""
+    """Whether this micro-batch is the last of its optimizer step."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
 
 class Validation(L.Callback):
-    """Held-out losses every N optimizer steps, and at the end of every run that reaches one.
+    """Held-out losses every N optimizer steps, and at the end of a run.
 
-    Not Lightning's own loop, which a resume at a step with a validation due would skip.
+    Lightning's own loop would skip a validation that is due at the step of a resume.
 
     Args:
-        batches: makes the fixed validation batches.
-        every_n_steps: 0 for the end only.
+        batches: Creates the fixed validation batches.
+        every_n_steps: N; 0 for the end only.
     """
 
     def __init__(self, batches: Callable[[], Iterator[TokenBatch]], every_n_steps: int):
@@ -161,7 +159,7 @@ class Validation(L.Callback):
             self._validate(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A run that diverged is validated where it ended."""
+        """Validate a diverged run at its last step."""
         if trainer.global_step != self._validated:
             self._validate(trainer, pl_module)
 
@@ -192,12 +190,12 @@ class CheckpointConfig:
 
 
 class Checkpoints(L.Callback):
-    """Writes ``step00000500.ckpt`` whole or not at all, after a flush that found the step finite.
+    """Writes ``step00000500.ckpt`` completely or not at all, after a flush without divergence.
 
-    An older one is removed only after that, so that there is always one to go on from.
+    It removes an older checkpoint only after that, so that a run can always resume.
 
     Attributes:
-        saved: the step of the newest, or the one that this process began at.
+        saved: Step of the newest checkpoint, or the first step of this process.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, step_log: StepLog):
@@ -205,9 +203,9 @@ class Checkpoints(L.Callback):
         self.saved, self._written = -1, Written(folder.parent)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the run has written so far, so that a resume sees whether it is still there, and what it had lost."""
+        """The amount of data written so far, and the data lost: a resume checks them against the files."""
         lost = ""
-        with contextlib.suppress(UserError):  # whoever damaged the file gets the sentence at the resume
+        with contextlib.suppress(UserError):  # the resume reports a damaged file
             status = read_status(self.folder.parent)
             lost = status.lost if status is not None else ""
         return {"written": self._written.now(), "lost": lost}
@@ -224,7 +222,7 @@ class Checkpoints(L.Callback):
             self.save(trainer, pl_module)
 
     def save(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
-        """A checkpoint of now, unless the run has diverged."""
+        """Write a checkpoint, unless the run has diverged."""
         self.step_log.flush(trainer, pl_module)
         if self.step_log.divergence is not None:
             return
@@ -233,7 +231,7 @@ class Checkpoints(L.Callback):
         path = self.folder / checkpoint_name(trainer.global_step)
         trainer.save_checkpoint(path)
         self.saved = trainer.global_step
-        if trainer.is_global_zero:  # the new one is on the disk and was read back from it
+        if trainer.is_global_zero:  # the new checkpoint was read back from the disk
             older = [old for old in checkpoints_in(self.folder) if step_of(old) < trainer.global_step]
             for old in older[: len(older) + 1 - self.config.keep]:
                 if step_of(old) not in self.config.at:
