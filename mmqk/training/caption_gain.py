@@ -1,7 +1,7 @@
 """Do image tokens gain from their captions? ``python -m mmqk.training.caption_gain --run runs/cpu/<id>``.
 
 The image loss of a trained model on held-out pairs, caption first, with the true caption and with the caption
-of another emoji. An image tokenizer whose codes say nothing about content would show no difference.
+of another emoji. Image codes without information about the content would show no difference.
 Several vendors draw one emoji and share its caption, so captions, not images, are the independent samples.
 """
 
@@ -28,12 +28,12 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class CaptionGain:
-    """Image loss of held-out pairs, nats a code: the mean over captions of the mean over a caption's images.
+    """Image loss of held-out pairs, in nats per code: the mean over captions of the mean over a caption's images.
 
     Attributes:
-        images, captions: number of images, and of distinct captions among them.
-        true, shuffled: with the image's own caption, and with that of another emoji.
-        gain: shuffled minus true, and its 95 % interval over captions (Student t).
+        images, captions: Number of images and of their distinct captions.
+        true, shuffled: Loss with the true caption, and with that of another emoji.
+        gain, interval: shuffled minus true, and its 95 % interval over captions (Student t).
     """
 
     images: int
@@ -45,7 +45,7 @@ class CaptionGain:
 
 
 def partners(captions: Sequence[Hashable]) -> list[int]:
-    """For each caption the place of another one that differs: the nearest on a circle half a turn away.
+    """For each caption the index of a different one: the next one from half the list further on, cyclically.
 
     Several drawings of one emoji share a caption, so a random order could pair an image with its own.
 
@@ -53,14 +53,14 @@ def partners(captions: Sequence[Hashable]) -> list[int]:
         UserError: all captions are the same.
     """
     n = len(captions)
-    found = []
+    indices = []
     for i in range(n):
         others = (j % n for j in range(i + n // 2, i + n // 2 + n))
         other = next((j for j in others if captions[j] != captions[i]), None)
         if other is None:
-            raise UserError("The held-out captions are all the same: there is none to exchange.")
-        found.append(other)
-    return found
+            raise UserError("The held-out captions are all equal: use data with at least two captions.")
+        indices.append(other)
+    return indices
 
 
 @torch.no_grad()
@@ -68,11 +68,11 @@ def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder) -> Cap
     """Image loss with true and with exchanged captions, over every held-out pair.
 
     Args:
-        model: trained on the builder's vocabulary.
-        builder: of the validation split.
+        model: A model of the builder's vocabulary.
+        builder: Builder of the validation split.
     """
     pairs = builder.stores["pair"]
-    # A caption is its ids: which words they are does not matter here.
+    # Captions are compared by their ids.
     captions = [pairs[i][pairs.image_tokens :].tobytes() for i in range(len(pairs))]
     image = model.config.modalities.index("image")
 
@@ -93,7 +93,7 @@ def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder) -> Cap
 
 
 def summary(true_N: Tensor, shuffled_N: Tensor, captions: Sequence[Hashable]) -> CaptionGain:
-    """The losses of N images, nats a code, averaged by caption first; at least 2 captions must differ."""
+    """The result for N images, in nats per code, averaged by caption first; needs 2 distinct captions."""
     true_C, shuffled_C = mean_by_caption(true_N, captions), mean_by_caption(shuffled_N, captions)
     difference_C = shuffled_C - true_C
     n = len(difference_C)
@@ -118,10 +118,10 @@ def mean_by_caption(values_N: Tensor, captions: Sequence[Hashable]) -> Tensor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure a run and print the sentence that reports/tokenizer keeps.
+    """Measure a run and print the sentence of reports/tokenizer.
 
     Raises:
-        UserError: no run folder, one that does not say what it was trained on, or other tokenizers since.
+        UserError: the folder is not a run, does not record its data, or its tokenizers have changed.
     """
     from mmqk.training.checkpoint import load_model
 
@@ -137,23 +137,23 @@ def main(argv: list[str] | None = None) -> int:
         seq_len = data["seq_len"]
     except (KeyError, TypeError):
         raise UserError(
-            f"{run / 'run.json'} does not say what the run was trained on: name one that python -m mmqk.train wrote."
+            f"{run / 'run.json'} does not record the data of the run: name a run of python -m mmqk.train."
         ) from None
-    # Other tokenizers may well have blocks of the same sizes: only the hash tells.
+    # Other tokenizers may have blocks of the same sizes: compare the hash.
     if (present := tokenizers_hash(tokenizers)) != trained_on:
         raise UserError(
-            f"{run} was trained with other tokenizers ({trained_on}) than {tokenizers} now holds ({present}):"
+            f"{run} was trained with other tokenizers ({trained_on}) than {tokenizers} has now ({present}):"
             " train it again."
         )
     held_out = open_source("pair", pairs, tokenizers, cache)["val"]
     builder = SequenceBuilder({"pair": held_out}, layout_of(tokenizers), seq_len)
-    found = caption_gain(load_model(run), builder)
-    low, high = found.interval
+    result = caption_gain(load_model(run), builder)
+    low, high = result.interval
     verdict = "gain from" if low > 0 else "gain nothing measurable from"
     print(
-        f"Image tokens {verdict} their captions: over {found.images} held-out images with {found.captions} distinct"
-        f" captions the loss is {found.true:.3f} nats a code with the true caption and {found.shuffled:.3f} with that"
-        f" of another emoji, a difference of {found.gain:.3f} (95 % interval over captions {low:.3f} to {high:.3f})."
+        f"Image tokens {verdict} their captions: over {result.images} held-out images with {result.captions} distinct"
+        f" captions the loss is {result.true:.3f} nats per code with the true caption and {result.shuffled:.3f} with"
+        f" that of another emoji, a difference of {result.gain:.3f} (95 % interval over captions {low:.3f} to {high:.3f})."
     )
     return 0
 

@@ -101,7 +101,7 @@ def refusal(folder, record, capsys):
 def test_a_run_that_does_not_say_its_data_is_refused(tmp_path, capsys, details):
     identity = {"data": {"tokenizers": "0123456789"}}
     err = refusal(tmp_path, {"identity": identity, "details": details}, capsys)
-    assert "does not say what the run was trained on" in err
+    assert "does not record the data of the run" in err
 
 
 def test_a_run_of_other_tokenizers_is_refused(tiny_data, tmp_path, capsys):

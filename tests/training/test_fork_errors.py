@@ -72,7 +72,7 @@ def test_a_parent_that_is_none(parent, tiny_args, tmp_path, capsys):
     content = torch.load(parent / "checkpoints/step00000004.ckpt", weights_only=True)
     del content["mmqk_run"]
     save_checkpoint(content, tmp_path / "old.ckpt")
-    assert "does not say which run wrote it" in said(capsys, f"--fork={tmp_path / 'old.ckpt'}", out)
+    assert "does not name the run that wrote it" in said(capsys, f"--fork={tmp_path / 'old.ckpt'}", out)
     assert "fork_skip belongs to a fork" in said(capsys, *tiny_args, "--fork_skip=1", out)
     assert not (tmp_path / "fork").exists()
 
@@ -104,4 +104,4 @@ def test_a_checkpoint_that_was_written_over_since_is_refused(parent, tmp_path, c
     save_checkpoint(content, checkpoint)
     assert "is no longer step 4 of run" in said(capsys, *fields)
     checkpoint.unlink()
-    assert "to fork from is gone" in said(capsys, *fields)
+    assert "of --fork does not exist" in said(capsys, *fields)

@@ -65,7 +65,7 @@ def test_fork_that_changes_nothing_is_the_parent(parent, tmp_path, capsys):
     assert series(tmp_path / "fork") == series(parent)
     assert record["changed"] == [] and record["function"]["logits_rms_relative"] == 0
     assert record["optimizer"] == "carried over" and record["added"] == record["dropped"] == []
-    assert "with nothing changed: the function is the parent's to the bit" in capsys.readouterr().err
+    assert "with nothing changed: the function equals the parent's bit for bit" in capsys.readouterr().err
     ours, theirs = (json.loads((f / "run.json").read_text()) for f in (tmp_path / "fork", parent))
     assert ours["identity"].pop("fork") == {
         "parent": theirs["id"], "step": STEP, "skip": 0, "perturb": 0.0, "draw": 0,

@@ -1,4 +1,4 @@
-"""What both models of a fork have by name, and the matrices of the fork with what is folded into them."""
+"""Copies the parameters that parent and fork share by name, and folds gains into the matrices of the fork."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mmqk.model.linear import TINY, SigmaLinear
 
 @dataclass
 class Carried:
-    """How the parameters of a fork came to be; names are those of the model's parameters.
+    """The origin of each parameter of a fork, by parameter name.
 
     Attributes:
-        added: parameters that the parent does not have, and how they start.
-        dropped: parameters that the fork does not have, and where they went.
-        from_name: the parent's parameter that each of the fork's continues.
-        scale: factor by which a continued parameter differs from the parent's, where it does.
+        added: Parameters that the parent does not have, with their start.
+        dropped: Parameters that the fork does not have, with the parameters that absorb them.
+        from_name: The parent's parameter that each parameter of the fork continues.
+        scale: Factor between a continued parameter and the parent's, if it is not 1.
     """
 
     added: dict[str, str] = field(default_factory=dict)
@@ -35,22 +35,22 @@ def tied_name(name: str) -> str:
 
 
 class Matrices:
-    """Carries names over first (`by_name`), collects factors of matrices (`fold`), and applies them last (`write`).
+    """Copies parameters by name (`by_name`), collects factors of matrices (`fold`), then applies them (`write`).
 
     Args:
-        old: the parent's model.
-        new: the fork's, which is filled.
+        old: The parent's model.
+        new: The fork's model, which is filled.
     """
 
     def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer):
         self.old, self.new = dict(old.named_modules()), dict(new.named_modules())
         self.before, self.config = old.config, new.config
         self.old_values, self.new_values = dict(old.named_parameters()), dict(new.named_parameters())
-        self.factor: dict[str, Tensor] = {}  # by matrix of the fork, broadcast over it
+        self.factor: dict[str, Tensor] = {}  # by matrix of the fork, broadcast over the matrix
         self.done = Carried()
 
     def by_name(self) -> None:
-        """What has a parameter or buffer of its name and shape, or the tied one's, in the parent."""
+        """Copy parameters and buffers with the same (or the tied) name and the same shape in the parent."""
         for name, value in self.new_values.items():
             source = name if name in self.old_values else tied_name(name)
             if source in self.old_values and self.old_values[source].shape == value.shape:
@@ -68,13 +68,13 @@ class Matrices:
     def fold(
         self, layers: list[str], gain: Tensor, side: Literal["rows", "columns"], m: int | None = None
     ) -> str:
-        """Scale rows or columns of matrices of the fork, all their copies or that of modality ``m``."""
+        """Scale rows or columns of matrices of the fork, in all copies or in that of modality ``m``."""
         shape = (-1, 1) if side == "rows" else (1, -1)
         for layer in layers:
             for name in self._matrices_of(layer):
                 copied = ".copies." in name
                 if m is not None and (f".copies.{m}" not in name if copied else m > 0):
-                    continue  # a matrix that the modalities share takes the first one's
+                    continue  # a shared matrix uses the gain of the first modality
                 self.factor[name] = self.factor.get(name, torch.ones(())) * gain.reshape(shape)
         if layers == ["head"] and self.config.tie_embeddings:
             return ""
@@ -86,7 +86,7 @@ class Matrices:
         return [n for n, m in self.new.items() if isinstance(m, nn.Linear) and tied_name(n) == layer]
 
     def write(self) -> None:
-        """Effective matrices of the parent, with what was folded into them, in the fork's parametrisation."""
+        """Write the parent's effective matrices times the folded factors, in the fork's parametrization."""
         for name, here in self.new.items():
             if not isinstance(here, nn.Linear):
                 continue
@@ -112,7 +112,7 @@ class Matrices:
         self.done.scale[name] = factor if before is None else before * factor
 
     def account(self) -> Carried:
-        """What became of every parameter, in the order of the models."""
+        """The origin of every parameter, in the order of the models."""
         done = self.done
         for name in self.new_values.keys() - done.from_name.keys():
             done.added.setdefault(name, "its first value")

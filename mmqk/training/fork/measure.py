@@ -1,5 +1,6 @@
-"""What a fork measures on the held-out probe batch: sizes at the norms of the parent, and how far apart the two
-functions are. B sequences, T tokens, H heads, M modalities, V vocabulary."""
+"""Measurements of a fork on the held-out probe batch: sizes at the norms, and the distance of the two functions.
+
+Shapes are in the names: B sequences, T tokens, H heads, M modalities, V vocabulary."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from mmqk.model.linear import ByModality
 from mmqk.model.norms import LayerNorm, Norm
 from mmqk.training.step.losses import modality_losses
 
-CHUNK = 4  # sequences of a forward
+CHUNK = 4  # sequences per forward
 
 
 @dataclass
 class Sizes:
-    """Sums of squares at one norm of the parent, by modality of the token and by head (one where there are none).
+    """Sums of squares at one norm of the parent, by modality of the token and by head (one for a stream norm).
 
     Attributes:
-        plain_MH: of what the parent's norm normalises to, before its gain; the input itself where it has none.
-            Without its mean where the fork's norm takes that away.
-        out_MH: of the parent's output.
-        other_MH: of what the fork's norm makes of the same input, before its gain.
-        count_M: numbers in each sum.
+        plain_MH: Of the normalized input of the parent's norm, before its gain; of the input if it has no norm.
+            The mean is subtracted if the fork's norm is a LayerNorm.
+        out_MH: Of the parent's output.
+        other_MH: Of the same input normalized by the fork's norm, before its gain.
+        count_M: Number of values in each sum.
     """
 
     plain_MH: Tensor
@@ -37,7 +38,7 @@ class Sizes:
     count_M: Tensor
 
     def mean(self, of: str, modality: int | None) -> Tensor:
-        """Mean square by head, (H,), over all tokens or those of a modality that has any."""
+        """Mean square by head, (H,), over the tokens of a modality, or over all for None or if it has none."""
         sums_MH = getattr(self, f"{of}_MH")
         if modality is None or not self.count_M[modality]:
             return sums_MH.sum(0) / self.count_M.sum()
@@ -45,7 +46,7 @@ class Sizes:
 
 
 def one_copy(norm: nn.Module) -> nn.Module:
-    """The norm, or that of the first modality: all normalise alike and differ in gain and bias."""
+    """The norm, or the first of its copies: the copies differ in gain and bias only."""
     return norm.copies[0] if isinstance(norm, ByModality) else norm
 
 
@@ -58,14 +59,14 @@ def _normalised(norm: nn.Module, x: Tensor) -> Tensor:
 def sizes_at_norms(
     old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch
 ) -> dict[str, Sizes]:
-    """Sizes at every place where the parent or the fork has a norm, by its name, padding left out.
+    """Sizes at every norm of the parent or the fork, by name of the norm, without padding.
 
     Args:
-        old: the parent, which runs.
-        new: the fork, of which the norms are put beside the parent's.
-        batch: of the probe.
+        old: The parent; its forward pass runs.
+        new: The fork; its norms are applied to the same inputs.
+        batch: The probe batch.
     """
-    theirs, found, at = dict(new.named_modules()), dict[str, Sizes](), {"start": 0}
+    fork_modules, sizes, at = dict(new.named_modules()), dict[str, Sizes](), {"start": 0}
     M = len(old.config.modalities)
 
     def hook(name: str):
@@ -80,14 +81,14 @@ def sizes_at_norms(
                 y_NH = y_NHK.sum(-1) if y_NHK.ndim == 3 else y_NHK.sum(-1, keepdim=True)
                 return y_NH.new_zeros(M, y_NH.shape[1]).index_add_(0, modality_N, y_NH)
 
-            plain, other = _normalised(module, x), one_copy(theirs[name])
+            plain, other = _normalised(module, x), one_copy(fork_modules[name])
             if isinstance(other, LayerNorm):
                 plain = plain - plain.mean(other.axes, keepdim=True)
             plain_MH, out_MH, other_MH = (squares(y) for y in (plain, out, _normalised(other, x)))
             count_M = torch.bincount(modality_N, minlength=M) * x.shape[-1]
-            so_far = found.get(name)
+            so_far = sizes.get(name)
             if so_far is None:
-                found[name] = Sizes(plain_MH, out_MH, other_MH, count_M)
+                sizes[name] = Sizes(plain_MH, out_MH, other_MH, count_M)
             else:
                 so_far.plain_MH += plain_MH
                 so_far.out_MH += out_MH
@@ -109,16 +110,16 @@ def sizes_at_norms(
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return sizes
 
 
 @dataclass(frozen=True)
 class Change:
-    """How far a fork's function is from its parent's, in fp32 and without dropout.
+    """The distance between the functions of a fork and its parent, in fp32 and without dropout.
 
     Attributes:
-        logits: RMS of the difference of the output logits over the RMS of the parent's.
-        loss: mean cross-entropy by target modality, nats, of parent and fork.
+        logits: RMS of the difference of the output logits, divided by the RMS of the parent's logits.
+        loss: Mean cross-entropy of parent and fork by target modality, nats.
     """
 
     logits: float
@@ -127,7 +128,7 @@ class Change:
 
 @torch.no_grad()
 def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Change:
-    """Both models on the same tokens; positions of padding are left out of the logits."""
+    """Compare both models on the same tokens; the logits exclude padding."""
     names = old.config.modalities
     difference = size = torch.zeros((), dtype=torch.float64, device=batch.ids_BT.device)
     sums: list[Tensor] = [torch.zeros(len(names), dtype=torch.float64, device=size.device) for _ in range(3)]
@@ -151,7 +152,7 @@ def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer,
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Without dropout."""
+    """Evaluation mode, without dropout, inside the `with` block."""
     was = [model.training for model in models]
     for model in models:
         model.eval()

@@ -1,4 +1,4 @@
-"""What a fork starts from: the run that wrote a checkpoint, and which of its fields a fork may change."""
+"""The parent of a fork: the run that wrote a checkpoint, and the fields that a fork may change."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Parent:
     """A run at one of its steps.
 
     Attributes:
-        id: of the run.
-        step: optimizer steps done.
-        config: the run's resolved configuration, as ``RunConfig.nested()`` gives it.
+        id: Id of the run.
+        step: Number of optimizer steps.
+        config: Resolved configuration of the run (``RunConfig.nested()``).
     """
 
     id: str
@@ -69,23 +69,22 @@ class ForkConfig:
 
 
 def base_of(parent: Parent) -> dict[str, Any]:
-    """The parent's configuration as the one that a fork's own fields are set over."""
+    """The parent's configuration, which the fork's fields override."""
     config = {name: dict(v) if isinstance(v, Mapping) else v for name, v in parent.config.items()}
     for name in ("fork", "fork_skip", "fork_perturb", "fork_draw"):
         config.pop(name, None)
-    config["model"]["blocks"] = {}  # from the fork's own data, and compared with the parent's
+    config["model"]["blocks"] = {}  # derived from the fork's data, then compared with the parent's
     config["checkpoint"]["at"] = []  # steps of the parent
     return config
 
 
 def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
-    """The checkpoint that ``--fork`` names, a file or the newest of a run folder, and the run that wrote it.
+    """The checkpoint of ``--fork``, a file or the newest of a run folder, and the run that wrote it.
 
-    A fork that exists already in ``out`` has noted which one that was: its parent may have gone on, or may have
-    removed the checkpoint.
+    An existing fork in ``out`` has recorded its checkpoint: the parent may have trained on or removed it.
 
     Raises:
-        UserError: there is none, it cannot be read, or it is of no run.
+        UserError: the checkpoint does not exist, cannot be read, or does not name its run.
     """
     noted = ((read_run(Path(out)) or {}).get("details") or {}).get("fork") if out else None
     if isinstance(noted, dict) and noted.get("given") == given:
@@ -102,20 +101,20 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
     run = saved.get("mmqk_run")
     if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not isinstance(run.get("config"), dict):
         raise UserError(
-            f"--fork {given} does not say which run wrote it: name a checkpoint of the present mmqk.train."
+            f"--fork {given} does not name the run that wrote it: use a checkpoint of the current mmqk.train."
         )
     return path, Parent(run["id"], saved["global_step"], run["config"])
 
 
 def note(fork: ForkConfig) -> dict[str, Any]:
-    """What `read_parent` finds again in run.json."""
+    """The record of the fork in run.json, which `read_parent` reads."""
     parent = fork.parent
     where = {"given": fork.given, "checkpoint": str(fork.checkpoint)}
     return {**where, "id": parent.id, "step": parent.step, "config": dict(parent.config)}
 
 
 def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
-    """Raise ValueError where the weights of ``old`` have no place in ``new``."""
+    """Raise ValueError if the weights of ``old`` do not fit into ``new``."""
     shapes = {
         "d_model": "d_model",
         "n_layers": "n_layers",
@@ -130,18 +129,18 @@ def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
         there, here = getattr(old, attribute), getattr(new, attribute)
         if there != here or (attribute == "blocks" and list(there) != list(here)):
             raise ValueError(
-                f"model.{field} is {there} in the parent and {here} here, and a fork cannot change it: leave it as it"
-                " is, or start a new run."
+                f"model.{field} is {there} in the parent and {here} here, and a fork cannot change it: keep the"
+                " parent's value, or start a new run."
             )
     if new.tie_embeddings and not old.tie_embeddings:
         raise ValueError(
-            "model.tie_embeddings cannot be switched on in a fork, as the parent has a head of its own: start a new"
-            " run."
+            "model.tie_embeddings cannot be switched on in a fork, because the parent has a separate head: start a"
+            " new run."
         )
     for name, untied in asdict(old.untie).items():
         gone = name == "qk_norm" and new.qk_norm.kind == "none"
         if untied and not getattr(new.untie, name) and not gone:
             raise ValueError(
-                f"model.untie.{name} cannot be switched off in a fork, as the parent's modalities have weights of"
-                " their own: start a new run."
+                f"model.untie.{name} cannot be switched off in a fork, because the parent has separate weights for"
+                " each modality: start a new run."
             )

@@ -1,4 +1,4 @@
-"""A fork: another run's checkpoint in the shape of this one, written into this run's folder before its first step."""
+"""Start a fork: convert the parent's checkpoint to the fork's configuration and write it to the fork's folder."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 
 PROBE_SEQUENCES = 16
 FORK_NAME = "fork.json"
-# Where and how fast a run goes, which is no part of what it is.
+# Fields that decide where and how fast a run trains, but not its result.
 NOT_CHANGES = ("checkpoint.", "threads", "recompute", "data.workers", "data.cache", "fork", "trainer.devices",
                "trainer.num_nodes", "trainer.strategy")  # fmt: skip
 
 
 def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
-    """Write the checkpoint that the run of a fork goes on from, and ``fork.json``; one sentence about it.
+    """Write the first checkpoint of a fork and ``fork.json``; return a sentence about it.
 
     Args:
-        run: with its `fork`.
-        folder: the run folder.
-        probe: held-out sequences, on which gains are measured and the two functions are compared.
+        run: The configuration, with its `fork`.
+        folder: The run folder.
+        probe: Held-out sequences for measuring gains and comparing the two functions.
 
     Raises:
-        UserError: the parent's checkpoint is gone, damaged, or of another step than the run was resolved with.
+        UserError: the parent's checkpoint is missing, damaged, or of another step than in the configuration.
     """
     fork = run.fork
     assert fork is not None and fork.checkpoint is not None
     if not fork.checkpoint.exists():
-        raise UserError(f"The checkpoint {fork.checkpoint} to fork from is gone: name another after --fork.")
+        raise UserError(f"The checkpoint {fork.checkpoint} of --fork does not exist: name another after --fork.")
     saved = load_checkpoint(fork.checkpoint, "name another one after --fork", whole=True)
-    found = (saved.get("mmqk_run", {}).get("id"), saved["global_step"])
-    if found != (fork.parent.id, fork.parent.step):
+    writer = (saved.get("mmqk_run", {}).get("id"), saved["global_step"])
+    if writer != (fork.parent.id, fork.parent.step):
         raise UserError(
             f"{fork.checkpoint} is no longer step {fork.parent.step} of run {fork.parent.id}: give another --out."
         )
@@ -72,7 +72,7 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     changed = changes(parent, own)
     old_optim, new_optim = OptimConfig(**parent["optim"]), run.optim
     lr = learning_rate(new_optim, fork.parent.step, run.trainer["max_steps"])
-    optimizer, said = optimizer_state(
+    optimizer, moments = optimizer_state(
         saved["optimizer_states"][0],
         (old_optim, old, _trained(LossConfig(**parent["loss"]), old.config)),
         (new_optim, new, _trained(run.loss, run.model)),
@@ -94,36 +94,36 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         "mmqk_model": own["model"],
         "mmqk_run": run.record(),
     }
-    write_json(folder / FORK_NAME, _record(run, changed, carried, said, change))
+    write_json(folder / FORK_NAME, _record(run, changed, carried, moments, change))
     save_checkpoint(checkpoint, folder / "checkpoints" / checkpoint_name(fork.parent.step))
     return sentence(run, changed, change)
 
 
 def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Fields in which two configurations differ, without those that change nothing in a run."""
-    parent = {"compile": False, **parent}  # one that is older than the field
+    """Fields in which two configurations differ, without those that do not affect the result."""
+    parent = {"compile": False, **parent}  # an older configuration lacks the field
     a, b = flatten(parent), flatten(own)
     differing = differing_fields(parent, own)
     fields = [
         f
         for f in differing
         if not f.startswith(NOT_CHANGES)
-        # An empty mapping beside one with entries: the entries say it.
+        # An empty mapping against one with entries: the entries are listed.
         and not any(other.startswith(f"{f}.") for other in differing)
     ]
     return [{"field": field, "from": a.get(field), "to": b.get(field)} for field in fields]
 
 
 def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> str:
-    """What was forked, with what changed, and how near the function is to the parent's."""
+    """The parent, the changed fields, and the distance between the two functions."""
     fork = run.fork
     assert fork is not None
-    what = [f"{c['field']} {_said(c['to'])}" for c in changed]
-    what += [f"the next {fork.skip} batches left out"] if fork.skip else []
+    what = [f"{c['field']} {_yaml(c['to'])}" for c in changed]
+    what += [f"the next {fork.skip} batches skipped"] if fork.skip else []
     what += [f"weights perturbed by {fork.perturb:g} of their RMS"] if fork.perturb else []
     losses = ", ".join(f"{name} {before:.4f} -> {after:.4f}" for name, (before, after) in change.loss.items())
     near = (
-        "the function is the parent's to the bit"
+        "the function equals the parent's bit for bit"
         if change.logits == 0
         else f"logits differ by {plain(change.logits, 2)} of their RMS, loss {losses}"
     )
@@ -133,7 +133,7 @@ def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> s
     )
 
 
-def _said(value: Any) -> str:
+def _yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -165,7 +165,7 @@ def _record(
 
 
 def _folder_of(given: str) -> str:
-    """The run folder of what was named, in the words in which it was."""
+    """The run folder of ``--fork``, as given."""
     path = Path(given)
     return str(path.parent.parent) if path.suffix == ".ckpt" else given
 

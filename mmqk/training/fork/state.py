@@ -1,4 +1,4 @@
-"""The state of a parent's training in the shape of its fork's: optimizer, schedule, position, watching callbacks."""
+"""The parent's training state converted for its fork: optimizer, schedule, position in the data, callbacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmqk.training.fork.matrices import Carried
 from mmqk.training.fork.measure import Change
 from mmqk.training.step.optimizers import OptimConfig, lr_multiplier, make_optimizer
 
-# A loss that the change itself raises by more than this (nats) is no divergence: its history starts again.
+# If the change raises a loss by more than this (nats), that is not a divergence: the loss history starts again.
 JUMP_NATS = 0.1
 SAME_DATA = ("data.val_", "data.batch_size")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,19 +33,19 @@ def optimizer_state(
     carried: Carried,
     lr: float,
 ) -> tuple[dict[str, Any], str]:
-    """The parent's moments by parameter name under the fork's settings, and a sentence on what became of them.
+    """The parent's moments under the fork's settings, and a sentence about the conversion.
 
-    A matrix that was scaled by c has gradients of 1 / c of the size, and so have its moments. Under
-    `optim.split_second_moment` each modality starts with an equal part of the shared first moment and all of the
-    second, so that without another gradient the next step is the parent's; back from it, first moments add up, and
-    second moments as those of gradients without correlation.
+    A matrix scaled by c has gradients, and so moments, scaled by 1 / c. When the fork sets
+    `optim.split_second_moment`, each modality starts with an equal part of the shared first moment and all of the
+    second, so that with zero gradients the next step is the parent's. When it unsets the field, first moments add
+    up, and so do second moments, as for uncorrelated gradients.
 
     Args:
-        saved: the parent's optimizer state.
-        old: settings, model and trained modalities of the parent.
-        new: those of the fork.
-        carried: where the fork's parameters come from.
-        lr: learning rate of the next update.
+        saved: Optimizer state of the parent.
+        old: Settings, model and trained modalities of the parent.
+        new: Settings, model and trained modalities of the fork.
+        carried: Origin of the fork's parameters.
+        lr: Learning rate of the next update.
     """
     (old_config, old_model, old_trained), (new_config, new_model, new_trained) = old, new
     old_names, _ = _names_in_order(old_config, old_model)
@@ -60,7 +60,7 @@ def optimizer_state(
             fresh += 1
             continue
         if source not in by_name:
-            continue  # no gradient has reached it yet
+            continue  # it has had no gradient yet
         own = dict(by_name[source])
         scale = carried.scale.get(name)
         if scale is not None:
@@ -86,7 +86,7 @@ def optimizer_state(
 
 
 def _resplit(own: dict[str, Any], there: Sequence[str] | None, here: Sequence[str] | None) -> dict[str, Any]:
-    """Moments between one set for all (None) and a set for each modality, by name; who is new starts at zero."""
+    """Convert moments between one shared set (None) and a set per modality; a new modality starts at zero."""
     first, second = own["exp_avg"], own["exp_avg_sq"]
     if there is None:
         assert here is not None
@@ -115,7 +115,7 @@ def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, gr
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Of the update after ``step``."""
+    """Learning rate of the update after ``step``."""
     return config.lr * lr_multiplier(config, step, max_steps)
 
 
@@ -125,11 +125,11 @@ def loops_state(
     """Lightning's counters and the position in the data.
 
     Args:
-        saved: the parent's ``loops``.
-        step: optimizer steps done.
-        old: sequences and micro-batches of an optimizer step of the parent.
-        new: of the fork.
-        skip: optimizer steps' worth of sequences that are left out.
+        saved: ``loops`` of the parent.
+        step: Number of optimizer steps.
+        old: Sequences and micro-batches per optimizer step of the parent.
+        new: Sequences and micro-batches per optimizer step of the fork.
+        skip: Number of optimizer steps whose sequences are skipped.
     """
     loops = copy.deepcopy(dict(saved))
     fit = loops["fit_loop"]
@@ -139,7 +139,7 @@ def loops_state(
     ahead = read + skip * new_sequences - step * new_sequences
     fit["state_dict"]["combined_loader"] = [{"position": step * micro_batches, "ahead": ahead}]
     progress = fit["epoch_loop.batch_progress"]
-    progress["is_last_batch"] = False  # a finished parent had one
+    progress["is_last_batch"] = False  # a finished parent has True
     for counts in (progress["total"], progress["current"]):
         for name in counts:
             counts[name] = step * micro_batches - (name == "completed")
@@ -147,16 +147,16 @@ def loops_state(
 
 
 def callback_state(saved: Mapping[str, Any], changed: Sequence[str], change: Change) -> dict[str, Any]:
-    """What the parent's callbacks remember, as far as it is of the fork too.
+    """The state of the parent's callbacks, as far as it applies to the fork.
 
-    The rule of divergence keeps the loss at initialisation and the best median of the run it continues, so that a
-    fork is judged as its parent and its siblings are. It forgets the best median and the last losses of a modality
-    whose loss the change itself has raised by more than `JUMP_NATS`, and of all where the data is another. Alarms
-    compare a series with its own recent past: they start again where the model or the data has changed, all but what
-    they know of the data, and so does an open window of the radial budget where anything of the update has.
+    The divergence rule keeps the parent's initial loss and best median, so that the same thresholds hold for a fork,
+    its parent and its siblings. It drops the best median and the last losses of a modality whose loss the change
+    raises by more than `JUMP_NATS`, and of all modalities if the data changes. Alarms compare a statistic with its
+    recent values: they start again if the model or the data changes, except for their record of the data. An open
+    window of the radial budget starts again if anything that affects the update changes.
     """
     states = copy.deepcopy(dict(saved))
-    states.pop("Checkpoints", None)  # what stood in the parent's folder
+    states.pop("Checkpoints", None)  # describes the parent's folder
     model = any(name.startswith("model.") for name in changed)
     data = any(name.startswith("data.") and not name.startswith(SAME_DATA) for name in changed)
     jumped = {name for name, (before, after) in change.loss.items() if not after - before <= JUMP_NATS}

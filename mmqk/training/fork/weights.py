@@ -1,17 +1,17 @@
-"""A parent's weights in the model of its fork, so that the function is unchanged or as near as can be.
+"""The parent's weights in the fork's model, with a function as close to the parent's as possible.
 
-What both have is carried over by name. Where the fork has other norms than its parent, the sizes that the parent has
-there on the probe batch decide:
+Parameters of both models are copied by name. Where the norms differ, the parent's activations on the probe batch
+determine the gain:
 
 ```
-g' = f * g * rms(n(x)) / rms(n'(x))      n, n'  how parent and fork normalise (the identity where there is no norm)
-                                         g, g'  gains; f  what another logit scale of the attention makes of q and k
+g' = f * g * rms(n(x)) / rms(n'(x))      n, n'  normalization of parent and fork (the identity without a norm)
+                                         g, g'  gains; f  factor on q and k for another attention scale
 ```
 
-With a norm that is added, g = 1 and n(x) = x, so its gain is the measured RMS, by head where the gain is. A gain that
-has no place in the fork goes into the matrix beside it: rows of the one before, columns of the one behind.
+For an added norm, g = 1 and n(x) = x, so its gain is the measured RMS, by head if the gain is. A gain without a
+parameter in the fork is folded into a neighboring matrix: the rows of the one before, the columns of the one after.
 
-Shapes: D width, H heads, K head width.
+Shapes: D model width, H heads, K head_dim.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from mmqk.training.fork.measure import Sizes, evaluating, one_copy, sizes_at_nor
 
 @torch.no_grad()
 def carry(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Carried:
-    """Fill ``new``, the model of a fork, from ``old``, its parent's; both in fp32 on the device of ``batch``."""
+    """Fill the fork's model ``new`` from the parent's model ``old``; both in fp32 on the device of ``batch``."""
     with evaluating(old):
         return _Carrying(old, new, batch).run()
 
 
 @torch.no_grad()
 def perturb(model: nn.Module, size: float, draw: int) -> None:
-    """Change every weight matrix by a random one of ``size`` times its RMS, a function of draw and name."""
+    """Add noise of ``size`` times its RMS to every weight matrix; draw and name determine the noise."""
     done = set()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight not in done:
             weight = module.weight
-            done.add(weight)  # a tied matrix once
+            done.add(weight)  # change a tied matrix once
             generator = parameter_generator(draw, f"fork/{name}")
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             wide = weight.double().cpu()
@@ -53,8 +53,8 @@ def perturb(model: nn.Module, size: float, draw: int) -> None:
             weight.copy_(wide)
 
 
-# Puts a gain (H, K) that has no parameter of its own, of a modality or of all, into something else; says where.
-Home = Callable[[Tensor, int | None], str]
+# Folds a gain (H, K) without a parameter, of one modality or of all, into another parameter; returns a description.
+FoldGain = Callable[[Tensor, int | None], str]
 
 
 def _copies(module: nn.Module) -> list[tuple[int | None, nn.Module]]:
@@ -66,7 +66,7 @@ class _Carrying(Matrices):
     def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch):
         super().__init__(old, new)
         self.sizes: dict[str, Sizes] = sizes_at_norms(old, new, batch)
-        # What another scale of the attention logits means for q and k; 1 where nobody but the user changed it.
+        # Factor on q and k for another scale of the attention logits; 1 unless kind l2 changed the scale.
         cosine = [c.qk_norm.kind == "l2" for c in (self.before, self.config)]
         ratio = self.before.attn_scale_value / self.config.attn_scale_value
         self.logit_factor = ratio**0.5 if cosine[0] != cosine[1] else 1.0
@@ -88,18 +88,18 @@ class _Carrying(Matrices):
         return self.account()
 
     def _stream_norm(self, name: str, behind: list[str]) -> None:
-        """A norm of the residual stream, in front of matrices."""
+        """A norm of the residual stream before matrices."""
         self._norm(name, lambda gain_HK, m: self.fold(behind, gain_HK.flatten(), "columns", m))
 
     def _branch(self, branch: str, matrix: str) -> None:
-        """The norm and the LayerScale behind the last matrix of a sublayer."""
+        """The norm and the LayerScale after the last matrix of a sublayer."""
         norm, scale = f"{branch}_post_norm", f"{branch}_layer_scale"
         there, here = self.old[scale], self.new[scale]
         if isinstance(here, LayerScale) and not isinstance(there, LayerScale):
             here.weight.fill_(1.0)
             self.done.added[f"{scale}.weight"] = "1"
 
-        def home(gain_HK: Tensor, m: int | None) -> str:
+        def fold_gain(gain_HK: Tensor, m: int | None) -> str:
             normed = isinstance(one_copy(self.new[norm]), Norm)
             if not normed:
                 return self.fold([matrix], gain_HK.flatten(), "rows", m)
@@ -108,12 +108,12 @@ class _Carrying(Matrices):
                 return f"into {scale}.weight"
             return ""
 
-        self._norm(norm, home)
+        self._norm(norm, fold_gain)
         if isinstance(there, LayerScale) and not isinstance(here, LayerScale):
             where = ""
             for m, copy in _copies(self.new[norm]):
                 if not isinstance(copy, Norm) or copy.weight is None:
-                    where = home(there.weight[None].double(), m)
+                    where = fold_gain(there.weight[None].double(), m)
                     continue
                 gain, prefix = copy.gain(), norm if m is None else f"{norm}.copies.{m}"
                 assert gain is not None
@@ -127,24 +127,24 @@ class _Carrying(Matrices):
 
     def _head_norm(self, attention: str, role: Literal["q", "k", "v"] | str) -> None:
         name, matrix = f"{attention}.{role}_norm", f"{attention}.w_{role}"
-        turned = self.before.qk_norm.place == "after_rope" and role != "v"
+        after_rope = self.before.qk_norm.place == "after_rope" and role != "v"
 
-        def home(gain_HK: Tensor, m: int | None) -> str:
-            if isinstance(one_copy(self.new[name]), Norm):  # it would divide out what stands before it
+        def fold_gain(gain_HK: Tensor, m: int | None) -> str:
+            if isinstance(one_copy(self.new[name]), Norm):  # the norm would divide out the gain
                 if role != "v":
                     return ""
                 shared = self.config.n_heads // self.config.kv_heads
                 columns = gain_HK.repeat_interleave(shared, 0).flatten()
                 return self.fold([f"{attention}.w_o"], columns, "columns", m)
-            if turned:  # only what is the same for both channels of a pair passes through the rotation
+            if after_rope:  # only a gain that both channels of a pair share commutes with the rotation
                 K = gain_HK.shape[-1]
                 gain_HK = (gain_HK.square() + gain_HK.roll(K // 2, -1).square()).div(2).sqrt()
             return self.fold([matrix], gain_HK.flatten(), "rows", m)
 
-        self._norm(name, home, factor=1.0 if role == "v" else self.logit_factor)
+        self._norm(name, fold_gain, factor=1.0 if role == "v" else self.logit_factor)
 
-    def _norm(self, name: str, home: Home, factor: float = 1.0) -> None:
-        """One norm of the fork: its gain from the parent's and the sizes; ``home`` puts what has no parameter."""
+    def _norm(self, name: str, fold_gain: FoldGain, factor: float = 1.0) -> None:
+        """Set the gain of a norm from the parent's gain and the sizes, or fold it with ``fold_gain``."""
         there, here = self.old[name], self.new[name]
         first = one_copy(here)
         cosine = isinstance(first, L2Norm) and not name.endswith("v_norm")
@@ -162,18 +162,18 @@ class _Carrying(Matrices):
             elif isinstance(copy, Norm) and copy.weight is not None:
                 self._start_gain(prefix, copy, gain_HK, self.sizes[name].mean("other", m), there)
             else:
-                where = home(gain_HK, m)
+                where = fold_gain(gain_HK, m)
             self._start_bias(prefix, copy, mine)
         for own in self.old_values:
             if own.startswith(f"{name}.") and own not in self.done.from_name.values():
                 self.done.dropped[own] = where if own.endswith("weight") else ""
 
     def _gain(self, name: str, there: nn.Module, mine: nn.Module, m: int | None) -> Tensor:
-        """Gain of the new norm's place, (H, K) or (1, D), if it could be anything: g * rms(n(x)) / rms(n'(x))."""
+        """Exact gain of the fork at this norm, (H, K) or (1, D): g * rms(n(x)) / rms(n'(x))."""
         sizes = self.sizes[name]
         ratio_H = (sizes.mean("plain", m) / sizes.mean("other", m).clamp_min(1e-30)).sqrt()
         shape = (len(ratio_H), self._width(name))
-        if m is None and isinstance(there, ByModality):  # one matrix takes what each modality had of its own
+        if m is None and isinstance(there, ByModality):  # one matrix for the gains of all modalities
             gains = [_gain_of(copy, shape) for copy in there.copies]
             return torch.stack(gains).mean(0) * ratio_H[:, None]
         return _gain_of(mine, shape).to(ratio_H.device) * ratio_H[:, None]
@@ -201,7 +201,7 @@ class _Carrying(Matrices):
             self.done.added.pop(f"{prefix}.weight")
 
     def _start_scale(self, prefix: str, copy: L2Norm, m: int | None) -> None:
-        """The learned scale of cosine attention: the logit that queries and keys of the measured length reach."""
+        """The learned scale of cosine attention: the logit of queries and keys of the measured lengths."""
         assert copy.weight is not None
         c, k_norm = self.config, prefix.split(".q_norm")[0] + ".k_norm"
         q_norm = k_norm.replace("k_norm", "q_norm")
@@ -222,7 +222,7 @@ class _Carrying(Matrices):
         if theirs is None:
             bias.zero_()
             self.done.added[f"{prefix}.bias"] = "0"
-        elif bias.ndim > theirs.ndim:  # one for each head, of one for all
+        elif bias.ndim > theirs.ndim:  # from one for all heads to one per head
             bias.copy_(theirs.expand_as(bias))
             self.done.added[f"{prefix}.bias"] = "the parent's"
         else:
@@ -235,7 +235,7 @@ def _sign(x: Tensor) -> Tensor:
 
 
 def _alike(a: nn.Module, b: nn.Module) -> bool:
-    """Whether gain and bias of one norm mean the same in the other; another eps is the user's change."""
+    """Whether gain and bias have the same meaning in both norms; eps may differ."""
     if not (isinstance(a, Norm) and isinstance(b, Norm)):
         return not isinstance(a, Norm) and not isinstance(b, Norm)
     if type(a) is not type(b) or a.shape != b.shape or a.offset != b.offset:

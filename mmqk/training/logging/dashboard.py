@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run: few tags, text beside image, one page of charts that opens on the story."""
+"""The charts of a run in TensorBoard: few tags, all modalities in one chart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmqk.store import parsed_tag
 
 
 def nan_first(reduce: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
-    """A NaN ranks worst: Python's own max and min keep it or drop it by the order of the layers."""
+    """Return NaN if any value is NaN: Python's max and min depend on the order of the values."""
     return lambda values: math.nan if any(map(math.isnan, values)) else reduce(values)
 
 
@@ -21,12 +21,12 @@ REDUCERS: dict[str, Callable[[list[float]], float]] = {
 
 
 class Chart(NamedTuple):
-    """One chart of the page: every modality, or pair of them, of a statistic.
+    """One chart of a page: all modalities, or pairs of them, of a statistic.
 
     Attributes:
-        title: says what a rise means where that is not plain.
-        statistics: names.
-        reducer: over layers, None for what has no layers.
+        title: Title, with the meaning of a rise where needed.
+        statistics: Names of the statistics.
+        reducer: Reduction over layers; None for a statistic without layers.
     """
 
     title: str
@@ -64,7 +64,7 @@ PAGES: dict[str, tuple[Chart, ...]] = {
         Chart("MLP output (max over layers)", ("mlp_out_norm",), "max"),
     ),
 }
-# Of the whole layer, and of the run: single lines.
+# Statistics without modalities, by layer and of the run.
 OF_LAYER = {"attn_rank": "min", "qk_clip_logit": "max", "qk_clip_gamma": "min"}
 OF_RUN = ("loss", "grad_norm", "lr", "tokens_per_s", "alarms")
 RUN_PAGE = {
@@ -84,9 +84,9 @@ _WHOLE = {name for chart in _CHARTS if chart.reducer is None for name in chart.s
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What is shown: per-layer series as extremes and medians over layers, ``q_norm/image/max``, and whole ones.
+    """The tags of the charts: statistics by layer are reduced over layers, as in ``q_norm/image/max``.
 
-    At most 60 tags for two modalities; metrics.jsonl has everything.
+    At most 60 tags for two modalities; metrics.jsonl has all values.
     """
     kept: dict[str, float] = {}
     layers: dict[str, list[float]] = {}
@@ -106,7 +106,7 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
-    """The layout of the custom-scalars page: one chart a statistic, every modality in it."""
+    """The layout of the custom-scalars page: one chart per statistic with all modalities."""
     names = "|".join([*modalities, *(f"{a}-{b}" for a in modalities for b in modalities)])
 
     def pattern(chart: Chart) -> str:

@@ -1,4 +1,4 @@
-"""Pictures for TensorBoard: a statistic by layer and step, and attention from each modality to each, by layer."""
+"""Images for TensorBoard: a statistic by layer and step, and attention between modalities by layer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from PIL import Image, ImageDraw, ImageFont
 from mmqk.store import parsed_tag
 from mmqk.training.logging.dashboard import REDUCERS
 
-# Drawn by layer and step, whether on a logarithmic scale; of a pair the largest over key modalities.
+# Statistics drawn by layer and step: whether the scale is logarithmic. Pairs: the maximum over key modalities.
 HEAT_MAPS = {"attn_logit_absmax": True, "attn_entropy": False, "q_norm": True, "k_norm": True}
 MASS = "attn_mass"
 largest = REDUCERS["max"]
-# More probes than this are thinned out, older and newer alike.
+# More probes than this are thinned out evenly.
 COLUMNS = 200
 
 _WIDTH, _ROW, _LEFT, _TOP, _BOTTOM, _RIGHT = 640, 18, 64, 26, 22, 96
@@ -28,7 +28,7 @@ _GREY, _INK = (200, 200, 200), (40, 40, 40)
 
 
 class History:
-    """What the pictures need of each probe, with its step."""
+    """The values of each probe that the images show, with its step."""
 
     def __init__(self) -> None:
         self.probes: list[tuple[int, dict[str, float]]] = []
@@ -36,7 +36,7 @@ class History:
         self._every = 1
 
     def add(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Keep what is drawn; whether there was any."""
+        """Keep the values that are drawn; return whether there were any."""
         wanted = {
             name: value
             for name, value in metrics.items()
@@ -47,7 +47,7 @@ class History:
         }
         if not wanted:
             return False
-        # The newest always stands last; it stays if it is one of those that are kept.
+        # The newest probe is always last; the next one replaces it if thinning would drop it.
         if self.probes and (self.seen - 1) % self._every:
             self.probes.pop()
         self.probes.append((step, wanted))
@@ -57,7 +57,7 @@ class History:
         return True
 
     def heat_map(self, statistic: str, modality: str) -> NDArray[np.float64]:
-        """(layers, probes), NaN where a probe has no value; no layers where none has."""
+        """Table (layers, probes); NaN if a probe has no value, zero layers if no probe has one."""
         cells: dict[tuple[int, int], float] = {}
         for column, (_, values) in enumerate(self.probes):
             for name, value in values.items():
@@ -78,13 +78,13 @@ class History:
         return [step for step, _ in self.probes]
 
     def mass(self, modalities: Sequence[str]) -> NDArray[np.float64]:
-        """(layers, query modalities, key modalities) of the newest probe: share of attention; NaN where absent."""
+        """Share of attention in the newest probe: (layers, query modalities, key modalities); NaN if absent."""
         values = self.probes[-1][1] if self.probes else {}
         parsed = [(parsed_tag(name), value) for name, value in values.items()]
-        found = [(tag, value) for tag, value in parsed if tag.statistic == MASS and tag.pair is not None]
-        layers = 1 + max((tag.layer for tag, _ in found if tag.layer is not None), default=-1)
+        masses = [(tag, value) for tag, value in parsed if tag.statistic == MASS and tag.pair is not None]
+        layers = 1 + max((tag.layer for tag, _ in masses if tag.layer is not None), default=-1)
         table = np.full((layers, len(modalities), len(modalities)), np.nan)
-        for tag, value in found:
+        for tag, value in masses:
             assert tag.pair is not None
             if set(tag.pair) <= set(modalities):
                 table[tag.layer, modalities.index(tag.pair[0]), modalities.index(tag.pair[1])] = value
@@ -92,7 +92,7 @@ class History:
 
 
 def draw_heat_map(table: NDArray[np.float64], steps: Sequence[int], title: str, logarithmic: bool) -> bytes:
-    """A PNG: layers from the bottom up, probes from left to right, the scale at the right; grey is no number."""
+    """A PNG: layers from bottom to top, probes from left to right, the color scale at the right; gray is NaN."""
     layers, columns = table.shape
     shown = np.where(np.isfinite(table), table, np.nan)
     if logarithmic:
@@ -117,13 +117,13 @@ def draw_heat_map(table: NDArray[np.float64], steps: Sequence[int], title: str, 
         x = _LEFT + (2 * column + 1) * _WIDTH // (2 * columns)
         draw.text((x, _TOP + height + 4), str(steps[column]), _INK, font, anchor="ma")
     for value, y in ((high, _TOP + 6), (low, _TOP + height - 6)):
-        said = math.exp(value) if logarithmic else value
-        draw.text((_LEFT + _WIDTH + 30, y), f"{said:.3g}" if known.size else "", _INK, font, anchor="lm")
+        shown_value = math.exp(value) if logarithmic else value
+        draw.text((_LEFT + _WIDTH + 30, y), f"{shown_value:.3g}" if known.size else "", _INK, font, anchor="lm")
     return _png(picture)
 
 
 def draw_mass(table: NDArray[np.float64], modalities: Sequence[str], title: str) -> bytes:
-    """A PNG: a matrix for each layer, queries down and keys across, each row the shares of where it attends."""
+    """A PNG with a matrix per layer: queries down, keys across; each row has the shares of attention."""
     cell, margin, label, per_row = 46, 18, 52, 6
     layers, n, _ = table.shape
     block = (label + n * cell + margin, margin + 16 + n * cell + margin)
@@ -145,13 +145,13 @@ def draw_mass(table: NDArray[np.float64], modalities: Sequence[str], title: str)
                 at = (x0 + j * cell, y0 + i * cell)
                 draw.rectangle((*at, at[0] + cell - 2, at[1] + cell - 2), fill=colour)
                 ink = "black" if np.isnan(value) or value > 0.55 else "white"
-                said = "" if np.isnan(value) else f"{value:.2f}"
-                draw.text((at[0] + cell // 2 - 1, at[1] + cell // 2 - 1), said, ink, font, anchor="mm")
+                text = "" if np.isnan(value) else f"{value:.2f}"
+                draw.text((at[0] + cell // 2 - 1, at[1] + cell // 2 - 1), text, ink, font, anchor="mm")
     return _png(picture)
 
 
 def _coloured(share: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """RGB of numbers from 0 to 1; grey for NaN."""
+    """RGB of numbers from 0 to 1; gray for NaN."""
     known = np.nan_to_num(share).clip(0, 1) * (len(_COLOURS) - 1)
     low = np.minimum(known.astype(int), len(_COLOURS) - 2)
     mixed = _COLOURS[low] + (known - low)[..., None] * (_COLOURS[low + 1] - _COLOURS[low])
@@ -166,6 +166,6 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 def _png(picture: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    # The run waits for it: PIL's own level takes several times as long.
+    # The run waits for the image: PIL's default level takes several times as long.
     picture.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""A run as a row of TensorBoard's HParams page: what it was, how it ended, and its last losses."""
+"""A run as a row of TensorBoard's HParams page: configuration, outcome and last losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from mmqk.store import flatten, read_run, read_status
 
-# What arms differ in as a rule; run.json has everything.
+# Fields in which arms usually differ; run.json has all fields.
 FIELDS = (
     *("seed", "backend", "trainer.max_steps", "trainer.precision", "model.d_model", "model.n_layers"),
     *("model.n_heads", "model.pre_norm", "model.post_norm", "model.qk_norm.kind", "model.attn_softcap"),
@@ -19,9 +19,9 @@ FIELDS = (
 
 
 def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
-    """The summaries of a run that has ended; none for one that the same command takes up again.
+    """The summaries of a finished run; none for an interrupted run.
 
-    TensorBoard keeps the first row that a folder writes, so an interruption must not be it.
+    TensorBoard keeps the first row of a folder, so an interruption must not write one.
     """
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
@@ -64,7 +64,7 @@ def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
 
 
 def _summary(tag: str, **data: Any) -> Any:
-    # By hand: the plugin's own summaries want TensorFlow.
+    # Built by hand: the plugin's summaries need TensorFlow.
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 

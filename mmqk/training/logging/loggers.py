@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl, complete, and TensorBoard, a view of it that opens on the story."""
+"""Loggers: metrics.jsonl with all values, and TensorBoard with a selection."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mmqk.training.logging.dashboard import custom_scalars, over_layers
 from mmqk.training.logging.heatmaps import HEAT_MAPS, History, draw_heat_map, draw_mass
 from mmqk.training.logging.hparams import outcome
 
-# Pictures are drawn after this many probes and whenever that has doubled, and at the end.
+# Images are drawn after this many probes, each time the number has doubled, and at the end.
 FIRST_PICTURES = 4
 
 
 class RunLogger(Logger):
-    """Writes every number to the run's metrics.jsonl, one line a step; an alarm of an earlier step adds another."""
+    """Writes all values to metrics.jsonl, one line per step; an alarm of an earlier step adds another line."""
 
     def __init__(self, path):
         super().__init__()
@@ -41,22 +41,22 @@ class RunLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert step is not None, "every number of a run belongs to a step"
+        assert step is not None, "every value of a run belongs to a step"
         if self._writer is None:
             self._writer = MetricsWriter(self._path)
         self._writer.write(step, metrics)
 
     @rank_zero_only
     def log_alarms(self, alarms: Sequence[Alarm]) -> None:
-        """``alarm/<name>``: on how many series that alarm begins at its step. On disk at once, like alarms.jsonl."""
+        """Log ``alarm/<name>``, the number of tags on which the alarm begins at its step; written at once."""
         began = [(alarm.step, alarm.name) for alarm in alarms]
         self._alarms.update(began)
-        for step, name in sorted(set(began), reverse=True):  # the step that is being collected comes first
+        for step, name in sorted(set(began), reverse=True):  # the current step comes first
             self.log_metrics({tag("alarm", name): self._alarms[step, name]}, step)
         self.save()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """The configuration is in run.json and config.yaml already."""
+        """Nothing: run.json and config.yaml have the configuration."""
 
     @rank_zero_only
     def save(self) -> None:
@@ -71,22 +71,22 @@ class RunLogger(Logger):
 
 
 class StoryLogger(TensorBoardLogger):
-    """TensorBoard with text beside image: extremes and medians over layers, one event a step.
+    """TensorBoard with all modalities in one chart: extremes and medians over layers, one event per step.
 
-    Beside the curves: heat maps by layer and step, attention from each modality to each by layer, alarms as text and
-    as a count, and, when the run has ended, a row of the HParams page with its outcome.
+    Besides the curves it writes heat maps by layer and step, attention between modalities by layer, alarms as text
+    and as a count, and after the end of the run a row of the HParams page with its outcome.
 
     Args:
-        folder: the run folder; events are written straight into it.
-        modalities: names of the vocabulary blocks, in order.
-        layers: also write every series by layer and head, and those that no chart shows.
-        resumed_at: step a resumed run goes on from; what an earlier process drew after it is discarded.
+        folder: The run folder; events are written into it.
+        modalities: Names of the vocabulary blocks, in order.
+        layers: Whether to write all tags, including those by layer and head.
+        resumed_at: Step of a resume; TensorBoard discards later events of earlier processes.
     """
 
     def __init__(
         self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None
     ):
-        _let_its_thread_fail_in_silence()
+        _silence_writer_thread()
         purge = None if resumed_at is None else resumed_at + 1
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
         self._folder, self._resumed_at = Path(folder), resumed_at
@@ -96,7 +96,7 @@ class StoryLogger(TensorBoardLogger):
 
     @property
     def experiment(self) -> Any:
-        """TensorBoard's writer, which opens its file when it is made."""
+        """TensorBoard's writer; creating it opens its file."""
         with naming(self._folder / "events.out.tfevents"):
             return super().experiment
 
@@ -111,7 +111,7 @@ class StoryLogger(TensorBoardLogger):
 
     @rank_zero_only
     def log_alarms(self, alarms: Sequence[Alarm]) -> None:
-        """Their sentences under ``alarm/<name>``, and how many there have been."""
+        """Write the alarms as text under ``alarm/<name>``, and their number."""
         for step, found in groupby(sorted(alarms, key=lambda alarm: alarm.step), lambda alarm: alarm.step):
             by_name: dict[str, list[str]] = {}
             for alarm in found:
@@ -122,7 +122,7 @@ class StoryLogger(TensorBoardLogger):
             self._scalars({"alarms": self._alarms}, step)
 
     def save(self) -> None:
-        """Events only: the configuration stands in config.yaml, not in an hparams.yaml beside it."""
+        """Flush the events; no hparams.yaml, because config.yaml has the configuration."""
         with naming(self._folder / "events.out.tfevents"):
             self.experiment.flush()
 
@@ -138,7 +138,7 @@ class StoryLogger(TensorBoardLogger):
             super().finalize(status)
 
     def _begin(self, step: int) -> None:
-        """The layout, and what a resumed run has been through already."""
+        """Write the layout, and load the probes and alarms of a resumed run."""
         if self._begun:
             return
         self._begun = True
@@ -155,7 +155,7 @@ class StoryLogger(TensorBoardLogger):
     def _scalars(self, values: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One protobuf a step: 27 times cheaper than add_scalar for each of 500 values.
+        # One protobuf per step is 27 times cheaper than add_scalar for each of 500 values.
         self._write(
             Summary(value=[Summary.Value(tag=n, simple_value=value) for n, value in values.items()]), step
         )
@@ -188,8 +188,8 @@ class StoryLogger(TensorBoardLogger):
             self.experiment._get_file_writer().add_summary(summary, step)
 
 
-def _let_its_thread_fail_in_silence() -> None:
-    """TensorBoard's writer thread raises a disk error again at the next write; its traceback is not printed."""
+def _silence_writer_thread() -> None:
+    """Do not print the traceback of TensorBoard's writer thread: it raises a disk error again at the next write."""
     from tensorboard.summary.writer import event_file_writer
 
     class Worker(event_file_writer._AsyncWriterThread):

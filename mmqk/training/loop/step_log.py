@@ -14,7 +14,7 @@ import lightning as L
 import torch
 
 from mmqk.data.batch import TokenBatch
-from mmqk.distributed import first_said
+from mmqk.distributed import first_of_ranks
 from mmqk.ranges import MOST_STEPS, check_numbers, number
 from mmqk.store import DivergenceRule, UserError, read_status
 from mmqk.store.checkpoints import checkpoint_name, checkpoints_in, step_of
@@ -104,7 +104,7 @@ class StepLog(L.Callback):
         if not math.isfinite(self.latest["grad_norm"]):
             # The bad site may be in another rank's batch, and a sharded model needs every rank.
             together = not alone or pl_module.trainer.world_size == 1
-            site = first_said(self._where(step, pl_module)) if together else None
+            site = first_of_ranks(self._where(step, pl_module)) if together else None
             return f"the gradient norm became {self.latest['grad_norm']}{f': {site}' if site else ''}"
         losses = {
             m: self.latest[f"loss/{m}"] for m in pl_module.trained_modalities if f"loss/{m}" in self.latest
