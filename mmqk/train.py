@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmqk.training.loop.signals import ENDING, Interrupted
 
-if __name__ == "__main__":  # before anything that takes its time to import
+if __name__ == "__main__":  # before the slow imports
     ENDING.install()
 
 import contextlib
@@ -44,12 +44,12 @@ MOST_PADDING = 0.02
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, resume or find finished the run that ``argv`` describes; the exit code says how it stands.
+    """Train or resume the run of ``argv``, unless it is finished; return the exit code of its status.
 
-    Without any argument it prints the help and trains nothing.
+    Without arguments it prints the help.
 
     Raises:
-        UserError: a mistake in the configuration, the data or the folder.
+        UserError: an error in the configuration, the data or the folder.
     """
     argv = sys.argv[1:] if argv is None else argv
     from mmqk.config import build_parser, resolve
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if not argv:
         build_parser().print_help()
-        return USER_ERROR_EXIT  # nothing is trained
+        return USER_ERROR_EXIT
     run = resolve(argv)
     _quieten()
     with Ranks(run, argv) as ranks:
@@ -66,34 +66,34 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _fit(run, None, ranks)
         except UserError:
-            return USER_ERROR_EXIT  # the first process says it
+            return USER_ERROR_EXIT  # the first process prints it
         except RuntimeError:
             if ENDING.signum is None:
                 raise
-            return 128 + ENDING.signum  # the others had it too, and are gone
+            return 128 + ENDING.signum  # the other processes received the signal too and have ended
 
 
 def process(argv: list[str] | None = None) -> int:
-    """`main` for a separate process: from here on a signal ends it in order."""
+    """`main` for a separate process, with the signal handler installed."""
     if not ENDING.installed:
         ENDING.install()
     return main(argv)
 
 
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
-    """The process that owns the folder: the only one of a run on one device."""
+    """Run the process that writes to the folder: the only one of a run on one device."""
     from mmqk.config import print_yaml
     from mmqk.training.fork.parent import note
     from mmqk.training.loop.device import describe, resolve_device
 
-    # Nothing is asked of a device that nothing is left to do for.
+    # A finished run needs no device.
     status = read_status(run.out)
-    settled = (
+    resolved = (
         None if status is not None and status.finished else resolve_device(run, ranks.trainer.strategy.root_device)
     )
     details = {"config": run.nested(), "command": ["python", "-m", "mmqk.train", *argv], **_environment()}
-    if settled is not None:
-        details["device"] = settled
+    if resolved is not None:
+        details["device"] = resolved
     if run.fork is not None:
         details["fork"] = note(run.fork)
     with RunFolder.open(run.out, run.identity, details) as folder, ENDING.of(folder):
@@ -102,8 +102,8 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
             stale = "; its code has changed since" if folder.stale else ""
             print(f"{run.out} is {status.status} at step {status.step}{stale}: nothing to train.", flush=True)
             return 0
-        if settled is not None and not run.quiet:
-            print(describe(settled), flush=True)
+        if resolved is not None and not run.quiet:
+            print(describe(resolved), flush=True)
         try:
             if not folder.config_path.exists():
                 write_atomic(folder.config_path, print_yaml(run))
@@ -111,14 +111,14 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
         except Exception as error:
             ranks.end()
             reason = disk_sentence(error) if isinstance(error, OSError) else " ".join(str(error).split())
-            with contextlib.suppress(OSError):  # the disk does not permit it
-                if folder.status().status == "running":  # it broke before or after Lightning's own hooks
+            with contextlib.suppress(OSError):  # the disk error may persist
+                if folder.status().status == "running":  # the error was outside Lightning's hooks
                     folder.set_status("failed", folder.status().step, reason[:300])
             raise
 
 
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
-    """Train; ``folder`` is None in the processes that do not write."""
+    """Train the run; ``folder`` is None in the processes that do not write."""
     import torch
 
     from mmqk.data.datamodule import TokenDataModule
@@ -131,7 +131,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     from mmqk.training.loop.step_log import Checkpoints, StepLog, Validation
     from mmqk.training.step.module import TrainingModule
 
-    # Deterministic training would fill every new tensor, to find reads of what nothing wrote.
+    # Deterministic training would fill every new tensor, to detect reads of uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if ranks.trainer.strategy.root_device.type == "cpu":
         keep_freed_memory()
@@ -145,22 +145,22 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         _fork(run, folder, data)
         resume_from = last_checkpoint(run, folder, _first_step(run))
         if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
-            # Killed between its last checkpoint, which comes after the last validation and probe, and its last word.
+            # Killed after its last checkpoint, which follows the last validation and probe, and before its status.
             folder.set_status("completed", step_of(resume_from))
             return _ended(run, folder)
     begins_at = _first_step(run) if resume_from is None else step_of(resume_from)
     ENDING.step = lambda: begins_at
     try:
-        there_is_more, resume_from = ranks.start(resume_from)
+        has_steps_left, resume_from = ranks.start(resume_from)
     except Interrupted as stop:
         if folder is not None:
             folder.set_status("interrupted", begins_at, str(stop))
         return _interrupted(run, stop, folder, begins_at)
-    if not there_is_more:
+    if not has_steps_left:
         return EXIT_CODES["completed"]
     resumed_at = step_of(resume_from) if resume_from is not None else None
     if run.threads:
-        torch.set_num_threads(run.threads)  # Lightning has shared the cores out
+        torch.set_num_threads(run.threads)  # Lightning has changed it
     module = TrainingModule.of(run)
     heldout = data.probe_batch(run.monitor.sequences) if run.monitor.batch == "heldout" else None
 
@@ -175,7 +175,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     monitor = RunMonitor(run.monitor, heldout, data.step_rows)
     rules = AlarmRules(run.optim.warmup_steps, run.trainer["max_steps"], module.trained_modalities)
     alarms = Alarms(run.out, run.alarm, rules, step_log, monitor, checkpoints)
-    callbacks = [  # in this order: the numbers of a step are written before the checkpoint that ends it
+    callbacks = [  # the order matters: the values of a step are logged before its checkpoint
         step_log,
         monitor,
         Validation(data.val_batches, run.data.val_every_n_steps),
@@ -198,7 +198,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     except Interrupted as stop:
         return _interrupted(run, stop, folder, trainer.global_step)
-    except SystemExit:  # how Lightning leaves on a second Ctrl-C
+    except SystemExit:  # Lightning's second Ctrl-C
         return EXIT_CODES["interrupted"]
     finally:
         if folder is not None:
@@ -212,7 +212,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
 
 
 def _ended(run: RunConfig, folder: RunFolder) -> int:
-    """Print how the run ended and where it is, the one line of --quiet; its exit code."""
+    """Print the status and the folder, the only line with --quiet; return the exit code."""
     status = folder.status()
     print(f"{status.status} at step {status.step} in {folder.path}", flush=True)
     if not run.quiet:
@@ -222,7 +222,7 @@ def _ended(run: RunConfig, folder: RunFolder) -> int:
 
 def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder | None, step: int) -> int:
     if folder is None:
-        return EXIT_CODES["completed"]  # Lightning ends all at once where one of them ends otherwise
+        return EXIT_CODES["completed"]  # Lightning kills all processes if one returns another code
     print(f"interrupted at step {step}; the same command continues from there.", file=sys.stderr)
     if run.quiet:
         _ended(run, folder)
@@ -230,7 +230,7 @@ def _interrupted(run: RunConfig, stop: Interrupted, folder: RunFolder | None, st
 
 
 def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
-    """What is known before the first step: the floor that knows no context, and how many captions are cut."""
+    """Values before the first step: the unigram loss and the share of cut captions; prints warnings on the data."""
     builder = data.builder
     if data.dial is not None:
         per_row = run.data.seq_len // data.dial.length if run.data.pack == "documents" else 1
@@ -244,8 +244,8 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
     for kind, padding in data.order.padding.items():
         if padding > MOST_PADDING:
             print(
-                f"{padding:.0%} of the packed sequences of kind {kind} is padding: raise data.seq_len, so that more"
-                " documents share one.",
+                f"{padding:.0%} of the packed sequences of kind {kind} is padding: raise data.seq_len to pack more"
+                " documents into each.",
                 file=sys.stderr,
             )
     if builder.captions_cut:
@@ -259,20 +259,20 @@ def _at_start(run: RunConfig, data: TokenDataModule) -> dict[str, float]:
 
 
 def _skipped(folder: RunFolder, data: TokenDataModule) -> None:
-    """Count the samples that were skipped on stderr; skipped.json names them, those before a resume included."""
+    """Print the number of skipped samples; skipped.json lists them, including those before a resume."""
     if not data.skipped:
         return
     path = folder.path / "skipped.json"
-    found = data.skipped
+    skipped = data.skipped
     try:
-        found = {**(read_json(path) or {}), **data.skipped}
-        write_json(path, found)
+        skipped = {**(read_json(path) or {}), **data.skipped}
+        write_json(path, skipped)
         named = f"{path} lists them with the reasons"
     except DamagedFile as damaged:
         named = str(damaged)
-    except OSError as error:  # the run has ended, and its numbers are written
-        named = f"{path}, which names them, cannot be written ({error.strerror or error})"
-    print(f"{len(found)} samples were skipped, as they cannot be used: {named}", file=sys.stderr)
+    except OSError as error:  # the run has ended and its metrics are written
+        named = f"{path}, which lists them, cannot be written ({error.strerror or error})"
+    print(f"{len(skipped)} samples were skipped because they cannot be used: {named}", file=sys.stderr)
 
 
 def _first_step(run: RunConfig) -> int:
@@ -280,7 +280,7 @@ def _first_step(run: RunConfig) -> int:
 
 
 def _fork(run: RunConfig, folder: RunFolder, data: TokenDataModule) -> None:
-    """A fork's first checkpoint; from there it goes on as any run does."""
+    """Write the first checkpoint of a fork; it then continues like any run."""
     from mmqk.training.fork.start import PROBE_SEQUENCES, make_fork
 
     if run.fork is not None and not checkpoints_in(folder.checkpoints):
@@ -306,7 +306,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _quieten() -> None:
-    """Lightning's tips and notices, which say nothing about this run."""
+    """Hide Lightning's tips and warnings that do not concern this run."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for about in (

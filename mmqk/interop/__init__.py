@@ -1,4 +1,4 @@
-"""Weights and configuration to and from Hugging Face transformers. `transformers` itself is imported when needed."""
+"""Convert weights and configuration to and from Hugging Face transformers, which is imported when needed."""
 
 from .read import from_transformers
 from .write import to_transformers

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face models to folders of mmqk and back: `python -m mmqk.interop`."""
+"""Convert folders of Hugging Face models to runs of mmqk and back: `python -m mmqk.interop`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .write import architecture_of, build
 EPILOG = f"""\
 read:    {", ".join(READ)}
 written: {", ".join(WRITTEN)}
-What cannot be represented is refused by name. Nothing is downloaded. A run's text
-tokenizer is written beside its model; others are not converted.
+A field that cannot be represented is an error that names it. Nothing is downloaded.
+The text tokenizer of a run is exported with its model; others are not converted.
 
 example:
   python -m mmqk.interop --from chameleon-7b --to runs/chameleon-7b
@@ -27,10 +27,11 @@ example:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert one folder, in the direction that its content says.
+    """Convert one folder; its content decides the direction.
 
     Raises:
-        UserError: a folder that is neither, or damaged; a model that cannot be represented; a folder that is taken.
+        UserError: the source is neither kind of folder or is damaged, the model cannot be represented, or the target
+            is not empty.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.interop",
@@ -39,12 +40,12 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--from", dest="source", type=Path, required=True, help="a folder with config.json, or of a run"
+        "--from", dest="source", type=Path, required=True, help="a folder with config.json, or a run folder"
     )
     parser.add_argument("--to", type=Path, required=True, help="the folder to write")
     parser.add_argument(
         "--blocks",
-        help="modalities of a Hugging Face vocabulary and their numbers of ids, in order: text=65536,image=8192",
+        help="modalities of a Hugging Face vocabulary with their number of ids, in order: text=65536,image=8192",
     )
     args = parser.parse_args(argv)
     check_empty(args.to)
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     elif (args.source / "checkpoints").is_dir():
         if args.blocks is not None:
             raise UserError(
-                f"--blocks is for a Hugging Face folder, but {args.source} is a run: leave it out."
+                f"--blocks is for a Hugging Face folder, but {args.source} is a run: remove it."
             )
         _to_huggingface(args.source, args.to)
     else:
@@ -71,7 +72,7 @@ def _to_mmqk(source: Path, out: Path, blocks: str | None) -> None:
     named = ", ".join(f"{name} {size:,}" for name, size in model.config.blocks.items())
     print(f"{out}: {type(hf_model).__name__}, ids of {named}; tokenizers stay in {source}")
     if type(hf_model).__name__ == CHAMELEON:
-        print("The image tokenizer (vqmodel) stays there too: image tokens come as ids.")
+        print("The image tokenizer (vqmodel) is not converted: the model reads image tokens as ids.")
 
 
 def _to_huggingface(source: Path, out: Path) -> None:
@@ -86,7 +87,7 @@ def _to_huggingface(source: Path, out: Path) -> None:
             "Its image tokenizer (vqmodel) is untrained: copy it from the original, as docs/interop.md shows."
         )
     if config.residual_dropout:
-        print(f"model.residual_dropout {config.residual_dropout} is left behind: the class has none.")
+        print(f"model.residual_dropout {config.residual_dropout} is dropped: the class has none.")
 
 
 if __name__ == "__main__":

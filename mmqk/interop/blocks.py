@@ -1,4 +1,4 @@
-"""Which ids of a Hugging Face vocabulary are of which modality, both ways."""
+"""The modality of each id of a Hugging Face vocabulary, in both directions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from mmqk.store import UserError, tag
 
-# Field of a Hugging Face config in which `to_transformers` notes the blocks: [name, size] in the order of the ids,
-# which a mapping would lose, as config.json is written with sorted keys.
+# Field of a Hugging Face config in which `to_transformers` stores the blocks: [name, size] in the order of the ids.
+# A mapping would lose the order, because config.json has sorted keys.
 NOTED = "mmqk_blocks"
 _IMAGE_PREFIX = "IMGIMG"  # of image tokens in Chameleon's vocabulary_map
 
 
 def blocks_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Number of ids by modality: as given, as noted, or as Chameleon's vocabulary says.
+    """Number of ids by modality: as given, as stored, or from Chameleon's vocabulary.
 
     Raises:
-        UserError: they do not add up to the vocabulary, or the image ids have gaps.
+        UserError: the sizes do not add up to the vocabulary, or the image ids have gaps.
     """
     noted = getattr(config, NOTED, None)
     if given is None and noted is None:
@@ -44,7 +44,7 @@ def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, 
     image = [i for name, i in vocabulary.items() if name.startswith(_IMAGE_PREFIX)]
     if not all(isinstance(i, int) for i in image):
         raise UserError(
-            "The model's config.vocabulary_map has image ids that are no whole numbers: give blocks."
+            "The model's config.vocabulary_map has image ids that are not integers: give blocks."
         )
     image.sort()
     if not image:
@@ -55,14 +55,14 @@ def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, 
             f"The {len(image)} image ids of config.vocabulary_map are not one range within the {vocab_size} ids: give"
             " blocks, such as text=300,image=32."
         )
-    # With nothing behind the image, what stands before it is the text; else it is the special tokens.
+    # Without ids after the image ids, those before them are text; otherwise they are special tokens.
     before, after = ("text", "") if end == vocab_size else ("special", "text")
     sizes = {before: start, "image": end - start, after: vocab_size - end}
     return {name: size for name, size in sizes.items() if size}
 
 
 def chameleon_vocabulary(blocks: Mapping[str, int]) -> dict[str, int]:
-    """A vocabulary_map with the names of image tokens alone: code n of the block `image`, in the order of its ids.
+    """A vocabulary_map with the names of the image tokens only, in the order of the ids of block `image`.
 
     Chameleon spells the number in letters: code 12 is IMGIMGBCZ.
     """
@@ -80,7 +80,7 @@ def parse_blocks(text: str) -> dict[str, int]:
     """The blocks of a command line, such as `text=65536,image=8192`.
 
     Raises:
-        UserError: anything else, or a name that no tag can carry.
+        UserError: the text has another form, or a name is invalid in a tag.
     """
     try:
         pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]

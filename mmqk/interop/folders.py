@@ -1,4 +1,4 @@
-"""Folders: a Hugging Face model, a run of mmqk. Local files only."""
+"""Reading and writing folders: Hugging Face models and runs of mmqk. Local files only."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ CHECKPOINT = "checkpoints/step00000000.ckpt"
 
 
 def read_huggingface(folder: Path) -> PreTrainedModel:
-    """The model that `save_pretrained` wrote to `folder`, in the dtype that its config names.
+    """The model in a folder of `save_pretrained`, in the dtype of its config.
 
     Raises:
-        UserError: another architecture, damaged or missing files, or transformers is not installed.
+        UserError: the architecture is unknown, files are damaged or missing, or transformers is not installed.
     """
     config = read_json(folder / "config.json", {"architectures": (None, [str])}, "download the model again.")
     if config is None:
         raise UserError(f"{folder / 'config.json'} cannot be read: download the model again.")
     named = config.get("architectures") or ["none"]
     if named[0] not in READ:
-        raise UserError(f"{folder} holds the architecture {named[0]}: mmqk reads {', '.join(READ)}.")
+        raise UserError(f"{folder} has the architecture {named[0]}: mmqk reads {', '.join(READ)}.")
     transformers = import_transformers()
     try:
         with _quiet(transformers):
@@ -48,24 +48,24 @@ def read_huggingface(folder: Path) -> PreTrainedModel:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except Exception as error:  # transformers, safetensors and pickle each have errors of their own
-        said = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+    except Exception as error:  # transformers, safetensors and pickle raise different errors
+        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
         raise UserError(
-            f"{folder} cannot be loaded ({said}): check that its files are all there and whole."
+            f"{folder} cannot be loaded ({reason}): check that its files are complete."
         ) from error
-    # transformers fills what is missing or of another size with random numbers, and drops what it does not know.
+    # transformers fills missing weights and weights of another shape with random numbers, and drops unknown ones.
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(IMAGE_TOKENIZER))
     if missing:
-        raise UserError(f"{folder} has no weights for {missing[0]}: check that its files are all there.")
+        raise UserError(f"{folder} has no weights for {missing[0]}: check that its files are complete.")
     if info["mismatched_keys"]:
         name, there, expected = sorted(info["mismatched_keys"])[0]
         raise UserError(
-            f"{folder} has {name} of shape {tuple(there)}, but config.json says {tuple(expected)}: the files are"
-            " of two models."
+            f"{folder} has {name} of shape {tuple(there)}, but config.json needs {tuple(expected)}: the files belong"
+            " to two models."
         )
     unknown = sorted(info["unexpected_keys"])
     if unknown:
-        raise UserError(f"{folder} has weights {unknown[0]}, which {named[0]} does not know.")
+        raise UserError(f"{folder} has weights {unknown[0]}, which {named[0]} does not have.")
     return model.eval()
 
 
@@ -73,7 +73,7 @@ def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Configuration and weights of a checkpoint of mmqk, mapped from the file, in their dtype.
 
     Raises:
-        UserError: the file is damaged or of something else, or no layout has the model.
+        UserError: the file is damaged or not a checkpoint, or no Hugging Face layout fits the model.
     """
     from mmqk.training.checkpoint import PREFIX, load_checkpoint
 
@@ -84,10 +84,10 @@ def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def write_run(model: EarlyFusionTransformer, out: Path) -> None:
-    """A folder that `mmqk.training.checkpoint.load_model` opens.
+    """Write a folder for `mmqk.training.checkpoint.load_model`.
 
     Raises:
-        UserError: `out` holds something, or cannot be written.
+        UserError: `out` is not empty or cannot be written.
     """
     from mmqk.training.checkpoint import PREFIX, save_checkpoint
 
@@ -100,10 +100,10 @@ def write_run(model: EarlyFusionTransformer, out: Path) -> None:
 
 
 def write_huggingface(model: PreTrainedModel, out: Path) -> None:
-    """A folder that `from_pretrained` opens.
+    """Write a folder for `from_pretrained`.
 
     Raises:
-        UserError: `out` holds something, or cannot be written.
+        UserError: `out` is not empty or cannot be written.
     """
 
     def write(folder: Path) -> None:
@@ -114,27 +114,27 @@ def write_huggingface(model: PreTrainedModel, out: Path) -> None:
 
 
 def check_empty(out: Path) -> None:
-    """Raise UserError where something would be overwritten."""
+    """Raise UserError if `out` exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: give another --to.")
 
 
 def _publish(out: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder beside `out`, and move it there when it is whole."""
+    """Call `write` on a temporary folder next to `out`, then rename that to `out`."""
     check_empty(out)
     out = out.resolve()
     scratch = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{out.name}-", dir=out.parent))
-        # A folder inside, as mkdtemp's own can be read by nobody else.
+        # A folder inside, because other users cannot read a folder of mkdtemp.
         whole = scratch / "whole"
         whole.mkdir()
         write(whole)
         os.rename(whole, out)
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk may be any of them
-        said = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
-        raise UserError(f"{out} cannot be written ({said}): give another --to.") from error
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk may raise any of them
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
+        raise UserError(f"{out} cannot be written ({reason}): give another --to.") from error
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -142,7 +142,7 @@ def _publish(out: Path, write: Callable[[Path], None]) -> None:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without transformers' log and progress bars: what goes wrong is said once, as a UserError."""
+    """Disable the log and progress bars of transformers; errors become a UserError."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(log.CRITICAL)

@@ -1,7 +1,7 @@
-"""What Hugging Face calls the parameters of an `EarlyFusionTransformer`.
+"""Hugging Face names of the parameters of an `EarlyFusionTransformer`.
 
-The matrices have the same names in all of its decoders; what the norms around the sublayers are called, and what one
-name means, is a matter of the architecture.
+The matrices have the same names in all decoders; the names of the norms around the sublayers, and their meaning,
+depend on the architecture.
 """
 
 from mmqk.model import ModelConfig
@@ -22,8 +22,8 @@ _LAYER = {
     "mlp.w_up": "mlp.up_proj",
     "mlp.w_down": "mlp.down_proj",
 }
-# Norms around the sublayers, in the order before and after attention, before and after the MLP. Chameleon's keep
-# their names when swin_norm moves them from before to after: nothing in a state dict tells the two models apart.
+# Norms around the sublayers, in the order before and after attention, before and after the MLP. Chameleon's
+# keep their names when swin_norm moves them from before to after: the state dicts of the two models look the same.
 _PRE = {"attn_pre_norm": "input_layernorm", "mlp_pre_norm": "post_attention_layernorm"}
 _SWIN = {"attn_post_norm": "input_layernorm", "mlp_post_norm": "post_attention_layernorm"}
 _OLMO2 = {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
@@ -42,10 +42,8 @@ GEMMA2 = "Gemma2ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
 READ = (CHAMELEON, LLAMA, QWEN3, OLMO2, GEMMA2, GEMMA3)
 WRITTEN = (CHAMELEON, LLAMA, QWEN3)
-CHAMELEON_QK_EPS = (
-    1e-5  # written into ChameleonLayerNorm.forward; config.rms_norm_eps is that of its other norms
-)
-IMAGE_TOKENIZER = "model.vqmodel."  # of Chameleon: no part of an EarlyFusionTransformer
+CHAMELEON_QK_EPS = 1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is for its other norms
+IMAGE_TOKENIZER = "model.vqmodel."  # of Chameleon; an EarlyFusionTransformer has none
 
 
 def their_name(ours: str, architecture: str, config: ModelConfig) -> str:

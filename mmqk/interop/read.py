@@ -1,4 +1,4 @@
-"""Hugging Face model -> `EarlyFusionTransformer`: the configuration field by field, the weights name by name."""
+"""Hugging Face model -> `EarlyFusionTransformer`: fields of the configuration and weights by name."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def from_transformers(
 
     Args:
         hf_model: A ChameleonForConditionalGeneration, LlamaForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
-            Gemma2ForCausalLM or Gemma3ForCausalLM of transformers 5. It is left as it is and shares no memory with
-            the result. Of Chameleon the image tokenizer (`vqmodel`) stays behind: image tokens come as ids.
-        blocks: Number of ids by modality, in the order of the ids. Left out, it is what `to_transformers` noted in
-            the configuration; else, for Chameleon, `special`, `image` and `text`, the image ids being those that its
-            vocabulary_map calls IMGIMG...; else `text` alone.
+            Gemma2ForCausalLM or Gemma3ForCausalLM of transformers 5. It is unchanged and shares no memory with the
+            result. Chameleon's image tokenizer (`vqmodel`) is not converted: the model reads image tokens as ids.
+        blocks: Number of ids by modality, in the order of the ids. By default those that `to_transformers` stored in
+            the configuration; else, for Chameleon, `special`, `image` and `text`, where the image ids have the names
+            IMGIMG... in its vocabulary_map; else only `text`.
 
     Returns:
-        The model, with backend math where a cap on the attention logits needs it, else sdpa.
+        The model, with backend math if the attention logits have a cap, else sdpa.
 
     Raises:
-        UserError: another class; a field that an EarlyFusionTransformer has no counterpart for (named with its
-            value); weights that are quantized, not loaded, or not those of the class; blocks that do not fit.
+        UserError: the class is unknown, a field (named with its value) has no counterpart, the weights are quantized,
+            not loaded or of another class, or the blocks do not fit.
     """
     return copy.deepcopy(adopt(hf_model, blocks))
 
@@ -62,14 +62,14 @@ def adopt(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None) ->
     """`from_transformers` without a copy: the result shares its weights with `hf_model`."""
     architecture = type(hf_model).__name__
     if architecture not in READ:
-        raise UserError(f"{architecture} is no architecture that mmqk reads: {', '.join(READ)} are.")
+        raise UserError(f"{architecture} is not an architecture that mmqk reads: use {', '.join(READ)}.")
     if not type(hf_model).__module__.startswith("transformers."):
-        raise UserError(f"{architecture} is no class of transformers: its forward may be another.")
+        raise UserError(f"{architecture} is not a class of transformers: its forward may differ.")
     theirs = hf_model.state_dict()
     _check_tensors(theirs)
     try:
         config = config_of(hf_model, blocks)
-        # On meta nothing is drawn and nothing is allocated: the tensors of hf_model take the places.
+        # The meta device draws and allocates nothing; the tensors of hf_model are assigned below.
         with torch.device("meta"):
             model = EarlyFusionTransformer(config, "sdpa" if config.attn_softcap is None else "math")
     except ValueError as error:
@@ -83,34 +83,34 @@ def adopt(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None) ->
 def our_weights(
     theirs: Mapping[str, Tensor], architecture: str, model: EarlyFusionTransformer
 ) -> dict[str, Tensor]:
-    """Their tensors under our names, in the shapes of `model`.
+    """The Hugging Face tensors under the names and in the shapes of `model`.
 
     Raises:
-        UserError: a tensor is missing, has another size, or has no place.
+        UserError: a tensor is missing, has another size, or has no counterpart.
     """
-    found, used = {}, set()
+    weights, used = {}, set()
     for ours, parameter in model.state_dict().items():
         name = their_name(ours, architecture, model.config)
         if name not in theirs:
             raise UserError(f"The weights lack {name}: load the model whole, without adapters or offloading.")
         if theirs[name].numel() != parameter.numel():
             raise UserError(
-                f"{name} has shape {tuple(theirs[name].shape)}, but the configuration says {tuple(parameter.shape)}:"
-                " the weights are of another model."
+                f"{name} has shape {tuple(theirs[name].shape)}, but the configuration needs {tuple(parameter.shape)}:"
+                " the weights belong to another model."
             )
-        # OLMo 2 keeps the gains of all heads in one vector, mmqk a row for each head.
-        found[ours] = theirs[name].detach().reshape(parameter.shape)
+        # OLMo 2 has the gains of all heads in one vector, mmqk has a row per head.
+        weights[ours] = theirs[name].detach().reshape(parameter.shape)
         used.add(name)
     left = sorted(name for name in set(theirs) - used if not name.startswith(IMAGE_TOKENIZER))
     if left:
         raise UserError(
-            f"The weights have {left[0]}, which mmqk has no place for: load the model without adapters."
+            f"The weights have {left[0]}, which mmqk cannot use: load the model without adapters."
         )
-    return found
+    return weights
 
 
 def config_of(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None) -> ModelConfig:
-    """The `ModelConfig` that says what `hf_model.config` says.
+    """The `ModelConfig` that is equivalent to `hf_model.config`.
 
     Raises:
         UserError: a field that cannot be represented.
@@ -178,8 +178,8 @@ def _scale(value: float, head_dim: int) -> str | float:
 
 
 def _layers(architecture: str, c: Any) -> dict[str, Any]:
-    """Windows and rotary positions, which go together: Gemma 3 has frequencies of their own for windowed layers."""
-    # The other classes take no notice of layer_types and sliding_window.
+    """Windows and rotary positions: Gemma 3 has other frequencies in windowed layers."""
+    # The other classes ignore layer_types and sliding_window.
     named = c.layer_types if architecture in (QWEN3, GEMMA2, GEMMA3) else None
     kinds = list(named or ["full_attention"] * c.num_hidden_layers)
     window, global_every = _windows(kinds, c)
@@ -194,7 +194,7 @@ def _layers(architecture: str, c: Any) -> dict[str, Any]:
     if local != (theta, scaling) and local[1].kind != "none":
         raise cannot(
             "rope_parameters.sliding_attention", c.rope_parameters["sliding_attention"],
-            "windowed layers have unscaled frequencies here, or those of the other layers",
+            "windowed layers need unscaled frequencies, or those of the other layers",
         )  # fmt: skip
     return {
         "window": window,
@@ -206,10 +206,10 @@ def _layers(architecture: str, c: Any) -> dict[str, Any]:
 
 
 def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
-    """(window, global_every) of these kinds of layers."""
+    """(window, global_every) for these layer types."""
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise cannot("layer_types", kind, "layers here are full_attention or sliding_attention")
+            raise cannot("layer_types", kind, "layers must be full_attention or sliding_attention")
     if "sliding_attention" not in kinds:
         return 0, 0
     every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
@@ -218,7 +218,7 @@ def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
     ]
     if kinds != expected:
         raise cannot(
-            "layer_types", kinds, "full_attention must come once every so many layers, at the end of each period"
+            "layer_types", kinds, "full_attention must be the last layer of each period"
         )  # fmt: skip
     if not c.sliding_window:
         raise cannot("sliding_window", c.sliding_window, "layer_types has sliding_attention")
@@ -226,13 +226,13 @@ def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
 
 
 def _rope(field: str, parameters: Mapping[str, Any]) -> tuple[float, RopeScalingConfig]:
-    """Theta and scaling of one `rope_parameters` of transformers 5."""
+    """Theta and scaling of a `rope_parameters` of transformers 5."""
     kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
     if kind not in ("default", "linear", "llama3"):
-        raise cannot(f"{field}.rope_type", kind, "default, linear and llama3 are known")
+        raise cannot(f"{field}.rope_type", kind, "use default, linear or llama3")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise cannot(
-            f"{field}.partial_rotary_factor", parameters["partial_rotary_factor"], "all channels of a head turn"
+            f"{field}.partial_rotary_factor", parameters["partial_rotary_factor"], "RoPE rotates all channels"
         )  # fmt: skip
     if kind == "default":
         return theta, RopeScalingConfig()
@@ -254,7 +254,7 @@ def _check_fields(c: Any) -> None:
         raise cannot("quantization_config", "set", "load the model unquantized")
     for name in ("attention_bias", "mlp_bias"):
         if getattr(c, name, False):
-            raise cannot(name, True, "matrices here have no biases")
+            raise cannot(name, True, "its matrices have no biases")
     if getattr(c, "use_bidirectional_attention", False):
         raise cannot("use_bidirectional_attention", True, "attention here is causal")
     if not getattr(c, "is_causal", True):
@@ -270,5 +270,5 @@ def _check_tensors(theirs: Mapping[str, Tensor]) -> None:
 
 
 def cannot(field: str, value: object, why: str) -> UserError:
-    """What is said of a field that there is no counterpart for."""
+    """The error for a field without a counterpart."""
     return UserError(f"The model's config.{field} is {value!r}, which mmqk cannot represent: {why}.")

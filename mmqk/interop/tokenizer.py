@@ -1,4 +1,4 @@
-"""The text tokenizer of a run, as transformers' AutoTokenizer opens it beside the exported model."""
+"""Export the text tokenizer of a run for transformers' AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mmqk.tokenizers.vocabulary import BOS, EOS, PAD, SPECIALS
 
 
 def write_tokenizer(run: Path, out: Path) -> str:
-    """Write tokenizer.json and tokenizer_config.json into ``out``; a sentence on what was written, or why not.
+    """Write tokenizer.json and tokenizer_config.json into ``out``; return a sentence about the result.
 
-    Ids are those of the joint vocabulary: the special tokens come first and the text entries after them. Image codes
-    have no text, so no entry is theirs.
+    The ids are those of the joint vocabulary: first the special tokens, then the text entries. Image codes have no
+    text and no entry.
     """
     try:
         record: dict[str, Any] = read_run(run) or {}
     except DamagedFile as damaged:
-        return f"no tokenizer is included, as {damaged}"
+        return f"no tokenizer is included, because {damaged}"
     data = ((record.get("details") or {}).get("config") or {}).get("data") or {}
     known = ((record.get("identity") or {}).get("data") or {}).get("tokenizers")
     folder = data.get("tokenizers")
     if not isinstance(folder, str) or not known:
-        return "no tokenizer is included, as run.json names none"
+        return "no tokenizer is included, because run.json names none"
     if not (Path(folder) / TEXT_FILE).is_file() or tokenizers_hash(folder) != known:
-        return f"no tokenizer is included, as {folder} does not hold those of the run ({known})"
+        return f"no tokenizer is included, because {folder} does not contain those of the run ({known})"
     content = json.loads(TextTokenizer.load(folder).to_json())
     vocabulary = content["model"]["vocab"]
     shifted = {text: id + len(SPECIALS) for text, id in vocabulary.items()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
-# The least that Chameleon's class can be built with. Nobody has trained it.
+# The smallest image tokenizer that Chameleon's class accepts; it is untrained.
 _VQ = {
     "base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "latent_channels": 32, "embed_dim": 32,
     "resolution": 32,
@@ -27,34 +27,33 @@ _VQ = {
 
 
 def to_transformers(model: EarlyFusionTransformer) -> PreTrainedModel:
-    """The same model as a Hugging Face one, with the same weights in their dtype and the same mode.
+    """The model as a Hugging Face model, with the same weights in their dtype and the same mode.
 
-    | layout    | of a model with                                                                           |
+    | layout    | for a model with                                                                          |
     | --------- | ----------------------------------------------------------------------------------------- |
     | Llama     | no QK-Norm, norms before the sublayers                                                    |
     | Qwen3     | QK-Norm rms with shared gain and the eps of the other norms, norms before the sublayers   |
-    | Chameleon | QK-Norm layer with bias and eps 1e-5, norms before the sublayers or, as swin_norm, behind |
-    |           | them; a gain that all heads share is written once for each                                |
+    | Chameleon | QK-Norm layer with bias and eps 1e-5, norms before the sublayers or, with swin_norm,      |
+    |           | after them; a gain that all heads share is written once per head                         |
 
-    Chameleon's image tokenizer (`vqmodel`) is **untrained** in the result, as an EarlyFusionTransformer has none:
-    copy it, with `vq_config` and `vocabulary_map`, from the checkpoint that made the image ids (docs/interop.md).
-    Its forward also sets the logits of image ids to the least number; `lm_head` on the last hidden state has them.
-    What only matters in training is left behind: residual dropout and initial values.
+    Chameleon's image tokenizer (`vqmodel`) is **untrained** in the result, because this model has none: copy
+    it, with `vq_config` and `vocabulary_map`, from the checkpoint that made the image ids (docs/interop.md).
+    Its forward sets the logits of image ids to the smallest number; apply `lm_head` to the last hidden state to get
+    them. Residual dropout and initial values, which matter in training only, are dropped.
 
     Raises:
-        UserError: a field that the layout has no counterpart for (named with its value), or transformers is not
-            installed.
+        UserError: a field (named with its value) has no counterpart in the layout, or transformers is not installed.
     """
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return build(model.config, weights).train(model.training)
 
 
 def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """The Hugging Face model of `config`, made of the tensors `weights` (our names) themselves."""
+    """The Hugging Face model of `config`, sharing the tensors `weights` (under mmqk's names)."""
     architecture = architecture_of(config)
     transformers = import_transformers()
     hf_config = getattr(transformers, architecture).config_class(**_fields(architecture, config))
-    # On meta nothing is drawn and nothing is allocated; what is no parameter of ours is then made again.
+    # The meta device draws and allocates nothing; modules without mmqk weights are created again below.
     with torch.device("meta"):
         hf_model = getattr(transformers, architecture)(hf_config)
     hf_model.model.rotary_emb = type(hf_model.model.rotary_emb)(config=hf_config)
@@ -62,7 +61,7 @@ def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel
     for ours, tensor in weights.items():
         name = their_name(ours, architecture, config)
         shape = hf_model.get_parameter(name).shape
-        # Chameleon's class has gains for each head.
+        # Chameleon's class has one gain per head.
         theirs[name] = tensor if tensor.shape == shape else tensor.expand(shape).clone()
     if architecture == CHAMELEON:
         tokenizer = type(hf_model.model.vqmodel)(hf_config.vq_config).to(weights["embed.weight"].dtype)
@@ -74,10 +73,10 @@ def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel
 
 
 def architecture_of(config: ModelConfig) -> str:
-    """The class that has the layout of `config`.
+    """The Hugging Face class with the layout of `config`.
 
     Raises:
-        UserError: none has, with the field that stands in the way.
+        UserError: no class fits; the message names the field.
     """
     qk, H, K = config.qk_norm, config.n_heads, config.head_dim
     chosen = {"none": LLAMA, "rms": QWEN3, "layer": CHAMELEON}.get(qk.kind)
@@ -85,7 +84,7 @@ def architecture_of(config: ModelConfig) -> str:
         raise UserError(f"model.qk_norm.kind is {qk.kind}, which no layout of {', '.join(WRITTEN)} has.")
     swin = chosen == CHAMELEON and not config.pre_norm
     windowed = any(config.window_of(layer) for layer in range(config.n_layers))
-    # (field, its value, what the layout needs it to be)
+    # (field, its value, the value that the layout needs)
     needed: list[tuple[str, object, object]] = [
         ("norm", config.norm, "rms"),
         ("norm_gain", config.norm_gain, "plain"),
@@ -114,7 +113,7 @@ def architecture_of(config: ModelConfig) -> str:
         needed.append(("local_rope_theta", config.local_rope_theta if windowed else None, None))
     else:
         needed.append(("window", config.window if windowed else 0, 0))
-        # Llama takes any head_dim, but only a width that its heads divide.
+        # Llama accepts any head_dim, but the number of heads must divide the width.
         needed.append(("n_heads", H, H if config.d_model % H == 0 else f"a divisor of {config.d_model}"))
     if chosen == CHAMELEON:
         needed.append(("d_head", K, config.d_model // H))
@@ -139,7 +138,7 @@ def _fields(architecture: str, config: ModelConfig) -> dict[str, Any]:
         "attention_dropout": config.attn_dropout,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_parameters": _rope_parameters(config),
-        # Whose ids these are, mmqk does not know.
+        # mmqk does not store these ids.
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
         NOTED: [[name, size] for name, size in config.blocks.items()],
     }

@@ -153,7 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"Image tokens {verdict} their captions: over {result.images} held-out images with {result.captions} distinct"
         f" captions the loss is {result.true:.3f} nats per code with the true caption and {result.shuffled:.3f} with"
-        f" that of another emoji, a difference of {result.gain:.3f} (95 % interval over captions {low:.3f} to {high:.3f})."
+        f" that of another emoji, a difference of {result.gain:.3f} (95 % interval over captions {low:.3f} to"
+        f" {high:.3f})."
     )
     return 0
 

@@ -59,10 +59,10 @@ def test_there_and_back(name, folders, tmp_path, capsys):
     assert convert(folders / name, tmp_path / "run") == 0
     said = capsys.readouterr()
     assert "tokenizers stay in" in said.out and said.err == ""
-    assert ("(vqmodel) stays there too" in said.out) == (name == "chameleon")
+    assert ("(vqmodel) is not converted" in said.out) == (name == "chameleon")
     assert convert(tmp_path / "run", tmp_path / "back") == 0
     said = capsys.readouterr()
-    assert "no tokenizer is included, as run.json names none" in said.out and said.err == ""
+    assert "no tokenizer is included, because run.json names none" in said.out and said.err == ""
     assert ("(vqmodel) is untrained" in said.out) == (name == "chameleon")
     first, back = (kind.from_pretrained(f, dtype="auto") for f in (folders / name, tmp_path / "back"))
     assert back.dtype == first.dtype == torch.bfloat16
@@ -161,9 +161,9 @@ def test_folders_that_are_neither_or_taken(folders, tmp_path, capsys):
 def test_damaged_huggingface_folders(folders, tmp_path, capsys):
     out = tmp_path / "out"
     hf = copy(folders / "llama", tmp_path / "a", architectures=["BertForMaskedLM"])
-    assert "holds the architecture BertForMaskedLM: mmqk reads" in refuses(capsys, hf, out)
+    assert "has the architecture BertForMaskedLM: mmqk reads" in refuses(capsys, hf, out)
     hf = copy(folders / "llama", tmp_path / "b", architectures=None)
-    assert "holds the architecture none" in refuses(capsys, hf, out)
+    assert "has the architecture none" in refuses(capsys, hf, out)
     hf = copy(folders / "llama", tmp_path / "c")
     (hf / "config.json").write_text("{")
     assert "config.json cannot be read" in refuses(capsys, hf, out)

@@ -178,13 +178,13 @@ def test_other_classes_are_refused():
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
         vocab_size=16,
     )  # fmt: skip
-    with pytest.raises(UserError, match="MistralForCausalLM is no architecture that mmqk reads: Chameleon"):
+    with pytest.raises(UserError, match="MistralForCausalLM is not an architecture that mmqk reads: use Chameleon"):
         from_transformers(transformers.MistralForCausalLM(config))
 
     class LlamaForCausalLM(transformers.LlamaForCausalLM):
         """Of somebody else's, with who knows what forward."""
 
-    with pytest.raises(UserError, match="LlamaForCausalLM is no class of transformers"):
+    with pytest.raises(UserError, match="LlamaForCausalLM is not a class of transformers"):
         from_transformers(LlamaForCausalLM(tiny(LLAMA).config))
 
 
@@ -244,5 +244,5 @@ def test_blocks_that_no_series_could_carry_are_refused(blocks):
 def test_image_ids_that_are_no_numbers_are_refused():
     hf_model = tiny("ChameleonForConditionalGeneration")
     hf_model.config.vocabulary_map = {"IMGIMGAZ": "x"}
-    with pytest.raises(UserError, match="vocabulary_map has image ids that are no whole numbers"):
+    with pytest.raises(UserError, match="vocabulary_map has image ids that are not integers"):
         from_transformers(hf_model)
