@@ -112,7 +112,7 @@ def test_a_run_of_ours_is_exported(tmp_path, capsys):
         )
     assert convert(tmp_path / "run", tmp_path / "hf") == 0
     said = capsys.readouterr().out
-    assert "step00000012" in said and "model.residual_dropout 0.1 is left behind" in said
+    assert "step00000012" in said and "model.residual_dropout 0.1 is dropped" in said
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         assert (hf_model(some_ids()).logits - model(some_ids())).abs().max() < 1e-5
@@ -178,7 +178,7 @@ def test_damaged_huggingface_folders(folders, tmp_path, capsys):
     hf = copy(folders / "llama", tmp_path / "f", num_hidden_layers=2)
     assert "has weights model.layers.2." in refuses(capsys, hf, out)
     hf = copy(folders / "llama", tmp_path / "g", intermediate_size=88)
-    assert "_proj.weight of shape (64, 80), but config.json says (64, 88)" in refuses(capsys, hf, out)
+    assert "_proj.weight of shape (64, 80), but config.json needs (64, 88)" in refuses(capsys, hf, out)
     hf = copy(folders / "llama", tmp_path / "h", attention_bias=True)
     assert "has no weights for model.layers.0.self_attn.k_proj.bias" in refuses(capsys, hf, out)
     hf = copy(folders / "llama", tmp_path / "i", hidden_act="relu")

@@ -202,7 +202,7 @@ def test_weights_that_do_not_fit_are_refused():
     refuses(wrapped, r"The weights lack lm_head.weight")
     resized = tiny(LLAMA)
     resized.config.intermediate_size = 88
-    refuses(resized, r"gate_proj.weight has shape \(80, 64\), but the configuration says \(88, 64\)")
+    refuses(resized, r"gate_proj.weight has shape \(80, 64\), but the configuration needs \(88, 64\)")
     away = tiny(LLAMA)
     away.model.layers[1].mlp.to("meta")
     refuses(away, "not in memory")
