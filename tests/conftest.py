@@ -62,7 +62,7 @@ def tiny_data(tmp_path_factory) -> Path:
     from mmqk.shards.manifest import Manifest, write_manifest
     from mmqk.shards.pairs import write_documents, write_shard
     from mmqk.tokenizers import ImageTokenizer, TextTokenizer
-    from mmqk.tokenizers.image import ImageTokenizerConfig
+    from mmqk.tokenizers.image_config import ImageTokenizerConfig
 
     root = tmp_path_factory.mktemp("tiny")
     for name in ("pairs", "text", "tokenizers"):

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .backends import RowStats, attention, check_backend
+from .backend_check import check_backend
+from .backends import RowStats, attention
 from .config import ModelConfig
 from .linear import linear, through, untied
 from .norms import qk_norm

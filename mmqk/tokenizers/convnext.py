@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CONVNEXT_WIDTHS = (40, 80, 160, 320)
-"""Channels of the four stages of timm's `convnext_atto`."""
+from mmqk.tokenizers.image_config import CONVNEXT_WIDTHS, STEM_STRIDE
+
 CONVNEXT_DEPTHS = (2, 2, 6, 2)
-"""Blocks in each of them."""
-STEM_STRIDE = 4
+"""Blocks in each of the four stages of timm's `convnext_atto`."""
 
 
 class LayerNorm2d(nn.Module):

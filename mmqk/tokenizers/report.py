@@ -21,7 +21,8 @@ from mmqk.tokenizers import train
 from mmqk.tokenizers.choice import add_data_arguments, choice_of
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import TRAIN_COMMAND, tokenizers_hash
-from mmqk.tokenizers.image import ImageTokenizer, read_config
+from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.image_config import read_config
 from mmqk.tokenizers.measure import TokenStatistics, psnr, token_statistics
 from mmqk.tokenizers.source import Folder, Images, Source, images_at_once, open_source
 from mmqk.tokenizers.text import TextTokenizer

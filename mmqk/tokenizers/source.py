@@ -27,7 +27,7 @@ from mmqk.shards.tars import TarIndex, expand, index_tar
 from mmqk.shards.unread import Unread
 from mmqk.store import UserError, hash_fraction, identity_hash
 from mmqk.tokenizers.choice import Selection, account, dropped_account, said_progress, spread
-from mmqk.tokenizers.image import ImageTokenizerConfig
+from mmqk.tokenizers.image_config import ImageTokenizerConfig
 
 SPLITS = ("train", "val")
 

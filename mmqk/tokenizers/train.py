@@ -18,7 +18,8 @@ from mmqk.store import OneSentenceParser, UserError, clock, run_main, write_atom
 from mmqk.tokenizers.choice import add_data_arguments, choice_of
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE
-from mmqk.tokenizers.image import ImageTokenizer, ImageTokenizerConfig
+from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.source import Folder, Images, Source, open_source
 from mmqk.tokenizers.text import TextTokenizer
 

@@ -14,20 +14,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
-from torch import Tensor
 
 from mmqk.store import DamagedFile, read_json
 from mmqk.tokenizers.files import TEXT_FILE, damaged, existing_file
-from mmqk.tokenizers.image import read_config
+from mmqk.tokenizers.image_config import read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_BYTES = 2**28  # of text.json: a large vocabulary with its merges
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "</image>")
 BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE = range(len(SPECIALS))
 
-Ids = TypeVar("Ids", np.ndarray, Tensor, list[int])
+Ids = TypeVar("Ids", np.ndarray, "Tensor", list[int])
 
 
 @dataclass(frozen=True)

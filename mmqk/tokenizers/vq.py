@@ -20,7 +20,8 @@ from torchvision.utils import make_grid
 
 from mmqk.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_numbers, number
 from mmqk.store import UserError
-from mmqk.tokenizers.image import ImageTokenizer, ImageTokenizerConfig
+from mmqk.tokenizers.image import ImageTokenizer
+from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.measure import psnr, token_statistics
 from mmqk.tokenizers.source import images_at_once
 

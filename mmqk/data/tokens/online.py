@@ -137,7 +137,7 @@ class OnlinePairs:
     @cached_property
     def image_tokens(self) -> int:
         """Tokens that an image takes, its marks included."""
-        from mmqk.tokenizers.image import read_config
+        from mmqk.tokenizers.image_config import read_config
 
         return read_config(self.tokenizers).grid ** 2 + 2
 

@@ -1,0 +1,57 @@
+"""Which backends of attention there are, and which attention each can compute. Needs no torch."""
+
+# Dense, torch's fused one by the kernel that fits or by a named one, and FlexAttention.
+BACKENDS = ("math", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex")
+BLOCK = 128  # tokens
+
+
+def check_backend(
+    backend: str,
+    softcap: float | None = None,
+    kind: str = "softmax",
+    *,
+    dropout: float = 0.0,
+    masked: bool = False,
+    tokens: int | None = None,
+) -> None:
+    """Raise ValueError for an unknown backend, or one that cannot compute this attention on any device.
+
+    Args:
+        backend: One of `BACKENDS`.
+        softcap: Cap on the logits.
+        kind: softmax or sigmoid.
+        dropout: Probability of dropping an attention weight.
+        masked: Whether a window or a document mask hides earlier keys.
+        tokens: Tokens per sequence; None if unknown.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but is {backend!r}.")
+    if backend == "math":
+        return
+    if kind != "softmax":
+        raise ValueError(f"backend {backend} cannot compute model.attention {kind}; use backend math.")
+    if backend != "flex":
+        if softcap is not None:
+            raise ValueError(
+                f"backend {backend} cannot apply model.attn_softcap {softcap}; use backend math, or flex on a GPU."
+            )
+        if backend == "sdpa_flash" and masked:
+            raise ValueError(
+                "backend sdpa_flash cannot apply model.window or data.document_mask; use sdpa, sdpa_efficient, flex"
+                " or math."
+            )
+        if backend == "sdpa_cudnn" and masked and tokens is not None and tokens % BLOCK:
+            raise ValueError(
+                f"backend sdpa_cudnn with a mask needs data.seq_len to be a multiple of {BLOCK}, but it is"
+                f" {tokens}: at other lengths its backward pass has given NaN; use sdpa."
+            )
+        return
+    if dropout:
+        raise ValueError(
+            f"backend flex cannot drop attention weights (model.attn_dropout {dropout}); use sdpa or math."
+        )
+    if tokens is not None and tokens % BLOCK:
+        raise ValueError(
+            f"backend flex needs data.seq_len to be a multiple of {BLOCK}, but it is {tokens}: at other lengths its"
+            " backward pass has given NaN."
+        )

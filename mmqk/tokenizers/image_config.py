@@ -1,0 +1,88 @@
+"""The shape of an image tokenizer, and reading it from a file. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from mmqk.ranges import check_numbers, number
+from mmqk.store import parse_json
+from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
+
+FORMAT = "mmqk image tokenizer 1"
+METADATA_KEY = "mmqk"
+CONVNEXT_WIDTHS = (40, 80, 160, 320)
+"""Channels of the four stages of timm's `convnext_atto`."""
+STEM_STRIDE = 4
+
+
+@dataclass(frozen=True)
+class ImageTokenizerConfig:
+    """Shape of an image tokenizer.
+
+    Attributes:
+        image_size: side of an image in pixels.
+        grid: side of the grid of codes; image_size / grid is 4, 8, 16 or 32.
+        codes: entries of the codebook.
+        code_dim: width of a code vector.
+        decoder_width: channels of the decoder at the grid; they halve with every doubling of the side.
+        decoder_depth: residual blocks of the decoder at the grid.
+    """
+
+    image_size: int = number(64, 4, 4096)
+    grid: int = number(8, 1, 1024)
+    codes: int = number(512, 1, 2**24)
+    code_dim: int = number(32, 1, 2**14)
+    decoder_width: int = number(160, 1, 2**14)
+    decoder_depth: int = number(2, 0, 256)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "")
+        strides = [STEM_STRIDE * 2**i for i in range(len(CONVNEXT_WIDTHS))]
+        if self.grid < 1 or self.image_size % self.grid or self.stride not in strides:
+            sides = [str(self.image_size // s) for s in reversed(strides) if self.image_size % s == 0]
+            fit = (
+                f"use {' or '.join(sides)}"
+                if sides
+                else f"use images whose side is a multiple of {strides[0]}"
+            )
+            raise ValueError(f"a grid of {self.grid} does not fit {self.image_size} px images: {fit}")
+        if self.codes < 2:
+            raise ValueError(f"a codebook needs at least 2 codes, not {self.codes}")
+        if self.decoder_width % 2 ** (self.doublings - 1):
+            times = self.doublings - 1
+            raise ValueError(f"decoder_width {self.decoder_width} cannot be halved {times} times")
+
+    @property
+    def stride(self) -> int:
+        """Pixels from one code to the next."""
+        return self.image_size // self.grid
+
+    @property
+    def doublings(self) -> int:
+        """How often the decoder doubles the side: log2 of the stride."""
+        return self.stride.bit_length() - 1
+
+    @property
+    def stages(self) -> int:
+        """Encoder stages that lead to this stride."""
+        return self.doublings - 1
+
+
+def read_config(folder: Path | str) -> ImageTokenizerConfig:
+    """The configuration stored in a folder's `image.safetensors`, without its weights.
+
+    Raises:
+        UserError: the file is missing, damaged, or not an image tokenizer.
+    """
+    path = existing_file(folder, IMAGE_FILE)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about = parse_json((file.metadata() or {}).get(METADATA_KEY, "{}"))
+        if about.get("format") != FORMAT:
+            raise ValueError(f"it is not marked {FORMAT!r}")
+        return ImageTokenizerConfig(**about["config"])
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise damaged(path, error) from error
