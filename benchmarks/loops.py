@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from benchmarks.harness import seconds_of, synchronize
 from benchmarks.setups import batches_of, labels_of
-from mmqk.config import RunConfig
+from mmqk.config import MonitorConfig, RunConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import PositionedLoader, TokenDataModule
-from mmqk.monitors import MonitorConfig
 from mmqk.monitors.training_run.callback import RunMonitor
 from mmqk.store import AlarmRules
 from mmqk.train import FLUSH_EVERY

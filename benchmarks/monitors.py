@@ -12,7 +12,7 @@ from torch._functorch import config as functorch
 from benchmarks.harness import Context, Unit, Way, compare
 from benchmarks.loops import Stack
 from benchmarks.setups import QK_NORM, batches_of, facts_of, full, toy, work_of
-from mmqk.monitors import MonitorConfig
+from mmqk.config import MonitorConfig
 from mmqk.training.step.module import TrainingModule
 
 EVERYTHING = MonitorConfig(

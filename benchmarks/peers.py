@@ -11,8 +11,7 @@ from benchmarks.harness import Context, Unit, Way, compare
 from benchmarks.loops import Stack
 from benchmarks.others import bare_loop, litgpt_loop, transformers_loop
 from benchmarks.setups import QK_NORM, batches_of, facts_of, full, toy, work_of
-from mmqk.config import RunConfig
-from mmqk.monitors import MonitorConfig
+from mmqk.config import MonitorConfig, RunConfig
 
 BASE = "mmqk: data, monitors, alarms, logs"
 CHAMELEON = "--model.qk_norm={kind: layer, bias: true}"

@@ -9,8 +9,7 @@ from typing import Any
 from benchmarks.harness import Context, Unit, Way, compare
 from benchmarks.loops import Stack
 from benchmarks.setups import QK_NORM, SIZES, batches_of, facts_of, full, parameters_of, toy, work_of
-from mmqk.config import RunConfig
-from mmqk.monitors import MonitorConfig
+from mmqk.config import MonitorConfig, RunConfig
 
 FULL = (1024, 4096), (16384, 65536)  # lengths and vocabularies
 TOY = (128, 512), (1024, 4096)

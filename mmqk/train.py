@@ -53,12 +53,15 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     from mmqk.config import build_parser, resolve
-    from mmqk.training.loop.processes import Ranks
 
     if not argv:
         build_parser().print_help()
         return USER_ERROR_EXIT
     run = resolve(argv)
+    from mmqk.training.loop.processes import (
+        Ranks,  # imports torch and Lightning, which a mistake does without
+    )
+
     _quieten()
     with Ranks(run, argv) as ranks:
         if ranks.first:
@@ -83,7 +86,7 @@ def process(argv: list[str] | None = None) -> int:
 def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
     """Run the process that writes to the folder: the only one of a run on one device."""
     from mmqk.config import print_yaml
-    from mmqk.training.fork.parent import note
+    from mmqk.config.fork import note
     from mmqk.training.loop.device import describe, resolve_device
 
     # A finished run needs no device.

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
+from mmqk.config import LossConfig, OptimConfig
+from mmqk.config.checks import check_qk_clip
 from mmqk.data.batch import TokenBatch
 from mmqk.model import ModelConfig, check_backend, modality_of_ids
-from mmqk.training.step.losses import LossConfig
 from mmqk.training.step.module import TrainingModule
-from mmqk.training.step.optimizers import OptimConfig
-from mmqk.training.step.qk_clip import check_qk_clip
 
 
 def apply(config: Any, settings: Mapping[str, Any], prefix: str) -> Any:

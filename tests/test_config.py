@@ -40,7 +40,7 @@ from mmqk.train import main
         (["--trainer.limit_train_batches=2"], "trainer.limit_train_batches is decided by mmqk"),
         (["--trainer.gradient_clip_algorithm=value"], "trainer.gradient_clip_algorithm is decided by mmqk"),
         (["--trainer.precision=16-mixed"], "trainer.precision is '16-mixed': choose one of"),
-        (["--trainer.precision=int8"], "which is of the wrong type: --help-all"),
+        (["--trainer.precision=int8"], "trainer.precision is 'int8': choose one of"),
         (["--trainer.devices=0"], "trainer.devices is 0"),
         (["--trainer.devices=auto"], "trainer.devices is 'auto': it must be a whole number from 1"),
         (["--trainer.num_nodes=0"], "trainer.num_nodes is 0"),

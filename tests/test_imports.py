@@ -98,6 +98,12 @@ with tempfile.TemporaryDirectory() as folder:
     assert main([folder + "/runs", "--out", folder + "/report"]) == 0
     assert (Path(folder) / "report/index.html").exists()
 """
+RESOLVE = f"""
+import os
+from mmqk.config import resolve
+os.chdir({str(ROOT)!r})
+assert resolve(["--config=configs/demo.yaml"]).out.parts[:2] == ("runs", "demo")
+"""
 # What mmqk needs and somebody else's training environment may not have.
 LAB = (
     *("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "transformers", "tensorboard"),
@@ -131,6 +137,11 @@ RULES = {
         mmqk=("mmqk.interop", "mmqk.model", "mmqk.store", "mmqk.ranges"),
         never=("transformers", "lightning"),
         leave_out=("mmqk.interop.__main__", "mmqk.interop.tokenizer"),  # of a run, not of a model
+    ),
+    "config": Rule(
+        ("mmqk.config",),
+        never=("torch", "lightning", "lightning_fabric", "pytorch_lightning", "transformers"),
+        then=RESOLVE,
     ),
     "shards": Rule(("mmqk.shards",), never=("mmqk.tokenizers", "tokenizers")),
     "watch": Rule(("mmqk.watch", "mmqk.ablation.views", "mmqk.ablation.table"), never=("torch", "lightning")),
@@ -169,7 +180,9 @@ def test_the_rule_is_kept(name):
         ("store", "store/files.py", "from mmqk.model import ModelConfig", "imports mmqk.model"),
         ("model", "model/__init__.py", "from mmqk.store import tag", "imports mmqk.store"),
         ("monitors", "monitors/__init__.py", "from mmqk.training import loss", "imports mmqk.training"),
-        ("monitors", "monitors/config.py", "import tensorboard", "No module named 'tensorboard'"),
+        ("monitors", "monitors/record.py", "import tensorboard", "No module named 'tensorboard'"),
+        ("config", "config/training.py", "import lightning", "imports lightning"),
+        ("config", "tokenizers/files.py", "from torch import Tensor", "imports torch"),  # read by `resolve` alone
         ("shards", "shards/pairs.py", "from mmqk.tokenizers import TextTokenizer", "imports mmqk.tokenizers"),
         ("report", "analysis/formatting.py", "try: import torch\nexcept ImportError: pass", "imports torch"),
         ("report", "report/__main__.py", "def main(argv): import torch", "imports torch"),

@@ -16,13 +16,13 @@ import yaml
 import mmqk
 from mmqk.analysis.verdicts.claims import Claim, read_claims
 from mmqk.config import RANGES, SECTIONS, build_parser, resolve
+from mmqk.config.fork import ForkConfig, Parent
 from mmqk.grid.arms import Arm, ArmFork
 from mmqk.grid.language import read_yaml
 from mmqk.grid.rules import LrRule, ReplayRule
 from mmqk.ranges import Range, check_numbers, decimal_numbers, number, range_of
 from mmqk.store import UserError, cli_main
 from mmqk.train import main
-from mmqk.training.fork.parent import ForkConfig, Parent
 
 PACKAGE = Path(mmqk.__file__).parent
 CLAIM = {"id": "C", "statement": "s", "treatment": "a", "control": "b", "delta": 1.0}
@@ -127,7 +127,7 @@ def test_a_new_field_without_a_range_is_found():
 
 
 def test_every_numeric_flag_of_the_command_line_has_one_too():
-    of_section = {f"{section}." for section in SECTIONS}
+    of_section = {f"{section}." for section in (*SECTIONS, "trainer")}
     bare = [
         action.dest
         for action in build_parser()._actions
@@ -135,8 +135,7 @@ def test_every_numeric_flag_of_the_command_line_has_one_too():
         and not action.dest.startswith((*of_section, "fork_"))
         and action.dest not in RANGES
     ]
-    # Two that are no numbers of ours: the words of precision, and a flag whose only number is a word.
-    assert bare in ([], ["trainer.precision"])
+    assert bare == []
 
 
 @pytest.mark.parametrize(("kind", "name"), NUMBERS, ids=lambda v: v if isinstance(v, str) else v.__name__)
@@ -193,14 +192,14 @@ def numeric_flags() -> list[tuple[str, str]]:
     return [
         (action.dest, str(getattr(action, "_typehint", None) or action.type))
         for action in build_parser()._actions
-        if is_number(getattr(action, "_typehint", None) or action.type) and action.dest != "trainer.precision"
+        if is_number(getattr(action, "_typehint", None) or action.type)
     ]
 
 
 @pytest.mark.parametrize("text", ["nan", "1e300", "0x10", "1:30", "9" * 400, "9" * 5000])
 def test_what_is_no_number_of_a_field_is_one_sentence_for_every_flag(text, monkeypatch):
     parser = build_parser()
-    monkeypatch.setattr("mmqk.config.build_parser", lambda: parser)
+    monkeypatch.setattr("mmqk.config.parse.build_parser", lambda: parser)
     for name, hint in numeric_flags():
         value = f'{{"text": {text}}}' if "dict" in hint else f"[{text}]" if hint.startswith("list") else text
         with pytest.raises(UserError) as said:

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.config import RunConfig, resolve
+from mmqk.config import LossConfig, OptimConfig, RunConfig, resolve
 from mmqk.model import ModelConfig
 from mmqk.remedies import MARKS, REMEDIES, main
 from mmqk.store import cli_main, flatten
-from mmqk.training.step.losses import LossConfig
-from mmqk.training.step.optimizers import OptimConfig
 from tests.peers import Peer
 from tests.remedies_page import (
     PAGE,

@@ -19,7 +19,10 @@ import mmqk.training.logging.hparams
 import mmqk.training.logging.loggers
 import mmqk.training.loop.alarms
 import mmqk.training.loop.cpu_tuning
+import mmqk.training.loop.device
 import mmqk.training.loop.lifecycle
+import mmqk.training.loop.memory
+import mmqk.training.loop.processes
 import mmqk.training.loop.step_log
 import mmqk.training.step.module
 from mmqk.store import code_hash

@@ -135,7 +135,7 @@ class Resolver:
 
 
 def _resolve(args: list[str], parent: ResolvedJob | None, step: int) -> Any:
-    # Imports torch, which --help and the analysis do without.
+    # Imports jsonargparse and numpy, which --help and the analysis do without.
     from mmqk import config
 
     if parent is None:

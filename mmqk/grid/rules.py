@@ -9,7 +9,7 @@ from mmqk.grid import language as read
 from mmqk.ranges import BELOW_ONE, LARGEST, MOST_SEED, SMALLEST, check_numbers, number, ranged
 from mmqk.store import UserError
 
-# As `mmqk.training.fork.parent` has it, which imports torch.
+# As `mmqk.config.fork` has it.
 SMALLEST_PERTURBATION = 1e-7
 DEPTHS = (0.01, 0.05, 0.2)
 

@@ -37,7 +37,7 @@ _MODULES = {
     "ModelConfig": "config",
     "QKNormConfig": "config",
     "RopeScalingConfig": "config",
-    "Rows": "backends",
+    "RowStats": "backends",
     "UntieConfig": "config",
     "check_backend": "backend_check",
     "compile_blocks": "dynamo",

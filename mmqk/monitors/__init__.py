@@ -6,13 +6,12 @@
 from typing import TYPE_CHECKING, Any
 
 from mmqk.monitors.attach import Watch, attach
-from mmqk.monitors.config import MonitorConfig
 from mmqk.monitors.probe import Probe, probe
 
 if TYPE_CHECKING:
     from mmqk.monitors.lightning import NormMonitor
 
-__all__ = ["MonitorConfig", "NormMonitor", "Probe", "Watch", "attach", "probe"]
+__all__ = ["NormMonitor", "Probe", "Watch", "attach", "probe"]
 
 
 def __getattr__(name: str) -> Any:

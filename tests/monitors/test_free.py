@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from mmqk.config import MonitorConfig
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
-from mmqk.monitors import MonitorConfig, probe
+from mmqk.monitors import probe
 from mmqk.monitors.training_run.callback import RunMonitor
 from mmqk.monitors.training_run.mechanism import Mechanism
 from mmqk.training.loop.step_log import StepLog

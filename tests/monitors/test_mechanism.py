@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mmqk.config import MonitorConfig
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
-from mmqk.monitors import MonitorConfig
 from mmqk.monitors.training_run.mechanism import Mechanism
 from mmqk.monitors.training_run.window import BudgetWindow, watched_matrices
 

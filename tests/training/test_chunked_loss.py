@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mmqk.config import LossConfig, MonitorConfig
 from mmqk.model import EarlyFusionTransformer
-from mmqk.monitors import MonitorConfig
 from mmqk.monitors.training_run.bad_site import first_bad_site
 from mmqk.monitors.training_run.callback import RunMonitor
 from mmqk.monitors.training_run.halves import gradient_agreement
 from mmqk.training.step import chunked_loss
 from mmqk.training.step.chunked_loss import chunked_losses
-from mmqk.training.step.losses import LossConfig, LossSums, loss_parts, modality_losses, total_loss
+from mmqk.training.step.losses import LossSums, loss_parts, modality_losses, total_loss
 from mmqk.training.step.split_adam import SplitAdamW
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 

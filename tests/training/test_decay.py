@@ -9,10 +9,10 @@ import lightning as L
 import pytest
 import torch
 
+from mmqk.config import LossConfig, OptimConfig
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
-from mmqk.training.step.losses import LossConfig
 from mmqk.training.step.module import TrainingModule
-from mmqk.training.step.optimizers import OptimConfig, lr_multiplier, make_optimizer
+from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 from tests.peers import Peer
 from tests.training.toy import MODEL as TOY
 from tests.training.toy import Small, fit, module_of, set_gradients, toy_batch

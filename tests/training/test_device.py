@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.config import RunConfig, resolve
+from mmqk.config import OptimConfig, RunConfig, resolve
+from mmqk.config.checks import check_shown, is_masked
 from mmqk.data.config import DataConfig
 from mmqk.model import BACKENDS, ModelConfig
 from mmqk.model import backends as kernels
@@ -17,8 +18,7 @@ from mmqk.store import UserError, cli_main
 from mmqk.train import main
 from mmqk.training.fork.start import changes
 from mmqk.training.loop import device
-from mmqk.training.loop.device import check_shown, describe, is_masked, resolve_device
-from mmqk.training.step.optimizers import OptimConfig
+from mmqk.training.loop.device import describe, resolve_device
 
 CPU = torch.device("cpu")
 DEMO = Path(__file__).parents[2] / "configs/demo.yaml"

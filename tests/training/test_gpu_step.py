@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from mmqk.config import LossConfig
 from mmqk.data.prefetch import prefetched
 from mmqk.model import EarlyFusionTransformer, ModelConfig, transformer
 from mmqk.training.loop.step_log import StepLog
 from mmqk.training.step import chunked_loss
 from mmqk.training.step.chunked_loss import chunked_losses
-from mmqk.training.step.losses import LossConfig, modality_losses, total_loss
+from mmqk.training.step.losses import modality_losses, total_loss
 from tests.training.toy import BLOCKS, cut, module_of, toy_batch
 
 pytestmark = [

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mmqk.config import LossConfig, MonitorConfig
 from mmqk.model import QKNormConfig, UntieConfig
-from mmqk.monitors import MonitorConfig
 from mmqk.monitors.training_run.callback import RunMonitor
 from mmqk.store import AlarmRules
-from mmqk.training.step.losses import LossConfig
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
 EVERYTHING = MonitorConfig(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.monitors import MonitorConfig
+from mmqk.config import MonitorConfig
 from mmqk.monitors.training_run.callback import RunMonitor
 from mmqk.store import cli_main, parse_tag, read_metrics
 from mmqk.train import main

@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from mmqk.training.step.optimizers import OptimConfig, lr_multiplier, make_optimizer
+from mmqk.config import OptimConfig
+from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 from tests.peers import Peer
 from tests.training.toy import Small, set_gradients
 

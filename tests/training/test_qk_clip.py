@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmqk.config import OptimConfig
+from mmqk.config.checks import check_qk_clip
 from mmqk.model import ModelConfig, QKNormConfig, UntieConfig
 from mmqk.store import parse_tag
 from mmqk.training.logging.loggers import over_layers
 from mmqk.training.loop.step_log import Validation
 from mmqk.training.step import qk_clip
-from mmqk.training.step.optimizers import OptimConfig
-from mmqk.training.step.qk_clip import QKClip, check_qk_clip, clip_heads, gamma_of, largest_logits
+from mmqk.training.step.qk_clip import QKClip, clip_heads, gamma_of, largest_logits
 from tests.peers import Peer
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mmqk.config import LossConfig, OptimConfig
 from mmqk.model import UntieConfig
-from mmqk.training.step.losses import LossConfig, loss_parts, total_loss
-from mmqk.training.step.optimizers import OptimConfig, make_optimizer
+from mmqk.training.step.losses import loss_parts, total_loss
+from mmqk.training.step.optimizers import make_optimizer
 from mmqk.training.step.split_adam import SplitAdamW
 from tests.peers import Peer
 from tests.training.test_no_sync import Methods, Operations

@@ -7,9 +7,9 @@ from typing import Any
 
 import lightning as L
 
+from mmqk.config.training import MonitorConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
-from mmqk.monitors.config import MonitorConfig
 from mmqk.monitors.measures.pairs import Pairs
 from mmqk.monitors.probe import pairs_of, probe
 from mmqk.monitors.record import Probe

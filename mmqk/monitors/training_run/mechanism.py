@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mmqk.model import EarlyFusionTransformer
-from mmqk.monitors.config import MonitorConfig
 from mmqk.monitors.measures.precision import below_epsilon, update_size
 from mmqk.monitors.training_run.window import BudgetWindow
 from mmqk.store.tags import tag
+
+if TYPE_CHECKING:
+    from mmqk.config import MonitorConfig
 
 
 class Mechanism:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError, differing_fields, flatten, write_json
@@ -23,8 +24,6 @@ from mmqk.training.fork.state import (
     scheduler_state,
 )
 from mmqk.training.fork.weights import carry, perturb
-from mmqk.training.step.losses import LossConfig
-from mmqk.training.step.optimizers import OptimConfig
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmqk.config.training import OptimConfig
 from mmqk.model import EarlyFusionTransformer
 from mmqk.training.fork.matrices import Carried
 from mmqk.training.fork.measure import Change
-from mmqk.training.step.optimizers import OptimConfig, lr_multiplier, make_optimizer
+from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 
 # If the change raises a loss by more than this (nats), that is not a divergence: the loss history starts again.
 JUMP_NATS = 0.1

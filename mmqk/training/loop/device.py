@@ -7,32 +7,14 @@ import shutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from mmqk.data.config import DataConfig
-from mmqk.model import ModelConfig, kernel_name
+from mmqk.model import kernel_name
 from mmqk.model.backends import attention, mask_of
 from mmqk.store import UserError
-from mmqk.training.step.optimizers import OptimConfig
 
 if TYPE_CHECKING:
     import torch
 
     from mmqk.config import RunConfig
-
-
-def is_masked(model: ModelConfig, data: DataConfig) -> bool:
-    """Whether a window or a document mask hides earlier tokens."""
-    windows = any(model.window_of(layer) for layer in range(model.n_layers))
-    return windows or data.documents_apart
-
-
-def check_shown(compiled: bool, recompute: bool, backend: str, optim: OptimConfig) -> None:
-    """Raise ValueError for QK-Clip with compiled or recomputed blocks, unless the kernel returns the logits."""
-    for name, is_set in (("compile", compiled), ("recompute", recompute)):
-        if is_set and optim.qk_clip is not None and backend != "flex":
-            raise ValueError(
-                f"optim.qk_clip reads queries and keys in every step, which {name} does not allow: use backend flex,"
-                f" which returns the largest logits, or leave {name} off."
-            )
 
 
 def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:

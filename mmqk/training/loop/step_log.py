@@ -6,16 +6,15 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 
+from mmqk.config.training import CheckpointConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import first_of_ranks
-from mmqk.ranges import MOST_STEPS, check_numbers, number
 from mmqk.store import DivergenceRule, UserError, read_status
 from mmqk.store.checkpoints import checkpoint_name, checkpoints_in, step_of
 from mmqk.store.missing import Written
@@ -169,24 +168,6 @@ class Validation(L.Callback):
         values = pl_module.validation_losses(self.batches())
         for logger in trainer.loggers:
             logger.log_metrics(values, trainer.global_step)
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When a run can be taken up again.
-
-    Args:
-        every_n_steps: optimizer steps between two checkpoints; 0 writes only the last one.
-        keep: how many of the newest are kept.
-        at: steps at which one is written and kept whatever comes after, for forks; no part of the run's identity.
-    """
-
-    every_n_steps: int = number(500, 0, MOST_STEPS)
-    keep: int = number(2, 1, MOST_STEPS)
-    at: list[int] = number(list, 1, MOST_STEPS)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "checkpoint")
 
 
 class Checkpoints(L.Callback):

@@ -3,7 +3,6 @@
 Shapes are in the names: B batch, T tokens, V vocabulary, M modalities.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,46 +11,7 @@ from torch import Tensor
 from mmqk.data.batch import TokenBatch
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import capped
-from mmqk.ranges import check_numbers, number
 from mmqk.store import tag
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """What the loss adds up.
-
-    Attributes:
-        z_loss: Coefficient of log(Z)^2, Z the normaliser of the output softmax (PaLM, arXiv 2204.02311).
-        weights: Weight of each modality's loss and z-loss by name, 1 where left out; 0 switches it off.
-        chunk: Tokens whose logits exist at once: the head and the loss take a chunk after the other, so that their
-            memory does not grow with batch times vocabulary; the loss is the same up to rounding. A few thousand
-            are usual on a GPU with a large vocabulary. Null is all of them at once.
-    """
-
-    z_loss: float = number(0.0, 1e-12, 1e6, zero=True)
-    weights: dict[str, float] = number(dict, 1e-12, 1e6, zero=True)
-    chunk: int | None = number(None, 1, 2**40)
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "loss")
-
-    def weights_of(self, modalities: Sequence[str]) -> list[float]:
-        """The weight of each modality, in the order given.
-
-        Raises:
-            ValueError: a weight of a modality that is not among them, or no weight above 0.
-        """
-        for name in self.weights:
-            if name not in modalities:
-                known = ", ".join(modalities)
-                raise ValueError(f"loss.weights names {name!r}, but the modalities here are {known}.")
-        weights = [self.weights.get(name, 1.0) for name in modalities]
-        if modalities and not any(weights):
-            raise ValueError(
-                f"loss.weights are 0 for {' and '.join(modalities)}, which trains nothing: give at least one of them"
-                " a weight above 0."
-            )
-        return weights
 
 
 @dataclass(frozen=True)

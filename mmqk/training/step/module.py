@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import summed
 from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats, compile_blocks, keep_graphs, power_step
@@ -19,7 +20,6 @@ from mmqk.model.transformer import Sink
 from mmqk.training.fsdp import shard, whole, whole_model
 from mmqk.training.step.chunked_loss import chunked_losses
 from mmqk.training.step.losses import (
-    LossConfig,
     LossSums,
     loss_parts,
     modality_losses,
@@ -27,7 +27,7 @@ from mmqk.training.step.losses import (
     modality_sums,
     total_loss,
 )
-from mmqk.training.step.optimizers import OptimConfig, lr_multiplier, make_optimizer
+from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 from mmqk.training.step.qk_clip import QKClip
 from mmqk.training.step.row_stats import RowLog
 from mmqk.training.step.split_adam import SplitAdamW

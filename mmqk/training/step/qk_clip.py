@@ -15,30 +15,13 @@ from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import largest as largest_of
-from mmqk.model import EarlyFusionTransformer, ModelConfig
+from mmqk.model import EarlyFusionTransformer
 from mmqk.model.backends import visible_keys
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Block
 from mmqk.store import tag
-from mmqk.training.step.optimizers import OptimConfig
 
 CHUNK_ELEMENTS = 2**24
-
-
-def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
-    """Raise ValueError if the logits do not depend on the norms of W_q and W_k: clipping would have no effect."""
-    if optim.qk_clip is None:
-        return
-    if model.qk_norm.kind != "none":
-        raise ValueError(
-            f"optim.qk_clip scales W_q and W_k, but model.qk_norm.kind {model.qk_norm.kind} normalizes the scale"
-            " away: remove one of them."
-        )
-    if model.weight_reparam == "sigma":
-        raise ValueError(
-            "optim.qk_clip scales W_q and W_k, but model.weight_reparam sigma normalizes the scale away: remove one"
-            " of them."
-        )
 
 
 @torch.no_grad()

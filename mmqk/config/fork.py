@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmqk.model import ModelConfig
+from mmqk.model.config import ModelConfig
 from mmqk.ranges import MOST_SEED, MOST_STEPS, check_numbers, number
 from mmqk.store import UserError, read_run
-from mmqk.training.checkpoint import load_checkpoint, newest_checkpoint
 
 # Below this, fp32 weights would round most of a perturbation away.
 SMALLEST_PERTURBATION = 1e-7
@@ -89,6 +88,8 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
     noted = ((read_run(Path(out)) or {}).get("details") or {}).get("fork") if out else None
     if isinstance(noted, dict) and noted.get("given") == given:
         return Path(noted["checkpoint"]), Parent(noted["id"], noted["step"], noted["config"])
+    from mmqk.training.checkpoint import load_checkpoint, newest_checkpoint  # imports torch
+
     path = Path(given)
     if path.is_dir() and path.suffix != ".ckpt":
         try:

@@ -1,0 +1,101 @@
+"""What fields of several sections allow together. Each function raises one sentence that names the fields."""
+
+from __future__ import annotations
+
+from mmqk.config.fork import ForkConfig
+from mmqk.config.training import LossConfig, MonitorConfig, OptimConfig
+from mmqk.data.config import DataConfig
+from mmqk.model.config import ModelConfig
+from mmqk.store import UserError
+
+
+def is_masked(model: ModelConfig, data: DataConfig) -> bool:
+    """Whether a window or a document mask hides earlier tokens."""
+    windows = any(model.window_of(layer) for layer in range(model.n_layers))
+    return windows or data.documents_apart
+
+
+def check_shown(compiled: bool, recompute: bool, backend: str, optim: OptimConfig) -> None:
+    """Raise ValueError for QK-Clip with compiled or recomputed blocks, unless the kernel returns the logits."""
+    for name, is_set in (("compile", compiled), ("recompute", recompute)):
+        if is_set and optim.qk_clip is not None and backend != "flex":
+            raise ValueError(
+                f"optim.qk_clip reads queries and keys in every step, which {name} does not allow: use backend flex,"
+                f" which returns the largest logits, or leave {name} off."
+            )
+
+
+def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
+    """Raise ValueError if the logits do not depend on the norms of W_q and W_k: clipping would have no effect."""
+    if optim.qk_clip is None:
+        return
+    if model.qk_norm.kind != "none":
+        raise ValueError(
+            f"optim.qk_clip scales W_q and W_k, but model.qk_norm.kind {model.qk_norm.kind} normalizes the scale"
+            " away: remove one of them."
+        )
+    if model.weight_reparam == "sigma":
+        raise ValueError(
+            "optim.qk_clip scales W_q and W_k, but model.weight_reparam sigma normalizes the scale away: remove one"
+            " of them."
+        )
+
+
+def check_sharded(model: ModelConfig, optim: OptimConfig, loss: LossConfig, monitor: MonitorConfig) -> None:
+    """Raise ValueError for what looks at whole weights or gradients inside a step, where only shards are."""
+    wanted = {
+        "model.weight_reparam sigma": model.weight_reparam == "sigma",
+        "optim.qk_clip": optim.qk_clip is not None,
+        "optim.split_second_moment": optim.split_second_moment,
+        "loss.chunk": loss.chunk is not None,
+        "monitor.parameters": monitor.parameters,
+        "monitor.budget_every_n_steps": monitor.budget_every_n_steps > 0,
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise ValueError(
+                f"{name} needs whole matrices within a step, of which trainer.strategy fsdp has shards: use ddp."
+            )
+
+
+def check_trained(loss: LossConfig, data: DataConfig, model: ModelConfig) -> None:
+    """Raise ValueError where no token of the data has a loss."""
+    loss.weights_of(model.modalities)
+    kinds = {kind for kind, weight in data.mix.items() if weight > 0}
+    if kinds == {"text"} and loss.weights.get("text") == 0:
+        raise ValueError(
+            "loss.weights.text is 0 and data.mix has only text, which trains nothing: raise the weight or add another"
+            " kind to data.mix."
+        )
+
+
+def check_steps(max_steps: int, at: list[int], fork: ForkConfig | None) -> None:
+    start = 0 if fork is None else fork.parent.step
+    if start >= max_steps:
+        raise UserError(
+            f"trainer.max_steps is {max_steps}, but the fork starts at step {start}: give it more, and"
+            " optim.schedule_steps if the schedule is to stay."
+        )
+    for step in at:
+        if not start < step <= max_steps:
+            raise UserError(
+                f"checkpoint.at has step {step}: the run's own steps are {start + 1} to {max_steps}."
+            )
+
+
+def check_batches(monitor: MonitorConfig, data: DataConfig, accumulate: int, world: int) -> None:
+    if data.batch_size % (accumulate * world):
+        over = f" times {world} processes" if world > 1 else ""
+        raise UserError(
+            f"data.batch_size {data.batch_size} is not a multiple of trainer.accumulate_grad_batches"
+            f" {accumulate}{over}: choose one that is."
+        )
+    room = data.val_sequences if monitor.batch == "heldout" else data.batch_size // accumulate
+    if monitor.sequences > room:
+        what = "held-out sequences" if monitor.batch == "heldout" else "sequences of a micro-batch"
+        raise UserError(f"monitor.sequences {monitor.sequences} is more than the {room} {what}: lower it.")
+    if monitor.gradient_agreement and data.batch_size // (accumulate * world) < 2:
+        raise UserError(
+            "monitor.gradient_agreement needs two sequences in a micro-batch of each process: raise data.batch_size"
+            " or leave it off."
+        )

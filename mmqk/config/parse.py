@@ -1,0 +1,221 @@
+"""The one parser: YAML files and command line to a `RunConfig`. Every mistake is one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import _loaders_dumpers as loaders
+
+from mmqk.config.checks import (
+    check_batches,
+    check_qk_clip,
+    check_sharded,
+    check_shown,
+    check_steps,
+    check_trained,
+    is_masked,
+)
+from mmqk.config.fork import ForkConfig, Parent, base_of, check_forkable, read_parent
+from mmqk.config.run import SECTIONS, RunConfig, identity_of
+from mmqk.config.sentences import sentence_of
+from mmqk.config.trainer import SHOWN, TrainerConfig
+from mmqk.data.config import layout
+from mmqk.model.backend_check import BACKENDS, check_backend
+from mmqk.model.config import ModelConfig
+from mmqk.ranges import MOST_SEED, Range, decimal_numbers
+from mmqk.store import UserError, identity_hash, with_dashes
+
+# The numbers that are no field of a section.
+RANGES = {"seed": Range(0, MOST_SEED), "threads": Range(0, 1024)}
+
+# jsonargparse reads every file and every value with this loader.
+loaders.yaml_default_loader = decimal_numbers(loaders.get_yaml_default_loader())
+
+
+class Parser(ArgumentParser):
+    """Raises what argparse would print and exit on, so that a mistake is one sentence."""
+
+    def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
+        raise UserError(sentence_of(message, self)) from ex
+
+
+def build_parser(help_all: bool = False) -> Parser:
+    """The parser of ``mmqk.train``; ablations resolve their arms with the same one."""
+    parser = Parser(
+        prog="python -m mmqk.train",
+        description="Train one run. Everything it measures goes to the run folder: config.yaml, metrics.jsonl,"
+        " status.json, TensorBoard events and checkpoints/. The same command again resumes it.",
+        usage="python -m mmqk.train [--config YAML] [--FIELD VALUE ...]",
+        epilog="Example: python -m mmqk.train --config configs/demo.yaml --optim.lr 0.03 --model.qk_norm.kind rms",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file of a run; repeat it to merge several.")
+    parser.add_argument("--help-all", action="store_true", help="Show Trainer's flags too, and exit.")
+    parser.add_argument("--out", type=str, default=None, help="Run folder (default: runs/NAME/<id>).")
+    parser.add_argument("--seed", type=int, default=0, help="Of initial weights, dropout and data order.")
+    parser.add_argument(
+        "--backend", type=str, default="sdpa", help=f"Attention backend: {', '.join(BACKENDS)}."
+    )
+    parser.add_argument(
+        "--compile", type=bool, default=False,
+        help="Compile blocks, norms and loss (torch.compile): a run starts later, and its steps are fused; for GPUs.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recompute", type=bool, default=False,
+        help="Forget each block's activations and compute them again in the backward pass: less memory, more work.",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: torch's own choice).")
+    parser.add_argument(
+        "--fork", type=str, default=None, metavar="CKPT",
+        help="Go on from this checkpoint (or the newest of a run folder) with its run's configuration, of which only"
+        " the fields given here differ.",
+    )  # fmt: skip
+    parser.add_argument("--fork_skip", type=int, default=0, help="Of a fork: leave out the next N batches.")
+    perturb = "Of a fork: change each weight matrix by a random one of this share of its RMS."
+    parser.add_argument("--fork_perturb", type=float, default=0.0, help=perturb)
+    parser.add_argument("--fork_draw", type=int, default=0, help="Of a fork: number of that random change.")
+    parser.add_argument("--quiet", action="store_true", help="Print one line: how the run ended and where.")
+    for name, section in SECTIONS.items():
+        parser.add_class_arguments(section, name)
+    parser.add_class_arguments(TrainerConfig, "trainer")
+    for action in parser._actions:
+        flag = action.dest.removeprefix("trainer.")
+        if flag != action.dest and not (help_all or flag in SHOWN):
+            action.help = argparse.SUPPRESS
+    return parser
+
+
+def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
+    """Parse, check and complete a command line of ``mmqk.train``.
+
+    Args:
+        argv: the command line.
+        parent: what the run is forked from, where its checkpoint does not exist yet; else ``--fork`` says it.
+
+    Raises:
+        UserError: an unknown field, a wrong type, an impossible value, data and tokenizers that are missing, or a
+            fork that cannot be.
+        SystemExit: after printing help.
+    """
+    if "--help-all" in argv:
+        build_parser(help_all=True).parse_args(["--help"])
+    parsed = _parse(argv)
+    details = {name: getattr(parsed, f"fork_{name}") for name in ("skip", "perturb", "draw")}
+    if parent is None and parsed.fork is None:
+        for name, value in details.items():
+            if value:
+                raise UserError(f"fork_{name} belongs to a fork: name its checkpoint with --fork.")
+        return _complete(parsed)
+    checkpoint = None
+    if parent is None:
+        checkpoint, parent = read_parent(parsed.fork, parsed.out)
+    try:
+        fork = ForkConfig(parent, parsed.fork or "", checkpoint, **details)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return _complete(_parse(["--config", json.dumps(base_of(parent)), *argv]), fork)
+
+
+def _parse(argv: list[str]) -> Namespace:
+    parser = build_parser()
+    try:
+        return parser.parse_args(with_dashes(parser, argv))
+    except ArgumentError as error:
+        raise UserError(sentence_of(str(error), parser)) from error
+    except OverflowError as error:
+        long = next((word for word in argv if re.search(r"\d{300}", word)), "A field")
+        raise UserError(
+            f"{long.split('=')[0].lstrip('-')} has a number of hundreds of digits: write a smaller one."
+        ) from error
+
+
+def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
+    _check_ranges(parsed)
+    try:
+        trainer = _build(TrainerConfig, parsed.trainer, "trainer")
+        sections = {name: _build(section, getattr(parsed, name), name) for name, section in SECTIONS.items()}
+        blocks = layout(sections["data"]).blocks
+        given = sections["model"].blocks
+        if given and given != blocks:
+            raise UserError(
+                f"model.blocks {given} does not match the data, whose vocabulary has {blocks}: leave model.blocks"
+                " out, or set --data.tokenizers."
+            )
+        sections["model"] = dataclasses.replace(sections["model"], blocks=blocks)
+        check_trained(sections["loss"], sections["data"], sections["model"])
+        check_batches(
+            sections["monitor"], sections["data"], trainer.accumulate_grad_batches, trainer.processes
+        )
+        model = sections["model"]
+        if fork is not None:
+            check_forkable(ModelConfig.from_dict(fork.parent.config["model"]), model)
+        check_backend(
+            parsed.backend,
+            model.attn_softcap,
+            model.attention,
+            dropout=model.attn_dropout,
+            masked=is_masked(model, sections["data"]),
+            tokens=sections["data"].seq_len,
+        )
+        check_qk_clip(sections["optim"], model)
+        check_shown(parsed.compile, parsed.recompute, parsed.backend, sections["optim"])
+        if trainer.strategy == "fsdp":
+            check_sharded(model, sections["optim"], sections["loss"], sections["monitor"])
+        check_steps(trainer.max_steps, sections["checkpoint"].at, fork)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    identity = identity_of(
+        sections, trainer, backend=parsed.backend, compile=parsed.compile, seed=parsed.seed, fork=fork
+    )
+    files = [str(path) for path in parsed.config or [] if path is not None]  # None: a parent's
+    name = Path(files[-1]).stem if files else "run" if fork is None else "fork"
+    out = Path(parsed.out) if parsed.out else Path("runs") / name / identity_hash(identity)
+    return RunConfig(
+        **sections,
+        backend=parsed.backend,
+        compile=parsed.compile,
+        recompute=parsed.recompute,
+        seed=parsed.seed,
+        threads=parsed.threads,
+        trainer=asdict(trainer),
+        out=out,
+        identity=identity,
+        quiet=parsed.quiet,
+        fork=fork,
+    )
+
+
+def _check_ranges(parsed: Namespace) -> None:
+    """The numbers that are no field of a section."""
+    for name, wanted in RANGES.items():
+        try:
+            wanted.check(name, parsed[name])
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+
+def _build(section: type, values: Any, path: str) -> Any:
+    """A frozen dataclass from the parser's namespace, nested ones included; it checks itself."""
+    plain = vars(values) if isinstance(values, Namespace) else values
+    if not isinstance(plain, dict) or any(f.name not in plain for f in dataclasses.fields(section)):
+        raise ValueError(
+            f"{path} is not one value: it is a group of fields; set one of them, as --help lists them."
+        )
+    built = {}
+    for f in dataclasses.fields(section):
+        value = plain[f.name]
+        nested = f.default_factory if isinstance(f.default_factory, type) else None
+        if nested is not None and dataclasses.is_dataclass(nested):
+            value = _build(nested, value, f"{path}.{f.name}")
+        elif isinstance(value, Namespace):
+            value = vars(value)
+        built[f.name] = value
+    return section(**built)
