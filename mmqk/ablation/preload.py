@@ -9,11 +9,11 @@ import tensorboard.compat.proto.summary_pb2
 import tensorboard.plugins.hparams.api_pb2
 import tensorboard.summary.writer.event_file_writer
 
+import mmqk.checkpoint
 import mmqk.config
 import mmqk.data.datamodule
 import mmqk.monitors.training_run.callback
 import mmqk.train
-import mmqk.training.checkpoint
 import mmqk.training.fork.start
 import mmqk.training.logging.hparams
 import mmqk.training.logging.loggers

@@ -76,7 +76,7 @@ def _to_mmqk(source: Path, out: Path, blocks: str | None) -> None:
 
 
 def _to_huggingface(source: Path, out: Path) -> None:
-    from mmqk.training.checkpoint import newest_checkpoint
+    from mmqk.checkpoint import newest_checkpoint
 
     newest = newest_checkpoint(source)
     config, weights = read_run(newest)

@@ -18,13 +18,14 @@ EQUIVALENT = Path(__file__).with_name("equivalent_code.txt")
 
 # Files and folders of mmqk that can change a number of a run.
 DECIDES = (
-    "config", "data/batch.py", "data/config.py", "data/datamodule.py", "data/mixture.py", "data/order",
-    "data/prefetch.py", "data/statistics.py", "data/synthetic", "data/tokens", "distributed.py", "model",
-    "monitors/collect.py", "monitors/config.py", "monitors/measures", "monitors/probe.py", "monitors/record.py",
-    "monitors/training_run", "ranges.py", "shards", "store/alarms", "tokenizers/convnext.py", "tokenizers/files.py",
-    "tokenizers/image.py", "tokenizers/text.py", "tokenizers/vocabulary.py", "training/checkpoint.py",
-    "training/fork", "training/fsdp.py", "training/loop/alarms.py", "training/loop/device.py",
-    "training/loop/processes.py", "training/loop/resume.py", "training/loop/step_log.py", "training/step",
+    "checkpoint.py", "config", "data/batch.py", "data/config.py", "data/datamodule.py", "data/mixture.py",
+    "data/order", "data/prefetch.py", "data/statistics.py", "data/synthetic", "data/tokens", "distributed.py",
+    "model", "monitors/collect.py", "monitors/measures", "monitors/probe.py", "monitors/record.py",
+    "monitors/training_run", "ranges.py", "shards", "store/alarms", "tokenizers/convnext.py",
+    "tokenizers/files.py", "tokenizers/image.py", "tokenizers/image_config.py", "tokenizers/text.py",
+    "tokenizers/vocabulary.py", "training/fork", "training/fsdp.py", "training/loop/alarms.py",
+    "training/loop/device.py", "training/loop/processes.py", "training/loop/resume.py",
+    "training/loop/step_log.py", "training/step",
 )  # fmt: skip
 # What `mmqk.train` imports besides: it writes, shows or stops a run and computes none of its numbers.
 LEAVES = (

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmqk.checkpoint import load_model
 from mmqk.config import resolve
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.store import UserError, read_metrics
 from mmqk.train import main
-from mmqk.training.checkpoint import load_model
 from mmqk.training.step import module as training
 from mmqk.training.step.losses import LossSums, total_loss
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmqk.checkpoint import MARK, load_checkpoint, load_model, save_checkpoint
 from mmqk.interop.folders import read_run
 from mmqk.store import UserError, cli_main, read_status
 from mmqk.train import main
-from mmqk.training.checkpoint import MARK, load_checkpoint, load_model, save_checkpoint
 from tests.training.test_resume import rewind, series, state
 
 

@@ -6,14 +6,13 @@ Two pages of the same configuration are the same bytes: nothing in them depends 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import yaml
 from PIL import Image
 
 from mmqk.analysis.formatting import capital, listed, nats, number, plural
-from mmqk.config import RunConfig
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.inspection.decode import Decoder, Originals, Pictures
 from mmqk.data.inspection.reading import WINDOW, read, record
@@ -23,6 +22,9 @@ from mmqk.data.mixture import CYCLE
 from mmqk.data.order.order import Content
 from mmqk.report.page import TEMPLATES as SHARED_TEMPLATES
 from mmqk.store import without_roots
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
 
 LARGEST_PAGE = 5_000_000
 PICTURE_BYTES = 2_500_000  # of all pictures, before base64

@@ -6,17 +6,19 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmqk.config import RunConfig
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.mixture import CYCLE, SLOTS
 from mmqk.data.order.sequences import Row
 from mmqk.data.statistics import CONTEXT, ModalityStatistics, describe
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.folder import is_token_folder, read_header
+
+if TYPE_CHECKING:
+    from mmqk.config import RunConfig
 
 WINDOW = 300
 """Sequences over which the mixture is compared with what was asked for."""

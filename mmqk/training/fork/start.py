@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmqk.checkpoint import load_checkpoint, save_checkpoint
 from mmqk.config.training import LossConfig, OptimConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError, differing_fields, flatten, write_json
 from mmqk.store.checkpoints import checkpoint_name
 from mmqk.store.formatting import plain
-from mmqk.training.checkpoint import load_checkpoint, save_checkpoint
 from mmqk.training.fork.matrices import Carried
 from mmqk.training.fork.measure import Change, change_of_function
 from mmqk.training.fork.state import (

@@ -16,8 +16,8 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from mmqk.checkpoint import CheckpointFiles
 from mmqk.store import UserError
-from mmqk.training.checkpoint import CheckpointFiles
 from mmqk.training.fsdp import Sharded
 from mmqk.training.loop.signals import ENDING, Interrupted
 

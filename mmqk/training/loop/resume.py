@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmqk.checkpoint import ONE, CheckpointError, check_run, read_checkpoint
 from mmqk.store import MetricsWriter, RunFolder, UserError
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoints_in, set_aside, step_of, strays_in
 from mmqk.store.missing import DAMAGED_SUFFIX, RECORDS, examine
-from mmqk.training.checkpoint import ONE, CheckpointError, check_run, read_checkpoint
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig

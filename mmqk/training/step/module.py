@@ -326,7 +326,7 @@ class TrainingModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the configuration with the weights; `mmqk.training.checkpoint` compares it on loading."""
+        """Store the configuration with the weights; `mmqk.checkpoint` compares it on loading."""
         checkpoint["mmqk_model"] = asdict(self.model_config)
         if self.run_record is not None:
             checkpoint["mmqk_run"] = self.run_record
