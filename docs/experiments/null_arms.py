@@ -263,17 +263,17 @@ def by_chance(draws: int, planted: Planted = AT_DELTA) -> Rate:
 def tables() -> dict[str, str]:
     """The tables of ../evidence.md by name, in Markdown."""
     wrong = [
-        ("6 claims, own best rates, true effect delta", false_verdicts(SIX, draws=2000)),
+        ("6 claims, own best learning rates, true effect delta", false_verdicts(SIX, draws=2000)),
         ("the same, no effect", false_verdicts(SIX, Planted(), 1000)),
-        ("the same, effect delta, rates compared however they were chosen", by_chance(500)),
-        ("the same, no effect, rates compared however they were chosen", by_chance(500, Planted())),
-        ("6 claims, one rate for all, true effect delta", false_verdicts(MATCHED, draws=2000)),
+        ("the same, effect delta, no check that the chosen rates differ", by_chance(500)),
+        ("the same, no effect, no check that the chosen rates differ", by_chance(500, Planted())),
+        ("6 claims, one learning rate for all, true effect delta", false_verdicts(MATCHED, draws=2000)),
         ("the same without Holm", false_verdicts(WITHOUT_HOLM, draws=500)),
         (
-            "3 claims, looked at with 6, 7, 8, 9 and 10 seeds, effect delta",
+            "3 claims, judged after 6, 7, 8, 9 and 10 seeds, effect delta",
             false_verdicts(looks(6, 10), first=6, draws=8000),
         ),
-        ("the same, looks not paid for", false_verdicts(looks(6, 10, paid=False), first=6, draws=500)),
+        ("the same, no correction for the looks", false_verdicts(looks(6, 10, paid=False), first=6, draws=500)),
     ]
     lines = [(what, rate.draws, rate) for what, rate in wrong]
     power = [
@@ -285,12 +285,12 @@ def tables() -> dict[str, str]:
     ]
     heads = [
         "true ratio",
-        "6 seeds, 6 claims, own best rates",
-        "6 seeds, 6 claims, one rate",
-        "12 seeds, 3 claims, one rate",
+        "6 seeds, 6 claims, own best learning rates",
+        "6 seeds, 6 claims, one learning rate",
+        "12 seeds, 3 claims, one learning rate",
     ]
     return {
-        "false": _markdown(["splits of arms that are alike", "draws", "some verdict is false"], lines),
+        "false": _markdown(["splits into identical arms", "draws", "at least one false verdict"], lines),
         "power": _markdown(heads, power),
     }
 
