@@ -273,7 +273,10 @@ def tables() -> dict[str, str]:
             "3 claims, judged after 6, 7, 8, 9 and 10 seeds, effect delta",
             false_verdicts(looks(6, 10), first=6, draws=8000),
         ),
-        ("the same, no correction for the looks", false_verdicts(looks(6, 10, paid=False), first=6, draws=500)),
+        (
+            "the same, no correction for the looks",
+            false_verdicts(looks(6, 10, paid=False), first=6, draws=500),
+        ),
     ]
     lines = [(what, rate.draws, rate) for what, rate in wrong]
     power = [
