@@ -1,7 +1,7 @@
-"""Every published remedy as data: which fields switch it on, its formula, and where it comes from.
+"""Every published remedy as data: the fields that switch it on, its formula and its source.
 
-``python -m mmqk.remedies`` prints them with the flags to type; docs/remedies.md adds what each costs and what it was
-compared with. Nothing here imports torch.
+``python -m mmqk.remedies`` prints them with their flags. docs/remedies.md adds the cost of each and the
+implementation that it was compared with. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 from mmqk.store import OneSentenceParser, run_main
 
-# How far a source was read; a mark stands behind each source.
+# How each source was read; the mark follows the source.
 MARKS = {
-    "V": "its own text or code was read",
+    "V": "its text or code was read",
     "S": "a detailed secondary source was read, not the paper itself",
     "A": "only its abstract was read",
-    "M": "from memory, unchecked",
+    "M": "from memory, not checked",
 }
-# What a remedy can act on. There are two softmaxes, and what bounds one leaves the other alone.
+# What a remedy can act on. A bound on the logits of one softmax does not affect the other softmax.
 LOGITS = "logits of the attention softmax"
 OUTPUT = "logits of the output softmax"
-STREAM = "residual stream: what a sublayer reads or adds"
-QK = "queries and keys, so the logits of the attention softmax"
+STREAM = "residual stream: the input or output of a sublayer"
+QK = "queries and keys, and with them the logits of the attention softmax"
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Remedy:
     """One switch.
 
     Attributes:
-        key: Its name here and in the tests.
-        title: In a few words.
-        settings: Dotted fields of a run that switch it on, over a run that has none of it. Numbers are the source's,
-            or of its order: they are doses, to be chosen.
+        key: Its name in the code and the tests.
+        title: A short description.
+        settings: Dotted fields of a run that switch it on. Numbers are the source's or of their order of magnitude:
+            choose your own.
         formula: In the symbols of the code.
-        source: Paper, arXiv number, equation or section, and how far it was read (`MARKS`).
+        source: Paper, arXiv number, equation or section, and how it was read (`MARKS`).
         acts_on: The softmax, the matrices or the part of the residual stream that it changes.
-        cost: What parameters and multiplications do not show: passes over tensors, state, kernels given up.
-        group: The row of the table that it stands in.
+        cost: The cost besides parameters and matrix products: passes over tensors, state, a lost fused kernel.
+        group: Its section of the page.
     """
 
     key: str
@@ -56,14 +56,14 @@ class Remedy:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """What to type after ``python -m mmqk.train --config ...``."""
+        """The flags for ``python -m mmqk.train --config ...``."""
         return tuple(
             f"--{name}={value if isinstance(value, str) else json.dumps(value)}"
             for name, value in self.settings.items()
         )
 
 
-_NORM_PASSES = "a norm of q and one of k in every layer"
+_NORM_PASSES = "a norm of q and a norm of k in every layer"
 _NO_KERNEL = "no fused kernel: backend math"
 # fmt: off
 _GROUPS: dict[str, tuple[Remedy, ...]] = {
@@ -73,7 +73,7 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
             "μP, arXiv 2203.03466 [M]; the control is Vaswani et al. 2017, arXiv 1706.03762, Eq. 1 [M]",
             LOGITS, "none"),
         Remedy("attn_scale_none", "no scale", {"model.attn_scale": "none"}, "logit = q·k",
-            "the case that Vaswani et al. 2017, section 3.2.1, argue against [M]", LOGITS, "none"),
+            "Vaswani et al. 2017, section 3.2.1, who argue against it [M]", LOGITS, "none"),
     ),
     "QK-Norm": (
         Remedy("qk_norm_rms", "RMS by head", {"model.qk_norm.kind": "rms"},
@@ -87,14 +87,14 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
             {"model.qk_norm.kind": "layer", "model.qk_norm.bias": True},
             "q ← gain · (q − mean(q)) / √(var(q) + eps) + bias, over head_dim; k likewise",
             "Chameleon, arXiv 2405.09818, section 2.3, and its released code [V]", QK, _NORM_PASSES),
-        Remedy("qk_norm_l2", "cosine attention, one learned scale a layer", {"model.qk_norm.kind": "l2"},
+        Remedy("qk_norm_l2", "cosine attention, one learned scale per layer", {"model.qk_norm.kind": "l2"},
             "logit = scale · q·k / (max(|q|, eps) · max(|k|, eps)), without 1 / √head_dim",
             "Henry et al. 2020, arXiv 2010.04245 [S]", QK, _NORM_PASSES),
-        Remedy("qk_norm_l2_per_head", "cosine attention, a learned scale a head",
+        Remedy("qk_norm_l2_per_head", "cosine attention, a learned scale per head",
             {"model.qk_norm.kind": "l2", "model.qk_norm.gain": "per_head"},
             "logit = scale_h · q·k / (max(|q|, eps) · max(|k|, eps)) in head h",
             "a variant of Henry et al. 2020, arXiv 2010.04245 [S]", QK, _NORM_PASSES),
-        Remedy("qk_norm_cosine", "cosine attention, clamped scale a head",
+        Remedy("qk_norm_cosine", "cosine attention, clamped scale per head",
             {"model.qk_norm.kind": "l2", "model.qk_norm.gain": "per_head", "model.qk_norm.scale_max": 100.0},
             "logit = exp(min(s_h, log scale_max)) · q·k / (max(|q|, eps) · max(|k|, eps)), s_h learned",
             "Swin V2, arXiv 2111.09883: temperature above 0.01 [V]", QK, _NORM_PASSES),
@@ -105,51 +105,52 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
         Remedy("qk_norm_no_gain", "RMS without gain",
             {"model.qk_norm.kind": "rms", "model.qk_norm.gain": "none"},
             "q ← q / √(mean(q²) + eps), so |logit| ≤ √head_dim; k likewise",
-            "nanochat and Llama 4, both of which take it after RoPE; without a gain the two orders are one [V]",
+            "nanochat and Llama 4, both after RoPE; without a gain the order does not matter [V]",
             QK, _NORM_PASSES),
-        Remedy("qk_norm_rms_per_head", "RMS by head, a gain a head",
+        Remedy("qk_norm_rms_per_head", "RMS by head, a gain per head",
             {"model.qk_norm.kind": "rms", "model.qk_norm.gain": "per_head"},
             "q ← gain_h · q / √(mean(q²) + eps) in head h, over head_dim; k likewise",
             "x-transformers, qk_rmsnorm [V]", QK, _NORM_PASSES),
-        Remedy("qk_norm_per_head", "LayerNorm by head, a gain and a bias a head",
+        Remedy("qk_norm_per_head", "LayerNorm by head, a gain and a bias per head",
             {"model.qk_norm.kind": "layer", "model.qk_norm.bias": True, "model.qk_norm.gain": "per_head"},
             "q ← gain_h · (q − mean(q)) / √(var(q) + eps) + bias_h in head h, over head_dim; k likewise",
             "Chameleon in transformers, Cohere (without bias) [V]", QK, _NORM_PASSES),
         Remedy("qk_norm_zero_centred", "RMS by head, gain 1 + w",
             {"model.qk_norm.kind": "rms", "model.qk_norm.gain": "zero_centred"},
-            "q ← (1 + w) · q / √(mean(q²) + eps), w from 0; k likewise",
+            "q ← (1 + w) · q / √(mean(q²) + eps), w initially 0; k likewise",
             "Gemma 3, arXiv 2503.19786 [S]; Qwen3-Next, which decays w (optim.decay_gains) [S]", QK,
             _NORM_PASSES),
         Remedy("qk_norm_after_rope", "RMS by head, after RoPE",
             {"model.qk_norm.kind": "rms", "model.qk_norm.place": "after_rope"},
-            "q ← gain · rope(q) / √(mean(q²) + eps): it differs from the norm before RoPE by its gain alone",
+            "q ← gain · rope(q) / √(mean(q²) + eps); only the position of the gain differs from the norm before RoPE",
             "Llama 4 and nanochat place it there [V]", QK, _NORM_PASSES),
-        Remedy("qkv_norm", "values too", {"model.qk_norm.kind": "rms", "model.qk_norm.normalize_v": True},
-            "v ← gain · v / √(mean(v²) + eps), besides q and k",
-            "QKV-Norm, Rybakov et al. 2024, arXiv 2410.16682 [S], who take the pre-norm away with it",
-            "queries and keys (attention softmax), and the values behind it",
+        Remedy("qkv_norm", "RMS by head, values too",
+            {"model.qk_norm.kind": "rms", "model.qk_norm.normalize_v": True},
+            "v ← gain · v / √(mean(v²) + eps); q and k likewise",
+            "QKV-Norm, Rybakov et al. 2024, arXiv 2410.16682 [S], who also remove the pre-norm",
+            "queries and keys (attention softmax), and the values",
             "a norm of q, of k and of v in every layer"),
     ),
     "norm placement": (
-        Remedy("post_norm", "post-norm alone", {"model.pre_norm": False, "model.post_norm": True},
+        Remedy("post_norm", "post-norm only", {"model.pre_norm": False, "model.post_norm": True},
             "x ← x + norm(sublayer(x)), instead of x + sublayer(norm(x))",
             "Chameleon-34B, arXiv 2405.09818, section 2.3 [V]; Swin V2, arXiv 2111.09883 [V];"
-            " OLMo 2, arXiv 2501.00656 [S]", STREAM, "as many norms as the control, in other places"),
-        Remedy("sandwich", "pre and post", {"model.pre_norm": True, "model.post_norm": True},
+            " OLMo 2, arXiv 2501.00656 [S]", STREAM, "none: the norms are moved"),
+        Remedy("sandwich", "pre-norm and post-norm", {"model.pre_norm": True, "model.post_norm": True},
             "x ← x + norm(sublayer(norm(x)))", "Gemma 2, arXiv 2408.00118 [S]; Peri-LN, arXiv 2502.02732 [S]",
-            STREAM, "two more norms in every layer"),
-        Remedy("post_gain_zero", "post-norm, gains from 0",
+            STREAM, "two additional norms in every layer"),
+        Remedy("post_gain_zero", "post-norm, gains initially 0",
             {"model.pre_norm": False, "model.post_norm": True, "model.post_gain_init": 0.0},
-            "x ← x + gain · normalised(sublayer(x)), gain from 0: every branch is silent at first",
-            "Swin V2 in timm [S]", STREAM, "as many norms as the control, in other places"),
+            "x ← x + gain · normalized(sublayer(x)), gain initially 0, so every branch initially adds 0",
+            "Swin V2 in timm [S]", STREAM, "none: the norms are moved"),
         Remedy("layer_norm", "LayerNorm with bias", {"model.norm": "layer", "model.norm_bias": True},
             "norm(x) = gain · (x − mean(x)) / √(var(x) + eps) + bias, instead of RMSNorm",
-            "Ba et al. 2016, arXiv 1607.06450, Eq. 4 [M]; of Swin V2 and ViT",
-            STREAM + ", and what the head reads", "a mean and a bias more in every norm"),
+            "Ba et al. 2016, arXiv 1607.06450, Eq. 4 [M]; used by Swin V2 and ViT",
+            STREAM + ", and the input of the head", "an additional mean and bias in every norm"),
     ),
     "capping": (
         Remedy("attn_softcap", "attention softcap", {"model.attn_softcap": 50.0, "backend": "math"},
-            "logit ← cap · tanh(logit / cap), before the mask; q·k itself goes on growing",
+            "logit ← cap · tanh(logit / cap), before the mask; q·k itself can keep growing",
             "Gemma 2, arXiv 2408.00118 [S]", LOGITS, "a tanh of every logit; fused by flex on a GPU only"),
         Remedy("final_softcap", "final softcap", {"model.final_softcap": 30.0},
             "logit ← cap · tanh(logit / cap)", "Gemma 2, arXiv 2408.00118 [S]", OUTPUT,
@@ -163,21 +164,21 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
             "rows of W_q and W_k, so the logits of the attention softmax",
             "a maximum over all logits in every step"),
     ),
-    "weight reparameterisation": (
+    "weight reparameterization": (
         Remedy("sigma_reparam", "σReparam", {"model.weight_reparam": "sigma"},
-            "W ← gamma / sigma(W) · W, gamma learned from sigma(W), which is uᵀWv, exact at the"
-            " start, by 10 power steps an update (the source: 1), in fp32",
+            "W ← gamma / sigma(W) · W, gamma learned, initially sigma(W); sigma(W) = uᵀWv in fp32, exact at the"
+            " start, then 10 power iterations per update (the source: 1)",
             "Zhai et al. 2023, arXiv 2303.06296 [S], and the authors' PyTorch code [V]",
-            "every matrix of the blocks, not embedding and head",
-            "two passes over every matrix in the forward; u and v as state"),
+            "all matrices of the blocks; not embedding and head",
+            "two passes over every matrix in the forward pass; u and v as state"),
     ),
     "attention function": (
         Remedy("sigmoid_attention", "sigmoid attention", {"model.attention": "sigmoid", "backend": "math"},
-            "weight = sigmoid(logit − log T), each by itself, T all tokens of the row, padding too",
+            "weight = sigmoid(logit − log T) for each key, T the number of tokens of the row, with padding",
             "Ramapuram et al. 2024, arXiv 2409.04431 [S]",
-            "takes the place of the attention softmax; the output softmax stays", _NO_KERNEL),
+            "replaces the attention softmax; not the output softmax", _NO_KERNEL),
     ),
-    "regularisers": (
+    "regularizers": (
         Remedy("z_loss", "final z-loss", {"loss.z_loss": 1e-4},
             "loss + z_loss · log² Z, Z = Σ exp(logit) over the vocabulary, at every trained target",
             "PaLM, arXiv 2204.02311 [S], and Wortsman et al. 2023, arXiv 2309.14322: 1e-4 [V];"
@@ -185,81 +186,81 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
             "the gradient of log Z"),
         Remedy("residual_dropout", "residual dropout", {"model.residual_dropout": 0.1},
             "x ← x + dropout(sublayer(norm(x)))", "Chameleon-7B, arXiv 2405.09818, section 2.3: 0.1 [V]",
-            "what a sublayer adds to the residual stream; no softmax", "two masks in every layer"),
+            "the output of a sublayer; no softmax", "two masks in every layer"),
         Remedy("attn_dropout", "attention dropout", {"model.attn_dropout": 0.1}, "out = dropout(weights) v",
-            "attention_dropout of Chameleon in transformers [V]", "weights behind the attention softmax",
-            "a mask over all weights, T² a head"),
+            "attention_dropout of Chameleon in transformers [V]", "weights after the attention softmax",
+            "a mask over all weights, T² per head"),
     ),
     "residual branch": (
         Remedy("layer_scale", "LayerScale", {"model.layer_scale": 0.1},
-            "x ← x + scale · sublayer(norm(x)), scale learned by channel, from 0.1 here",
+            "x ← x + scale · sublayer(norm(x)), scale learned by channel, here initially 0.1",
             "CaiT, Touvron et al. 2021, arXiv 2103.17239, section 2 [M]",
-            "what a sublayer adds to the residual stream", "a product by channel, twice in every layer"),
+            "the output of a sublayer", "a product by channel, twice in every layer"),
         Remedy("output_init_total", "output matrices / √(2 n_layers)", {"model.output_init": "total"},
-            "std of W_o and W_down / √(2 n_layers) at initialisation",
+            "std of W_o and W_down / √(2 n_layers) at initialization",
             "GPT-2 [M]; Spike No More, arXiv 2312.16903 [S]", "initial W_o and W_down", "none"),
         Remedy("output_init_depth", "output matrices / √(2 (layer + 1))", {"model.output_init": "depth"},
-            "std of W_o and W_down / √(2 (layer + 1)) at initialisation", "OLMo-core, DCLM [M]",
+            "std of W_o and W_down / √(2 (layer + 1)) at initialization", "OLMo-core, DCLM [M]",
             "initial W_o and W_down", "none"),
     ),
     "optimizer side": (
         Remedy("decay_independent", "independent weight decay",
             {"optim.decay_mode": "independent", "optim.weight_decay": 1e-4},
-            "W ← W − s_t · weight_decay · W, s_t the schedule without the peak, instead of lr_t · weight_decay",
+            "W ← W − s_t · weight_decay · W with s_t = lr_t / lr, instead of lr_t · weight_decay",
             "Wortsman et al. 2023, arXiv 2309.14322, section 3.2.2: 1e-4 [V]",
-            "all that decays: matrices and embeddings", "none"),
+            "parameters with weight decay: matrices and embeddings", "none"),
         Remedy("adam_eps", "Adam's epsilon", {"optim.eps": 1e-15}, "W ← W − lr · m / (√v + eps)",
             "Wortsman et al. 2023, arXiv 2309.14322, Fig. 11 to 13: 1e-15 [V]; OLMo 2: 1e-8 instead of 1e-5 [S];"
             " Chameleon: 1e-5 [V]", "updates of all parameters", "none"),
         Remedy("beta2", "β2", {"optim.beta2": 0.999}, "v ← β2 · v + (1 − β2) · g²",
-            "0.95 of the control: Chameleon, Wortsman et al. [V]; 0.999: Adam, arXiv 1412.6980 [M]",
+            "0.95, as in the control: Chameleon, Wortsman et al. [V]; 0.999: Adam, arXiv 1412.6980 [M]",
             "updates of all parameters", "none"),
         Remedy("warmup", "longer warm-up", {"optim.warmup_steps": 200},
-            "lr_t = lr · (t + 1) / warmup_steps, before the schedule",
+            "lr_t = lr · (t + 1) / warmup_steps during warm-up",
             "Wortsman et al. 2023, arXiv 2309.14322 [V]", "updates of all parameters", "none"),
-        Remedy("decay_gains", "gains decay", {"optim.decay_gains": True},
+        Remedy("decay_gains", "weight decay on gains", {"optim.decay_gains": True},
             "weight decay on gains, biases and scales too; with gain 1 + w, on w",
             "Qwen3-Next, with zero-centred gains [S]",
-            "gains, so with QK-Norm the bound of the attention softmax's logits", "none"),
-        Remedy("no_decay_embeddings", "embeddings do not decay", {"optim.decay_embeddings": False},
+            "gains; with QK-Norm also the bound of the attention logits", "none"),
+        Remedy("no_decay_embeddings", "no weight decay on embeddings", {"optim.decay_embeddings": False},
             "no weight decay on the embedding matrix", "OLMo 2, arXiv 2501.00656 [S]", "embedding matrix",
             "none"),
         Remedy("split_second_moment", "second moments by modality", {"optim.split_second_moment": True},
             "W ← W − lr · Σ_a m_a / (√v_a + eps): moments of g_a, the gradient of modality a's losses",
-            "ours, as an experiment's arm; AdamW under unlike gradients of modalities: arXiv 2605.16165 [A]",
+            "ours, for an experiment; AdamW with unequal gradients of the modalities: arXiv 2605.16165 [A]",
             "updates of all parameters", "a set of moments for each modality"),
     ),
     "untying": (
         Remedy("untie_norms", "norms by modality", {"model.untie.norms": True},
-            "norm_m(x) for a token of modality m: gains and biases of its own, the final norm's too",
-            "Mixture-of-Transformers, arXiv 2411.04996 [V]", STREAM + ", and what the head reads",
-            "every norm once a modality"),
+            "norm_m(x) for a token of modality m: separate gains and biases, also in the final norm",
+            "Mixture-of-Transformers, arXiv 2411.04996 [V]", STREAM + ", and the input of the head",
+            "every norm once per modality"),
         Remedy("untie_qk_norm", "QK-Norm by modality",
             {"model.qk_norm.kind": "rms", "model.untie.qk_norm": True},
             "q ← gain_m · q / √(mean(q²) + eps) for a token of modality m; k likewise",
             "Mixture-of-Transformers, arXiv 2411.04996 [V], which unties it with the rest", QK,
-            "every QK-Norm once a modality"),
+            "every QK-Norm once per modality"),
         Remedy("untie_qk", "W_q and W_k by modality", {"model.untie.qk": True},
             "q = W_q,m x, k = W_k,m x for a token of modality m",
-            "Mixture-of-Transformers, arXiv 2411.04996 [V]", QK, "all copies see all tokens"),
+            "Mixture-of-Transformers, arXiv 2411.04996 [V]", QK, "all copies process all tokens"),
         Remedy("untie_mlp", "FFN by modality", {"model.untie.mlp": True},
             "mlp_m(x) for a token of modality m", "Mixture-of-Transformers, arXiv 2411.04996 [V]", "MLP",
-            "all copies see all tokens"),
+            "all copies process all tokens"),
     ),
     "init": (
         Remedy("embed_init", "initial embeddings by modality",
             {"model.embed_init.text": 8.0, "model.embed_init.image": 8.0},
-            "std of a modality's rows at initialisation · factor; here √d_model of 64, for a std of 1",
+            "std of a modality's initial rows · factor; here 8 = √d_model of configs/demo.yaml, for a std of 1",
             "Spike No More, arXiv 2312.16903 [S]", "initial embedding matrix", "none"),
         Remedy("embed_scale", "scaled embeddings by modality",
             {"model.embed_scale.text": 8.0, "model.embed_scale.image": 8.0},
-            "x = factor · embedding, in every forward; here √d_model of 64",
-            "ours, as a control: the initial size by modality, kept in the forward", "what the first layer reads",
-            "a product by token"),
+            "x = factor · embedding in every forward pass; here 8 = √d_model of configs/demo.yaml",
+            "ours, as a control: the factor by modality in the forward pass, not in the initial weights",
+            "the input of the first layer", "a product by token"),
         Remedy("embed_sqrt_d", "embeddings times √d_model", {"model.embed_sqrt_d": True},
-            "x = √d_model · embedding, in every forward",
+            "x = √d_model · embedding in every forward pass",
             "Spike No More, arXiv 2312.16903 [S]; Gemma 2 and 3 in transformers [V]",
-            "what the first layer reads", "a product by token"),
+            "the input of the first layer", "a product by token"),
     ),
 }
 # fmt: on
@@ -278,10 +279,10 @@ def main(argv: list[str] | None = None) -> int:
     OneSentenceParser(
         prog="python -m mmqk.remedies",
         description="Print every published remedy: the flags that switch it on, its formula, its source.",
-        epilog="docs/remedies.md adds what each costs, and what it equals to how many digits.",
+        epilog="docs/remedies.md adds the cost of each, and the implementation that it was compared with.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(argv)
-    print("Each is added to: python -m mmqk.train --config configs/demo.yaml\n")
+    print("Add the flags to: python -m mmqk.train --config configs/demo.yaml\n")
     for group, remedies in _GROUPS.items():
         print(group.upper())
         for remedy in remedies:

@@ -1,6 +1,6 @@
-"""docs/remedies.md, written from `mmqk.remedies`, from a step that is measured, and from the lists of peers.
+"""docs/remedies.md, written from `mmqk.remedies`, from measured steps and from the lists of peers.
 
-``python -m tests.remedies_page`` writes it; a test compares what is committed with it.
+``python -m tests.remedies_page`` writes it; a test compares the committed page with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEQUENCES, TOKENS = 8, 128
 Peers = dict[str, list[Peer]]
 
 
-# What was compared ---------------------------------------------------------------------------------------
+# Peers --------------------------------------------------------------------------------------------------
 
 
 def peer_modules() -> list[str]:
@@ -50,15 +50,13 @@ def by_remedy(peers: Iterable[Peer], remedies: Sequence[Remedy] = REMEDIES) -> P
     """The peers of each remedy, in their order.
 
     Raises:
-        ValueError: a peer names a remedy that there is none of, or a remedy has no peer.
+        ValueError: a peer names an unknown remedy, or a remedy has no peer.
     """
     found: Peers = {remedy.key: [] for remedy in remedies}
     for peer in peers:
         for key in peer.remedies:
             if key not in found:
-                raise ValueError(
-                    f"the peer {peer.name!r} names {key!r}, which is no remedy of mmqk.remedies."
-                )
+                raise ValueError(f"the peer {peer.name!r} names {key!r}, which is not in mmqk.remedies.")
             found[key].append(peer)
     for key, its in found.items():
         if not its:
@@ -80,7 +78,7 @@ def number(value: float) -> str:
     return re.sub(r"e([+-])0*", r"e\1", f"{value:.2g}").replace("e+", "e") if value else "0"
 
 
-# What it costs -------------------------------------------------------------------------------------------
+# Cost ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def _matrix_vector_flops(matrix, vector, *args, out_shape=None, **kwargs) -> int
 
 
 def measure(settings: dict) -> Size:
-    """The size of the reference model with these settings, all of it with dense attention."""
+    """The size of the reference model with these settings and dense attention."""
     module = build({**settings, "backend": "math"}, REFERENCE)
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(REFERENCE.vocab_size, (SEQUENCES, TOKENS), generator=generator)
@@ -107,14 +105,14 @@ def measure(settings: dict) -> Size:
 
 
 def cost(remedy: Remedy, control: Size, its: Size) -> str:
-    """What the remedy adds to the control, and the words for what these numbers do not show."""
-    said = []
+    """The parameters and operations that the remedy adds to the control, and its other costs in words."""
+    parts = []
     if its.parameters != control.parameters:
-        said.append(f"{its.parameters - control.parameters:+,} parameters")
+        parts.append(f"{its.parameters - control.parameters:+,} parameters")
     if its.flops != control.flops:
         share = f"{100 * (its.flops / control.flops - 1):+.1f} % FLOPs"
-        said.append("below 0.1 % FLOPs" if share[1:4] == "0.0" else share)
-    return "; ".join([*said, *([remedy.cost] if remedy.cost != "none" or not said else [])])
+        parts.append("below 0.1 % FLOPs" if share[1:4] == "0.0" else share)
+    return "; ".join([*parts, *([remedy.cost] if remedy.cost != "none" or not parts else [])])
 
 
 # The page ------------------------------------------------------------------------------------------------
@@ -122,44 +120,45 @@ def cost(remedy: Remedy, control: Size, its: Size) -> str:
 HEAD = """\
 # Remedies
 
-Every published remedy is a switch, off in the control, and most can be had together. This page is written by
-`python -m tests.remedies_page` from `mmqk.remedies`, from measured training steps and from the tests; it is not
-edited. `python -m mmqk.remedies` prints the same switches in a terminal. [add_a_norm.md](add_a_norm.md) adds one.
+Every published remedy is a switch that is off in the control, and most can be combined. This page is written by
+`python -m tests.remedies_page` from `mmqk.remedies`, from measured training steps and from the tests; do not edit it.
+`python -m mmqk.remedies` prints the same switches in a terminal. [add_a_norm.md](add_a_norm.md) shows how to add one.
 
-## How to read it
+## Columns
 
-- **Switch**: what to add to `python -m mmqk.train --config configs/demo.yaml`. The control is pre-norm with RMSNorm,
-  softmax attention with scale 1 / √head_dim, AdamW. Numbers are the source's or of its order: they are doses.
-- **Formula**: in the symbols of the code. q, k and v are the queries, keys and values of a head, x the residual
-  stream, W a matrix, g its gradient; eps and the first values of gains are fields too.
+- **Switch**: the flags to add to `python -m mmqk.train --config configs/demo.yaml`. The control is pre-norm with
+  RMSNorm, softmax attention with scale 1 / √head_dim, and AdamW. Numbers are the source's or of their order of
+  magnitude: choose your own.
+- **Formula**: in the symbols of the code. q, k and v are the queries, keys and values of a head, x is the residual
+  stream, W a matrix and g its gradient. eps and the initial values of gains are fields too.
 - **Source**: {marks}.
 - **Acts on**: see the two softmaxes below.
-- **Cost**: parameters, and floating-point operations of all matrix products of a training step (forward, backward,
-  update), on top of the control's {parameters:,} and {gflops:.2f} GFLOP; measured with dense attention at the size of
-  `configs/demo.yaml` (d_model {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,} ids, {sequences} times
-  {tokens} tokens). What takes time without multiplying matrices is said in words; time itself depends on the machine.
-- **Equals**: the outside implementation, or the formula written out in the test, that it was compared with, and the
-  largest difference that the test allows at that precision: of a forward in values and in gradients, with gains and
-  biases randomised; of an update in the weights after it; of initial weights in their measured standard deviations.
-  Each comparison has controls: wrong variants that fail it.
+- **Cost**: the change in parameters and in floating-point operations of all matrix products of a training step
+  (forward, backward, update). The control has {parameters:,} parameters and {gflops:.2f} GFLOP, measured with dense
+  attention at the size of `configs/demo.yaml` (d_model {d_model}, {n_layers} layers, {n_heads} heads, {vocabulary:,}
+  ids, {sequences} times {tokens} tokens). Other costs are described in words; times depend on the machine.
+- **Equals**: the outside implementation, or the formula in the test, that the remedy was compared with. The
+  brackets have the largest difference that the test allows, and its precision. The difference is that of values and
+  gradients of a forward pass with random gains and biases, of the weights after an update, or of the standard
+  deviations of initial weights. Each comparison has negative controls: wrong variants that fail it.
 
-Any two remedies either train together or are refused with a sentence that names both: QK-Clip with QK-Norm or
-σReparam, which divide its scaling out again, and a detail of QK-Norm with a kind that has no use for it. Fields
-without a row here (shape, data, schedule) are not remedies.
+Any two remedies can be combined, or the combination is refused with a sentence that names both: QK-Clip with QK-Norm
+or σReparam, which cancel its scaling, and an option of QK-Norm with a kind that does not use it. Fields without a row
+here (shape, data, schedule) are not remedies.
 
 ## Two softmaxes
 
-There is an **attention softmax** over the keys in every head, and one **output softmax** over the vocabulary. What
-holds the logits of one leaves those of the other alone.
+There is an **attention softmax** over the keys in every head, and one **output softmax** over the vocabulary. A
+bound on the logits of one does not affect the other.
 
 | switch | attention softmax | output softmax |
 | --- | --- | --- |
 {softmaxes}
 
-z-loss is *not* a loss on attention logits, and QK-Norm does not hold log Z of the output: Chameleon takes both
-(arXiv 2405.09818, section 2.3 [V]). Residual dropout acts on neither. Attention dropout acts on the weights behind
-the attention softmax, so that they no longer add up to 1. With `--model.attention=sigmoid` there is no attention
-softmax, and shifting a row of logits no longer leaves the output as it was.
+z-loss does *not* act on attention logits, and QK-Norm does not bound log Z of the output: Chameleon uses both
+(arXiv 2405.09818, section 2.3 [V]). Residual dropout acts on neither softmax. Attention dropout acts on the weights
+after the attention softmax, so they no longer sum to 1. `--model.attention=sigmoid` has no attention softmax, and
+adding a constant to a row of logits changes the output.
 
 ## Rounding order of the norms
 
@@ -167,13 +166,13 @@ softmax, and shifting a row of logits no longer leaves the output as it was.
 """
 SOFTMAXES = (
     ("`attn_scale`", "factor on its logits", "–"),
-    ("QK-Norm, cosine attention", "bounds its logits, by gains or scale", "–"),
+    ("QK-Norm, cosine attention", "bounds its logits, by the gains or the scale", "–"),
     ("`attn_softcap`", "bounds its logits, before the mask", "–"),
-    ("QK-Clip", "brings its logits back below the threshold", "–"),
-    ("`attention` sigmoid", "replaces it", "–"),
-    ("`attn_dropout`", "on its weights", "–"),
+    ("QK-Clip", "scales its logits to below the threshold", "–"),
+    ("`attention=sigmoid`", "replaces it", "–"),
+    ("`attn_dropout`", "acts on its weights", "–"),
     ("`final_softcap`", "–", "bounds its logits"),
-    ("`z_loss`", "–", "draws its log Z to 0"),
+    ("`z_loss`", "–", "regularizes its log Z to 0"),
     ("`residual_dropout`, LayerScale, norm placement", "–", "–"),
 )
 COLUMNS = ("switch", "formula", "source", "acts on", "cost", "equals")
@@ -220,7 +219,7 @@ def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
 
 
 def page() -> str:
-    """The page as the code and the tests have it now."""
+    """The page of the current code and tests."""
     sizes = {remedy.key: measure(dict(remedy.settings)) for remedy in REMEDIES}
     return render(by_remedy(all_peers()), sizes, measure({}))
 

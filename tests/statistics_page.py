@@ -1,6 +1,6 @@
-"""docs/statistics.md, written from `mmqk.monitors.statistics` and from probes and steps that are measured.
+"""docs/statistics.md, written from `mmqk.monitors.statistics` and from measured probes and steps.
 
-``python -m tests.statistics_page`` writes it; a test compares what is committed with it.
+``python -m tests.statistics_page`` writes it; a test compares the committed page with it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ ALL_MARKS = {**MARKS, "I": "our inference or arithmetic"}
 COLUMNS = ("tag", "formula", "unit", "modality", "healthy", "a bad value means", "cost")
 
 
-# What it costs -------------------------------------------------------------------------------------------
+# Cost ----------------------------------------------------------------------------------------------------
 
 
 def flops(work: Callable[[], object]) -> int:
-    """Of the matrix products that `work` does."""
+    """Operations of the matrix products in `work`."""
     counter = FlopCounterMode(display=False)
     with counter:
         work()
@@ -45,7 +45,7 @@ def flops(work: Callable[[], object]) -> int:
 
 
 def batch_of(sequences: int) -> TokenBatch:
-    """Random ids at the size of the demonstration."""
+    """Random ids at the size of configs/demo.yaml."""
     ids_BT = torch.randint(
         REFERENCE.vocab_size, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(0)
     )
@@ -53,7 +53,7 @@ def batch_of(sequences: int) -> TokenBatch:
 
 
 def module_of() -> TrainingModule:
-    """The control at the size of the demonstration, with the little of a Trainer that the monitors ask for."""
+    """The control at the size of configs/demo.yaml, with the part of a Trainer that the monitors use."""
     module = build({}, REFERENCE)
     precision = SimpleNamespace(train_step_context=contextlib.nullcontext)
     module.trainer.precision_plugin = precision  # type: ignore[misc, assignment]
@@ -94,61 +94,63 @@ def parts() -> dict[str, int]:
 HEAD = """\
 # Statistics
 
-Every number that mmqk logs. This page is written by `python -m tests.statistics_page` from
-`mmqk.monitors.statistics` and from measured probes; it is not edited. A test compares it with what a run logs.
+All statistics that mmqk logs. This page is written by `python -m tests.statistics_page` from
+`mmqk.monitors.statistics` and from measured probes; do not edit it. A test compares it with the log of a run.
 
 ## Tags
 
-`statistic/modality/layerNN/headNN`, with what does not apply left out: `q_norm/text/layer03`,
+A tag is `statistic/modality/layerNN/headNN` without the parts that do not apply: `q_norm/text/layer03`,
 `attn_logit_max/text-image/layer03` (query text, key image), `final_norm/image`, `grad_norm`,
-`grad_norm/embed.weight`. Below, words in capitals are names, [...] may be missing (heads come with
-`--monitor.heads=true`), and a statistic ending in `_max` is the maximum of the one before it. The first layer is
-`layer00`. In `metrics.jsonl` a line is a step, and one more where an alarm is found at an earlier one; a modality
-that was not there is an absent key, and NaN and infinities are the strings "nan", "inf", "-inf".
+`grad_norm/embed.weight`. In the tables below, capitals are placeholders and [...] is optional (heads need
+`--monitor.heads=true`). A statistic ending in `_max` is the maximum of the one before it. The first layer is
+`layer00`. In `metrics.jsonl` each step has one line, and another one if an alarm is found later for that step.
+A modality without tokens has no key. NaN and infinities are the strings "nan", "inf", "-inf".
 
-**Whose modality.** *input token*: of the token at this position, for activations. *query*, *query, key*: of
-attention, the first the one that looks. *target*: of the next token, for losses, the output softmax and
-gradients. A number of the column "modality" that is – belongs to the whole model, layer or parameter.
+**Modality.** *input token*: of the token at this position, for activations. *query*, *query, key*: of the tokens of
+an attention pair, the query first. *target*: of the next token, for losses, the output softmax and gradients. A –
+in this column means the whole model, layer or parameter.
 
-**What is looked at.** Numbers of every step are of the step's own tokens. A probe is a forward of its own, in
-fp32 and in evaluation mode, over `monitor.sequences` sequences (4) every `monitor.every_n_steps` steps (100):
-its maxima are exact over these sequences and say nothing of others, so compare runs on
-`--monitor.batch=heldout`, whose sequences are the same in each. Nothing is sampled within a sequence. What is
-said of a row of attention leaves out queries that see fewer than {fewest} keys; what is said of logits is of
-raw ones: after scale and QK-Norm, before cap and mask. Padding is never counted. A row that holds a NaN or an
-infinity is NaN, and so is the mean that it enters; the other modality's is not, unless its own queries see it.
-`grad_agreement`, `grad_signal` and `grad_noise` are estimates, all other numbers exact.
+**Probes.** Statistics of every step cover the tokens of that step. A probe is a separate forward pass in fp32 and
+in evaluation mode, over `monitor.sequences` sequences (4) every `monitor.every_n_steps` steps (100). Its maxima are
+exact for these sequences only, so compare runs with `--monitor.batch=heldout`, which uses the same sequences in
+each run. All tokens of a sequence are used. Statistics of attention rows exclude queries that see fewer than
+{fewest} keys. Logits are raw: after scale and QK-Norm, before cap and mask. Padding is never counted. A row with a
+NaN or an infinity is NaN, and so is every mean that includes it; means of the other modality are not affected
+unless its queries attend to it. `grad_agreement`, `grad_signal` and `grad_noise` are estimates, all other
+statistics are exact.
 
 ## Drift, competition, sharpening
 
-1. A logit of attention is `z_ij = drift_i + offset_i,block(j) + rest_ij`, for query i, key j and the modality
-   of j.
-2. *Drift* (`attn_logit_mean`) is the row's mean. Softmax cannot see it: it is a gauge. It costs digits in bf16.
-3. *Competition* (`attn_logit_offset`) is how far one modality's keys stand above the row's mean. It moves
-   attention from one modality to another (`attn_mass`).
-4. *Sharpening* (`attn_logit_spread_var`) is the spread within a modality's keys. It picks keys within it.
+1. An attention logit is `z_ij = drift_i + offset_i,block(j) + rest_ij`, for query i, key j and the modality of j.
+2. *Drift* (`attn_logit_mean`) is the mean of the row. The softmax does not depend on it, but it costs precision in
+   bf16.
+3. *Competition* (`attn_logit_offset`) is the difference between the mean of one modality's keys and the mean of the
+   row. It moves attention between modalities (`attn_mass`).
+4. *Sharpening* (`attn_logit_spread_var`) is the variance among the keys of one modality. It selects keys within the
+   modality.
 5. Variances add up, `attn_logit_var = attn_logit_offset_var + attn_logit_spread_var`, and so do entropies,
-   `attn_entropy = attn_entropy_block + attn_entropy_within`: see which part moved before naming a mechanism.
-6. The mean over one modality's keys alone is no gauge: softmax sees a shift of one block against another.
-7. The output softmax has the same three: `out_logit_mean` drifts, `out_block_log_z` and `out_wrong_mass`
-   compete, `out_logit_spread` sharpens.
-8. What grew: `log mean z² = 2 log scale + logit_q_power + logit_k_power + logit_alignment + logit_masked`,
-   exactly.
-9. Why W_q and W_k grew: `w_q_growth` by modality, with decay, step, unattributed and rest, sums to
+   `attn_entropy = attn_entropy_block + attn_entropy_within`. Check which part changed before naming a mechanism.
+6. The mean over the keys of one modality does affect the softmax, because it shifts one block against another.
+7. The output softmax has the same three parts: `out_logit_mean` is drift, `out_block_log_z` and `out_wrong_mass` are
+   competition, `out_logit_spread` is sharpening.
+8. Logit growth splits exactly: `log mean z² = 2 log scale + logit_q_power + logit_k_power + logit_alignment +
+   logit_masked`.
+9. The growth of W_q and W_k splits too: `w_q_growth` by modality, with decay, step, unattributed and rest, sums to
    `w_q_growth_total`.
-10. Norms can grow without harm along what all keys share (`k_common`), and low entropy with a high `attn_rank`
-    is benign: no single curve here is a diagnosis.
+10. Norms can grow without harm in the direction that all keys share (`k_common`), and low entropy with a high
+    `attn_rank` is benign: no single curve on this page is a diagnosis.
 
 ## Healthy ranges
 
-Where a source gives one, with how far it was read: {marks}. Ranges of other models, data and sizes are hints.
-"{unknown}" is meant as it says.
+Ranges are those of the named source; the mark shows how it was read: {marks}. Ranges from other models, data and
+sizes are hints. "{unknown}" means that no source gives a range.
 
 ## Cost
 
-Of the matrix products, against those of one training step of `configs/demo.yaml` ({gflops:.2f} GFLOP:
-{sequences} times {tokens} tokens, forward, backward and update), for a probe of {probed} sequences; divide by
-`monitor.every_n_steps`. Passes over tensors are not in it: `python -m benchmarks monitors` measures time.
+The table gives the operations of the matrix products of a probe of {probed} sequences, relative to one training
+step of `configs/demo.yaml` ({gflops:.2f} GFLOP: {sequences} times {tokens} tokens, forward, backward and update).
+Divide by `monitor.every_n_steps` for the cost per step. Passes over tensors are not included: `python -m benchmarks
+monitors` measures time.
 
 | part | when | work | of a step's matrix products |
 | --- | --- | --- | --: |
@@ -184,7 +186,7 @@ def render(measured: dict[str, int], step: int) -> str:
 
 
 def page() -> str:
-    """The page as the code has it now."""
+    """The page of the current code."""
     return render(parts(), measure({}).flops)
 
 

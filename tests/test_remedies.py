@@ -149,7 +149,7 @@ def test_a_page_of_other_sizes_or_peers_is_another():
 def test_every_remedy_has_a_peer_and_every_peer_a_remedy():
     peers = all_peers()
     by_remedy(peers)
-    with pytest.raises(ValueError, match="'qk_nrom_rms', which is no remedy"):
+    with pytest.raises(ValueError, match="'qk_nrom_rms', which is not in mmqk\\.remedies"):
         by_remedy([*peers, Peer(("qk_nrom_rms",), "someone", 1e-5)])
     with pytest.raises(ValueError, match="the remedy z_loss has no peer"):
         by_remedy([peer for peer in peers if "z_loss" not in peer.remedies])
