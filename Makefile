@@ -1,5 +1,4 @@
-# Two commands do everything: `make demo` and `make test`.
-# They make .venv once; PYTHON=python uses the environment that is active instead.
+# The main targets are `make demo` and `make test`. They make .venv once; PYTHON=python uses the active environment.
 BASE_PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
 PYTHON ?= $(VENV_PYTHON)
@@ -16,14 +15,14 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 .PHONY: help setup demo check test golden test-oldest-torch tensorboard clean
 
 help:
-	@echo "make setup        make .venv and install mmqk into it"
+	@echo "make setup        make .venv and install mmqk"
 	@echo "make demo         train the demonstration and write reports/demo/index.html"
 	@echo "make test         lint, types and tests"
 	@echo "make check        lint, types and a tenth of the tests"
-	@echo "make golden       train eight short runs and compare their numbers with the kept ones"
-	@echo "make test-oldest-torch  tests of the monitors on torch 2.6, in an environment of its own"
+	@echo "make golden       train eight short runs and compare their numbers with the stored ones"
+	@echo "make test-oldest-torch  test the monitors on torch 2.6, in a separate environment"
 	@echo "make tensorboard  open the dashboards of runs/"
-	@echo "Add PYTHON=python to use the environment that is active instead of .venv."
+	@echo "Add PYTHON=python to use the active environment instead of .venv."
 
 setup: .venv/installed
 
@@ -44,7 +43,7 @@ check: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 golden: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m tests.golden
 
-# The monitors install into environments with an older torch than the rest of mmqk needs.
+# The monitors support an older torch than the rest of mmqk.
 test-oldest-torch:
 	test -d .venv-torch-2.6 || $(BASE_PYTHON) -m venv .venv-torch-2.6
 	.venv-torch-2.6/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.6.*' \

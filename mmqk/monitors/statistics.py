@@ -204,7 +204,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "‖k‖ likewise; mean and maximum", "–", INPUT, "as q_norm", "as q_norm", "norms"),
         Statistic(("v_norm/MODALITY/layerNN", "v_norm_max/MODALITY/layerNN"),
             "‖v‖ of a head; mean and maximum", "–", INPUT, UNKNOWN,
-            "v is not part of the logits: if only q and k grow, the growth is due to the logits", "norms"),
+            "v is not part of the logits: if only q and k grow, the growth is specific to the logits", "norms"),
         Statistic(("attn_out_norm/MODALITY/layerNN", "attn_out_norm_max/MODALITY/layerNN"),
             "‖y‖ of the attention output that is added to the residual stream; mean and maximum", "–", INPUT, _TWICE,
             "the attention output dominates the residual stream", "norms"),
@@ -216,7 +216,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "‖x‖ of the residual stream after the layer; mean and maximum", "–", INPUT,
             "variance about linear in depth with norms on both sides, exponential with pre-norm only (Peri-LN,"
             " arXiv"
-            " 2502.02732 [S]); a ratio of 1e4 between layers preceded a crash (Swin V2, arXiv 2111.09883, Fig."
+            " 2502.02732 [S]); a gap of 1e4 between layers preceded a crash (Swin V2, arXiv 2111.09883, Fig."
             " 2 [V])",
             "the outputs of late layers are too small to change the stream", "norms"),
         Statistic(("final_norm/MODALITY", "final_rms/MODALITY"),
