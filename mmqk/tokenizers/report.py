@@ -149,7 +149,7 @@ def page(m: Measures, args: argparse.Namespace, source: Source, documents: Docum
         ("train", m.images["train"], m.psnr_db["train"], codes["train"]),
         ("held out", m.images["val"], m.psnr_db["val"], codes["val"]),
         ("held out, codebook permuted (control)", m.images["val"], m.psnr_shuffled, None),
-        (f"held out, {n} mean colours interpolated, no codes", m.images["val"], m.psnr_pooled, None),
+        (f"held out, {n} mean colors interpolated, no codes", m.images["val"], m.psnr_pooled, None),
     ]
     quality = [
         f"| {name} | {count:,} | {db:.2f} | {s.used if s else ''} | {f'{s.perplexity:.0f}' if s else ''} |"
@@ -159,15 +159,15 @@ def page(m: Measures, args: argparse.Namespace, source: Source, documents: Docum
     text = f"""\
 # The tokenizers: {words.size} text entries, {pictures.size} image codes
 
-Held-out images come back at {m.psnr_db["val"]:.1f} dB from {n} codes each, and the codes are spread over
-{codes["val"].perplexity:.0f} effective entries of {pictures.size}. {_about(source, args.val_share)}
+The PSNR of held-out images is {m.psnr_db["val"]:.1f} dB with {n} codes each. The code perplexity is
+{codes["val"].perplexity:.0f} of {pictures.size} entries. {_about(source, args.val_share)}
 
 ![held-out originals, each above its reconstruction]({SHEET})
 
 *Held-out originals, each above its reconstruction from {n} codes.*
 
-Every number and the sheet: `{COMMAND}{_flags(args)}` (data {_hashes(source, documents)},
-tokenizers {tokenizers_hash(args.tokenizers)}). The tokenizers: {_training(args, pictures, words)}.
+Command for this page: `{COMMAND}{_flags(args)}` (data {_hashes(source, documents)},
+tokenizers {tokenizers_hash(args.tokenizers)}). Command for the tokenizers: {_training(args, pictures, words)}.
 
 ## Reconstruction
 
@@ -176,7 +176,7 @@ tokenizers {tokenizers_hash(args.tokenizers)}). The tokenizers: {_training(args,
 {lines(quality)}
 
 PSNR is the mean over images of 10 log10(1 / mean squared error), pixels in [0, 1]. {n} codes of
-{pictures.size} are {bits:.0f} bits an image; {n} mean colours at 8 bits a channel are {n * 24}.
+{pictures.size} are {bits:.0f} bits an image; {n} mean colors at 8 bits a channel are {n * 24}.
 
 ## Unigram entropy by modality, train split
 
@@ -184,8 +184,8 @@ PSNR is the mean over images of 10 log10(1 / mean squared error), pixels in [0, 
 | --- | --- | --- | --- | --- | --- |
 {lines(unigram)}
 
-These are entropies of token counts, without context: the loss of a predictor that knows only how often each
-token occurs. They say nothing about how predictable a modality is within a sequence.
+These are entropies of token counts, without context: the loss of a model that knows token
+frequencies only. They do not measure how predictable a modality is within a sequence.
 
 ## Text
 
@@ -201,7 +201,7 @@ def _about(source: Source, val_share: float) -> str:
             return f"The\nsplits are those of {source.name}."
         return (
             "The shipped images are icons on a white\nground, not photographs; their held-out split shares no"
-            " emoji with the train split, whoever drew it."
+            " emoji with the train split, by any vendor."
         )
     return (
         f"Held out is\na share of {val_share:g} by a hash of the image file, so that copies fall on one side."
@@ -270,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         before = readme.read_text(encoding="utf-8") if readme.exists() else ""
         kept = before.partition(KEPT_BELOW)[2]
-        # 128 colours are enough for a page and keep the file small
+        # 128 colors are enough for a page and keep the file small
         drawn = io.BytesIO()
         sheet.quantize(128).save(drawn, "PNG", optimize=True)
         files: dict[str, bytes | str] = {SHEET: drawn.getvalue()}
