@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
+from scipy import stats
 
 NUISANCE = np.linspace(0, 1, 201)
 MOST_FLIPPED = 40
@@ -23,18 +23,13 @@ _TIE = 1e-9
 
 def fisher(a: int, n: int, b: int, m: int) -> float:
     """Two-sided p-value of Fisher's exact test: ``a`` of ``n`` against ``b`` of ``m``."""
-    total = a + b
-    ways = [math.comb(n, i) * math.comb(m, total - i) for i in range(max(0, total - m), min(n, total) + 1)]
-    seen = math.comb(n, a) * math.comb(m, b)
-    return min(1.0, sum(w for w in ways if w <= seen) / sum(ways))
+    return float(stats.fisher_exact([[a, n - a], [b, m - b]]).pvalue)
 
 
 def clopper_pearson(count: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Exact interval of a share of which ``count`` of ``n`` were seen."""
-    tail = (1 - confidence) / 2
-    low = 0.0 if count == 0 else float(special.betaincinv(count, n - count + 1, tail))
-    high = 1.0 if count == n else float(special.betaincinv(count + 1, n - count, 1 - tail))
-    return low, high
+    low, high = stats.binomtest(count, n).proportion_ci(confidence)
+    return float(low), float(high)
 
 
 def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
@@ -78,8 +73,8 @@ def _p_above(n: int, m: int, delta: float) -> NDArray[np.float64]:
 
 
 def _binomial(n: int, shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    k = np.arange(n + 1)
-    return special.binom(n, k) * shares[:, None] ** k * (1 - shares[:, None]) ** (n - k)
+    """Binomial probabilities, [share, count]."""
+    return np.asarray(stats.binom.pmf(np.arange(n + 1), n, shares[:, None]))
 
 
 @dataclass(frozen=True)
