@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
+from scipy import special, stats
 
 FAMILY_LEVEL = 0.05
 DISCOVERY_LEVEL = 0.10
@@ -62,14 +62,9 @@ def holm(p_values: Sequence[float]) -> list[tuple[float, float]]:
 
 def benjamini_hochberg(p_values: Sequence[float]) -> list[tuple[float, float]]:
     """(level, adjusted p-value) of each, in their order; the level is never above 5 %."""
-    m = len(p_values)
-    adjusted, best = [1.0] * m, 1.0
-    order = np.argsort(p_values, kind="stable")
-    for rank in range(m, 0, -1):
-        i = order[rank - 1]
-        best = adjusted[i] = min(best, m / rank * p_values[i])
-    found = max(1, sum(p <= DISCOVERY_LEVEL for p in adjusted))
-    level = min(FAMILY_LEVEL, DISCOVERY_LEVEL * found / max(1, m))
+    adjusted = stats.false_discovery_control(p_values).tolist() if len(p_values) else []
+    discoveries = max(1, sum(p <= DISCOVERY_LEVEL for p in adjusted))
+    level = min(FAMILY_LEVEL, DISCOVERY_LEVEL * discoveries / max(1, len(adjusted)))
     return [(level, p) for p in adjusted]
 
 
