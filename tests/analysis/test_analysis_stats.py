@@ -37,6 +37,8 @@ def test_homogeneity_is_bartletts():
     for arms in ((A, B, C), (A, B, wild)):
         spread = pooled_spread(dict(zip("abc", arms, strict=True)))
         assert spread.p_equal == pytest.approx(stats.bartlett(*arms).pvalue)
+    assert pooled_spread({"a": A, "b": [1.0, 1.0]}).p_equal == 0
+    assert pooled_spread({"a": [2.0, 2.0], "b": [1.0, 1.0]}).p_equal == 1
 
 
 def test_the_interval_is_welchs_where_the_two_arms_are_wilder_than_the_pool():

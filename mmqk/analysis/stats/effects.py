@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import special
+from scipy import special, stats
 
 CONFIDENCE = 0.95
 POWER = 0.8
@@ -117,19 +117,15 @@ def pooled_spread(outcomes: Mapping[str, Sequence[float]]) -> Spread | None:
         sd=math.sqrt(pooled),
         df=int(dofs.sum()),
         by_arm={arm: math.sqrt(v) for arm, v in zip(usable, variances, strict=True)},
-        p_equal=_bartlett(variances, dofs, pooled),
+        p_equal=_bartlett(list(usable.values()), variances),
     )
 
 
-def _bartlett(variances: np.ndarray, dofs: np.ndarray, pooled: float) -> float:
-    if len(variances) < 2 or pooled == 0:
+def _bartlett(arms: Sequence[np.ndarray], variances: np.ndarray) -> float:
+    """Bartlett's p-value; scipy's is NaN for an arm without spread and needs two arms."""
+    if len(arms) < 2 or not variances.any():
         return 1.0
-    if (variances == 0).any():
-        return 0.0
-    k = len(variances)
-    statistic = dofs.sum() * math.log(pooled) - (dofs * np.log(variances)).sum()
-    correction = 1 + ((1 / dofs).sum() - 1 / dofs.sum()) / (3 * (k - 1))
-    return float(special.chdtrc(k - 1, statistic / correction))
+    return float(stats.bartlett(*arms).pvalue) if variances.all() else 0.0
 
 
 def paired_effect(
