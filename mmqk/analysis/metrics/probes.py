@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from scipy import stats
 
 from mmqk.analysis.metrics.metric import BySeries, Metric, alone, planned_steps, warmup_steps
 from mmqk.analysis.runs.load import Run, Series
@@ -94,9 +95,7 @@ def norm_slope(
         return math.inf
     if not (values > 0).all():
         return math.nan
-    x, y = steps / SLOPE_STEPS, np.log(values)
-    x = x - x.mean()
-    return float((x * (y - y.mean())).sum() / (x * x).sum())
+    return float(stats.linregress(steps / SLOPE_STEPS, np.log(values)).slope)
 
 
 def probed(label: str, series: BySeries) -> Metric:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import stats
 
 from mmqk.analysis.metrics.losses import final_loss, has_floor, initial_loss, trained_modalities, weight_of
 from mmqk.analysis.metrics.metric import Measured
@@ -199,19 +200,10 @@ def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: st
         if math.isnan(response):
             return DoseResponse(axis, why=f"{name} has no value of the metric")
     x, y = np.array([dose for dose, _, _ in pairs]), np.array([response for _, response, _ in pairs])
-    tau, why = _tau_b(y), ""
+    tau, why = float(stats.kendalltau(x, y).statistic), ""
     slope = math.nan
     if np.isfinite(y).all():
-        slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
+        slope = float(stats.linregress(x, y).slope)
     else:
         why = "a response is not finite: it has a rank and no slope"
     return DoseResponse(axis, tuple(x.tolist()), tuple(y.tolist()), slope, tau, why)
-
-
-def _tau_b(y: np.ndarray) -> float:
-    """Kendall's tau-b of values in the order of rising, distinct doses; NaN if all are equal."""
-    rising, falling = y[None, :] > y[:, None], y[None, :] < y[:, None]
-    upper = np.triu(np.ones((len(y), len(y)), dtype=bool), 1)
-    more, less = int(rising[upper].sum()), int(falling[upper].sum())
-    untied, total = more + less, len(y) * (len(y) - 1) // 2
-    return (more - less) / math.sqrt(untied * total) if untied else math.nan
