@@ -1,4 +1,4 @@
-"""A claim that no finding could support is refused before anything is trained, and every other claim is not."""
+"""A claim that no result could support is refused before anything is trained, and every other claim is not."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,7 @@ REFUSED = {
         {},
         "depends on this claim in turn",
     ),
-    "counts of few": ([CLAIM | {"test": "count"}], {}, "do not clear delta 0.2 with 3 runs an arm"),
+    "counts of few": ([CLAIM | {"test": "count"}], {}, "not enough for delta 0.2 with 3 runs per arm"),
     "without end": ([CLAIM | {"delta": "inf"}], {}, "delta of claim C is 'inf', not a number"),
     "a control without end": (
         [CLAIM | {"positive_control": "P"}, CHECK | {"at_least": "nan"}],
@@ -142,7 +142,7 @@ def test_what_runs_could_support_is_accepted(world, capsys, what):
 )
 def test_seeds_that_leave_a_claim_open_are_announced(world, capsys, seeds, more, said):
     assert world("--dry-run", grid=grid(CLAIM | more, seeds=seeds)) == 0
-    sentence = "claim C stays inconclusive with 2 seeds an arm: give its arms 3, or a reason under unchecked.seeds"
+    sentence = "claim C stays inconclusive with 2 seeds per arm: plan 3 per arm, or give a reason under unchecked.seeds"
     assert (sentence in capsys.readouterr().out.splitlines()) == said
 
 

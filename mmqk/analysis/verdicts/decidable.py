@@ -1,4 +1,4 @@
-"""Whether the planned runs could support a claim at all: asked when it is registered, before anything is trained."""
+"""Checks at registration, before training: can the planned runs support a claim at all?"""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ LEVEL = 0.05
 
 
 def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object) -> None:
-    """Refuse a claim that no finding of the planned runs could support.
+    """Refuse a claim that no result of the planned runs could support.
 
     Args:
-        claims: of the grid, as `mmqk.analysis.verdicts.claims.read_claims` returns them.
+        claims: the claims of the grid, from `mmqk.analysis.verdicts.claims.read_claims`.
         jobs: every planned run.
-        where: names the grid in the sentence.
+        where: name of the grid for error messages.
 
     Raises:
         UserError: a claim compares an arm with itself, its arms share no seed or have one each, no count of its runs
-            could clear delta, or a control that it must have can never pass.
+            could exceed delta, or a required control can never pass.
     """
     by_id = {claim.id: claim for claim in claims}
     planned = [job for job in jobs if job.role == "verdict"]
     for claim in claims:
         if claim.decided and (why := _why_not(claim, by_id, planned, ())):
-            raise UserError(f"{where}: no finding could support claim {claim.id}: {why}")
+            raise UserError(f"{where}: no result could support claim {claim.id}: {why}")
 
 
 def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
-    """A sentence for each claim that has too few planned seeds for a verdict; more seeds can be added later."""
+    """A warning for each claim with too few planned seeds for a verdict; seeds can be added later."""
     planned = [job for job in jobs if job.role == "verdict"]
-    said = []
+    warnings = []
     for claim in claims:
         arms = [
             {job.seed for job in _runs(claim, name, planned)} for name in (claim.treatment, claim.control)
         ]
         n = min(map(len, arms)) if claim.test == "count" else len(arms[0] & arms[1])
         if claim.decided and "seeds" not in claim.unchecked and n < FEWEST_SEEDS:
-            said.append(
-                f"claim {claim.id} stays inconclusive with {plural(n, 'seed')} an arm: give its arms "
-                f"{FEWEST_SEEDS}, or a reason under unchecked.seeds"
+            warnings.append(
+                f"claim {claim.id} stays inconclusive with {plural(n, 'seed')} per arm: plan {FEWEST_SEEDS} per arm, "
+                f"or give a reason under unchecked.seeds"
             )
-    return said
+    return warnings
 
 
 def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]) -> str:
-    """Why nothing could support the claim, and what to do; empty if something could."""
+    """Why no result could support the claim, and what to do; empty if one could."""
     treatment, control = (_runs(claim, name, jobs) for name in (claim.treatment, claim.control))
     if shared := sorted({job.arm for job in treatment} & {job.arm for job in control}):
         return f"it compares the arm {shared[0]} with itself; name two arms that differ"
@@ -63,8 +63,8 @@ def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], abov
         return why
     if claim.test == "equivalence" and not claim.positive_control:
         return (
-            "runs that can show nothing show no difference either, so test: equivalence needs a positive_control; "
-            "name a claim or a check of an effect that is known"
+            "test: equivalence needs a positive_control, because runs that cannot show any effect show no difference "
+            "either; name a claim or control with a known effect"
         )
     needed = [("manipulation check", claim.manipulation_check), ("negative control", claim.negative_control)]
     if claim.test == "equivalence":
@@ -87,14 +87,14 @@ def _never_passes(
         return f"is {other.status} and never decided; name one with the status control or exploratory"
     if kind != "negative control":
         if other.test == "equivalence":
-            return "is an equivalence, and a control is an effect that was found; name another claim"
+            return "is an equivalence, which cannot show an effect; name another claim"
         why = _why_not(other, by_id, jobs, above)
-        return f"cannot be supported itself: {why}" if why else ""
+        return f"cannot be supported: {why}" if why else ""
     return ""
 
 
 def _runs(claim: Claim, name: str, jobs: Iterable[Job]) -> list[Job]:
-    """The planned runs that a name of a claim means: of an arm, or of a family at the claim's point."""
+    """The planned runs of an arm, or of a family at the point of the claim."""
     jobs = list(jobs)
     return [job for job in jobs if job.arm == name] or [
         job for job in jobs if job.family.name == name and at(job.point, claim.at)
@@ -102,7 +102,7 @@ def _runs(claim: Claim, name: str, jobs: Iterable[Job]) -> list[Job]:
 
 
 def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs: Iterable[Job]) -> str:
-    """Why planned seeds give no interval: an effect is over the seeds that both arms have."""
+    """Why the planned seeds give no interval; an effect is a mean over the seeds that both arms have."""
     both = {job.seed for job in treatment} & {job.seed for job in control}
     arms = f"{claim.treatment} and {claim.control}"
     if treatment and control and not both:
@@ -117,7 +117,7 @@ def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs:
 
 
 def _counted(claim: Claim, n: int, m: int) -> str:
-    """Why no count of ``n`` runs of the treatment and ``m`` of the control clears delta."""
+    """Why no count of ``n`` treatment runs and ``m`` control runs exceeds delta with p at most 0.05."""
     if not n or not m:
         return ""
     most = Counts(n, n, 0, m) if claim.sign > 0 else Counts(0, n, m, m)
@@ -126,6 +126,6 @@ def _counted(claim: Claim, n: int, m: int) -> str:
         return ""
     runs = plural(n, "run") if n == m else f"{n} and {m} runs"
     return (
-        f"even all runs of one arm against none of the other do not clear delta {claim.delta:g} with {runs} an arm "
-        f"(p = {p:.2g}); add seeds or lower delta"
+        f"even all runs of one arm against none of the other are not enough for delta {claim.delta:g} with {runs} "
+        f"per arm (p = {p:.2g}); add seeds or lower delta"
     )
