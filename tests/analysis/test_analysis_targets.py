@@ -58,7 +58,7 @@ def said(study: Study) -> dict[str, str]:
     }
 
 
-START = "Trained targets a step, counted in the data of the runs: "
+START = "Trained targets per step, counted in the data of the runs: "
 
 
 def test_arms_that_train_other_modalities_have_their_counts(tmp_path):
@@ -67,21 +67,21 @@ def test_arms_that_train_other_modalities_have_their_counts(tmp_path):
         {"mixed": 8 * 103, "mixed-qk": 8 * 103, "image-off": 8 * 55, "image-off-matched": 15 * 55}
     )
     found = said(study)
-    assert found["C10"] == START + "824 (mixed) and 825 (matched); 0.12 % apart."
-    assert found["C10b"] == START + "824 (mixed) and 440 (image off); 87 % apart."
-    assert found["C13"] == START + "824 (mixed), 824 (with QK-Norm) and 440 (image off); 87 % apart."
+    assert found["C10"] == START + "824 (mixed) and 825 (matched); they differ by 0.12 %."
+    assert found["C10b"] == START + "824 (mixed) and 440 (image off); they differ by 87 %."
+    assert found["C13"] == START + "824 (mixed), 824 (with QK-Norm) and 440 (image off); they differ by 87 %."
     assert found["C2"] == ""  # arms that train the same targets
 
 
 def test_the_numbers_are_counted_and_not_written(tmp_path):
     """The same grid over other data: the batch that matched does not."""
     found = said(study_of(tmp_path / "runs", BATCH, {"text": 100.0, "image": 28.0}))
-    assert found["C10"] == START + "1,024 (mixed) and 1,500 (matched); 46 % apart."
+    assert found["C10"] == START + "1,024 (mixed) and 1,500 (matched); they differ by 46 %."
 
 
 def test_arms_of_another_batch_are_told_apart_and_runs_without_counts_say_nothing(tmp_path):
     found = said(study_of(tmp_path / "other", {"mixed-qk": 16}, TARGETS))
-    assert found["C2"] == START + "824 (mixed) and 1,648 (with QK-Norm); 100 % apart."
+    assert found["C2"] == START + "824 (mixed) and 1,648 (with QK-Norm); they differ by 100 %."
     assert set(said(study_of(tmp_path / "none", BATCH, {})).values()) == {""}
     odd = study_of(tmp_path / "odd", BATCH, TARGETS)
     path = next((tmp_path / "odd").glob("mixed-0*/seed1")) / "data.json"
