@@ -69,7 +69,9 @@ def test_rates_may_differ_where_the_choice_is_clear(tmp_path):
     luck = ([0.3, 0.100, 0.101, 0.4], [0.4, 0.101, 0.100, 0.3])
     found = own_best(tmp_path / "luck", luck, rates=rates)
     assert found.verdict == "inconclusive" and not passed(found)["learning rates differ by more than chance"]
-    assert "do not tell these rates apart" in next(c.detail for c in found.controls if "chance" in c.name)
+    assert "the selection runs do not distinguish" in next(
+        c.detail for c in found.controls if "chance" in c.name
+    )
 
 
 def test_a_best_rate_at_an_end_leaves_it_open(tmp_path):

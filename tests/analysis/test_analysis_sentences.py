@@ -126,7 +126,7 @@ def test_what_was_not_measured_is_not_called_shown(tmp_path):
 
 
 def test_words_of_a_grid_that_name_what_is_not_there_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"finding\.reproduced of claim C2 may have \{ratio\}"):
+    with pytest.raises(UserError, match=r"finding\.reproduced of claim C2 may contain \{ratio\}"):
         of_claim(tmp_path, change=text_loss(finding={"reproduced": "{effect} more"}))
 
 

@@ -41,8 +41,9 @@ def test_planted_effect_is_reproduced_with_its_numbers(tmp_path):
     found = verdicts(tmp_path)["C2"]
     assert found.verdict == "reproduced"
     assert found.effect.value == pytest.approx(math.log(60 / 8.5))
-    assert found.effect.df == 6 and "Seed spread by arm 0.12, 0.12, 0.12, pooled 0.12" in " ".join(
-        found.notes
+    assert (
+        found.effect.df == 6
+        and "Standard deviation over seeds by arm 0.12, 0.12, 0.12, pooled 0.12" in " ".join(found.notes)
     )
     assert "spread" not in {field.name for field in fields(found)}
     half = 2.4469 * 0.12 * math.sqrt(2 / 3)
@@ -302,7 +303,9 @@ def test_a_finished_run_without_a_value_leaves_it_open(tmp_path):
 
 def test_what_diverged_says_nothing_about_the_spread(tmp_path):
     found = judged(tmp_path, None, diverge(("mixed", 0), ("mixed", 1)))["C2"]
-    assert "mixed" not in found.notes[-1] and "Seed spread by arm 0.12, 0.12," in " ".join(found.notes)
+    assert "mixed" not in found.notes[-1] and "Standard deviation over seeds by arm 0.12, 0.12," in " ".join(
+        found.notes
+    )
 
 
 def test_a_positive_control_that_ends_in_nan_counts_as_what_was_seen(tmp_path):
@@ -332,7 +335,7 @@ def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
 def test_unlike_spreads_are_not_pooled(tmp_path):
     found = verdicts(tmp_path, {"mixed": replace(DEMO["mixed"], spread=0.5)})["C10"]
     assert found.effect.of == "two arms"
-    assert any("Welch's, of the two arms alone" in note for note in found.notes)
+    assert any("Welch's for the two arms alone" in note for note in found.notes)
     assert not verdicts(tmp_path / "b")["C10"].effect.df < 6
 
 

@@ -43,7 +43,7 @@ def test_runs_that_learnt_nothing_decide_nothing(tmp_path):
     found = verdict(tmp_path / "nothing", NOTHING, change=plain())
     assert found.effect.low > found.claim.delta and found.verdict == "inconclusive"
     assert "text was not learnt in 3 of 3 runs of mixed, no QK-Norm" in check(found, LEARNT).detail
-    assert f"Not satisfied: {LEARNT}." in found.notes
+    assert f"Failed checks: {LEARNT}." in found.notes
     found = verdict(tmp_path / "learnt", change=plain())
     assert found.verdict == "reproduced" and all(control.passed for control in found.controls)
 
@@ -62,8 +62,8 @@ def test_runs_of_which_learning_is_not_known_decide_nothing(tmp_path):
 def test_two_seeds_are_too_few(tmp_path, seeds, outcome):
     found = verdict(tmp_path, seeds=tuple(range(seeds)), change=plain())
     assert found.effect.low > found.claim.delta and found.verdict == outcome
-    few = "; a verdict takes 3" if seeds == 2 else ""
-    assert check(found, SEEDS).detail == f"{seeds} seeds an arm{few}"
+    few = "; a verdict needs 3" if seeds == 2 else ""
+    assert check(found, SEEDS).detail == f"{seeds} seeds per arm{few}"
 
 
 def test_arms_that_do_not_differ_decide_nothing(tmp_path):
@@ -146,7 +146,7 @@ def test_nothing_is_said_of_checks_that_are_on(tmp_path):
         ({"unchecked": ["learnt"]}, 'unchecked is ["learnt"] and not an object'),
         (
             {"unchecked": {"learnt": "so"}, "regime": "both modalities learnt"},
-            "drop regime or unchecked.learnt",
+            "remove regime or unchecked.learnt",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the runs say of one claim by itself, before the other claims of its family and its controls are asked."""
+"""One claim assessed on its runs alone, before its family and the claims it depends on count."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ MOST_NAMED = 2
 
 @dataclass(frozen=True)
 class Assessment:
-    """One claim by itself.
+    """One claim without its family and without other claims.
 
     Attributes:
         claim: as registered.
-        groups: the runs that it compares, by name.
-        effect: treatment against control; None without one.
+        groups: the compared runs by name.
+        effect: treatment against control; None if there is none.
         spread: over seeds.
-        medians: the metric by name; of counts the share.
-        controls: those that need no other claim.
-        notes: what a reader must know, one sentence each.
-        open: why nothing can be decided, whatever the effect; empty otherwise.
+        medians: median of the metric by name; for counts the share.
+        controls: the checks that need no other claim.
+        notes: one sentence each, for the page.
+        open: why the claim cannot be decided whatever the effect; empty otherwise.
         bounded: why failed runs forbid the verdict that the effect would give; empty otherwise.
-        holds: which side of the smallest effect of interest the effect lies on: the one that is claimed, or not.
-        p: two-sided p-value of a true effect of just that size.
-        sign_flip: that of the exact sign-flip test.
-        counts: of a claim that counts runs.
-        failures: how many runs count with the worst value seen.
+        holds: whether the effect lies on the claimed side of the smallest effect of interest.
+        p: two-sided p-value for a true effect of that smallest size.
+        sign_flip: p-value of the exact sign-flip test.
+        counts: (counted runs, all runs) by name, for a claim that counts runs.
+        failures: number of runs that count with the worst observed value.
     """
 
     claim: Claim
@@ -80,14 +80,14 @@ class Assessment:
 
     @property
     def p_in_family(self) -> float:
-        """What it brings to its family: 1 where it cannot be decided; the looks that were registered are paid."""
+        """The p-value that enters the correction over the family: over all registered looks, and 1 if undecidable."""
         if self.open or self.bounded or math.isnan(self.p) or not all(c.passed for c in self.controls):
             return 1.0
         return p_over_looks(self.p, self.claim.seeds, self.claim.max_seeds) if self.claim.stopping else self.p
 
 
 def assess(study: Study, claim: Claim) -> Assessment:
-    """What the runs say of a claim."""
+    """Assess one claim on its runs."""
     compared = groups(study, claim)
     if any(not members.runs for members in compared.values()):
         return Assessment(claim, compared)
@@ -97,7 +97,7 @@ def assess(study: Study, claim: Claim) -> Assessment:
     medians = {name: middle(values) for name, values in outcomes.raw.items()}
     notes = [
         f"{plural(len(seeds), 'run')} of {compared[name].label} diverged or ended without a finite value and got "
-        "the worst finite one: the effect is a bound."
+        "the worst finite value: the effect is a bound."
         for name, seeds in outcomes.bounds.items()
     ]
     if not claim.decided:
@@ -106,31 +106,31 @@ def assess(study: Study, claim: Claim) -> Assessment:
         controls = tuple(filter(None, [within_bound(runs)]))
         shown = paired_effect(treatment, control, None)
         if not shown:
-            notes = []  # numbers by arm are as measured: without an effect nothing is a bound
+            notes = []  # without an effect there is no bound
         notes += [_without(outcomes.unmeasured)] if any(map(lost_of, ([run] for run in runs))) else []
         return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
     spread = pooled_spread(spread_outcomes(study, claim, compared, outcomes))
     both = claim.treatment, claim.control
     treatment, control = (outcomes.values[name] for name in both)
     effect = paired_effect(treatment, control, spread, share_history(*(compared[name] for name in both)))
-    controls, said = _controls(study, claim, compared)
+    controls, rate_notes = _controls(study, claim, compared)
     open_ = _registered(claim, compared) or _measured(outcomes, effect)
     failures = sum(map(len, outcomes.bounds.values()))
-    found = Assessment(
-        claim, compared, effect, spread, medians, controls, (*notes, *said), open_, failures=failures
+    assessment = Assessment(
+        claim, compared, effect, spread, medians, controls, (*notes, *rate_notes), open_, failures=failures
     )
     if open_ or effect is None:
-        return found
+        return assessment
     holds, nearest, p = _side(claim, effect)
     bounded = _bounded(claim, outcomes, effect, holds)
-    return replace(found, bounded=bounded, holds=holds, p=p, sign_flip=_flipped(effect, nearest))
+    return replace(assessment, bounded=bounded, holds=holds, p=p, sign_flip=_flipped(effect, nearest))
 
 
 def _side(claim: Claim, effect: Effect | Counts) -> tuple[bool, float, float]:
-    """(whether the effect is as claimed, the nearest threshold, p-value of a true effect there)."""
+    """(whether the effect is on the claimed side, the nearest threshold, p-value of a true effect there)."""
     nearest = min(claim.thresholds, key=lambda threshold: abs(effect.value - threshold))
     if claim.test == "equivalence":
-        # The two one-sided tests are the two thresholds; the nearer one is the harder.
+        # One one-sided test per threshold; the nearer threshold gives the larger p-value.
         return abs(effect.value) < claim.delta, nearest, effect.p_at(nearest)
     return claim.sign * effect.value > claim.delta, nearest, effect.p_at(nearest)
 
@@ -142,7 +142,7 @@ def _flipped(effect: Effect, threshold: float) -> float:
 
 
 def _registered(claim: Claim, compared: Mapping[str, Group]) -> str:
-    """Why the runs are not those that were registered; empty when they are."""
+    """Why the runs differ from the registered ones; empty if they do not."""
     for members in compared.values():
         done = len(members.all)
         if done < members.planned:
@@ -150,12 +150,12 @@ def _registered(claim: Claim, compared: Mapping[str, Group]) -> str:
     for members in compared.values():
         if claim.seeds and members.seeds < claim.seeds:
             return (
-                f"Registered for {plural(claim.seeds, 'seed')} an arm; {members.label} has {members.seeds}."
+                f"Registered for {plural(claim.seeds, 'seed')} per arm; {members.label} has {members.seeds}."
             )
         if claim.seeds and members.seeds > claim.max_seeds:
             return (
-                f"Registered for at most {plural(claim.max_seeds, 'seed')} an arm; {members.label} has "
-                f"{members.seeds}: seeds that are added after a look need stopping."
+                f"Registered for at most {plural(claim.max_seeds, 'seed')} per arm; {members.label} has "
+                f"{members.seeds}: adding seeds after a look needs stopping in the claim."
             )
     return ""
 
@@ -171,7 +171,7 @@ def _measured(outcomes: Outcomes, effect: Effect | None) -> str:
 
 
 def _without(unmeasured: Sequence[str]) -> str:
-    """Which runs have no value, the first two by name; empty when all have one."""
+    """The runs without a value, the first two by name; empty if all have one."""
     if not unmeasured:
         return ""
     more = len(unmeasured) - MOST_NAMED
@@ -180,44 +180,44 @@ def _without(unmeasured: Sequence[str]) -> str:
 
 
 def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> str:
-    """Whether what failed runs would really have had could take the verdict back."""
-    # Which way the true effect may lie from this one, and which way that would be the other side of the threshold.
+    """Why the unknown values of failed runs could change the verdict; empty if they could not."""
+    # Directions in which the true effect may differ, and the direction that would cross the threshold.
     towards = {way for way in outcomes.bounds.get(claim.treatment, {}).values()}
     towards |= {-way for way in outcomes.bounds.get(claim.control, {}).values()}
     if claim.test == "equivalence":
         if holds and towards:
-            return "The runs that diverged may make the effect larger."
+            return "The true effect may be larger, because failed runs count with a bound."
         away = -1 if effect.value > 0 else 1
     else:
         away = -claim.sign if holds else claim.sign
     if away not in towards:
         return ""
     smaller = holds or claim.test == "equivalence"
-    return f"The runs that diverged may make the effect {'smaller' if smaller else 'larger'}."
+    return f"The true effect may be {'smaller' if smaller else 'larger'}, because failed runs count with a bound."
 
 
 def _controls(
     study: Study, claim: Claim, compared: Mapping[str, Group]
 ) -> tuple[tuple[Control, ...], list[str]]:
     runs = [run for members in compared.values() for run in members.all]
-    about_rates, said = rates(study, claim, compared)
-    found: list[Control | None] = []
+    rate_controls, rate_note = rates(study, claim, compared)
+    checks: list[Control | None] = []
     if "learnt" not in claim.unchecked:
-        found.append(regime_reached(study, claim, compared))
+        checks.append(regime_reached(study, claim, compared))
     if "declared" not in claim.unchecked:
-        found.append(only_declared_differences(claim, compared, bool(said)))
+        checks.append(only_declared_differences(claim, compared, bool(rate_note)))
     if "seeds" not in claim.unchecked:
-        found.append(enough_seeds(claim, compared))
-    found.append(within_bound(runs))
-    found.append(rates_of_whole_runs(study, compared))
-    found += about_rates
+        checks.append(enough_seeds(claim, compared))
+    checks.append(within_bound(runs))
+    checks.append(rates_of_whole_runs(study, compared))
+    checks += rate_controls
     if claim.test == "count":
-        found.append(numerics_agree(study, compared))
-    return tuple(control for control in found if control is not None), [said] if said else []
+        checks.append(numerics_agree(study, compared))
+    return tuple(check for check in checks if check is not None), [rate_note] if rate_note else []
 
 
 def _counted(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Assessment:
-    """A claim about how many runs diverge, or reach a value."""
+    """Assess a claim about the number of runs that diverge or reach a value."""
     counted = {name: [_counts(claim, run) for run in g.all] for name, g in compared.items()}
     unmeasured = [
         f"{compared[name].label} seed {run.seed}" + (f" ({lost_of([run])})" if run.lost else "")
@@ -227,20 +227,20 @@ def _counted(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Asses
     ]
     counts = {name: (sum(one is True for one in seen), len(seen)) for name, seen in counted.items()}
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
-    controls, said = _controls(study, claim, compared)
+    controls, rate_notes = _controls(study, claim, compared)
     holds, _, p = _side(claim, effect)
-    # Beyond delta it must also not be equal: Fisher's test has the last word where delta is small.
+    # The shares must also differ by Fisher's test, which decides if delta is small.
     p = max(p, effect.fisher) if holds else p
     medians = {name: count / n for name, (count, n) in counts.items()}
     open_ = _registered(claim, compared) or _without(unmeasured)
     return Assessment(
-        claim, compared, effect, None, medians, controls, tuple(said), open_, "", holds, p,
+        claim, compared, effect, None, medians, controls, tuple(rate_notes), open_, "", holds, p,
         counts=counts,
     )  # fmt: skip
 
 
 def _counts(claim: Claim, run: Run) -> bool | None:
-    """Whether a run is one of those that are counted; None where that was not measured."""
+    """Whether the run is counted; None if that was not measured."""
     if run.lost:
         return None
     if run.status.status == "diverged":

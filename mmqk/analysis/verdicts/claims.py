@@ -1,4 +1,4 @@
-"""What a grid claims, as it was registered, and what may be said there."""
+"""The claims of a grid as registered, and the checks of their fields."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ STATUSES = ("confirmatory", "exploratory", "shown", "control")
 TESTS = ("superiority", "equivalence", "count")
 LR_RULES = ("matched", "own_best")
 MOST_CONFIRMATORY = 6
-# What every verdict takes, under the name by which a claim turns it off, and as the page calls it.
+# Checks of every verdict: the key under ``unchecked`` that turns one off, and its name on the page.
 CHECKS = {"learnt": "modalities learnt", "declared": "arms differ only as declared", "seeds": "enough seeds"}
-# What a grid's own sentence about its claim may name.
+# Placeholders that a sentence under ``finding`` may use.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
 
 
@@ -29,35 +29,35 @@ class Claim:
     Attributes:
         id: C2 and the like.
         statement: what is claimed, one sentence.
-        source: where, with a figure.
+        source: where it was claimed, with the figure.
         mark: how the source was read (V, S, A, M, I, X).
         number_there: the number in the source, as text.
-        estimand: what the effect is an estimate of, in words.
+        estimand: the quantity that the effect estimates, in words.
         metric: the name of a metric of `mmqk.analysis.metrics`.
-        treatment: the arm (or, of a metric of families, the family) that should have more of it (or less, by
-            direction) ...
-        control: ... than this one.
+        treatment: the arm (for a family metric, the family) whose metric should be greater or less (``direction``).
+        control: the arm or family that it is compared with.
         at: the point of the axes at which two families are compared.
-        arms: of a claim that is shown and not decided, or of a control.
+        arms: the arms of a claim that is shown and not decided, or of a control.
         delta: smallest effect of interest, on the metric's scale (0.69: a factor of 2), positive.
-        direction: "greater" or "less"; of no meaning for an equivalence.
+        direction: "greater" or "less"; not used for an equivalence.
         test: "superiority" (beyond delta), "equivalence" (no difference as large as delta, either way) or
             "count" (more runs diverge, or reach ``at_least``; delta is a difference of shares).
-        regime: what the check that every trained modality was learnt is called, in words of `REGIMES`.
-        unchecked: reasons by the name of the check, of `CHECKS`, that the verdict is to do without.
-        positive_control: id of the claim or control that must hold before this one can be contradicted, or an
-            equivalence be found.
+        regime: name on the page of the check that every trained modality was learnt, one of `REGIMES`.
+        unchecked: the checks (`CHECKS`) that the verdict skips, each with the reason.
+        positive_control: id of the claim or control that must pass before this one can be contradicted, or be
+            reproduced as an equivalence.
         negative_control: id of the claim or control that must not show the effect.
-        manipulation_check: id of the claim or control which shows that the treatment did what it is for.
-        at_least: of a control: every arm's median must reach it; of a count: what a run must reach.
+        manipulation_check: id of the claim or control that shows that the treatment changed what it should change.
+        at_least: for a control, the value that the median of every arm must reach; for a count, the value that a
+            run must reach.
         status: confirmatory, exploratory, shown (never decided) or control (a check, not a claim).
-        alpha_family: name of the claims that share one level; the grid's name where none is given.
-        seeds: how many an arm was registered for; 0 where that was not said.
-        stopping: {max_seeds: n}: seeds may be added up to n, which is paid for in the level.
-        lr_rule: "own_best" or "matched", where the verdict is to insist on it.
-        exclusions: which runs were to be left out, in words; nothing is left out by it.
-        falsifier: what would speak against it, as registered.
-        note: anything to add to the verdict.
+        alpha_family: name of the family of claims that share one level; by default the name of the grid.
+        seeds: registered seeds per arm; 0 if not registered.
+        stopping: {max_seeds: n}: seeds may be added up to n; the level is corrected for the looks.
+        lr_rule: "own_best" or "matched", if the verdict must check it.
+        exclusions: runs to exclude, in words for the page; excludes nothing by itself.
+        falsifier: the result that would contradict the claim, as registered.
+        note: a sentence to add to the notes of the verdict.
         finding: sentences by verdict, with `NUMBERS` in braces.
     """
 
@@ -93,28 +93,28 @@ class Claim:
 
     @property
     def decided(self) -> bool:
-        """Whether its runs can decide it."""
+        """Whether its status allows a decision."""
         return self.status in ("confirmatory", "exploratory")
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """Every arm that it needs, each once."""
+        """Names of the compared arms or families, without repetition."""
         pair = (self.treatment, self.control) if self.treatment and self.control else self.arms
         return tuple(dict.fromkeys(pair))
 
     @property
     def sign(self) -> int:
-        """1 for a claim of more, -1 for one of less."""
+        """1 for "greater", -1 for "less"."""
         return 1 if self.direction == "greater" else -1
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """What an interval must not include for a verdict."""
+        """The values that the interval must exclude for a verdict."""
         return (-self.delta, self.delta) if self.test == "equivalence" else (self.sign * self.delta,)
 
     @property
     def measured(self) -> Metric | FamilyMetric:
-        """What it measures; of a count, the share of runs."""
+        """The metric of the claim; for a count, the share of runs."""
         metric, modality = find_metric(self.metric)
         if modality:
             metric = replace(metric, label=f"{metric.label} ({modality})")
@@ -128,17 +128,17 @@ class Claim:
 
     @property
     def not_checked(self) -> tuple[str, ...]:
-        """The checks that it turns off, with their reasons: ``“modalities learnt”, as it is about learning``."""
+        """The skipped checks with their reasons: ``“modalities learnt” (the claim is about learning)``."""
         return tuple(f"“{CHECKS[name]}” ({reason})" for name, reason in self.unchecked.items())
 
     @property
     def max_seeds(self) -> int:
-        """The most seeds an arm may have; 0 where that was not said."""
+        """The maximal seeds per arm; 0 if not registered."""
         return int(self.stopping.get("max_seeds", self.seeds))
 
     @property
     def leans_on(self) -> tuple[str, ...]:
-        """The claims and controls that must be judged before it."""
+        """Ids of the claims and controls that must be judged before this claim."""
         named = (self.positive_control, self.negative_control, self.manipulation_check)
         return tuple(name for name in named if name)
 
@@ -149,13 +149,13 @@ def read_claims(
     """The claims of a grid.
 
     Args:
-        values: as the grid has them.
-        arms: the points of every arm and family by its name; an arm has one.
-        name: of the grid.
-        where: for sentences.
+        values: the entries under ``claims`` in the grid.
+        arms: the points of every arm and family by name; an arm has one point.
+        name: the name of the grid.
+        where: the file for error messages.
 
     Raises:
-        UserError: a claim that cannot be judged as it is written.
+        UserError: a claim is invalid.
     """
     claims = tuple(_claim(value, name, where) for value in values)
     ids = [claim.id for claim in claims]
@@ -163,7 +163,7 @@ def read_claims(
         _check(claim, arms, f"{where}: claim {claim.id}")
         for other in claim.leans_on:
             if other not in ids or other == claim.id:
-                raise UserError(f"{where}: claim {claim.id} leans on {other!r}, which is not another claim")
+                raise UserError(f"{where}: claim {claim.id} refers to {other!r}, which is not another claim")
     for family, members in by_family(claims, "confirmatory").items():
         if len(members) > MOST_CONFIRMATORY:
             raise UserError(
@@ -174,7 +174,7 @@ def read_claims(
 
 
 def by_family(claims: Iterable[Claim], status: str) -> dict[str, list[Claim]]:
-    """The claims of a status by the family whose level they share."""
+    """The claims with this status by their `Claim.alpha_family`."""
     families: dict[str, list[Claim]] = {}
     for claim in claims:
         if claim.status == status:
@@ -184,28 +184,28 @@ def by_family(claims: Iterable[Claim], status: str) -> dict[str, list[Claim]]:
 
 def _claim(value: Any, name: str, where: str) -> Claim:
     if not isinstance(value, Mapping) or "id" not in value:
-        raise UserError(f"{where}: a claim has no id")
-    known = {key: value[key] for key in Claim.__dataclass_fields__ if value.get(key) is not None}
+        raise UserError(f"{where}: a claim has no id: give each claim one")
+    fields = {key: value[key] for key in Claim.__dataclass_fields__ if value.get(key) is not None}
     here = f"claim {value['id']}"
     for key in ("delta", "at_least"):
-        if key in known:
-            known[key] = _number(known[key], f"{where}: {key} of {here}")
+        if key in fields:
+            fields[key] = _number(fields[key], f"{where}: {key} of {here}")
     for key in ("at", "stopping", "finding", "unchecked"):
-        if not isinstance(known.get(key, {}), Mapping):
-            raise UserError(f"{where}: {key} of {here} is {known[key]!r}, not a mapping of names to values")
-    for verdict, sentence in known.get("finding", {}).items():
+        if not isinstance(fields.get(key, {}), Mapping):
+            raise UserError(f"{where}: {key} of {here} is {fields[key]!r}, not a mapping of names to values")
+    for verdict, sentence in fields.get("finding", {}).items():
         try:
             str(sentence).format(**dict.fromkeys(NUMBERS, ""))
         except (KeyError, IndexError, ValueError):
             raise UserError(
-                f"{where}: finding.{verdict} of {here} may have {', '.join(f'{{{n}}}' for n in NUMBERS)} in it "
+                f"{where}: finding.{verdict} of {here} may contain {', '.join(f'{{{n}}}' for n in NUMBERS)} "
                 "and no other braces"
             ) from None
-    if "arms" in known:
-        known["arms"] = tuple([known["arms"]] if isinstance(known["arms"], str) else known["arms"])
-    # A claim from another grid that was merged into this one shares its level with those it came with.
-    known["alpha_family"] = str(known.get("alpha_family") or value.get("grid") or name)
-    return Claim(**{"statement": "", **known, "id": str(value["id"])})
+    if "arms" in fields:
+        fields["arms"] = tuple([fields["arms"]] if isinstance(fields["arms"], str) else fields["arms"])
+    # A claim merged from another grid keeps the family of that grid.
+    fields["alpha_family"] = str(fields.get("alpha_family") or value.get("grid") or name)
+    return Claim(**{"statement": "", **fields, "id": str(value["id"])})
 
 
 def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where: str) -> None:
@@ -223,15 +223,13 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
                 f"{where} has {name}: {reason} under unchecked: give one of {', '.join(CHECKS)} and the reason"
             )
     if claim.regime and "learnt" in claim.unchecked:
-        raise UserError(
-            f"{where} asks for a regime and turns off the check of it: drop regime or unchecked.learnt"
-        )
+        raise UserError(f"{where} sets regime and turns off its check: remove regime or unchecked.learnt")
     if claim.decided and not (claim.treatment and claim.control and claim.delta > 0):
         raise UserError(f"{where} needs treatment, control and a positive delta")
     if claim.decided and claim.test == "count" and claim.delta >= 1:
-        raise UserError(f"{where} counts runs: its delta is a difference of shares, below 1")
+        raise UserError(f"{where} counts runs: give a delta below 1, as it is a difference of shares")
     if not claim.compared:
-        raise UserError(f"{where} names no arms")
+        raise UserError(f"{where} names no arms: give treatment and control, or arms")
     if claim.treatment and claim.treatment == claim.control:
         raise UserError(
             f"{where} has {claim.treatment!r} as its treatment and as its control: name two arms that differ"
@@ -256,7 +254,7 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
                 raise UserError(f"{where} counts runs, and {claim.metric} is not a number of one run")
         elif len(points) > 1:
             raise UserError(
-                f"{where} names {name!r}, which has {len(points)} points: say at which one, as in "
+                f"{where} names {name!r}, which has {len(points)} points: choose one, for example "
                 f"at: {{{point_label(points[0])}}}"
             )
 
@@ -264,15 +262,15 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
 def _check_seeds(claim: Claim, where: str) -> None:
     whole = [claim.seeds, *claim.stopping.values()]
     if not all(type(n) is int and n >= 0 for n in whole) or set(claim.stopping) - {"max_seeds"}:
-        raise UserError(f"{where}: seeds is a whole number, and stopping is {{max_seeds: n}}")
+        raise UserError(f"{where}: give seeds as a whole number and stopping as {{max_seeds: n}}")
     if claim.stopping and not 2 <= claim.seeds <= claim.max_seeds:
         raise UserError(
-            f"{where} has stopping and needs seeds, from 2 to its max_seeds: the first look has them"
+            f"{where} has stopping and needs seeds from 2 to max_seeds, the number of seeds at the first look"
         )
 
 
 def at(point: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a point of the axes has the values that are wanted."""
+    """Whether a point of the axes has the wanted values."""
     return all(name in point and point[name] == value for name, value in wanted.items())
 
 
@@ -283,9 +281,9 @@ def point_label(point: Mapping[str, Any]) -> str:
 
 def _number(value: Any, where: str) -> float:
     try:
-        found = float(value if not isinstance(value, bool) else "")
+        number_value = float(value if not isinstance(value, bool) else "")
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not math.isfinite(found):
+        number_value = math.nan
+    if not math.isfinite(number_value):
         raise UserError(f"{where} is {shortened(value)}, not a number")
-    return found
+    return number_value

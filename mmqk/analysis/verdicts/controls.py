@@ -1,4 +1,4 @@
-"""What must be true before a verdict may say anything."""
+"""The checks that a claim must pass before it is decided."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from mmqk.analysis.verdicts.study import RATE, Claim, Study
 from mmqk.store import differing_fields
 
 BOUND_SLACK = 1.01
-# The fewest seeds an arm that docs/evidence.md has coverage for.
+# The smallest number of seeds per arm whose coverage docs/evidence.md reports.
 FEWEST_SEEDS = 3
 
 
 @dataclass(frozen=True)
 class Control:
-    """One check: what it is called, whether it passed, and what was seen."""
+    """One check: its name, whether it passed, and the measured detail."""
 
     name: str
     passed: bool
     detail: str
 
     def as_record(self) -> dict[str, object]:
-        """As it stands in verdicts.json."""
+        """The entry in verdicts.json."""
         return {"name": self.name, "passed": self.passed, "detail": self.detail}
 
 
 def regime_reached(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Control:
-    """Whether every compared run learnt every modality that it is trained on, and is trained on one.
+    """Check that every compared run trains at least one modality and learnt every modality that it trains.
 
-    Comparing learnt with unlearnt runs measures learning, whatever it is called. Of a metric about the learning rates
-    at which runs fail, one run of a seed and point must have learnt.
+    A comparison of learnt with unlearnt runs measures learning. For a metric about the learning rates at which runs
+    fail, one run per seed and point must have learnt.
     """
     metric, _ = find_metric(claim.metric)
     of_rates = isinstance(metric, FamilyMetric) and metric.of_rates
@@ -50,14 +50,14 @@ def regime_reached(study: Study, claim: Claim, compared: Mapping[str, Group]) ->
     unknown: Counter[str] = Counter()
     untrained: dict[tuple[str, str], None] = {}
     units = {name: _units(members.all, of_rates) for name, members in compared.items()}
-    for name, runs in ((name, runs) for name, found in units.items() for runs in found):
+    for name, runs in ((name, runs) for name, of_name in units.items() for runs in of_name):
         states = {m: {_learning(run, m) for run in runs} for m in study.modalities}
-        for modality, seen in states.items():
-            if seen == {"not trained"}:
+        for modality, observed in states.items():
+            if observed == {"not trained"}:
                 untrained[(name, modality)] = None
-            elif "learnt" not in seen:
+            elif "learnt" not in observed:
                 unlearnt[(name, modality)] += 1
-        unknown[name] += all(seen == {"not trained"} for seen in states.values())
+        unknown[name] += all(observed == {"not trained"} for observed in states.values())
     noun = "seeds" if of_rates else "runs"
     parts = [
         f"{modality} was not learnt in {count} of {len(units[name])} {noun} of {study.label(name)}"
@@ -71,7 +71,7 @@ def regime_reached(study: Study, claim: Claim, compared: Mapping[str, Group]) ->
     passed = not parts
     if passed:
         where = "at some learning rate of every seed" if of_rates else "in every run"
-        parts = [f"every modality that is trained was learnt {where}"]
+        parts = [f"every trained modality was learnt {where}"]
     parts += [
         f"{modality} is not trained in {study.label(name)}"
         for name, modality in untrained
@@ -81,31 +81,33 @@ def regime_reached(study: Study, claim: Claim, compared: Mapping[str, Group]) ->
 
 
 def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
-    """Runs of which one must have learnt: each alone, or those of a seed that differ in their learning rate."""
-    found: dict[Any, list[Run]] = {}
+    """Groups of runs in which one must have learnt: each run, or the runs of a seed over the learning rates."""
+    units: dict[Any, list[Run]] = {}
     for place, run in enumerate(runs):
-        beside = tuple(sorted((name, str(v)) for name, v in run.point.items() if name != RATE))
-        found.setdefault((run.seed, beside) if of_rates else place, []).append(run)
-    return list(found.values())
+        other_axes = tuple(sorted((name, str(v)) for name, v in run.point.items() if name != RATE))
+        units.setdefault((run.seed, other_axes) if of_rates else place, []).append(run)
+    return list(units.values())
 
 
 def _learning(run: Run, modality: str) -> str:
-    known: dict[str, str] = run.__dict__.setdefault("_learning", {})
-    if modality not in known:
+    cache: dict[str, str] = run.__dict__.setdefault("_learning", {})
+    if modality not in cache:
         trained = is_trained(run, modality)
-        known[modality] = (
+        cache[modality] = (
             "not trained" if not trained else "learnt" if learnt(run, modality) else "not learnt"
         )
-    return known[modality]
+    return cache[modality]
 
 
 def only_declared_differences(claim: Claim, compared: Mapping[str, Group], rates_chosen: bool) -> Control:
-    """Whether the two arms ran the same code and differ, seed by seed, only in what the grid sets, and in something.
+    """Check that both arms ran the same code and that the runs of a seed differ only in fields that the grid sets.
+
+    Runs that do not differ at all fail the check.
 
     Args:
-        claim: whose arms they are.
-        compared: their runs.
-        rates_chosen: whether each has a learning rate of its own.
+        claim: the claim that compares the arms.
+        compared: the runs of the arms.
+        rates_chosen: whether selection runs chose a learning rate for each arm.
     """
     name = CHECKS["declared"]
     runs = [run for members in compared.values() for run in members.all]
@@ -113,46 +115,48 @@ def only_declared_differences(claim: Claim, compared: Mapping[str, Group], rates
         return Control(name, False, "the runs were made by different versions of the code")
     if unread := [run.name for run in runs if not run.identity]:
         return Control(
-            name, False, f"what {plural(len(unread), 'run')} ran is not known: {unread[0]} has no run.json"
+            name,
+            False,
+            f"the configuration of {plural(len(unread), 'run')} is missing: {unread[0]} has no run.json",
         )
     first, second = compared[claim.treatment], compared[claim.control]
     declared = [field for members in (first, second) for arm in members.arms for field in arm.settings]
     declared += [RATE] if rates_chosen else []
     pairs = _pairs(first, second)
-    found = {field for run, other in pairs for field in differing_fields(run.identity, other.identity)}
+    differing = {field for run, other in pairs for field in differing_fields(run.identity, other.identity)}
     if not first.runs.keys() & second.runs.keys():
-        found.discard("seed")
-    extra = sorted(f for f in found if not any(_covers(d, f) for d in declared))
+        differing.discard("seed")
+    extra = sorted(f for f in differing if not any(_covers(d, f) for d in declared))
     if extra:
         return Control(name, False, f"they also differ in {', '.join(extra)}")
-    named = sorted(f for f in found if not any(other.startswith(f"{f}.") for other in found))
-    # A fork in which nothing is changed differs from its parent in where it begins.
+    named = sorted(f for f in differing if not any(other.startswith(f"{f}.") for other in differing))
+    # A fork without changed fields differs from its parent in its starting point.
     forked = any(run.fork != other.fork for run, other in pairs)
     return Control(name, bool(named) or forked, f"they differ in {', '.join(named) or 'nothing'}")
 
 
 def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
-    """Runs that belong together: of one seed, or one of each where no seed is shared."""
+    """Pairs of runs with the same seed; if the groups share no seed, one pair of their first runs."""
     shared = first.runs.keys() & second.runs.keys()
     if not shared:
         return [(first.all[0], second.all[0])]
-    found = []
+    pairs = []
     for seed in shared:
-        beside = {_place(run): run for run in second.runs[seed]}
+        by_place = {_place(run): run for run in second.runs[seed]}
         for run in first.runs[seed]:
-            # Of two families the runs of one point belong together; an arm of one run stands beside any.
-            other = beside.get(_place(run)) or (second.runs[seed][0] if len(beside) == 1 else None)
+            # Runs of two families are paired by their point; an arm with one run is paired with every point.
+            other = by_place.get(_place(run)) or (second.runs[seed][0] if len(by_place) == 1 else None)
             if other is not None:
-                found.append((run, other))
-    return found
+                pairs.append((run, other))
+    return pairs
 
 
 def enough_seeds(claim: Claim, compared: Mapping[str, Group]) -> Control:
-    """Whether the arms ran with as many seeds as the rules were tried on: of counts each, else in common."""
+    """Check that each arm of a count, or both arms together, ran with at least `FEWEST_SEEDS` (shared) seeds."""
     seeds = [members.runs.keys() for members in compared.values()]
     n = min(map(len, seeds)) if claim.test == "count" else len(set.intersection(*map(set, seeds)))
-    few = f"; a verdict takes {FEWEST_SEEDS}" if n < FEWEST_SEEDS else ""
-    return Control(CHECKS["seeds"], n >= FEWEST_SEEDS, f"{plural(n, 'seed')} an arm{few}")
+    few = f"; a verdict needs {FEWEST_SEEDS}" if n < FEWEST_SEEDS else ""
+    return Control(CHECKS["seeds"], n >= FEWEST_SEEDS, f"{plural(n, 'seed')} per arm{few}")
 
 
 def _place(run: Run) -> tuple[tuple[str, str], ...]:
@@ -160,12 +164,15 @@ def _place(run: Run) -> tuple[tuple[str, str], ...]:
 
 
 def _covers(declared: str, field: str) -> bool:
-    # The other way round too: an arm that leaves a mapping empty has the mapping itself as its field.
+    # The reverse counts too: an arm that leaves a mapping empty has the mapping itself as its field.
     return field == declared or field.startswith(f"{declared}.") or declared.startswith(f"{field}.")
 
 
 def within_bound(runs: Sequence[Run]) -> Control | None:
-    """Whether no finite logit lies above its layer's QK-Norm bound, where there is one: a check of us."""
+    """Check that no finite logit exceeds the QK-Norm bound of its layer; None without a bound.
+
+    A failure means an error in mmqk.
+    """
     worst = 0.0
     for run in runs:
         for layer in {tag.layer for tag in run.tags.values() if tag.statistic == "attn_logit_bound"}:
@@ -182,48 +189,48 @@ def within_bound(runs: Sequence[Run]) -> Control | None:
 
 
 def _reached(control: Claim, metric: Metric, run: Run, modality: str | None) -> float:
-    # Of a run that ended in NaN only what was seen before is evidence.
+    # For a run whose last value is not finite, use the worst finite value before it.
     value = metric_value(run, control.metric)
     return metric.worst_seen(run, modality) if math.isinf(value) else value
 
 
 def reaches(study: Study, control: Claim, name: str, wanted: bool = True) -> Control:
-    """Whether a control's arms show what they are known to show: the metric can move, and we see it.
+    """Check that the median of every arm of a control reaches ``at_least``, or for a negative control stays below it.
 
     Args:
-        study: with its runs.
+        study: the study with its runs.
         control: the claim of status "control".
         name: "positive control", "negative control" or "manipulation check".
-        wanted: whether every arm is to reach it; of a negative control, none is.
+        wanted: True if every arm must reach it, False (negative control) if none may.
     """
     metric, modality = find_metric(control.metric)
     assert isinstance(metric, Metric)
-    seen, passed = [], True
+    details, passed = [], True
     for arm in control.arms:
         runs = [run for a in study.arms_of(arm, control.at) for run in study.finished(a.name)]
         values = [_reached(control, metric, run, modality) for run in runs]
         median = float(np.median(values)) if values else math.nan
         if lost := lost_of(runs):
             passed = False
-            seen.append(f"{study.label(arm)} has a run whose numbers are not whole ({lost})")
+            details.append(f"{study.label(arm)} has a run with missing numbers ({lost})")
             continue
         passed = passed and (median >= control.at_least if wanted else median < control.at_least)
         which = "median " if len(values) > 1 else ""
-        seen.append(
+        details.append(
             f"{which}{number(median)} in {study.label(arm)}"
             if values
             else f"no finished run of {study.label(arm)}"
         )
     what = f"{metric.label} {'at least' if wanted else 'below'} {control.at_least:g}"
-    return Control(f"{name} {control.id}", passed, f"{what}: {', '.join(seen)}")
+    return Control(f"{name} {control.id}", passed, f"{what}: {', '.join(details)}")
 
 
 def numerics_agree(study: Study, compared: Mapping[str, Group]) -> Control | None:
-    """Whether no divergence that is compared is one of numerics, by its replays; None where nothing diverged."""
+    """Check by replays that no compared divergence comes from numerics; None if no run diverged."""
     diverged = [run.name for g in compared.values() for run in g.all if run.status.status == "diverged"]
     if not diverged:
         return None
-    labels = {found.of: found.label for found in replay_verdicts(study.runs)}
+    labels = {replayed.of: replayed.label for replayed in replay_verdicts(study.runs)}
     counts = Counter(labels.get(name, "not replayed") for name in diverged)
     detail = f"of {plural(len(diverged), 'divergence')}: " + listed(
         [f"{n} {label}" for label, n in counts.items()]
@@ -232,46 +239,48 @@ def numerics_agree(study: Study, compared: Mapping[str, Group]) -> Control | Non
 
 
 def rates(study: Study, claim: Claim, compared: Mapping[str, Group]) -> tuple[list[Control], str]:
-    """Whether the learning rates of the arms are what the claim says, and in words which they are.
+    """Check the learning rates of the arms against the rule of the claim; also returns a note that lists them.
 
-    Nothing for arms that set their rates themselves, unless the claim insists on a rule.
+    Both are empty for arms without selection runs, unless the claim sets ``lr_rule``.
     """
     arms = [arm for members in compared.values() for arm in members.arms]
     choices = {arm.name: choice for arm in arms if (choice := chosen(study, arm)) is not None}
     used = {a.name: {_rate(run) for run in study.finished(a.name)} for a in arms}
     if not choices:
         if claim.lr_rule == "own_best":
-            return [Control("own best learning rate", False, "no runs chose it")], ""
+            return [Control("own best learning rate", False, "there are no selection runs")], ""
         if claim.lr_rule == "matched":
             both = [set().union(*(used[arm.name] for arm in g.arms)) for g in compared.values()]
-            said = " and ".join(listed([f"{rate:g}" for rate in sorted(one)]) for one in both)
-            return [Control("matched learning rate", len({frozenset(one) for one in both}) == 1, said)], ""
+            by_arm = " and ".join(listed([f"{rate:g}" for rate in sorted(one)]) for one in both)
+            return [Control("matched learning rate", len({frozenset(one) for one in both}) == 1, by_arm)], ""
         return [], ""
     words, wrong, edges = [], [], []
     for arm in arms:
         label = study.label(arm.name)
         choice = choices.get(arm.name)
         if choice is None:
-            wrong.append(f"no finished run chose that of {label}")
+            wrong.append(f"no finished selection run of {label}")
             continue
         words.append(f"{choice.rate:g} ({label}; tried {listed([f'{rate:g}' for rate in choice.means])})")
         if used[arm.name] - {choice.rate}:
             ran = listed([f"{rate:g}" for rate in sorted(used[arm.name])])
-            wrong.append(f"{label} ran at {ran}, and the best is {choice.rate:g}")
+            wrong.append(f"{label} ran at {ran}, but its best learning rate is {choice.rate:g}")
         if choice.at_edge:
-            edges.append(f"{choice.rate:g} of {label} is an end of what was tried: try more")
+            edges.append(f"{choice.rate:g} of {label} is at the edge of the tried rates: try more beyond it")
     name = "own best learning rate"
-    found = [Control(name, not wrong, "; ".join(wrong or words))]
-    found.append(
-        Control(f"{name} inside the grid", not edges, "; ".join(edges) or "none is an end of what was tried")
+    checks = [Control(name, not wrong, "; ".join(wrong or words))]
+    checks.append(
+        Control(
+            f"{name} inside the grid", not edges, "; ".join(edges) or "none is at the edge of the tried rates"
+        )
     )
     if not wrong:
-        found += _apart(study, compared, choices)
-    return found, f"Own best learning rates: {listed(words)}."
+        checks += _apart(study, compared, choices)
+    return checks, f"Own best learning rates: {listed(words)}."
 
 
 def _apart(study: Study, compared: Mapping[str, Group], choices: Mapping[str, BestRate]) -> list[Control]:
-    """That arms with different rates differ by more than the luck of the choice; arms are paired by their points."""
+    """Check that the selection runs distinguish the different learning rates of two arms, paired by their points."""
     first, second = (
         (list(members.arms) for members in list(compared.values())[:2]) if len(compared) > 1 else ([], [])
     )
@@ -288,18 +297,18 @@ def _apart(study: Study, compared: Mapping[str, Group], choices: Mapping[str, Be
     if not different:
         return []
     detail = (
-        f"the runs that chose {listed(close)} do not tell these rates apart: give lr.seeds more, or match the rates"
+        f"the selection runs do not distinguish {listed(close)}: increase lr.seeds, or match the learning rates"
         if close
-        else "the runs that chose them tell the rates apart"
+        else "the selection runs distinguish the learning rates"
     )
     return [Control("learning rates differ by more than chance", not close, detail)]
 
 
 def rates_of_whole_runs(study: Study, compared: Mapping[str, Group]) -> Control | None:
-    """A failed check where numbers of the runs that chose a learning rate are missing, else None."""
+    """A failed check if numbers of the selection runs are missing, else None."""
     arms = [arm for members in compared.values() for arm in members.arms]
     lost = lost_of(run for arm in arms for run in study.selection(arm))
-    return Control("learning rates were chosen by whole runs", False, lost) if lost else None
+    return Control("selection runs are complete", False, lost) if lost else None
 
 
 def _rate(run: Run) -> float:

@@ -1,16 +1,16 @@
-"""Claims to verdicts.
+"""The verdict of each claim.
 
-reproduced      the interval lies beyond delta (of an equivalence: within it, on both sides), in the regime, between
-                arms that differ as declared, and the negative control shows nothing
-contradicted    the interval lies short of delta (of an equivalence: outside), and besides all that the positive
-                control holds
+reproduced      the interval lies beyond delta (equivalence: within -delta to delta, and the positive control passed),
+                and all checks and the negative control passed
+contradicted    the interval lies short of delta (equivalence: outside -delta to delta), all checks passed, and the
+                positive control passed
 not run         an arm has no finished run
-inconclusive    everything else, and whatever is shown without being decided
+inconclusive    every other case, and every claim with the status shown
 
-The interval is that of the level which is left for the claim among its family (`multiple`). A run that diverged, or
-whose last value is not finite, ranks worst: it is given the worst finite value of the runs compared, its own earlier
-ones included, and is left out of the spread. The effect is then a bound, and no verdict is given that the bound does
-not support. A finished run that was not measured leaves its claim open. `docs/evidence.md` has the rules in words.
+The level of the interval is corrected for the family of the claim (`multiple`). A run that diverged, or whose last
+value is not finite, ranks worst: it gets the worst finite value of the compared runs, including its own earlier
+values, and does not count in the spread. The effect is then a bound, and a verdict is given only if the bound supports it.
+A claim with a finished run that has no value stays inconclusive. `docs/evidence.md` describes the rules.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ Judgement = Literal["reproduced", "contradicted", "inconclusive", "not run"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim.
+    """The verdict of one claim, with the numbers behind it.
 
     Attributes:
         claim: as registered.
         verdict: reproduced, contradicted, inconclusive or not run.
-        effect: treatment against control on the metric's scale (log ratio or difference; of counts a difference of
-            shares); None without one.
-        medians: the metric by arm, the median over finished runs; of counts the share.
-        runs: names of the runs it came from.
-        controls: what was checked.
-        notes: what a reader must know, one sentence each.
-        adjusted: how it was judged among the other claims; None for what is not decided.
-        p: two-sided p-value against the smallest effect of interest, before any adjustment; NaN without one.
-        sign_flip: the exact sign-flip test's beside it, from 6 seeds on; else NaN.
-        detectable: the true effect at which these seeds reach the verdict "reproduced" with 80 % power; NaN where
-            not known. Of an equivalence: the smallest delta at which no true effect is found to be none.
-        counts: of a claim that counts runs, how many of how many by arm.
-        open: why nothing could be decided, whatever the effect; empty otherwise.
-        bounds: how many runs count with the worst value seen, so that the effect is a bound.
+        effect: treatment against control on the metric's scale (log ratio or difference; for counts a difference of
+            shares); None if there is none.
+        medians: median of the metric over the finished runs, by arm; for counts the share.
+        runs: names of the compared runs.
+        controls: the checks.
+        notes: one sentence each, for the page.
+        adjusted: level and p-value corrected for the family; None for a claim that is not decided.
+        p: two-sided p-value against the smallest effect of interest, before correction; NaN without one.
+        sign_flip: p-value of the exact sign-flip test, with 6 seeds or more; else NaN.
+        detectable: the true effect at which these seeds reach the verdict "reproduced" with 80 % power; NaN if
+            unknown. For an equivalence: the smallest delta with 80 % power at a true effect of 0.
+        counts: (counted runs, all runs) by arm, for a claim that counts runs.
+        open: why the claim could not be decided whatever the effect; empty otherwise.
+        bounds: number of runs that count with the worst observed value; above 0 the effect is a bound.
     """
 
     claim: Claim
@@ -78,11 +78,11 @@ class Verdict:
 
     @property
     def metric(self) -> Metric | FamilyMetric:
-        """What the claim measures."""
+        """The metric of the claim."""
         return self.claim.measured
 
     def as_record(self) -> dict[str, Any]:
-        """As it stands in verdicts.json: numbers are null where there are none."""
+        """The entry in verdicts.json; missing numbers are null."""
         effect, adjusted, claim = self.effect, self.adjusted, self.claim
         has = effect is not None and effect.has_interval
         record: dict[str, Any] = {
@@ -114,13 +114,13 @@ class Verdict:
 
 
 def judge(study: Study) -> list[Verdict]:
-    """The verdict of every claim of the study, in the grid's order; controls are not claims."""
+    """The verdict of every claim of the study in the order of the grid; entries with the status control get none."""
     claims = [claim for claim in study.claims if claim.status != "control"]
     assessed = {claim.id: assess(study, claim) for claim in claims}
     adjusted = _adjust(claims, assessed)
     verdicts: dict[str, Verdict] = {}
     pending = list(claims)
-    # A claim may lean on others as its controls, wherever the grid writes them.
+    # A claim may use other claims as its controls, in any order of the grid.
     while pending:
         waiting = {claim.id for claim in pending}
         ready = [c for c in pending if not (set(c.leans_on) - {c.id}) & waiting]
@@ -131,8 +131,8 @@ def judge(study: Study) -> list[Verdict]:
 
 
 def _adjust(claims: list[Claim], assessed: Mapping[str, Assessment]) -> dict[str, Adjusted]:
-    """The level of every decided claim: each family's claims share one, those that cannot be decided included."""
-    found: dict[str, Adjusted] = {}
+    """The level of every decided claim; undecidable claims of a family count in its correction."""
+    adjusted: dict[str, Adjusted] = {}
     for status, method, rule in (
         ("confirmatory", "Holm", holm),
         ("exploratory", "Benjamini-Hochberg", benjamini_hochberg),
@@ -141,8 +141,8 @@ def _adjust(claims: list[Claim], assessed: Mapping[str, Assessment]) -> dict[str
             shared = rule([assessed[claim.id].p_in_family for claim in members])
             for claim, (level, p) in zip(members, shared, strict=True):
                 alpha = level_of_look(level, claim.seeds, claim.max_seeds) if claim.stopping else level
-                found[claim.id] = Adjusted(method, len(members), alpha, p)
-    return found
+                adjusted[claim.id] = Adjusted(method, len(members), alpha, p)
+    return adjusted
 
 
 def _judge(
@@ -152,28 +152,34 @@ def _judge(
     others: Mapping[str, Verdict],
     id: str,
 ) -> Verdict:
-    found = assessed[id]
-    claim, effect = found.claim, found.effect
+    assessment = assessed[id]
+    claim, effect = assessment.claim, assessment.effect
     notes = [_sentence(claim.note)] if claim.note else []
-    names = tuple(run.name for members in found.groups.values() for run in members.all)
-    if missing := [members.label for members in found.groups.values() if not members.runs]:
+    names = tuple(run.name for members in assessment.groups.values() for run in members.all)
+    if missing := [members.label for members in assessment.groups.values() if not members.runs]:
         notes.append(f"No finished run of {', '.join(missing)}.")
         return Verdict(claim, "not run", None, {}, names, (), tuple(notes))
-    notes += [*about_targets(found.groups), *found.notes]
+    notes += [*about_targets(assessment.groups), *assessment.notes]
     if not claim.decided or adjusted is None:
-        n = max(len(members.runs) for members in found.groups.values())
+        n = max(len(members.runs) for members in assessment.groups.values())
         notes.insert(0, f"Shown, {plural(n, 'seed')}: not decided.")
-        return Verdict(claim, "inconclusive", effect, found.medians, names, found.controls, tuple(notes))
-    controls = (*found.controls, *_leaning(study, claim, others, assessed))
-    verdict, why = _decide(found, adjusted, controls)
+        return Verdict(
+            claim, "inconclusive", effect, assessment.medians, names, assessment.controls, tuple(notes)
+        )
+    controls = (*assessment.controls, *_leaning(study, claim, others, assessed))
+    verdict, why = _decide(assessment, adjusted, controls)
     if claim.not_checked:
         notes.insert(0, f"Not checked: {listed(claim.not_checked)}.")
-    notes += [*why, *about_family(claim, effect, adjusted, found.p), *about_spread(found.spread, effect)]
-    notes += about_seeds(claim, effect, found.sign_flip)
+    notes += [
+        *why,
+        *about_family(claim, effect, adjusted, assessment.p),
+        *about_spread(assessment.spread, effect),
+    ]
+    notes += about_seeds(claim, effect, assessment.sign_flip)
     detectable = _detectable(claim, effect, adjusted)
     made = Verdict(
-        claim, verdict, effect, found.medians, names, controls, tuple(notes), adjusted, found.p, found.sign_flip,
-        detectable, found.counts, found.open, found.failures,
+        claim, verdict, effect, assessment.medians, names, controls, tuple(notes), adjusted, assessment.p,
+        assessment.sign_flip, detectable, assessment.counts, assessment.open, assessment.failures,
     )  # fmt: skip
     if verdict == "inconclusive" and (words := about_power(claim, detectable_in_words(made))):
         made = replace(made, notes=(*made.notes, words))
@@ -181,50 +187,50 @@ def _judge(
 
 
 def _decide(
-    found: Assessment, adjusted: Adjusted, controls: tuple[Control, ...]
+    assessment: Assessment, adjusted: Adjusted, controls: tuple[Control, ...]
 ) -> tuple[Judgement, list[str]]:
-    """The rule itself."""
-    claim, effect = found.claim, found.effect
-    if found.open or effect is None:
-        return "inconclusive", [found.open]
-    if found.p > adjusted.alpha:
+    """Verdict and its reason, from the assessment, the corrected level and the controls."""
+    claim, effect = assessment.claim, assessment.effect
+    if assessment.open or effect is None:
+        return "inconclusive", [assessment.open]
+    if assessment.p > adjusted.alpha:
         low, high = effect.interval(0.05)
         if any(low <= threshold <= high for threshold in claim.thresholds):
             return "inconclusive", ["The interval includes the smallest effect of interest."]
         return "inconclusive", [
-            "The interval of the level that is left for this claim includes the smallest effect of interest."
+            "The interval at the corrected level of this claim includes the smallest effect of interest."
         ]
     positive = next((c for c in controls if c.name.startswith("positive control")), None)
     negative = next((c for c in controls if c.name.startswith("negative control")), None)
     failed = [c.name for c in controls if not c.passed and c not in (positive, negative)]
     if failed:
-        return "inconclusive", [f"Not satisfied: {', '.join(failed)}."]
-    if found.bounded:
-        return "inconclusive", [found.bounded]
+        return "inconclusive", [f"Failed checks: {', '.join(failed)}."]
+    if assessment.bounded:
+        return "inconclusive", [assessment.bounded]
     if negative is not None and not negative.passed:
         return "inconclusive", [
-            "It is not shown that the effect is absent where it cannot be: the negative control did not pass."
+            "The negative control did not pass: the arms that should not show the effect may show it."
         ]
-    if not found.holds or claim.test == "equivalence":
-        lies = "within" if found.holds else "outside" if claim.test == "equivalence" else "short of"
+    if not assessment.holds or claim.test == "equivalence":
+        lies = "within" if assessment.holds else "outside" if claim.test == "equivalence" else "short of"
         if positive is None:
-            made = "it says something" if found.holds else "this a contradiction"
+            missing = "does not show equivalence" if assessment.holds else "is no contradiction"
             return "inconclusive", [
-                f"The interval lies {lies} the smallest effect of interest, without a positive control that could "
-                f"make {made}."
+                f"The interval lies {lies} the smallest effect of interest, which {missing} without a positive "
+                "control."
             ]
         if not positive.passed:
             return "inconclusive", [
                 f"The interval lies {lies} the smallest effect of interest, but the positive control did not pass."
             ]
-    return ("reproduced" if found.holds else "contradicted"), []
+    return ("reproduced" if assessment.holds else "contradicted"), []
 
 
 def _leaning(
     study: Study, claim: Claim, others: Mapping[str, Verdict], assessed: Mapping[str, Assessment]
 ) -> list[Control]:
-    """The controls that are claims of their own."""
-    found = []
+    """The results of the controls that the claim names: other claims, or entries with the status control."""
+    controls = []
     for name, other in (
         ("positive control", claim.positive_control),
         ("negative control", claim.negative_control),
@@ -232,38 +238,38 @@ def _leaning(
     ):
         wanted = name != "negative control"
         if other in others:
-            seen = others[other]
-            why = _shows_it(seen) if wanted else _shows_nothing(seen, assessed[other])
-            found.append(Control(f"{name} {other}", not why, why or seen.verdict))
+            verdict = others[other]
+            why = _shows_it(verdict) if wanted else _shows_nothing(verdict, assessed[other])
+            controls.append(Control(f"{name} {other}", not why, why or verdict.verdict))
         elif other in assessed:
-            found.append(Control(f"{name} {other}", False, f"it leans on {claim.id} in its turn"))
-        found += [
+            controls.append(Control(f"{name} {other}", False, f"it depends on {claim.id} in turn"))
+        controls += [
             reaches(study, c, name, wanted) for c in study.claims if c.id == other and c.status == "control"
         ]
-    return found
+    return controls
 
 
-def _shows_it(seen: Verdict) -> str:
-    """Why a claim is no positive control: it must have been reproduced, and be one of an effect. Empty if it is."""
-    if seen.verdict != "reproduced":
-        return seen.verdict
-    return "no difference was found, which shows nothing" if seen.claim.test == "equivalence" else ""
+def _shows_it(verdict: Verdict) -> str:
+    """Why a claim fails as a positive control; empty if it was reproduced and is not an equivalence."""
+    if verdict.verdict != "reproduced":
+        return verdict.verdict
+    return "an equivalence shows no effect" if verdict.claim.test == "equivalence" else ""
 
 
-def _shows_nothing(seen: Verdict, found: Assessment) -> str:
-    """Why a claim is no negative control; empty if it is.
+def _shows_nothing(verdict: Verdict, assessment: Assessment) -> str:
+    """Why a claim fails as a negative control; empty if it passes.
 
-    The whole 95 % interval must lie short of the effect that must not be there, of runs that could have shown it: no
+    The whole 95 % interval must lie short of the smallest effect of interest, and all checks must pass: missing
     evidence is not enough.
     """
-    if found.open or seen.effect is None or not seen.effect.has_interval:
-        return _sentence(found.open or "no interval").rstrip(".")
-    if failed := [control.name for control in found.controls if not control.passed]:
-        return f"not satisfied: {', '.join(failed)}"
-    if found.bounded:
-        return found.bounded.rstrip(".")
-    ends = (seen.claim.sign * seen.effect.low, seen.claim.sign * seen.effect.high)
-    return "" if max(ends) < seen.claim.delta else "its interval reaches the smallest effect of interest"
+    if assessment.open or verdict.effect is None or not verdict.effect.has_interval:
+        return _sentence(assessment.open or "no interval").rstrip(".")
+    if failed := [control.name for control in assessment.controls if not control.passed]:
+        return f"failed checks: {', '.join(failed)}"
+    if assessment.bounded:
+        return assessment.bounded.rstrip(".")
+    ends = (verdict.claim.sign * verdict.effect.low, verdict.claim.sign * verdict.effect.high)
+    return "" if max(ends) < verdict.claim.delta else "its interval reaches the smallest effect of interest"
 
 
 def _detectable(claim: Claim, effect: Effect | Counts | None, adjusted: Adjusted) -> float:
@@ -272,13 +278,13 @@ def _detectable(claim: Claim, effect: Effect | Counts | None, adjusted: Adjusted
     if effect is None or not effect.has_interval:
         return math.nan
     if claim.test == "equivalence":
-        # Both ends must be cleared from a true effect of 0.
+        # At a true effect of 0 both ends of the interval must lie within delta: 90 % power for each end.
         return effect.beyond(adjusted.alpha, 0.9)
     return claim.sign * (claim.delta + effect.beyond(adjusted.alpha))
 
 
 def detectable_in_words(verdict: Verdict) -> str:
-    """The true effect at which these seeds reproduce the claim with 80 % power; nothing where not known."""
+    """The true effect at which these seeds reproduce the claim with 80 % power; empty if unknown."""
     size = verdict.detectable
     if not verdict.claim.decided or not math.isfinite(size):
         return ""
