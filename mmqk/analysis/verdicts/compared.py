@@ -1,4 +1,4 @@
-"""What was measured in the arms that a claim compares: by seed, on the metric's scale, failures ranked worst."""
+"""The metric of the arms that a claim compares: by seed, on the metric's scale, with failures ranked worst."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mmqk.analysis.verdicts.study import Arm, Study
 
 @dataclass(frozen=True)
 class Group:
-    """The runs that a name of a claim means: those of an arm, or of a family.
+    """The runs of an arm or family that a claim names.
 
     Attributes:
-        name: as the claim has it.
-        label: in words.
-        arms: what it is made of.
-        runs: finished verdict runs by seed; of an arm one a seed.
-        planned: how many runs there are to be.
+        name: the name in the claim.
+        label: the name on the page.
+        arms: the arm, or the arms of the family.
+        runs: finished verdict runs by seed; an arm has one run per seed.
+        planned: number of planned runs.
     """
 
     name: str
@@ -32,24 +32,24 @@ class Group:
 
     @property
     def all(self) -> tuple[Run, ...]:
-        """Its runs, by seed."""
+        """All its runs, sorted by seed."""
         return tuple(run for seed in sorted(self.runs) for run in self.runs[seed])
 
     @property
     def seeds(self) -> int:
-        """The most seeds that one of its arms was planned with."""
+        """The largest number of planned seeds of its arms."""
         return max((len(arm.seeds) for arm in self.arms), default=0)
 
 
 @dataclass
 class Outcomes:
-    """The metric of what is compared.
+    """The metric of the compared groups.
 
     Attributes:
-        values: on its scale by group and seed; a failure has the worst finite value there is.
-        raw: as measured, by group.
-        bounds: which of them are bounds, by group and seed: 1 where the true value is higher, -1 where lower.
-        unmeasured: what has no value, with the reason where one is known.
+        values: on the metric's scale, by group and seed; a failed run has the worst finite value of all groups.
+        raw: the measured values by group.
+        bounds: the values that are bounds, by group and seed: 1 if the true value is higher, -1 if it is lower.
+        unmeasured: the runs without a value, with the reason if it is known.
     """
 
     values: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -58,13 +58,13 @@ class Outcomes:
     unmeasured: list[str] = field(default_factory=list)
 
     def only_bounded(self, name: str) -> list[float]:
-        """The values of a group that are no bounds: what its spread is taken from."""
+        """The values of a group that are not bounds; the spread uses only these."""
         bounds = self.bounds.get(name, {})
         return [value for seed, value in self.values[name].items() if seed not in bounds]
 
 
 def group(study: Study, claim: Claim, name: str) -> Group:
-    """What a name of a claim means."""
+    """The group that a claim calls ``name``."""
     arms = study.arms_of(name, claim.at)
     by_seed: dict[int, tuple[Run, ...]] = {}
     for arm in arms:
@@ -74,7 +74,7 @@ def group(study: Study, claim: Claim, name: str) -> Group:
 
 
 def share_history(treatment: Group, control: Group) -> bool:
-    """Whether the runs of every seed are one run until a fork: forks of one checkpoint, or a fork and its parent."""
+    """Whether the runs of every seed are identical until a fork: forks of one checkpoint, or a fork and its parent."""
     both = [
         (treatment.runs[seed], control.runs[seed]) for seed in treatment.runs.keys() & control.runs.keys()
     ]
@@ -89,58 +89,58 @@ def _forked(a: Run, b: Run) -> bool:
 
 
 def groups(study: Study, claim: Claim) -> dict[str, Group]:
-    """Everything that a claim compares, by name."""
+    """The groups that a claim compares, by name."""
     return {name: group(study, claim, name) for name in claim.compared}
 
 
 def lost_of(runs: Iterable[Run]) -> str:
-    """Which numbers of these runs are missing, so that they have no value; empty where none is."""
+    """Which numbers of these runs are missing; empty if none are."""
     return "; ".join(dict.fromkeys(sentence for run in runs for sentence in run.lost))
 
 
 def metric_value(run: Run, name: str) -> float:
-    """A metric of a run, measured once: several claims ask for the same."""
-    known: dict[str, float] = run.__dict__.setdefault("_measured", {})
-    if name not in known:
+    """A metric of a run, cached because several claims use the same."""
+    cache: dict[str, float] = run.__dict__.setdefault("_measured", {})
+    if name not in cache:
         metric, modality = find_metric(name)
         assert isinstance(metric, Metric)
-        known[name] = metric.measure(run, modality)
-    return known[name]
+        cache[name] = metric.measure(run, modality)
+    return cache[name]
 
 
 def measure(compared: Mapping[str, Group], name: str) -> Outcomes:
-    """The metric of this name of every group and seed."""
+    """The metric ``name`` for every group and seed."""
     metric, modality = find_metric(name)
-    found = Outcomes()
-    seen: list[float] = []
+    outcomes = Outcomes()
+    observed: list[float] = []
     for key, members in compared.items():
-        found.values[key], found.raw[key] = {}, []
+        outcomes.values[key], outcomes.raw[key] = {}, []
         for seed, runs in sorted(members.runs.items()):
             if lost := lost_of(runs):
-                found.raw[key].append(math.nan)
-                found.unmeasured.append(f"{members.label} seed {seed} ({lost})")
+                outcomes.raw[key].append(math.nan)
+                outcomes.unmeasured.append(f"{members.label} seed {seed} ({lost})")
                 continue
             measured = _measured(metric, modality, name, runs, members.arms)
             value = metric.on_scale(measured.value)
-            found.raw[key].append(measured.value)
+            outcomes.raw[key].append(measured.value)
             towards = measured.towards or _bound(metric, runs, measured.value)
             if towards:
-                found.bounds.setdefault(key, {})[seed] = towards
-                seen.append(value)
+                outcomes.bounds.setdefault(key, {})[seed] = towards
+                observed.append(value)
                 if isinstance(metric, Metric):
-                    seen.append(metric.on_scale(metric.worst_seen(runs[0], modality)))
+                    observed.append(metric.on_scale(metric.worst_seen(runs[0], modality)))
             elif math.isnan(value):
                 why = f" ({measured.why})" if measured.why else ""
-                found.unmeasured.append(f"{members.label} seed {seed}{why}")
+                outcomes.unmeasured.append(f"{members.label} seed {seed}{why}")
             else:
-                found.values[key][seed] = value
-    seen += [value for by_seed in found.values.values() for value in by_seed.values()]
-    finite = [value for value in seen if math.isfinite(value)]
-    for key, bounds in found.bounds.items():
+                outcomes.values[key][seed] = value
+    observed += [value for by_seed in outcomes.values.values() for value in by_seed.values()]
+    finite = [value for value in observed if math.isfinite(value)]
+    for key, bounds in outcomes.bounds.items():
         for seed, towards in bounds.items():
             if finite:
-                found.values[key][seed] = max(finite) if towards > 0 else min(finite)
-    return found
+                outcomes.values[key][seed] = max(finite) if towards > 0 else min(finite)
+    return outcomes
 
 
 def _measured(
@@ -156,7 +156,7 @@ def _measured(
 
 
 def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:
-    """Which way the true value lies from the one that is put in its place; 0 where it was measured."""
+    """The direction of the true value from its substitute (1 higher, -1 lower); 0 if the value was measured."""
     if math.isinf(value):
         return 1 if value > 0 else -1
     if isinstance(metric, FamilyMetric) or metric.counts_failures:
@@ -168,14 +168,13 @@ def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> 
 def spread_outcomes(
     study: Study, claim: Claim, compared: Mapping[str, Group], outcomes: Outcomes
 ) -> dict[str, list[float]]:
-    """Outcomes for the seed spread: of what is compared, and of every other arm of its block at the same point.
+    """Outcomes for the spread over seeds: of the compared groups and of every other arm of their block and point.
 
-    Arms that are one run until a fork have one spread between them, which must not count twice: the first stands for
-    the others.
+    The spread of arms whose runs are identical until a fork counts once: only the first of them is used.
     """
     metric, _ = find_metric(claim.metric)
     by_name = {name: outcomes.only_bounded(name) for name in compared}
-    known = {arm.name for members in compared.values() for arm in members.arms} | set(compared)
+    compared_names = {arm.name for members in compared.values() for arm in members.arms} | set(compared)
     mine = compared[claim.treatment].arms[0]
     if isinstance(metric, FamilyMetric):
         others = [f for f in study.families.values() if f.block == mine.block]
@@ -184,7 +183,7 @@ def spread_outcomes(
     runs = {run.name: run for run in study.runs}
     begun = {_origin(run, runs) for members in compared.values() for run in members.all}
     for other in others:
-        if other.name not in known:
+        if other.name not in compared_names:
             beside = group(study, claim, other.name)
             origins = {_origin(run, runs) for run in beside.all}
             if beside.arms and not origins & begun:
@@ -194,7 +193,7 @@ def spread_outcomes(
 
 
 def _origin(run: Run, runs: Mapping[str, Run]) -> str:
-    """The name of the run in which this one began, of forks of forks the first."""
+    """The name of the run from which this run was forked; for forks of forks, the first run."""
     name = run.name
     for _ in runs:
         parent = (runs[name].fork or {}).get("parent") if name in runs else None
@@ -205,7 +204,7 @@ def _origin(run: Run, runs: Mapping[str, Run]) -> str:
 
 
 def middle(values: Iterable[float]) -> float:
-    """The median, with what was not measured left out and infinities kept; NaN of nothing."""
+    """The median without NaNs, with infinities; NaN if no value is left."""
     kept = sorted(v for v in values if not math.isnan(v))
     if not kept:
         return math.nan
