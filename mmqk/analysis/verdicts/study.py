@@ -1,4 +1,4 @@
-"""A folder of runs with what the grid says about them: arms, claims, and what the page shows."""
+"""A folder of runs with its grid: arms, claims and the report block."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ RATE, RATE_METRIC = "optim.lr", "final_excess"
 
 @dataclass(frozen=True)
 class Arm:
-    """One variant: its name, the words for it, its block of the page, planned seeds, the fields it sets.
+    """One arm: its name, label, block of the page, planned seeds and the fields that it sets.
 
-    An arm that was crossed with axes has a ``family``, the variant before that, and a ``point``, its values; without
-    axes it is its own family.
+    An arm of a grid with axes has a ``family``, its name in the grid, and a ``point``, its values on the axes.
+    Without axes it is its own family.
     """
 
     name: str
@@ -40,19 +40,19 @@ class Study:
     """Runs of one folder.
 
     Attributes:
-        folder: where they lie.
-        name: of the grid, or of the folder.
-        title: in words.
-        arms: by name, in the grid's order, crossed with their axes.
-        claims: in the grid's order.
-        report: the grid's block about the page (hero, shown, headline, cannot_tell, command).
-        runs: those that have a folder, of every role.
-        missing: (arm, seed) of those that have none.
-        registered: whether there is a grid at all.
-        claims_changed: whether its claims are other ones than those first registered.
-        registration_lost: whether its claims were registered after runs had begun; none is confirmatory then.
-        families: variants before they were crossed, by name, in the grid's order.
-        rate_metrics: what an arm's learning rate was chosen by; that of all others under "".
+        folder: path of the folder.
+        name: name of the grid, or of the folder.
+        title: title of the page.
+        arms: arms by name in the order of the grid, one for each point of the axes.
+        claims: claims in the order of the grid.
+        report: the report block of the grid (hero, shown, headline, cannot_tell, command).
+        runs: all runs with a folder, of every role.
+        missing: (arm, seed) of planned runs without a folder.
+        registered: whether there is a grid.
+        claims_changed: whether the claims differ from those first registered.
+        registration_lost: whether the claims were registered after runs had begun; then none is confirmatory.
+        families: arms as the grid names them, before the axes, in the order of the grid.
+        rate_metrics: the metric that chose the learning rate, by arm; the default under "".
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class Study:
 
     @property
     def hero(self) -> tuple[str, ...]:
-        """Arms of the first figures: as the grid says, or those of its claims, or the first six."""
+        """Arms of the first figures: those that the grid lists, else those of its claims, else the first six."""
         named = self._crossed(self.report.get("hero") or ())
         claimed = self._crossed(arm for c in self.claims if c.decided for arm in c.compared)
         shown = set(self.shown)
@@ -85,7 +85,7 @@ class Study:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Arms of the block that is shown and decides nothing."""
+        """Arms that are shown and not decided."""
         named = self._crossed(self.report.get("shown") or ())
         return self._with_runs(named or tuple(a.name for a in self.arms.values() if a.block == "shown"))
 
@@ -97,26 +97,26 @@ class Study:
         return tuple(name for name in names if name in have)
 
     def arms_of(self, name: str, point: Mapping[str, Any] | None = None) -> tuple[Arm, ...]:
-        """The arm of this name, or those of the family, at the values of a point."""
+        """The arm with this name, or the arms of the family with this name at the given point."""
         if name in self.arms:
             return (self.arms[name],)
         return tuple(a for a in self.arms.values() if a.family == name and at(a.point, point or {}))
 
     def of_arm(self, arm: str) -> tuple[Run, ...]:
-        """The runs of an arm, by seed, without those that chose its learning rate and without replays."""
+        """The verdict runs of an arm by seed, without selection runs and replays."""
         mine = (run for run in self.runs if run.arm == arm and run.role == "verdict")
         return tuple(sorted(mine, key=lambda run: run.seed))
 
     def finished(self, arm: str) -> tuple[Run, ...]:
-        """Those that completed or diverged: the ones that count."""
+        """The verdict runs that completed or diverged; only these count."""
         return tuple(run for run in self.of_arm(arm) if run.status.finished)
 
     def ended(self, arm: str) -> tuple[Run, ...]:
-        """The runs of which it may be said where they ended: the finished ones, or all where none is."""
+        """The finished runs, or all verdict runs if none has finished."""
         return self.finished(arm) or self.of_arm(arm)
 
     def selection(self, arm: Arm) -> tuple[Run, ...]:
-        """The runs that chose the learning rate of an arm; they count in no verdict."""
+        """The selection runs for the learning rate of an arm; they count in no verdict."""
 
         def without_rate(point: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in point.items() if name != RATE}
@@ -130,9 +130,9 @@ class Study:
         )
 
     def label(self, arm: str) -> str:
-        """The words for an arm or a family."""
-        known = self.arms.get(arm) or self.families.get(arm)
-        return known.label if known else arm
+        """The label of an arm or a family."""
+        entry = self.arms.get(arm) or self.families.get(arm)
+        return entry.label if entry else arm
 
 
 def modalities_of(runs: Sequence[Run]) -> tuple[str, ...]:
@@ -144,10 +144,10 @@ def modalities_of(runs: Sequence[Run]) -> tuple[str, ...]:
 
 
 def load_study(folder: str | Path) -> Study:
-    """The study of a folder, with its grid if it has one, and as a plain set of runs if not.
+    """The study of a folder; without a grid, a plain set of runs.
 
     Raises:
-        UserError: the folder holds no runs, or its ablation.json cannot be read or says what cannot be.
+        UserError: the folder holds no runs, or its ablation.json cannot be read or is invalid.
     """
     folder = Path(folder)
     runs = tuple(load_runs(folder))
@@ -203,7 +203,7 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
 
 
 def _families(named: Mapping[str, Any]) -> dict[str, Arm]:
-    """The arms as the grid names them; what a fork's parent sets holds for the fork."""
+    """The arms as the grid names them; a fork inherits the settings of its parent."""
     families: dict[str, Arm] = {}
     for name, value in named.items():
         value = value or {}
@@ -220,7 +220,7 @@ def _families(named: Mapping[str, Any]) -> dict[str, Arm]:
 
 
 def _arms(families: Mapping[str, Arm], planned: Sequence[Mapping[str, Any]]) -> dict[str, Arm]:
-    """Arms as they run: each family, crossed with its axes where it has some, in the order of the families."""
+    """The arms that run, one for each point of a family, in the order of the families."""
     found: dict[str, Arm] = {}
     for family in families.values():
         mine = [entry for entry in planned if (entry.get("family") or entry["arm"]) == family.name]
