@@ -1,8 +1,8 @@
-"""Each arm at the learning rate that is best for it: how it was chosen, and whether the choice can be trusted.
+"""The best learning rate of each arm, and whether two choices differ by more than chance.
 
-Runs with the role "selection" choose and do nothing else. Two arms that are the same may still choose different rates
-by chance, and most of what is measured depends on the rate: a verdict would then be one about luck. So arms at
-different rates are compared only where the selection runs tell these rates apart.
+Runs with the role "selection" choose the learning rate and count in no verdict. Two equal arms can choose different
+learning rates by chance, and most metrics depend on the learning rate: a verdict would then depend on chance. So arms
+at different learning rates are compared only if the selection runs distinguish these rates.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mmqk.analysis.stats.effects import quantile_t
 from mmqk.analysis.verdicts.study import RATE, RATE_METRIC, Arm, Study, modalities_of
 from mmqk.store import UserError
 
-# Of calling two rates different that are not, over all pairs of rates that two arms may choose.
+# Probability to call two equal learning rates different, over all pairs that two arms may choose.
 ERROR = 0.01
 
 
 @dataclass(frozen=True)
 class BestRate:
-    """The learning rate of an arm.
+    """The chosen learning rate of an arm.
 
     Attributes:
-        rate: the best one.
-        means: the metric by rate, the mean over seeds, infinite at its bad end where a run diverged.
-        values: the metric by rate, of every seed.
-        high_is_bad: which way is better.
+        rate: the best learning rate.
+        means: mean of the metric over seeds by rate, infinite at its bad end if a run diverged.
+        values: the metric of every seed by rate.
+        high_is_bad: whether a higher value of the metric is worse.
     """
 
     rate: float
@@ -41,24 +41,24 @@ class BestRate:
 
     @property
     def at_edge(self) -> bool:
-        """Whether a better one may lie outside of what was tried."""
+        """Whether the best rate is the lowest or highest that was tried."""
         return self.rate in (min(self.means), max(self.means))
 
     def loss(self, rate: float) -> float:
-        """How much worse a rate is than the best, infinite where it diverged or was not tried."""
+        """How much worse a rate is than the best; infinite if a run diverged or the rate was not tried."""
         bad = self.means.get(rate, math.inf if self.high_is_bad else -math.inf)
         return (bad - self.means[self.rate]) * (1 if self.high_is_bad else -1)
 
 
 def value_of(run: Run, metric: str) -> float:
-    """The metric by which rates are chosen; a metric by modality that names none is the mean over what is trained.
+    """The metric that chooses the rate; without a modality, a metric by modality is the mean over trained modalities.
 
     Infinite at the metric's bad end for a run that diverged or has no finite value.
     """
-    known: dict[str, float] = run.__dict__.setdefault("_chosen_by", {})
-    if metric not in known:
-        known[metric] = _value(run, metric)
-    return known[metric]
+    cache: dict[str, float] = run.__dict__.setdefault("_chosen_by", {})
+    if metric not in cache:
+        cache[metric] = _value(run, metric)
+    return cache[metric]
 
 
 def _value(run: Run, metric: str) -> float:
@@ -70,7 +70,7 @@ def _value(run: Run, metric: str) -> float:
     for name in named:
         found, of = find_metric(name)
         if isinstance(found, FamilyMetric):
-            raise UserError(f"lr.metric is {metric}, a number of several runs: name one of a single run")
+            raise UserError(f"lr.metric is {metric}, a metric of several runs: name a metric of a single run")
         worst = math.inf if found.worst == "high" else -math.inf
         values.append(found.measure(run, of))
     value = float(np.mean(values)) if values else math.nan
@@ -78,9 +78,9 @@ def _value(run: Run, metric: str) -> float:
 
 
 def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
-    """The best learning rate of finished selection runs of one arm; None without any that ended with a number.
+    """The best learning rate of the finished selection runs of one arm; None if no rate has a finite mean.
 
-    The mean over seeds counts; of rates that are equal, the lowest.
+    The mean over seeds counts; among equal rates the lowest wins.
     """
     by_rate: dict[float, list[float]] = {}
     for run in runs:
@@ -104,15 +104,15 @@ def _high_is_bad(metric: str) -> bool:
 
 
 def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[Sequence[float]]) -> bool:
-    """Whether selection runs show that the best rates of two arms are different ones.
+    """Whether the selection runs show that the best rates of two arms differ.
 
-    What both arms would lose together by exchanging rates, against its standard error. The spread over seeds is
-    pooled over the selection runs and ``verdict_values``, the same metric of each arm's verdict runs.
+    Tests the sum of what both arms lose by exchanging their rates against its standard error. The spread over seeds
+    is pooled over the selection runs and ``verdict_values``, the same metric of the verdict runs.
 
     Args:
         first: the choice of one arm.
-        second: that of the other.
-        verdict_values: the metric by seed, of each arm.
+        second: the choice of the other arm.
+        verdict_values: for each arm, the metric by seed.
     """
     if first.rate == second.rate:
         return True
@@ -133,10 +133,10 @@ def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[
 
 
 def metric_of(study: Study, arm: Arm) -> str:
-    """What the learning rate of an arm was chosen by."""
+    """The metric that chose the learning rate of an arm."""
     return study.rate_metrics.get(arm.name) or study.rate_metrics.get("") or RATE_METRIC
 
 
 def chosen(study: Study, arm: Arm) -> BestRate | None:
-    """The choice of an arm; None when no runs chose."""
+    """The choice of an arm; None without finished selection runs."""
     return choose(study.selection(arm), metric_of(study, arm))
