@@ -1,7 +1,7 @@
-"""Any set of runs as one study: several folders, each judged for itself, under names that are their own.
+"""Several folders as one study, with unique names.
 
-A verdict depends on the runs that were made for it and on no others, so each folder's claims are judged before
-the folders are put together.
+A verdict depends only on the runs of its own folder, so the claims of each folder are judged before the folders are
+joined.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmqk.analysis.runs.replays import ReplayVerdict, replay_verdicts
 from mmqk.analysis.verdicts.study import Arm, Claim, Study, load_study
 from mmqk.analysis.verdicts.verdicts import Verdict, judge
 
-# Runs without a grid are listed by their largest logit where they are more than there are colours.
+# With more arms than colors and no grid, arms are sorted by their largest logit.
 MANY_ARMS = 8
 _LEANS = ("positive_control", "negative_control", "manipulation_check")
 _LISTS = ("hero", "shown", "cannot_tell", "figures", "headline")
@@ -27,7 +27,7 @@ _LISTS = ("hero", "shown", "cannot_tell", "figures", "headline")
 
 @dataclass(frozen=True)
 class Findings:
-    """What a page is about: the runs, and what they say of their claims and of their divergences."""
+    """The content of a page: the study, its verdicts and the verdicts of its replays."""
 
     study: Study
     verdicts: tuple[Verdict, ...]
@@ -36,10 +36,10 @@ class Findings:
 
 
 def read(folders: Iterable[str | Path]) -> Findings:
-    """The findings of the runs of some folders; a run that lies in several of them counts once.
+    """The findings of some folders; a run that lies in several of them counts once.
 
     Raises:
-        UserError: a folder holds no runs or a record that cannot be read.
+        UserError: a folder has no runs, or a record cannot be read.
     """
     given = tuple(Path(folder) for folder in folders)
     kept = tuple({folder.resolve(): folder for folder in given}.values())
@@ -97,14 +97,14 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
             arm = arm_names.get(run.arm, run.arm)
             if where not in members.setdefault(arm, set()):
                 members[arm].add(where)
-                twin = copy.copy(run)  # with what it has read already
+                twin = copy.copy(run)  # keeps the columns that are already read
                 twin.name, twin.arm, twin.family = name_of[where], arm, arm_names.get(run.family, run.family)
                 runs.append(twin)
-        for old, known in (*study.arms.items(), *study.families.items()):
-            new, family = (arm_names.get(each, each) for each in (old, known.family))
-            label = known.label if new == old else f"{known.label} ({study.title})"
-            own = arms if old in study.arms else families
-            own.setdefault(new, replace(known, name=new, label=label, family=family))
+        for old, old_arm in (*study.arms.items(), *study.families.items()):
+            new, family = (arm_names.get(each, each) for each in (old, old_arm.family))
+            label = old_arm.label if new == old else f"{old_arm.label} ({study.title})"
+            target = arms if old in study.arms else families
+            target.setdefault(new, replace(old_arm, name=new, label=label, family=family))
         families |= {
             arm_names.get(old, old): arms[arm_names.get(old, old)]
             for old in study.families
@@ -127,13 +127,14 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
         ]
         replays += [
             replace(
-                found,
-                of=new_runs.get(found.of, found.of),
+                replay,
+                of=new_runs.get(replay.of, replay.of),
                 rows=tuple(
-                    replace(row, runs=tuple(new_runs.get(run, run) for run in row.runs)) for row in found.rows
+                    replace(row, runs=tuple(new_runs.get(run, run) for run in row.runs))
+                    for row in replay.rows
                 ),
             )
-            for found in replayed
+            for replay in replayed
         ]
         _add_report(report, study, arm_names, claim_ids)
     first = parts[0][0]
@@ -154,13 +155,13 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
     return study, tuple(verdicts), tuple(replays)
 
 
-def _same(mine: set[Path] | None, known: set[Path] | None) -> bool:
-    """Whether an arm is one that is there already: all its runs are."""
-    return bool(mine) and bool(known) and mine <= known  # type: ignore[operator]
+def _same(new: set[Path] | None, present: set[Path] | None) -> bool:
+    """Whether all runs of a new arm are already runs of the present arm."""
+    return bool(new) and bool(present) and new <= present  # type: ignore[operator]
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, numbered where they repeat."""
+    """The names, with a number appended to repeated ones."""
     found: list[str] = []
     for name in names:
         number, new = 2, name
