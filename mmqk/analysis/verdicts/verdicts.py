@@ -9,8 +9,8 @@ inconclusive    every other case, and every claim with the status shown
 
 The level of the interval is corrected for the family of the claim (`multiple`). A run that diverged, or whose last
 value is not finite, ranks worst: it gets the worst finite value of the compared runs, including its own earlier
-values, and does not count in the spread. The effect is then a bound, and a verdict is given only if the bound supports it.
-A claim with a finished run that has no value stays inconclusive. `docs/evidence.md` describes the rules.
+values, and does not count in the spread. The effect is then a bound, and a verdict is given only if the bound
+supports it. A claim with a finished run that has no value stays inconclusive. `docs/evidence.md` describes the rules.
 """
 
 from __future__ import annotations
