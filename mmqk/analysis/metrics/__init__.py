@@ -1,19 +1,19 @@
-"""What a claim measures: exact functions of run files, named in the grid.
+"""The metrics that a claim can name: functions of the files of a run.
 
-A name is a metric of `METRICS` (of a run) or `FAMILY_METRICS` (of the runs of an arm over its axes, at one seed),
-with ``/modality`` where it goes by modality: ``largest_attention_logit``, ``largest_attention_logit/text`` (text
+A name is a key of `METRICS` (of one run) or `FAMILY_METRICS` (of the runs of a family at one seed), with
+``/modality`` for one modality: ``largest_attention_logit``, ``largest_attention_logit/text`` (text
 queries), ``final_loss/image``, ``lr_sensitivity/text``, ``dose_response(q_norm/image,
-data.dial.entropy.image)``. `docs/metrics.md` has all of them.
+data.dial.entropy.image)``. `docs/metrics.md` lists all of them.
 
-metric        what a metric is
+metric        the classes of metrics
 probes        attention logits, entropy, norms and their slopes
-losses        where a loss began and ended, what was learnt
+losses        initial, best and final loss; learnt modalities
 stability     spikes, divergence, warnings
 outcome       diverged, stalled, regime not reached
 rates         learning-rate sensitivity, first unstable learning rate, dose response
 scaling       model size, extrapolation of the largest logit
 prediction    AUROC of early norms for late failure
-table         all of them by name
+table         all metrics by name
 """
 
 from mmqk.analysis.metrics.losses import (
