@@ -1,4 +1,4 @@
-"""What a metric is: a number of one run, or of the runs of one family at one seed."""
+"""Metrics: a number of one run, or of the runs of one family at one seed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ End = Literal["high", "low"]
 
 
 class Measured(NamedTuple):
-    """A number, or NaN and one sentence that says why there is none.
+    """A number, or NaN and the reason.
 
     Attributes:
-        value: the number; where ``towards`` is not 0, the nearest that it can be.
-        why: what is the matter with it, empty for nothing.
-        towards: 1 where the true value lies at ``value`` or above, -1 at or below, 0 where it is the value.
+        value: the number; if ``towards`` is not 0, a bound of it.
+        why: why the value is NaN or a bound; else empty.
+        towards: 1 if the true value is at least ``value``, -1 if it is at most ``value``, 0 if it is ``value``.
     """
 
     value: float
@@ -38,12 +38,11 @@ class Metric:
         label: how a sentence names it.
         unit: empty for a pure number.
         scale: "log" when effects are ratios, "linear" when they are differences.
-        worst: which end is the bad one; what is not a number counts as that.
-        measure: the function; infinite when the run's last value is not finite, NaN when it has none.
-        series: the series over steps that it is the end of; of a number that is no end, that number alone.
-        by_modality: it needs a modality.
-        counts_failures: what it says of a run that diverged is the value itself, not a bound that the run
-            would have gone beyond.
+        worst: the bad end of the scale; a value that is not finite ranks there.
+        measure: the function; infinite if the last value of the run is not finite, NaN without a value.
+        series: the series over steps whose end the metric measures; for other metrics, the number itself.
+        by_modality: whether it needs a modality.
+        counts_failures: whether the number of a diverged run is its value; else it is a bound.
     """
 
     label: str
@@ -60,7 +59,7 @@ class Metric:
         return on_scale(self.scale, value)
 
     def worst_seen(self, run: Run, modality: str | None) -> float:
-        """The worst finite value of the whole run, NaN if it has none."""
+        """The worst finite value of the whole run; NaN without one."""
         values = self.series(run, modality)[1]
         values = values[np.isfinite(values)]
         if not len(values):
@@ -76,11 +75,11 @@ class FamilyMetric:
         label: how a sentence names it.
         unit: empty for a pure number.
         scale: "log" when effects are ratios, "linear" when they are differences.
-        worst: which end is the bad one.
-        compute: the function of the runs, in any order, and a modality.
-        by_modality: it needs a modality.
-        of_rates: it is about the learning rates at which runs fail, so that a run that learnt nothing is part of it
-            where another of the same seed and point learnt.
+        worst: the bad end of the scale.
+        compute: function of the runs, in any order, and a modality.
+        by_modality: whether it needs a modality.
+        of_rates: whether it is about the learning rates at which runs fail: a run that learnt nothing then counts if
+            another run of its seed and point learnt.
     """
 
     label: str
@@ -101,38 +100,37 @@ class FamilyMetric:
         modality: str | None = None,
         planned: Collection[Mapping[str, Any]] = (),
     ) -> Measured:
-        """The number, or why there is none.
+        """The number, or NaN with the reason.
 
         Args:
-            runs: of one family at one seed, learning-rate selection and replays left out.
-            modality: where it goes by modality.
-            planned: the points that the grid has: one of them without a run makes the number another one, so
-                there is none. Runs alone cannot tell.
+            runs: verdict runs of one family at one seed, without selection runs and replays.
+            modality: the modality, if the metric has one.
+            planned: the points of the grid; a point without a run would change the number, so it is then NaN.
         """
         if not runs:
             return Measured(math.nan, "there are no runs")
         if len({run.seed for run in runs}) > 1:
-            return Measured(math.nan, "the runs have several seeds: give those of one")
+            return Measured(math.nan, "the runs have several seeds: give the runs of one seed")
         for point in planned:
             if all(dict(run.point) != dict(point) for run in runs):
-                said = ", ".join(f"{name} {value}" for name, value in point.items())
-                return Measured(math.nan, f"there is no run at {said}")
+                label = ", ".join(f"{name} {value}" for name, value in point.items())
+                return Measured(math.nan, f"there is no run at {label}")
         return self.compute(runs, modality)
 
     def measure(self, runs: Sequence[Run], modality: str | None = None) -> float:
-        """The number alone, NaN where there is none."""
+        """The number without the reason; NaN without a value."""
         return self.measured(runs, modality).value
 
 
 def on_scale(scale: Scale, value: float) -> float:
-    """The value, or its logarithm; NaN where it has none."""
+    """The value, or its logarithm; NaN if it has none."""
     if scale == "linear":
         return value
     return math.log(value) if value > 0 else math.nan
 
 
 def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
-    """The series of a number that is not the end of one: that number, at the run's last step."""
+    """A series for a metric without one: its number at the last step of the run."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return np.array([run.last_step]), np.array([measure(run, modality)])
@@ -141,12 +139,12 @@ def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
 
 
 def warmup_steps(run: Run) -> int:
-    """Steps of learning-rate warm-up, 0 where not recorded."""
+    """Steps of learning-rate warm-up; 0 if not recorded."""
     value = run.setting("optim.warmup_steps", 0)
     return value if isinstance(value, int) else 0
 
 
 def planned_steps(run: Run) -> int:
-    """Length of the run in optimizer steps as configured; where not recorded, what it reached."""
+    """Configured length of the run in optimizer steps; if not recorded, its last step."""
     value = run.setting("trainer.max_steps", 0)
     return value if isinstance(value, int) and value > 0 else run.last_step
