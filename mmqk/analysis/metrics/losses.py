@@ -1,4 +1,4 @@
-"""Losses of a run, in nats a token: where it began, how low it came, where it ended."""
+"""Initial, best and final losses of a run, in nats per token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmqk.analysis.runs.load import Run
 
 LOSS_WINDOW = 50
 LEARNT_NATS = 0.1
-# Modalities of each kind of sequence in data.mix; a kind that is not here (dial, tokens) names its own.
+# Modalities of each kind of sequence in data.mix; the other kinds (dial, tokens) have modalities of any name.
 MODALITIES_OF = {
     "pair": ("text", "image"),
     "text": ("text",),
@@ -23,11 +23,11 @@ MODALITIES_OF = {
 
 @dataclass(frozen=True)
 class FinalLoss:
-    """A loss at the end of a run, in nats a token.
+    """A loss at the end of a run, in nats per token.
 
     Attributes:
-        value: infinite when it ended so, NaN when none was measured.
-        held_out: on held-out data at the last step, or the mean of the last 50 training steps.
+        value: infinite if the last loss was not finite, NaN if none was measured.
+        held_out: True for held-out data at the last step, False for the mean of the last 50 training steps.
     """
 
     value: float
@@ -35,9 +35,9 @@ class FinalLoss:
 
 
 def final_loss(run: Run, modality: str, series: str = "loss") -> FinalLoss:
-    """The loss of a modality at the end: held-out where the run completed and its last step measured it.
+    """The final loss of a modality: on held-out data if the run completed and measured it at its last step.
 
-    With ``series`` "excess" it is the loss over that of a model that knows the source.
+    With ``series`` "excess" it is the loss minus the floor.
     """
     steps, values = run.series(f"val_{series}/{modality}")
     if len(steps) and 0 < steps[-1] == run.status.step and run.status.status == "completed":
@@ -49,7 +49,7 @@ def final_loss(run: Run, modality: str, series: str = "loss") -> FinalLoss:
 
 
 def initial_loss(run: Run, modality: str, series: str = "loss") -> float:
-    """The loss (or "excess") of a modality at initialisation: held-out at step 0, or else the first training step."""
+    """The initial loss (or "excess") of a modality: on held-out data at step 0, else at the first training step."""
     steps, values = run.series(f"val_{series}/{modality}")
     if len(steps) and steps[0] == 0:
         return float(values[0])
@@ -58,36 +58,35 @@ def initial_loss(run: Run, modality: str, series: str = "loss") -> float:
 
 
 def unigram_entropy(run: Run, modality: str) -> float:
-    """What token frequencies and the form of a sequence give, on held-out data; NaN when not measured."""
+    """Unigram loss given the form of a sequence, on held-out data; NaN if not measured."""
     values = run.series(f"val_unigram/{modality}")[1][:1]
     return float(values[0]) if len(values) else math.nan
 
 
 def best_loss(run: Run, modality: str) -> float:
-    """The lowest loss of the run, held-out after step 0 or a 50-step training mean: what it ever reached."""
+    """The lowest loss of the run: on held-out data after step 0, or a mean over 50 training steps."""
     steps, held_out = run.series(f"val_loss/{modality}")
     training = run.series(f"loss/{modality}")[1]
     training = training[np.isfinite(training)]
     window = min(LOSS_WINDOW, len(training))
     means = np.convolve(training, np.ones(window) / window, mode="valid") if window else training
-    seen = np.concatenate([held_out[(steps > 0) & np.isfinite(held_out)], means])
-    return float(seen.min()) if len(seen) else math.nan
+    losses = np.concatenate([held_out[(steps > 0) & np.isfinite(held_out)], means])
+    return float(losses.min()) if len(losses) else math.nan
 
 
 def learnt(run: Run, modality: str) -> bool:
-    """Whether the run ever got 0.1 nat below what token frequencies and the form of a sequence give, or,
-    where that was not measured, below the loss at initialisation."""
-    floor = unigram_entropy(run, modality)
-    if math.isnan(floor):
-        floor = initial_loss(run, modality)
-    return best_loss(run, modality) < floor - LEARNT_NATS
+    """Whether the best loss is more than 0.1 nat below the unigram loss (if not measured: below the initial loss)."""
+    reference = unigram_entropy(run, modality)
+    if math.isnan(reference):
+        reference = initial_loss(run, modality)
+    return best_loss(run, modality) < reference - LEARNT_NATS
 
 
 def is_trained(run: Run, modality: str) -> bool:
-    """Whether the run trains this modality: it has a loss, the data mix holds it, its weight is above 0.
+    """Whether the run trains this modality: it has a loss, is part of the data mix, and has a weight above 0.
 
-    The special tokens around an image belong to the text, but an image alone does not train it. Modalities of the
-    dial and of token folders are whatever they were named, so that the loss alone tells.
+    The special tokens around an image are text, but a mix of images alone does not train text. Modalities of the dial
+    and of token folders have any name, so for them the mix does not count.
     """
     if not len(run.series(f"loss/{modality}")[0]):
         return False
@@ -101,17 +100,17 @@ def is_trained(run: Run, modality: str) -> bool:
 
 
 def trained_modalities(run: Run) -> tuple[str, ...]:
-    """Modalities that the run trains (`is_trained`), text first."""
+    """The modalities that the run trains (`is_trained`), text first."""
     names = {tag.modality for tag in run.tags.values() if tag.statistic == "loss" and tag.modality}
     return tuple(sorted((m for m in names if is_trained(run, m)), key=lambda m: (m != "text", m)))
 
 
 def has_floor(run: Run, modality: str) -> bool:
-    """Whether the entropy of its data is known, so that there is an excess over it."""
+    """Whether the floor of the data is known, so that the run has an excess loss."""
     return bool(len(run.series(f"excess/{modality}")[0]) or len(run.series(f"val_excess/{modality}")[0]))
 
 
 def weight_of(run: Run, modality: str) -> float:
-    """Weight of a modality's loss."""
+    """The weight of the loss of a modality; 1 by default."""
     weight = run.setting(f"loss.weights.{modality}", 1.0)
     return float(weight) if isinstance(weight, int | float) else 1.0
