@@ -1,4 +1,4 @@
-"""How a run ended: diverged, stalled, in a regime that says nothing, or well."""
+"""How a run ended: diverged, regime not reached, stalled, or well."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ STALLED_NATS = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run ended, by what was trained.
+    """How one run ended.
 
     Attributes:
-        finished: it completed or diverged; of another run nothing else is known.
-        diverged: step at which it diverged, None if it did not.
-        above_best: by modality, nats that it ended above the best run of the same data; infinite if it
+        finished: whether it completed or diverged; otherwise the other fields do not count.
+        diverged: step of the divergence; None without one.
+        above_best: final loss minus that of the best run on the same data, in nats, by modality; infinite if it
             diverged.
-        unlearnt: modalities that it never learnt (`learnt`).
+        unlearnt: trained modalities that it did not learn (`learnt`).
     """
 
     finished: bool
@@ -34,7 +34,7 @@ class Outcome:
 
     @property
     def kind(self) -> Literal["diverged", "stalled", "regime not reached", "well", "not finished"]:
-        """The first that holds of: not finished, diverged, regime not reached, stalled, well."""
+        """The first that applies of: not finished, diverged, regime not reached, stalled, well."""
         if not self.finished:
             return "not finished"
         if self.diverged is not None:
@@ -45,20 +45,20 @@ class Outcome:
 
     @property
     def stalled(self) -> tuple[str, ...]:
-        """Modalities that ended more than 0.1 nat above the best run of the same data."""
+        """Modalities that ended more than 0.1 nat above the best run on the same data."""
         return tuple(m for m, nats in self.above_best.items() if nats > STALLED_NATS)
 
     @property
     def failed(self) -> bool:
-        """Whether it diverged or stalled, in whatever regime."""
+        """Whether it diverged or stalled, in any regime."""
         return self.finished and (self.diverged is not None or bool(self.stalled))
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
-    """The outcome of each run, among these runs.
+    """The outcome of each run, relative to the other runs.
 
-    Runs of the same data are compared with each other, at any seed, modality by modality, on the held-out loss at
-    the end (its excess over the floor where that is known, which differs by a constant).
+    Runs on the same data are compared over all seeds by the final held-out loss of each modality (the excess loss if
+    the floor is known, which differs by a constant).
     """
     ends: list[dict[str, float]] = []
     steps: list[int | None] = []
@@ -72,12 +72,12 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
             if run.status.status == "completed" and math.isfinite(nats):
                 key = _data_of(run), modality
                 best[key] = min(nats, best.get(key, math.inf))
-    found = []
+    results = []
     for run, step, end in zip(runs, steps, ends, strict=True):
         above = {m: nats - best.get((_data_of(run), m), math.nan) for m, nats in end.items()}
         unlearnt = tuple(m for m in end if not learnt(run, m))
-        found.append(Outcome(step is not None or run.status.finished, step, above, unlearnt))
-    return found
+        results.append(Outcome(step is not None or run.status.finished, step, above, unlearnt))
+    return results
 
 
 def _end(run: Run, modality: str) -> float:
