@@ -1,6 +1,6 @@
-"""Spikes, divergence and the warning before it: numbers of a run from its losses and alarms.
+"""Spikes, divergence and warnings before it, from the losses and alarms of a run.
 
-The rules are those of `mmqk.store.alarms`, which a run is watched with while it trains.
+The rules are those of `mmqk.store.alarms`, which also run during training.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from mmqk.store.alarms import ALARMS_NAME
 from mmqk.store.alarms import spike_rate as rate_of
 from mmqk.store.alarms import spike_score as score_of
 
-# Alarms that may come before a failure; the others say that it is there.
+# Alarms that can precede a failure; the other alarms report the failure itself.
 WARNINGS = ("spike", "spike_median", "stall", "growth", "collapse")
 
 
 def spike_score(run: Run, modality: str | None = None) -> float:
-    """Per cent of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3), of all targets when None.
+    """Percent of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); all targets without a modality.
 
-    At least 7 standard deviations above the mean of the up to 1000 values before it. NaN with 100 steps or fewer.
+    A spike is at least 7 standard deviations above the mean of up to 1000 values before it. NaN with 100 steps or
+    fewer.
     """
     return score_of(run.series(_loss(modality))[1].tolist())
 
 
 def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
-    """`spike_score` of the global gradient norm; it has no modality."""
+    """`spike_score` of the global gradient norm; NaN for a modality."""
     return math.nan if modality else score_of(run.series("grad_norm")[1].tolist())
 
 
 def spike_rate(run: Run, modality: str | None = None) -> float:
-    """Spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3), of all targets when None.
+    """Spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); all targets without a modality.
 
-    Losses more than 0.1 nat above the median of the 201 steps around them. NaN with fewer than 201 steps.
+    A spike is a loss more than 0.1 nat above the median of the 201 steps around it. NaN with fewer than 201 steps.
     """
     return rate_of(run.series(_loss(modality))[1].tolist())
 
@@ -49,8 +50,8 @@ def _loss(modality: str | None) -> str:
 def divergence_step(run: Run) -> int | None:
     """The optimizer step at which the run diverged, None if it did not.
 
-    `DivergenceRule` on the training excess (the loss where the floor is not known) of the modalities that it
-    trains, or what ended the run, whichever came first.
+    The first step at which `DivergenceRule` fires on the training excess (without a floor: the loss) of the trained
+    modalities, or at which the run ended as diverged.
     """
     rule, steps = DivergenceRule(warmup_steps(run)), []
     by_step: dict[int, dict[str, float]] = {}
@@ -76,10 +77,10 @@ def diverged(run: Run, modality: str | None = None) -> float:
 
 
 def time_of_divergence(run: Run, modality: str | None = None) -> float:
-    """`divergence_step` as a share of the configured run length, 1 for a run that completed without.
+    """`divergence_step` as a share of the configured run length; 1 for a run that completed without divergence.
 
-    So its mean is the restricted mean time: what happens after the end is not asked. NaN for a run that was
-    stopped early for another reason.
+    Its mean over runs is thus the restricted mean time to divergence. NaN for a run that was stopped early for
+    another reason.
     """
     step = divergence_step(run)
     if step is not None:
@@ -88,9 +89,9 @@ def time_of_divergence(run: Run, modality: str | None = None) -> float:
 
 
 def alarms(run: Run) -> list[Alarm]:
-    """Those that the run gave; by the same rules from its numbers where it left no file of them.
+    """The recorded alarms of the run; without an alarm file, the same rules applied to its metrics.
 
-    Of a fork without a file there are none: its rules began with what its parent had seen.
+    A fork without a file has none, because its rules started from the history of its parent.
     """
     if (run.path / ALARMS_NAME).exists() or run.fork:
         return run.alarms
@@ -105,13 +106,13 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
     """Optimizer steps from the first warning to the divergence.
 
     Args:
-        run: whose.
-        modality: only warnings of series of this modality (for a pair, of its queries).
-        names: which alarms are warnings.
+        run: the run.
+        modality: use only warnings of series of this modality (for a pair, of its queries).
+        names: the alarms that count as warnings.
 
     Returns:
-        0 if it diverged unwarned: an alarm at the step of the divergence warns of nothing. NaN for a run that
-        did not diverge. A rule that always rings has a long lead: read it with `warnings_of`.
+        0 if it diverged without a warning before that step; an alarm at the step itself does not count. NaN for a run
+        that did not diverge. An alarm that always fires has a long lead time: see `warnings_of`.
     """
     end = divergence_step(run)
     if end is None:
@@ -121,7 +122,7 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
 
 
 def first_warning(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> int | None:
-    """The step of the first of these alarms, None without one."""
+    """The step of the first of these alarms; None without one."""
     steps = [alarm.step for alarm in alarms(run) if alarm.name in names and _is_of(alarm, modality)]
     return min(steps, default=None)
 
@@ -135,12 +136,12 @@ def _is_of(alarm: Alarm, modality: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Warnings:
-    """What an alarm is worth over a set of runs.
+    """Hits and misses of warnings over a set of runs.
 
     Attributes:
         warned: runs that diverged after a warning.
         unwarned: runs that diverged without one.
-        false: runs that completed in spite of one.
+        false: runs that completed after one.
         quiet: runs that completed without one.
     """
 
@@ -153,7 +154,7 @@ class Warnings:
 def warnings_of(
     runs: Iterable[Run], modality: str | None = None, names: Collection[str] = WARNINGS
 ) -> Warnings:
-    """Hits and misses of warnings; runs that neither diverged nor completed are left out."""
+    """Hits and misses of warnings; runs that neither diverged nor completed do not count."""
     counts = {"warned": 0, "unwarned": 0, "false": 0, "quiet": 0}
     for run in runs:
         end, first = divergence_step(run), first_warning(run, modality, names)
