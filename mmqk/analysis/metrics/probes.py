@@ -1,4 +1,4 @@
-"""Numbers of a run from its probes: attention logits, entropy, norms, and how fast they grow."""
+"""Metrics of a run from its probes: attention logits, attention entropy, norms, and their growth rates."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mmqk.analysis.metrics.metric import BySeries, Metric, alone, planned_steps,
 from mmqk.analysis.runs.load import Run, Series
 
 LAST_PROBES = 3
-# As the growth alarm has it: in the first fifth of a run every norm grows, in healthy runs too.
+# As in the growth alarm: in the first fifth of a run norms grow in healthy runs too.
 SLOPE_FROM_SHARE = 0.2
-# Where Chameleon's norms already differ: the window of the early slope ends here.
+# End of the window of the early slope: Chameleon's norms already differ by then.
 EARLY_SHARE = 0.25
 SLOPE_STEPS = 1000
 FEWEST_PROBES = 3
 
 
 def _end(series: Series, worst: float) -> float:
-    """Median of the last three probes; ``worst`` where the last one is not finite, NaN without any."""
+    """Median of the last three probes; ``worst`` if the last one is not finite, NaN without probes."""
     values = series[1][-LAST_PROBES:]
     if not len(values):
         return math.nan
@@ -41,12 +41,12 @@ def growth_series(run: Run, modality: str | None = None) -> Series:
 
 
 def entropy_series(run: Run, modality: str | None = None) -> Series:
-    """Attention entropy of the layer where it is lowest, in nats, by probe."""
+    """Attention entropy of the layer with the lowest value, in nats, by probe."""
     return run.combined("attn_entropy", np.min, modality)
 
 
 def norm_series(statistic: str) -> BySeries:
-    """Mean of a norm by probe: over tokens in each layer and modality, and over these with equal weight."""
+    """Mean of a norm by probe: over the tokens of each layer and modality, then over these with equal weight."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return run.combined(statistic, np.mean, modality)
@@ -70,18 +70,18 @@ def attention_entropy(run: Run, modality: str | None = None) -> float:
 def norm_slope(
     run: Run, statistic: str, modality: str | None = None, start: float = SLOPE_FROM_SHARE, end: float = 1.0
 ) -> float:
-    """Growth rate of a norm: slope of least squares of its logarithm on the step, per 1,000 steps.
+    """Growth rate of a norm: least-squares slope of its logarithm over the step, per 1,000 steps.
 
     Args:
-        run: whose.
-        statistic: ``q_norm`` and the like, averaged as in `norm_series`, or ``attn_logit_absmax``, whose
-            largest over layers and heads is taken.
-        modality: of the tokens; all with equal weight when None.
-        start: where the window begins, as a share of the configured run length; never within warm-up.
-        end: where it ends.
+        run: the run.
+        statistic: a norm such as ``q_norm``, averaged as in `norm_series`, or ``attn_logit_absmax``, as the maximum
+            over layers and heads.
+        modality: modality of the tokens; None for all with equal weight.
+        start: start of the window as a share of the configured run length; never within warm-up.
+        end: end of the window as a share.
 
     Returns:
-        0.69: it doubles every 1,000 steps. Infinite when a value of the window is not finite, NaN with fewer
+        0.69 if the norm doubles every 1,000 steps. Infinite if a value in the window is not finite, NaN with fewer
         than three probes or with a value that is not positive.
     """
     series = logit_series if statistic == "attn_logit_absmax" else norm_series(statistic)
@@ -99,7 +99,7 @@ def norm_slope(
 
 
 def probed(label: str, series: BySeries) -> Metric:
-    """The end of a series by probe, as a ratio."""
+    """A metric: the end of a series of probes, on the log scale."""
 
     def measure(run: Run, modality: str | None = None) -> float:
         return _end(series(run, modality), math.inf)
@@ -108,7 +108,7 @@ def probed(label: str, series: BySeries) -> Metric:
 
 
 def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
-    """`norm_slope` in a window."""
+    """A metric: `norm_slope` in a window."""
 
     def measure(run: Run, modality: str | None = None) -> float:
         return norm_slope(run, statistic, modality, start, end)
