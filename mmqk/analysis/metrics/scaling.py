@@ -1,4 +1,4 @@
-"""From small models to a larger one: the largest attention logit extrapolated over model size."""
+"""Extrapolation of the largest attention logit over model size, from small models to a larger one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmqk.analysis.runs.load import Run
 
 # Wortsman et al. (arXiv 2309.14322, Fig. 9): runs with a logit above this diverged.
 LOGIT_THRESHOLD = 1e4
-# They read it at step 2e3 of 1e5, in block 0. Runs of minutes have other lengths: a share of the run.
+# They use step 2e3 of 1e5 and block 0. Runs here have other lengths, so the step is a share of the run.
 AT_SHARE = 0.2
 BLOCK = 0
 FEWEST_FITTED = 3
@@ -24,8 +24,8 @@ FEWEST_FITTED = 3
 def model_size(run: Run) -> float:
     """Parameters of the blocks' matrices (attention and MLP), without embeddings, head, gains and biases.
 
-    As Wortsman et al. count, for whom 3 layers of width 256 are 2.4M. Of what each modality has a copy of, one is
-    counted: what a token passes through. NaN where the configuration does not say it.
+    Counted as by Wortsman et al., where 3 layers of width 256 have 2.4M. Of matrices with a copy per modality, one
+    copy counts, as a token passes through one. NaN if the configuration does not define it.
     """
     model = run.setting("model", {})
     try:
@@ -42,15 +42,15 @@ def model_size(run: Run) -> float:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """A prediction for the largest model at one learning rate.
+    """The predicted logit of the largest model at one learning rate.
 
     Attributes:
         rate: the learning rate.
-        sizes: parameters of every model (`model_size`), rising; the last is the held-out one.
-        logits: their largest attention logits at the step.
-        step: at which they were read.
-        predicted: the logit of the largest model, from the others.
-        diverged: whether the largest model did.
+        sizes: parameters of every model (`model_size`), rising; the last model is held out.
+        logits: largest attention logit of every model at the step.
+        step: the step of the logits.
+        predicted: logit of the largest model, predicted from the others.
+        diverged: whether the largest model diverged.
     """
 
     rate: float
@@ -62,34 +62,34 @@ class Extrapolation:
 
     @property
     def actual(self) -> float:
-        """The logit that the largest model had."""
+        """The measured logit of the largest model."""
         return self.logits[-1]
 
     @property
     def ratio(self) -> float:
-        """Predicted over actual; NaN where the actual one is not finite or 0."""
+        """Predicted over actual logit; NaN if the actual one is 0 or not finite."""
         usable = math.isfinite(self.actual) and self.actual > 0
         return self.predicted / self.actual if usable else math.nan
 
     @property
     def right(self) -> bool:
-        """Whether a prediction above the registered threshold of 1e4 went with a divergence, or neither came."""
+        """Whether the prediction exceeds the registered threshold of 1e4 exactly if the largest model diverged."""
         return (self.predicted > LOGIT_THRESHOLD) == self.diverged
 
 
 def extrapolate(
     runs: Sequence[Run], modality: str | None = None, step: int | None = None, layer: int | None = BLOCK
 ) -> tuple[list[Extrapolation], str]:
-    """For each learning rate, a quadratic in log size through log logits of all models but the largest.
+    """For each learning rate, fit log logits of all models but the largest by a quadratic in log size.
 
     Args:
-        runs: of one family at one seed; with three smaller sizes the quadratic passes through them.
-        modality: of the queries.
-        step: at which logits are read; by default the last probe up to a fifth of the run.
-        layer: which one; all when None.
+        runs: runs of one family at one seed; with three smaller sizes the quadratic passes through all of them.
+        modality: modality of the queries.
+        step: the step of the logits; by default the last probe in the first fifth of the run.
+        layer: the layer; None for the maximum over all layers.
 
     Returns:
-        The extrapolations by rising learning rate, and one sentence if there are none.
+        The extrapolations by rising learning rate, and the reason if there are none.
     """
     by_rate: dict[float, dict[float, tuple[Run, int, float]]] = {}
     for run in runs:
@@ -126,7 +126,7 @@ def _one(rate: float, by_size: dict[float, tuple[Run, int, float]]) -> tuple[Ext
         return None, f"{at} the models were probed at different steps: give one step"
     logits = [logit for _, _, logit in measured]
     if not all(math.isfinite(logit) and logit > 0 for logit in logits[:-1]):
-        return None, f"{at} a logit of a smaller model is not finite: nothing to fit"
+        return None, f"{at} a logit of a smaller model is not finite and positive: there is nothing to fit"
     x = np.log(sizes) - math.log(sizes[0])
     curve = np.polynomial.Polynomial.fit(x[:-1], np.log(logits[:-1]), 2)
     with np.errstate(over="ignore"):
@@ -138,7 +138,7 @@ def _one(rate: float, by_size: dict[float, tuple[Run, int, float]]) -> tuple[Ext
 
 
 def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """Predicted over actual largest logit of the held-out largest model; of several learning rates the one farthest
+    """Predicted over actual largest logit of the held-out largest model; over learning rates, the ratio farthest
     from 1."""
     found, why = extrapolate(runs, modality)
     if not found:
