@@ -1,8 +1,8 @@
-"""Do early norms foretell late failure, beyond what the learning rate and the logits say already?
+"""Do early norms predict late failure, beyond what the learning rate and the logits predict?
 
-Over a sweep of runs: the area under the ROC curve (AUROC) of a number taken early for a failure that comes later.
-A learning rate that is too high raises norms and breaks runs, so runs are compared with runs of the same learning
-rate: a pair counts where one failed, the other did not, and both have it.
+The area under the ROC curve (AUROC) over a sweep of runs, of an early number as the predictor of a later failure.
+A learning rate that is too high raises norms and also makes runs fail. So only runs with the same learning rate are
+compared: a pair is a failed run and one that did not fail.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ GRAD_NORM_STEPS = 50
 
 @dataclass(frozen=True)
 class Auroc:
-    """Share of pairs of a failed run and one that did not fail in which the failed one has the higher score.
+    """Share of pairs (a failed run and a survivor) in which the failed run has the higher score.
 
     Attributes:
         value: ties count half; NaN without a pair.
         low: lower end of the 95 % interval.
-        high: upper end.
-        failures: failed runs that are in a pair.
-        survivors: other runs that are in a pair.
-        pairs: how many pairs.
-        why: why there is no value or no interval.
+        high: upper end of the 95 % interval.
+        failures: number of failed runs in a pair.
+        survivors: number of other runs in a pair.
+        pairs: number of pairs.
+        why: why there is no value or no interval; else empty.
     """
 
     value: float
@@ -55,18 +55,18 @@ def auroc(
     strata: Sequence[Hashable] | None = None,
     fewest: int = FEWEST_OF_EACH,
 ) -> Auroc:
-    """The AUROC over the pairs within strata, every pair with the same weight.
+    """The AUROC over the pairs within strata, with equal weight for every pair.
 
-    The interval is that of a jackknife over runs (failures and survivors apart), on the logit scale. In one
-    stratum that is DeLong's variance. Where scores separate the runs perfectly it knows no variance: then it is
-    Wilson's with as many trials as the smaller group has runs, whose binomial variance is the largest possible
-    (Birnbaum and Klose).
+    The interval comes from a jackknife over runs (failures and survivors separately), on the logit scale; in one
+    stratum this is DeLong's variance. If the scores separate the runs perfectly, that variance is 0. Then the
+    interval is Wilson's with as many trials as the smaller group has runs, whose binomial variance is the largest
+    possible (Birnbaum and Klose).
 
     Args:
-        scores: one a run, infinite where it ranks worst, without NaN.
-        failed: whether the run did.
-        strata: of each run, by default one for all.
-        fewest: failures and survivors in pairs that a value needs.
+        scores: one per run; infinite if it ranks worst, never NaN.
+        failed: whether each run failed.
+        strata: the stratum of each run; by default one for all.
+        fewest: smallest number of failures and of survivors in pairs.
 
     Raises:
         ValueError: lengths differ, or a score is NaN.
@@ -81,25 +81,25 @@ def auroc_difference(
     failed: Sequence[bool],
     strata: Sequence[Hashable] | None = None,
 ) -> tuple[float, float, float]:
-    """(AUROC of ``scores`` less that of ``others``, 95 % interval) on the same runs, by the jackknife over runs."""
+    """(AUROC of ``scores`` minus AUROC of ``others``, low, high) with the 95 % jackknife interval."""
     wins, allowed = _pairs(scores, failed, strata)
     other_wins, _ = _pairs(others, failed, strata)
     if not allowed.any():
         return math.nan, math.nan, math.nan
-    apart = wins - other_wins
-    value, half = float(apart.sum() / allowed.sum()), _z() * _jackknife_error(apart, allowed)
+    difference = wins - other_wins
+    value, half = float(difference.sum() / allowed.sum()), _z() * _jackknife_error(difference, allowed)
     return value, max(-1.0, value - half), min(1.0, value + half)
 
 
 def _pairs(
     scores: Sequence[float], failed: Sequence[bool], strata: Sequence[Hashable] | None
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """(1 for a win, 0.5 for a tie, else 0; whether the pair is in one stratum), failures by survivors."""
+    """(1 for a win, 0.5 for a tie, else 0; whether both runs are in one stratum), [failure, survivor]."""
     x, lost = np.asarray(scores, dtype=np.float64), np.asarray(failed, dtype=bool)
     of = [0] * len(x) if strata is None else list(strata)
     if not len(x) == len(lost) == len(of):
         raise ValueError(
-            f"there are {len(x)} scores, {len(lost)} outcomes and {len(of)} strata: give one of each a run"
+            f"there are {len(x)} scores, {len(lost)} outcomes and {len(of)} strata: give one of each per run"
         )
     if np.isnan(x).any():
         raise ValueError("a score is NaN: leave out the run, or rank it worst with inf")
@@ -115,10 +115,7 @@ def _summary(wins: NDArray[np.float64], allowed: NDArray[np.bool_], fewest: int)
     failures, survivors = int(allowed.any(axis=1).sum()), int(allowed.any(axis=0).sum())
     pairs = int(allowed.sum())
     if min(failures, survivors) < max(1, fewest):
-        why = (
-            f"{failures} failures and {survivors} survivors share a stratum with one of the other kind: "
-            f"{fewest} of each are needed"
-        )
+        why = f"{failures} failures and {survivors} survivors are in a pair: {fewest} of each are needed"
         return Auroc(math.nan, failures=failures, survivors=survivors, pairs=pairs, why=why)
     value = float(wins.sum() / pairs)
     error = _jackknife_error(wins, allowed)
@@ -133,7 +130,7 @@ def _summary(wins: NDArray[np.float64], allowed: NDArray[np.bool_], fewest: int)
 
 
 def _jackknife_error(wins: NDArray[np.float64], allowed: NDArray[np.bool_]) -> float:
-    """Standard error of ``wins.sum() / allowed.sum()``, leaving out one failure, then one survivor, at a time."""
+    """Jackknife standard error of ``wins.sum() / allowed.sum()``, over failures and over survivors."""
     total, pairs, variance = wins.sum(), allowed.sum(), 0.0
     for axis in (1, 0):
         mine = allowed.sum(axis=axis)
@@ -162,16 +159,16 @@ def _z() -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What early numbers say of late failures, over a sweep.
+    """AUROC of early numbers for late failures, over a sweep.
 
     Attributes:
-        within: AUROC of each predictor within learning-rate strata; that of the learning rate would be 0.5.
-        overall: the same over all pairs, where the learning rate takes part.
-        beyond: AUROC of the norm slope less that of another predictor, with a 95 % interval: within strata for
+        within: AUROC of each predictor within learning-rate strata; for the learning rate it would be 0.5.
+        overall: AUROC of each predictor over all pairs, the learning rate included.
+        beyond: AUROC of the norm slope minus that of another predictor, with a 95 % interval: within strata for
             the logit and the gradient norm, over all pairs for the learning rate.
-        failed_early: runs that diverged within the window, left out.
-        unfinished: runs that were stopped otherwise, left out.
-        unmeasured: runs that lack one of the numbers, left out.
+        failed_early: excluded runs that diverged within the window.
+        unfinished: excluded runs without a known outcome.
+        unmeasured: excluded runs without one of the numbers.
     """
 
     within: Mapping[str, Auroc]
@@ -188,10 +185,10 @@ SLOPE, LOGIT, GRAD, RATE = "norm slope", "max logit", "gradient norm", "learning
 def early_numbers(
     run: Run, statistic: str = "final_norm", modality: str | None = None, share: float = EARLY_SHARE
 ) -> dict[str, float]:
-    """The predictors of one run, from the steps up to ``share`` of its length alone.
+    """The predictors of one run, from its steps up to ``share`` of its length.
 
-    The norm slope is `norm_slope` from the end of warm-up on; the max logit the last one probed; the gradient
-    norm the median of the last 50 steps, infinite where one of these is not finite.
+    The norm slope is `norm_slope` after warm-up. The max logit is that of the last probe. The gradient norm is the
+    median of the last 50 steps, infinite if one of them is not finite.
     """
     end = share * planned_steps(run)
     steps, logits = logit_series(run, modality)
@@ -220,16 +217,15 @@ def predict_failure(
     fewest: int = FEWEST_OF_EACH,
     failed: Callable[[Sequence[Run]], Sequence[bool | None]] | None = None,
 ) -> Prediction:
-    """How well the slope of a norm in the first quarter of a run foretells that it fails later.
+    """How well the slope of a norm in the first quarter of a run predicts a later failure.
 
     Args:
-        runs: a sweep, several at each learning rate.
+        runs: a sweep with several runs at each learning rate.
         statistic: the norm (`norm_slope`).
-        modality: of its tokens, and of the logit's queries.
-        share: of the run length, up to which numbers are taken; a run that diverged before is left out.
-        fewest: failures and survivors that a value needs.
-        failed: whether each run did, None for one to leave out; by default whether it diverged or stalled
-            (`outcomes`).
+        modality: modality of the tokens, and of the queries of the logit.
+        share: share of the run length that is used; a run that diverged within it is excluded.
+        fewest: smallest number of failures and of survivors.
+        failed: whether each run failed, None to exclude it; by default whether it diverged or stalled (`outcomes`).
     """
     ends = outcomes(runs)
     lost = [end.failed if end.finished else None for end in ends] if failed is None else list(failed(runs))
