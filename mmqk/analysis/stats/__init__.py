@@ -1,1 +1,1 @@
-"""Effects, intervals, exact tests and corrections."""
+"""Effects with intervals, exact tests, and corrections for several claims."""
