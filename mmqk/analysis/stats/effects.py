@@ -1,11 +1,10 @@
-"""From outcomes of runs to an effect with its interval.
+"""Effects of a treatment with their intervals.
 
-Effects are mean differences over shared seeds of an outcome on its own scale: the logarithm for what grows by
-factors, nats for a loss. With three seeds an arm says little about its own spread. Pooling the spread over all
-arms gives degrees of freedom where they are alike and misleads where a quiet arm stands in for a wild one. So the
-interval is the pooled one, unless the two arms' own standard error is larger: then it is Welch's. (A test of equal
-spread as the gate, Bartlett's at p = 0.1, lets 10 % of null intervals miss with three seeds and standard deviations
-of 1, 0.3 and 0.3; this rule 6 %.)
+An effect is the mean difference of an outcome over shared seeds, on the scale of the outcome: the logarithm for
+ratios, nats for a loss. Three seeds estimate the spread of an arm poorly. A spread pooled over all arms has more
+degrees of freedom, but is wrong for arms with different spreads. So the interval uses the pooled spread, unless the
+standard error of the two arms alone is larger: then it is Welch's. With three seeds and standard deviations of 1, 0.3
+and 0.3, 6 % of null intervals miss by this rule, and 10 % if Bartlett's test at p = 0.1 chooses the interval.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ POWER = 0.8
 
 @dataclass(frozen=True)
 class Spread:
-    """Spread over seeds, within arms.
+    """Spread over seeds within arms.
 
     Attributes:
-        sd: pooled standard deviation, on the outcome's scale.
-        df: its degrees of freedom, the sum over arms of (seeds - 1).
+        sd: pooled standard deviation on the scale of the outcome.
+        df: degrees of freedom of ``sd``, the sum over arms of (seeds - 1).
         by_arm: standard deviation of each arm.
         p_equal: Bartlett's p-value for equal spread in all arms.
     """
@@ -41,14 +40,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Effect:
-    """A difference of two arms, on the outcome's scale.
+    """A difference of two arms on the scale of the outcome.
 
     Attributes:
         value: mean over seeds of treatment - control.
-        error: its standard error, NaN where there is no spread to take it from.
-        n: seeds that both arms have.
+        error: standard error; NaN without a spread.
+        n: number of shared seeds.
         df: degrees of freedom of the interval.
-        of: what the error was taken from: the spread "pooled" over arms, the "two arms" alone, or the "differences".
+        of: source of the standard error: the spread "pooled" over arms, the "two arms" alone, or the "differences".
         differences: treatment - control by seed.
     """
 
@@ -61,17 +60,17 @@ class Effect:
 
     @property
     def has_interval(self) -> bool:
-        """Whether the seeds were enough for an interval."""
+        """Whether there are enough seeds for an interval."""
         return math.isfinite(self.error)
 
     @property
     def low(self) -> float:
-        """Lower end of the 95 % interval, NaN without one."""
+        """Lower end of the 95 % interval; NaN without one."""
         return self.interval(1 - CONFIDENCE)[0]
 
     @property
     def high(self) -> float:
-        """Upper end of the 95 % interval, NaN without one."""
+        """Upper end of the 95 % interval; NaN without one."""
         return self.interval(1 - CONFIDENCE)[1]
 
     @property
@@ -85,15 +84,15 @@ class Effect:
         return self.value - half, self.value + half
 
     def p_at(self, threshold: float) -> float:
-        """Two-sided p-value of a true effect of ``threshold``; the interval at 1 - p ends there."""
+        """Two-sided p-value of a true effect of ``threshold``; the interval at confidence 1 - p ends there."""
         distance = abs(self.value - threshold)
         if self.error == 0:
             return float(distance == 0)
         return float(2 * special.stdtr(self.df, -distance / self.error))
 
     def beyond(self, alpha: float, power: float = POWER) -> float:
-        """How far beyond a threshold the true effect must lie for the interval at 1 - alpha to clear it with
-        this power; NaN without a spread."""
+        """Distance of the true effect from a threshold at which the interval at confidence 1 - alpha excludes the
+        threshold with this power; NaN without a spread."""
         return (quantile_t(1 - alpha / 2, self.df) + quantile_t(power, self.df)) * self.error
 
 
@@ -103,9 +102,9 @@ def quantile_t(p: float, df: float) -> float:
 
 
 def pooled_spread(outcomes: Mapping[str, Sequence[float]]) -> Spread | None:
-    """The spread of outcomes by arm; arms with fewer than two seeds say nothing and are left out.
+    """The pooled spread of the outcomes by arm, without arms that have fewer than two seeds.
 
-    Returns None when no arm has two.
+    Returns None if no arm has two seeds.
     """
     usable = {arm: np.asarray(values) for arm, values in outcomes.items() if len(values) >= 2}
     if not usable:
@@ -134,18 +133,17 @@ def paired_effect(
     spread: Spread | None,
     share_history: bool = False,
 ) -> Effect | None:
-    """Treatment - control over the seeds that both have; None when they share none.
+    """Treatment - control over the shared seeds; None if there are none.
 
-    The interval is that of two independent means, although the arms share data order and initial weights:
-    taking the pairing into account would leave n - 1 degrees of freedom. Where outcomes of a seed agree between
-    arms the interval is wider than it need be; were they to run against each other it would be too narrow.
+    The interval treats the two means as independent, although the arms share data order and initial weights: a paired
+    interval would have only n - 1 degrees of freedom. If the outcomes of a seed are positively correlated between
+    arms, the interval is too wide; if negatively, too narrow.
 
     Args:
-        treatment: outcome by seed.
-        control: the same.
-        spread: over seeds, pooled.
-        share_history: the two runs of a seed are one run until a fork. What seeds differ in is then the same in both,
-            so that the spread is that of the differences, with n - 1 degrees of freedom.
+        treatment: outcome of the treatment by seed. control: outcome of the control by seed. spread: pooled spread
+        over seeds. share_history: whether the two runs of a seed are identical until a fork. Differences between
+        seeds then affect
+            both, so the interval uses the differences by seed, with n - 1 degrees of freedom.
     """
     seeds = sorted(treatment.keys() & control.keys())
     if not seeds:
@@ -161,7 +159,7 @@ def paired_effect(
         va, vb = float(a.var(ddof=1)) / n, float(b.var(ddof=1)) / n
         df = (va + vb) ** 2 * (n - 1) / (va**2 + vb**2) if va + vb > 0 else 2.0 * (n - 1)
         error = math.sqrt(va + vb)
-    # Rounding must not decide between two that are equal.
+    # Rounding must not choose between two equal errors.
     if spread is not None and not error > (of_pool := spread.sd * math.sqrt(2 / n)) * (1 + 1e-9):
         error, df, of_two = of_pool, float(spread.df), False
     return Effect(value, error, n, df, "two arms" if of_two else "pooled", tuple((a - b).tolist()))
