@@ -1,8 +1,8 @@
-"""Exact tests of few runs: counts of divergence, and signs of paired differences.
+"""Exact tests for few runs: counts of runs, and signs of paired differences.
 
-Counts are compared by their shares. Fisher's test asks whether they are equal at all. How far apart they are is asked
-by inverting the exact unconditional test (Chan and Zhang, Biometrics 55, 1999): its p-value is the largest over all
-pairs of true shares, so the interval holds at any of them. Intervals of one share are Clopper and Pearson's.
+Counts are compared by their shares. Fisher's test tests equal shares. The interval of the difference inverts the
+exact unconditional test (Chan and Zhang, Biometrics 55, 1999): its p-value is the maximum over all pairs of true
+shares, so the interval holds for every pair. The interval of one share is Clopper and Pearson's.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ def fisher(a: int, n: int, b: int, m: int) -> float:
 
 
 def clopper_pearson(count: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Exact interval of a share of which ``count`` of ``n`` were seen."""
+    """Exact interval of a share, from ``count`` of ``n`` runs."""
     low, high = stats.binomtest(count, n).proportion_ci(confidence)
     return float(low), float(high)
 
 
 def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
-    """Two-sided p-value of the exact sign-flip test that paired differences lie symmetrically about 0.
+    """Two-sided p-value of the exact sign-flip test for paired differences that are symmetric about 0.
 
-    The share of all 2^n sign patterns whose sum is at least as far from 0; NaN above `MOST_FLIPPED` differences.
+    The share of all 2^n sign patterns whose sum is at least as far from 0 as the observed sum; NaN above
+    `MOST_FLIPPED` differences.
     """
     values = np.asarray(differences, dtype=float)
     if not 0 < len(values) <= MOST_FLIPPED:
         return math.nan
-    # All sums of the first half against all of the second, sorted: 2^(n/2) numbers instead of 2^n.
+    # Count pairs of sums of the two halves by a sorted search: 2^(n/2) numbers instead of 2^n.
     first, second = _sums(values[: len(values) // 2]), np.sort(_sums(values[len(values) // 2 :]))
     size = abs(values.sum()) - 1e-12 * np.abs(values).sum()
     above = len(second) - np.searchsorted(second, size - first, side="left")
@@ -57,8 +58,8 @@ def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=4096)
 def _p_above(n: int, m: int, delta: float) -> NDArray[np.float64]:
-    """For every outcome [a, b] the largest probability, over true shares that are ``delta`` apart, that the
-    difference of the shares seen is at least that of this outcome."""
+    """For every outcome [a, b] the largest probability, over true shares with the difference ``delta``, that the
+    observed difference of the shares is at least that of this outcome."""
     second = NUISANCE * (1 - abs(delta)) + max(0.0, -delta)
     i, j = np.arange(n + 1), np.arange(m + 1)
     first_PA = _binomial(n, np.clip(second + delta, 0, 1))
@@ -79,9 +80,9 @@ def _binomial(n: int, shares: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Counts:
-    """Difference of two shares: ``a`` of ``n`` runs less ``b`` of ``m``.
+    """Difference of two shares: ``a`` of ``n_treatment`` runs minus ``b`` of ``m``.
 
-    It answers what `mmqk.analysis.stats.effects.Effect` answers: value, interval at a level, p-value at a threshold.
+    It has the interface of `mmqk.analysis.stats.effects.Effect`: value, interval at a level, p-value at a threshold.
     """
 
     a: int
@@ -96,7 +97,7 @@ class Counts:
 
     @property
     def n(self) -> int:
-        """Runs of the smaller arm."""
+        """Number of runs of the smaller arm."""
         return min(self.n_treatment, self.m)
 
     @property
@@ -106,7 +107,7 @@ class Counts:
 
     @property
     def has_interval(self) -> bool:
-        """There always is one; it may be wide."""
+        """Always True; the interval may be wide."""
         return True
 
     @property
@@ -131,8 +132,8 @@ class Counts:
         return float(min(1.0, 2 * min(above, below)))
 
     def detectable(self, threshold: float, alpha: float, power: float) -> float:
-        """The smallest difference above ``threshold`` that clears it with this power, the control's share being
-        what was seen (turned round for a threshold below 0); NaN when none does."""
+        """The smallest true difference above ``threshold`` that is significant with this power, for the observed share of
+        the control (of the treatment for a threshold below 0, with signs reversed); NaN if there is none."""
         if threshold < 0:
             return -Counts(self.b, self.m, self.a, self.n_treatment).detectable(-threshold, alpha, power)
         n, m = self.n_treatment, self.m
@@ -147,7 +148,8 @@ class Counts:
 
 @lru_cache(maxsize=4096)
 def _edge(a: int, n: int, b: int, m: int, tail: float) -> float:
-    """The largest difference that the upper test of more than it rejects at ``tail``; -1 when it rejects none."""
+    """Lower end of the interval: the largest difference that the one-sided test rejects at ``tail``; -1 if it rejects
+    none."""
     low, high = -1.0, 1.0
     for _ in range(24):
         middle = (low + high) / 2
