@@ -1,13 +1,12 @@
-"""Several claims, and several looks at one: the level at which each is judged.
+"""Corrections of the level for several claims, and for several looks at one claim.
 
-Confirmatory claims of a family share 5 % by Holm's rule (Scandinavian Journal of Statistics 6, 1979), exploratory
-ones 10 % of false discoveries by Benjamini and Hochberg's (JRSS B 57, 1995), with intervals at the level that goes
-with it (Benjamini and Yekutieli, JASA 100, 2005) and never below 95 %.
+The confirmatory claims of a family share a level of 5 % by Holm's rule (Scandinavian Journal of Statistics 6, 1979). The
+exploratory claims have a false discovery rate of 10 % by Benjamini and Hochberg's rule (JRSS B 57, 1995), with intervals
+at the corresponding confidence (Benjamini and Yekutieli, JASA 100, 2005), at least 95 %.
 
-Where seeds may be added, every number of seeds from the first to the last that is registered is a look, and all looks
-have one nominal level, chosen so that some look errs with 5 % (Pocock, Biometrika 64, 1977). How much they err
-together is simulated with t-tests of two arms, once: the limits for normal means let 5.6 % through where 3 seeds may
-become 6.
+If seeds may be added, every number of seeds from the first to the last registered one is a look. All looks have the
+same nominal level, chosen for a total error of 5 % (Pocock, Biometrika 64, 1977). The total error is simulated once with
+t-tests of two arms: the limits for normal means give 5.6 % if 3 seeds may become 6.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from scipy import special, stats
 
 FAMILY_LEVEL = 0.05
 DISCOVERY_LEVEL = 0.10
-# Simulated to know what looks cost; below so few of them the cost is bounded and not counted.
+# Simulated pairs of arms; with fewer than FEWEST below a p-value, a bound replaces the simulated share.
 PAIRS, FEWEST = 60_000, 60
 
 
 @dataclass(frozen=True)
 class Adjusted:
-    """How a claim was judged among others.
+    """The corrected level and p-value of a claim.
 
     Attributes:
         method: "Holm" or "Benjamini-Hochberg".
-        claims: how many claims share the level.
-        alpha: two-sided level of the interval that decides this one; looks are paid for in it.
+        claims: number of claims that share the level.
+        alpha: two-sided level of the interval that decides this claim, corrected for looks.
         p: adjusted p-value: the claim is decided when it is at most 0.05 (Holm) or 0.10.
     """
 
@@ -44,9 +43,9 @@ class Adjusted:
 
 
 def holm(p_values: Sequence[float]) -> list[tuple[float, float]]:
-    """(level, adjusted p-value) of each, in their order: it is rejected if p is at most its level.
+    """(level, adjusted p-value) of each p-value, in order; a hypothesis is rejected if p is at most its level.
 
-    The level of what is not reached is that of the step at which the procedure stopped.
+    Hypotheses after the step at which the procedure stops get the level of that step.
     """
     m = len(p_values)
     levels, adjusted, worst, rejecting = [0.0] * m, [1.0] * m, 0.0, True
@@ -61,7 +60,7 @@ def holm(p_values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def benjamini_hochberg(p_values: Sequence[float]) -> list[tuple[float, float]]:
-    """(level, adjusted p-value) of each, in their order; the level is never above 5 %."""
+    """(level, adjusted p-value) of each p-value, in order; the level is at most 5 %."""
     adjusted = stats.false_discovery_control(p_values).tolist() if len(p_values) else []
     discoveries = max(1, sum(p <= DISCOVERY_LEVEL for p in adjusted))
     level = min(FAMILY_LEVEL, DISCOVERY_LEVEL * discoveries / max(1, len(adjusted)))
@@ -70,7 +69,7 @@ def benjamini_hochberg(p_values: Sequence[float]) -> list[tuple[float, float]]:
 
 @lru_cache(maxsize=64)
 def _smallest(first: int, last: int) -> NDArray[np.float64]:
-    """Smallest p-value over all looks of two arms that are alike, of many simulated pairs, sorted."""
+    """Sorted smallest p-values over all looks, for `PAIRS` simulated pairs of equal arms."""
     rng = np.random.default_rng(0)
     arms = rng.standard_normal((2, last, PAIRS))
     smallest = np.ones(PAIRS)
@@ -83,8 +82,8 @@ def _smallest(first: int, last: int) -> NDArray[np.float64]:
 
 
 def p_over_looks(p: float, first: int, last: int) -> float:
-    """The p-value of one look, paid for all looks that were registered: after ``first`` seeds and after each one more
-    up to ``last``. Never below p itself, never above as many independent looks would make it."""
+    """The p-value of one look, corrected for all registered looks: with ``first`` seeds and with each further seed up
+    to ``last``. At least p, and at most the Bonferroni correction."""
     if last <= first:
         return p
     below = int(np.searchsorted(_smallest(first, last), p, side="right"))
@@ -94,7 +93,7 @@ def p_over_looks(p: float, first: int, last: int) -> float:
 
 @lru_cache(maxsize=1024)
 def level_of_look(alpha: float, first: int, last: int) -> float:
-    """The nominal level of each look at which all of them together err with ``alpha``."""
+    """The nominal level of each look for a total error of ``alpha`` over all looks."""
     if last <= first:
         return alpha
     low, high = 0.0, alpha
