@@ -1,7 +1,7 @@
-"""``metrics.jsonl`` as columns: hundreds of files in seconds.
+"""Reads ``metrics.jsonl`` as columns: hundreds of files in seconds.
 
-A run writes few kinds of lines (a step, a probe, a validation), and every line of a kind has the same tags in the
-same order. So the lines of a kind become one matrix, and a series is a column of it.
+A run writes few kinds of lines (step, probe, validation), and all lines of a kind have the same tags in the same
+order. So the lines of a kind become one matrix, and a series is a column of the matrix.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 
 
 class Columns(Mapping[str, Series]):
-    """(steps, values) by tag: steps rise, and of a step that was written twice the later value counts.
+    """(steps, values) by tag: steps rise, and the later value counts for a step that was written twice.
 
     Args:
-        records: lines in the order of the file, each ``{"step": int, tag: number or "nan", "inf", "-inf"}``.
-            What is neither is left out.
-        truncated: some line, as a rule the last of a killed run, could not be read and is missing.
+        records: lines in the order of the file, each ``{"step": int, tag: number or "nan", "inf", "-inf"}``; other
+            values are ignored.
+        truncated: whether a line, usually the last line of a killed run, could not be read.
     """
 
     def __init__(self, records: Sequence[Mapping[str, Any]], truncated: bool = False):
         self.truncated = truncated
         self.steps = {record["step"] for record in records}
-        # By tag: what each kind of line has of it, in the order of the file within a kind.
+        # Parts of each series by tag: one for each kind of line, in the order of the file.
         self._parts: dict[str, list[_Part]] = {}
         self._joined: dict[str, Series] = {}
         kinds: dict[tuple[str, ...], list[int]] = {}
@@ -63,7 +63,7 @@ class Columns(Mapping[str, Series]):
 
     @cached_property
     def last_step(self) -> int:
-        """The last step that any line has, 0 without one."""
+        """The last step of all lines; 0 without lines."""
         return max((int(steps.max()) for parts in self._parts.values() for steps, _, _ in parts), default=0)
 
 
@@ -72,13 +72,13 @@ _Kept = tuple[NDArray[Any] | slice, NDArray[np.float64]]
 
 
 def read_columns(path: str | os.PathLike[str]) -> Columns:
-    """The columns of a metrics file, none without a file; lines that cannot be read are left out."""
+    """The columns of a metrics file, without lines that cannot be read; no columns without a file."""
     try:
         lines = read_regular(path).splitlines()
     except OSError:
         return Columns(())
     try:
-        # One call of the scanner is faster than one a line, and knows every tag by one string.
+        # One call of the JSON scanner is faster than one per line and reuses the strings of the tags.
         records = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
         records = []
@@ -96,14 +96,14 @@ def _record(line: bytes) -> Any:
 
 
 def _columns(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, _Kept]]:
-    """(name, (which lines hold a number, the numbers)) of lines that have the same names."""
+    """(name, (lines with a number, their numbers)) for lines with the same names."""
     rows = [list(record.values()) for record in records]
     try:
         table = np.array(rows, dtype=np.float64).T
     except (ValueError, TypeError, OverflowError):
         table = None
     for place, name in enumerate(names):
-        # numpy makes a NaN of null, too.
+        # numpy also turns null into NaN.
         if table is None or np.isnan(table[place]).any():
             numbers = [_number(row[place]) for row in rows]
             keep = np.array([number is not None for number in numbers])
@@ -120,7 +120,7 @@ def _number(value: Any) -> float | None:
 
 
 def _join(parts: Sequence[_Part]) -> Series:
-    """One series of what several kinds of lines have of it."""
+    """Join the parts of a series from several kinds of lines."""
     steps, lines, values = (np.concatenate(column) for column in zip(*parts, strict=True))
     if (np.diff(steps) > 0).all():
         return steps, values
