@@ -74,7 +74,7 @@ def group(study: Study, claim: Claim, name: str) -> Group:
 
 
 def share_history(treatment: Group, control: Group) -> bool:
-    """Whether the runs of every seed are identical until a fork: forks of one checkpoint, or a fork and its parent."""
+    """Whether the runs of each seed are equal until a fork: forks of one checkpoint, or a fork and its parent."""
     both = [
         (treatment.runs[seed], control.runs[seed]) for seed in treatment.runs.keys() & control.runs.keys()
     ]
