@@ -96,7 +96,7 @@ def test_what_is_missing_is_named(tmp_path, name):
         return found.why
 
     assert why([]) == "there are no runs"
-    assert why([one]) == "one learning rate says nothing about others"
+    assert why([one]) == "there is one learning rate: at least 2 are needed"
     assert "0.03 has not finished" in why([one, ended(tmp_path, 0.03, 3.0, status="interrupted")])
     again = ended(tmp_path / "again", 0.1, 3.0)
     assert "several runs have the learning rate 0.1" in why([one, two, again])
@@ -193,7 +193,7 @@ def test_doses_that_say_nothing_are_named(tmp_path):
     assert "2 values of data.dial.entropy.image" in value(name, dosed(tmp_path / "a", [0, 1], [5, 6])).why
     assert "several runs have the same" in value(name, dosed(tmp_path / "b", [0, 1, 1], [5, 6, 7])).why
     assert "is not a number in 0" in value(name, dosed(tmp_path / "c", ["low", "mid", "high"], [5, 6, 7])).why
-    assert "name the one" in value(name, dosed(tmp_path / "d", [0, 1, 2], [5, 6, 7], seed_of="x")).why
+    assert "name one axis" in value(name, dosed(tmp_path / "d", [0, 1, 2], [5, 6, 7], seed_of="x")).why
     blind = dosed(tmp_path / "e", [0, 1, 2], [5, 6, 7])
     blind[1].status = blind[1].status.__class__("interrupted")
     assert "1 has no value" in value(name, blind).why
@@ -203,11 +203,11 @@ def test_doses_that_say_nothing_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("dose_response(lr_sensitivity)", "is a number of a family"),
+        ("dose_response(lr_sensitivity)", "is a metric of a family"),
         ("dose_response(final_loss)", "needs a modality"),
         ("dose_response(beauty)", "'beauty' of a claim is unknown"),
-        ("dose_response(q_norm, a, b)", "take something in brackets"),
-        ("q_norm(text)", "take something in brackets"),
+        ("dose_response(q_norm, a, b)", "have arguments in brackets"),
+        ("q_norm(text)", "have arguments in brackets"),
     ],
 )
 def test_impossible_names_are_refused(name, said):

@@ -1,4 +1,4 @@
-"""Numbers of a family over learning rates and other axes."""
+"""Metrics of a family over learning rates and other axes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ UNSTABLE_NATS = 0.1
 
 
 def learning_rate(run: Run) -> float:
-    """The peak learning rate of a run, NaN where it is not recorded."""
+    """The peak learning rate of a run; NaN if not recorded."""
     return axis_value(run, LR)
 
 
 def axis_value(run: Run, axis: str) -> float:
-    """A number of the run's point or configuration, NaN where it is none."""
+    """The value of a run on an axis, from its point or configuration; NaN if it is not a number."""
     value = run.point.get(axis, run.setting(axis))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Where a run came from and where it ended, in nats a token.
+    """Initial and final loss of a run, in nats per token.
 
     Attributes:
-        rate: its learning rate.
-        final: the loss at the end, infinite if it diverged.
-        initial: the loss at initialisation.
-        diverged: whether it did.
+        rate: learning rate of the run.
+        final: final loss; infinite if the run diverged.
+        initial: loss at initialization.
+        diverged: whether the run diverged.
     """
 
     rate: float
@@ -49,12 +49,12 @@ class Ended:
 def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended], str]:
     """The runs of a family by rising learning rate, or why they cannot be compared.
 
-    The loss is the held-out one, its excess over the floor where every run has one; without a modality, the mean
-    over the modalities that are trained, by their weights in the loss.
+    The loss is the held-out loss, or its excess if every run has a floor. Without a modality it is the mean over the
+    trained modalities, weighted as in the training loss.
     """
     trained = {(modality,) if modality else trained_modalities(run) for run in runs}
     if len(trained) > 1:
-        return [], "the runs train different modalities: name one"
+        return [], "the runs train different modalities: name one modality"
     names = trained.pop() if trained else ()
     if not names:
         return [], "the runs have no loss by modality"
@@ -77,32 +77,35 @@ def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended],
         )
         first = sum(weight_of(run, m) * initial_loss(run, m, series) for m in names)
         if total <= 0 or math.isnan(final) or math.isnan(first):
-            return [], f"{run.name} has no {series} of {' and '.join(names)} at its end or at initialisation"
+            return [], f"{run.name} has no {series} of {' and '.join(names)} at its end or at initialization"
         found.append(Ended(rate, final / total, first / total, diverged))
     found.sort(key=lambda end: end.rate)
     rates = [end.rate for end in found]
     if len(held_out) > 1:
-        return [], "the last loss is held-out in some runs and of training steps in others"
+        return [], "the final loss is on held-out data in some runs and on training data in others"
     if len(set(rates)) < len(rates):
         twice = next(rate for rate in rates if rates.count(rate) > 1)
-        return [], f"several runs have the learning rate {twice:g}: give those of one point of the other axes"
+        return (
+            [],
+            f"several runs have the learning rate {twice:g}: give the runs of one point of the other axes",
+        )
     if len(rates) < 2:
-        return [], "one learning rate says nothing about others"
+        return [], "there is one learning rate: at least 2 are needed"
     return found, ""
 
 
 def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """Mean over the learning rates of ``min(loss, loss at initialisation) - lowest loss of the grid``.
+    """Mean over the learning rates of ``min(loss, loss at initialization) - lowest loss of the grid``.
 
-    Wortsman et al. (arXiv 2309.14322, section 2.2), every learning rate with the same weight. Infinite where no run
-    ended below its loss at initialisation: the formula gives 0 then, which looks like a perfect arm.
+    Wortsman et al. (arXiv 2309.14322, section 2.2), with equal weight for every learning rate. Infinite if no run
+    ended below its loss at initialization: the formula would give 0, as for a perfect arm.
     """
     found, why = ends(runs, modality)
     if why:
         return Measured(math.nan, why)
     clipped = [min(end.final, end.initial) for end in found]
     if all(end.final >= end.initial for end in found):
-        return Measured(math.inf, "no run ended below its loss at initialisation: ranked worst", 1)
+        return Measured(math.inf, "no run ended below its loss at initialization: ranked worst", 1)
     lowest = min(clipped)
     return Measured(sum(loss - lowest for loss in clipped) / len(clipped))
 
@@ -110,7 +113,7 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
 def first_diverging_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
     """The lowest learning rate at which the run diverged (`divergence_step`).
 
-    Where none did, the learning rate that would come next in the grid, as a bound (`Measured.towards` is 1).
+    If none did, the next learning rate that the grid would have, as a bound (`Measured.towards` is 1).
     """
     found, why = ends(runs, modality)
     return Measured(math.nan, why) if why else _first(found, lambda end: end.diverged)
@@ -119,8 +122,8 @@ def first_diverging_lr(runs: Sequence[Run], modality: str | None = None) -> Meas
 def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
     """The lowest learning rate at which the run diverged or, above the best one, ended 0.1 nat above its loss.
 
-    Small models stall more than they diverge; below the best learning rate, a loss that ended higher was learnt more
-    slowly. Where no learning rate is unstable, as `first_diverging_lr`.
+    Small models stall more often than they diverge. Below the best learning rate, a higher final loss means slower
+    learning. If no learning rate is unstable, the bound of `first_diverging_lr`.
     """
     found, why = ends(runs, modality)
     if why:
@@ -139,23 +142,23 @@ def _first(found: Sequence[Ended], unstable: Callable[[Ended], bool]) -> Measure
     highest, before = found[-1].rate, found[-2].rate
     return Measured(
         highest * highest / before,
-        f"no learning rate up to {highest:g} was unstable: the next one of the grid stands in, as a bound",
+        f"no learning rate up to {highest:g} was unstable: the next one of the grid is the bound",
         1,
     )
 
 
 @dataclass(frozen=True)
 class DoseResponse:
-    """How a metric follows an axis.
+    """The response of a metric to an axis.
 
     Attributes:
         axis: the dotted field.
-        doses: its values, rising.
-        responses: the metric at each, on the metric's scale.
-        slope: of least squares, per unit of the axis; NaN with a response that is not finite.
+        doses: values of the axis, rising.
+        responses: the metric at each dose, on the metric's scale.
+        slope: least-squares slope per unit of the axis; NaN if a response is not finite.
         monotonicity: Kendall's tau-b, from -1 (falls everywhere) to 1 (rises everywhere); a response that is
             not finite ranks worst.
-        why: why one of them is NaN.
+        why: why the slope or monotonicity is NaN; else empty.
     """
 
     axis: str = ""
@@ -170,18 +173,17 @@ FEWEST_DOSES = 3
 
 
 def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: str = "") -> DoseResponse:
-    """The response of a number of a run to an axis of its family, at one seed.
+    """The response of a number of the runs of a family to one axis, at one seed.
 
     Args:
-        runs: at least three, one at each value of the axis.
-        measure: the number on the scale to be fitted: infinite where it ranks worst, NaN where it was not
-            measured.
-        axis: the dotted field; where left out, the one axis of their points.
+        runs: at least three, one per value of the axis.
+        measure: the number on the scale of the fit; infinite if it ranks worst, NaN if it was not measured.
+        axis: the dotted field; by default the only axis of the points.
     """
     varied = sorted({name for run in runs for name in run.point})
     if not axis:
         if len(varied) != 1:
-            return DoseResponse(why=f"the axes are {', '.join(varied) or 'none'}: name the one to follow")
+            return DoseResponse(why=f"the axes are {', '.join(varied) or 'none'}: name one axis")
         axis = varied[0]
     doses = [axis_value(run, axis) for run in runs]
     if any(math.isnan(dose) for dose in doses):
@@ -189,11 +191,11 @@ def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: st
         return DoseResponse(axis, why=f"{axis} is not a number in {missing}")
     if len(set(doses)) < len(doses):
         return DoseResponse(
-            axis, why=f"several runs have the same {axis}: give those of one point of other axes"
+            axis, why=f"several runs have the same {axis}: give the runs of one point of the other axes"
         )
     if len(doses) < FEWEST_DOSES:
         return DoseResponse(
-            axis, why=f"{len(doses)} values of {axis} show no course: {FEWEST_DOSES} are needed"
+            axis, why=f"{len(doses)} values of {axis} are too few for a response: {FEWEST_DOSES} are needed"
         )
     pairs = sorted((dose, measure(run), run.name) for dose, run in zip(doses, runs, strict=True))
     for _, response, name in pairs:
@@ -205,5 +207,5 @@ def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: st
     if np.isfinite(y).all():
         slope = float(stats.linregress(x, y).slope)
     else:
-        why = "a response is not finite: it has a rank and no slope"
+        why = "a response is not finite: there is a monotonicity but no slope"
     return DoseResponse(axis, tuple(x.tolist()), tuple(y.tolist()), slope, tau, why)

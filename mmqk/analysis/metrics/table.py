@@ -1,4 +1,4 @@
-"""Every metric by the name that a claim uses for it."""
+"""All metrics by the name that a claim uses."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 
 @cache
 def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
-    """The metric that a claim names, and the modality it asks for.
+    """The metric and the modality that a claim names.
 
-    ``q_norm/image``; ``alarm_lead_time(growth)/text``, with one kind of warning; ``dose_response(q_norm/image)`` or
-    ``dose_response(q_norm/image, data.dial.entropy.image)``, of a metric of a run, along an axis.
+    ``q_norm/image``; ``alarm_lead_time(growth)/text``, for one kind of warning; ``dose_response(q_norm/image)`` or
+    ``dose_response(q_norm/image, data.dial.entropy.image)``, for a metric of a run along an axis.
 
     Raises:
-        UserError: there is none of that name, or it needs a modality.
+        UserError: no metric has this name, or it needs a modality.
     """
     if match := _CALL.match(name):
         return _called(name, match[1], [part.strip() for part in match[2].split(",")], name[match.end() :])
@@ -177,11 +177,13 @@ def _called(name: str, base: str, given: list[str], rest: str) -> tuple[Metric |
     if base not in DOSE or rest or not 1 <= len(given) <= 2:
         raise UserError(
             f"metric {name!r} of a claim is unknown: only alarm_lead_time(ALARM), dose_response(METRIC, AXIS) and"
-            " dose_monotonicity(METRIC, AXIS) take something in brackets"
+            " dose_monotonicity(METRIC, AXIS) have arguments in brackets"
         )
     inner, modality = find_metric(given[0])
     if isinstance(inner, FamilyMetric):
-        raise UserError(f"metric {name!r} of a claim: {given[0]} is a number of a family, give one of a run")
+        raise UserError(
+            f"metric {name!r} of a claim: {given[0]} is a metric of a family: give a metric of one run"
+        )
     return _dose(base, inner, given[1] if len(given) == 2 else ""), modality
 
 
