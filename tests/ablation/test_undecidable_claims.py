@@ -142,7 +142,8 @@ def test_what_runs_could_support_is_accepted(world, capsys, what):
 )
 def test_seeds_that_leave_a_claim_open_are_announced(world, capsys, seeds, more, said):
     assert world("--dry-run", grid=grid(CLAIM | more, seeds=seeds)) == 0
-    sentence = "claim C stays inconclusive with 2 seeds per arm: plan 3 per arm, or give a reason under unchecked.seeds"
+    plan = "plan 3 per arm, or give a reason under unchecked.seeds"
+    sentence = f"claim C stays inconclusive with 2 seeds per arm: {plan}"
     assert (sentence in capsys.readouterr().out.splitlines()) == said
 
 
