@@ -5,8 +5,8 @@ The exploratory claims have a false discovery rate of 10 % by Benjamini and Hoch
 intervals at the corresponding confidence (Benjamini and Yekutieli, JASA 100, 2005), at least 95 %.
 
 If seeds may be added, every number of seeds from the first to the last registered one is a look. All looks have
-the same nominal level, chosen for a total error of 5 % (Pocock, Biometrika 64, 1977). The total error is simulated once with
-t-tests of two arms: the limits for normal means give 5.6 % if 3 seeds may become 6.
+the same nominal level, chosen for a total error of 5 % (Pocock, Biometrika 64, 1977). The total error is simulated
+once with t-tests of two arms: the limits for normal means give 5.6 % if 3 seeds may become 6.
 """
 
 from __future__ import annotations
