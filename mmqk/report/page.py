@@ -1,6 +1,6 @@
-"""The page: findings and figures as index.html, report.md, figures/ and verdicts.json.
+"""Write a report: index.html, report.md, figures/ and verdicts.json.
 
-Two reports of the same runs are the same bytes: nothing in them depends on when or where they were made.
+Two reports of the same runs are the same bytes: they contain no time and no path of the machine.
 """
 
 from __future__ import annotations
@@ -30,26 +30,24 @@ from mmqk.report.run_table import anchor, run_rows, totals
 from mmqk.report.tables import arm_rows, claim_sections, data_rows, environment, used_marks, verdict_rows
 from mmqk.store import UserError, relative_word, without_roots, write_folder
 
-# The data inspector's page has the same style sheet.
+# mmqk.data.inspection uses the same style sheet.
 __all__ = ["TEMPLATES", "write_report"]
 
 SECTIONS = (
     ("attention", "Attention entropy and norms", ("entropy", "norms")),
     ("output", "Output of the last layer", ("final_norm",)),
     ("by-layer", "Layer by layer", ("layers",)),
-    ("not-decided", "Shown, not decided", ("shown",)),
+    ("not-decided", "Shown without a verdict", ("shown",)),
 )
 CHANGED = "Claims were changed after they were first registered."
-LOST = (
-    "Claims were registered after runs had begun, as there was no earlier registration: they are exploratory."
-)
-# Commands of single runs on the page; each run.json has its own.
+LOST = "Claims were registered after runs had begun, without an earlier registration: they are exploratory."
+# Commands of single runs on the page; each run.json has its command.
 MOST_COMMANDS = 4
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Every figure of a page."""
+    """All figures of a page."""
 
     main: list[Figure]
     claims: dict[str, Figure]
@@ -58,31 +56,31 @@ class Drawn:
 
     @property
     def all(self) -> list[Figure]:
-        """In the page's order."""
+        """All figures in the order of the page."""
         return [*self.main, *self.claims.values(), *self.papers, *([self.forks] if self.forks else [])]
 
 
 def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) -> tuple[Study, list[Verdict]]:
-    """Read the runs of one folder or of several and write their report into ``out``, made if it does not exist.
+    """Read the runs of one or several folders and write their report into ``out``, created if missing.
 
     Raises:
-        UserError: a folder has no runs or a record that cannot be read; ``out`` cannot be written.
+        UserError: a folder has no runs or an unreadable record; ``out`` cannot be written.
     """
-    found = read([folders] if isinstance(folders, str | Path) else folders)
+    findings = read([folders] if isinstance(folders, str | Path) else folders)
     out = Path(out)
     try:
-        write_folder(out, {})  # before anything is drawn: a folder that cannot be written is known at once
-        write_folder(out, _files(found))
+        write_folder(out, {})  # fail before the figures are drawn
+        write_folder(out, _files(findings))
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror or error}): give another --out") from error
-    return found.study, list(found.verdicts)
+    return findings.study, list(findings.verdicts)
 
 
-def _files(found: Findings) -> dict[str, str | bytes]:
-    """The report's files by name."""
-    study = found.study
+def _files(findings: Findings) -> dict[str, str | bytes]:
+    """The files of the report by name."""
+    study = findings.study
     nodes = fork_tree(study)
-    claims = {v.claim.id: claim_figure(study, v) for v in found.verdicts}
+    claims = {v.claim.id: claim_figure(study, v) for v in findings.verdicts}
     drawn = Drawn(
         figures(study),
         {id: figure for id, figure in claims.items() if figure is not None},
@@ -92,7 +90,7 @@ def _files(found: Findings) -> dict[str, str | bytes]:
     brush = Brush.of(study)
     files: dict[str, str | bytes] = {
         "verdicts.json": json.dumps(
-            without_roots([v.as_record() for v in found.verdicts]), indent=1, ensure_ascii=False
+            without_roots([v.as_record() for v in findings.verdicts]), indent=1, ensure_ascii=False
         )
         + "\n"
     }
@@ -100,23 +98,23 @@ def _files(found: Findings) -> dict[str, str | bytes]:
         files[f"figures/{figure.name}.csv"] = figure.csv()
         for kind, data in figure_files(brush, figure).items():
             files[f"figures/{figure.name}.{kind}"] = data
-    content = page_content(found, drawn, nodes)
+    content = page_content(findings, drawn, nodes)
     files["report.md"] = render("report.md", content)
     files["index.html"] = render("index.html", content | {"css": css()})
     return files
 
 
 ABOUT_DATA = (
-    "Nats a token, over the first training sequences of a run. Unigram: entropy of the token frequencies. Compressed:"
-    " what LZMA needs. n-gram: held-out cross-entropy of a small n-gram model. Best loss: the lowest that a run here"
-    " reached. The last three are upper bounds on the entropy rate. Floor: the loss of a model that knows the source,"
-    " where it is synthetic. Repeated: tokens in passages of 8 seen before."
+    "Nats per token, over the first training sequences of a run. Unigram: entropy of the token frequencies."
+    " Compressed: size under LZMA. n-gram: held-out cross-entropy of a small n-gram model. Best loss: the lowest of these runs."
+    " The last three are upper bounds on the entropy rate. Floor: the loss of a model that knows the source, if the"
+    " source is synthetic. Repeated: share of tokens in 8-token passages that occurred before."
 )
 
 
-def page_content(found: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[str, Any]:
-    """Everything that the templates say, as plain data."""
-    study, verdicts = found.study, found.verdicts
+def page_content(findings: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[str, Any]:
+    """The content of the templates, as plain data."""
+    study, verdicts = findings.study, findings.verdicts
     brush = Brush.of(study)
     views = {figure.name: _view(study, brush, figure) for figure in drawn.all}
     colours = arm_colours(study)
@@ -151,14 +149,14 @@ def page_content(found: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[s
         "figures": views,
         "verdicts": claims,
         "registration": " ".join(
-            said
-            for said, holds in ((CHANGED, study.claims_changed), (LOST, study.registration_lost))
+            sentence
+            for sentence, holds in ((CHANGED, study.claims_changed), (LOST, study.registration_lost))
             if holds
         ),
         "marks": used_marks(verdicts),
         "slugs": {v.claim.id: slug(v.claim.id) for v in verdicts},
         "cannot_tell": cannot_tell(study, verdicts),
-        "commands": _commands(found),
+        "commands": _commands(findings),
         "sections": sections,
         "arms": stands,
         "data": data_rows(study),
@@ -167,13 +165,13 @@ def page_content(found: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dict[s
         "modalities": study.modalities,
         "environment": environment(study),
         "forks": _fork_rows(study, nodes, colours),
-        "replays": _replay_rows(found),
+        "replays": _replay_rows(findings),
     }
     return without_roots(content | {"index": _index(content)})
 
 
 def _titles(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
-    """The title in parts, each with a link to where its numbers come from."""
+    """The title in parts, each with a link to the source of its numbers."""
     leading, _ = lead(study, verdicts)
     parts = [{"text": finding(study, v).rstrip("."), "href": f"#claim-{slug(v.claim.id)}"} for v in leading]
     return parts or [{"text": headline(study, verdicts)[0], "href": "#runs"}]
@@ -185,30 +183,30 @@ def _standfirst(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str
 
 
 def _index(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The side index: an entry a heading, claims under the verdicts."""
+    """The side index: one entry per heading, with the claims under the verdicts."""
     claims = [
         {"href": f"#claim-{v['slug']}", "label": v["id"], "css": v["css"], "title": v["verdict"]}
         for v in content["verdicts"]
     ]
     entries: list[tuple[bool, str, str, list[dict[str, Any]]]] = [
         (bool(claims), "verdicts", "Verdicts", claims),
-        (bool(content["cannot_tell"]), "cannot-tell", "What this cannot tell", []),
-        (True, "again", "Make it again", []),
+        (bool(content["cannot_tell"]), "cannot-tell", "What these runs cannot show", []),
+        (True, "reproduce", "Reproduce", []),
         *((True, s["id"], s["title"], []) for s in content["sections"]),
         (bool(content["forks"]), "forks-tree", "Forks", []),
         (bool(content["replays"]), "replays", "Replays", []),
-        (True, "arms", "Where each arm stands", []),
-        (bool(content["data"]), "data", "The data", []),
+        (True, "arms", "Results by arm", []),
+        (bool(content["data"]), "data", "Data", []),
         (True, "runs", "All runs", []),
         (True, "environment", "Environment", []),
     ]
     return [
-        {"href": f"#{id}", "label": label, "items": items} for there, id, label, items in entries if there
+        {"href": f"#{id}", "label": label, "items": items} for present, id, label, items in entries if present
     ]
 
 
 def _view(study: Study, brush: Brush, figure: Figure) -> dict[str, Any]:
-    """A figure as the template wants it."""
+    """A figure as the template needs it."""
     wide = any(isinstance(panel, Panel) and panel.height for panel in figure.panels)
     return {
         "name": figure.name,
@@ -217,7 +215,7 @@ def _view(study: Study, brush: Brush, figure: Figure) -> dict[str, Any]:
         "like": figure.like,
         "wide": wide,
         "columns": 1 if wide else max(2, max(len(row) for row in figure.rows)),
-        "rows": _with_gaps(svg_panels(brush, figure), [len(row) for row in figure.rows]),
+        "rows": _by_row(svg_panels(brush, figure), [len(row) for row in figure.rows]),
         "legend": [
             vars(key) | {"href": f"#arm-{slug(key.arms[0])}" if key.arms else ""} for key in figure.legend
         ],
@@ -229,12 +227,12 @@ def _view(study: Study, brush: Brush, figure: Figure) -> dict[str, Any]:
     }
 
 
-def _with_gaps(svgs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
+def _by_row(svgs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
     """The panels row by row."""
-    at, rows = 0, []
+    start, rows = 0, []
     for length in lengths:
-        rows.append(list(svgs[at : at + length]))
-        at += length
+        rows.append(list(svgs[start : start + length]))
+        start += length
     return rows
 
 
@@ -256,15 +254,16 @@ def _fork_rows(study: Study, nodes: Sequence[Node], colours: dict[str, str]) -> 
     ]
 
 
-def _replay_rows(found: Findings) -> list[dict[str, Any]]:
-    by_name = {run.name: run for run in found.study.runs}
+def _replay_rows(findings: Findings) -> list[dict[str, Any]]:
+    by_name = {run.name: run for run in findings.study.runs}
     shown = []
-    for replay in found.replays:
-        of = by_name.get(replay.of)
+    for replay in findings.replays:
+        original = by_name.get(replay.of)
+        label = f"{findings.study.label(original.arm)}, seed {original.seed}" if original else replay.of
         shown.append(
             {
-                "label": f"{found.study.label(of.arm)}, seed {of.seed}" if of else replay.of,
-                "href": f"#{anchor(of)}" if of else "",
+                "label": label,
+                "href": f"#{anchor(original)}" if original else "",
                 "verdict": replay.label,
                 "sentence": replay.sentence,
                 "rows": [
@@ -292,7 +291,7 @@ def _kicker(study: Study) -> str:
 
 
 def _about_losses(cells: Sequence[str]) -> str:
-    """What the losses of a table are: held-out ones and, where starred, means of the last training steps."""
+    """The note on a table's losses: held out or, with a star, means of the last training steps."""
     measured = [cell for cell in cells if cell != DASH]
     means = [cell for cell in measured if cell.endswith("*")]
     if not means:
@@ -305,23 +304,23 @@ def _about_learning(study: Study) -> str:
     modalities = study.modalities
     measured = any(unigram_entropy(run, m) > 0 for run in study.runs for m in modalities)
     floor = (
-        "what token frequencies and the form of a sequence give on held-out data (the column “no context”)"
+        "its unigram loss: that of a model which knows token frequencies and the form of a sequence, on held-out data"
         if measured
-        else "its value at initialisation"
+        else "its value at initialization"
     )
     return (
-        f"A modality counts as learnt once its loss has been {LEARNT_NATS} nat below {floor}. "
-        "Comparing an arm that has learnt with one that has not says something about learning only."
+        f"A modality counts as learned once its loss has been {LEARNT_NATS} nat below {floor}. "
+        "A comparison of an arm that learned with one that did not is about learning only."
     )
 
 
-def _commands(found: Findings) -> list[str]:
-    """What makes the runs and the page again."""
-    study = found.study
-    # An absolute path holds on one machine alone.
+def _commands(findings: Findings) -> list[str]:
+    """The commands that make the runs and the page."""
+    study = findings.study
+    # An absolute path is valid on one machine only.
     folders = [
         f"runs/{folder.resolve().name}" if folder.is_absolute() else folder.as_posix()
-        for folder in found.folders
+        for folder in findings.folders
     ]
     if len(folders) == 1 and study.registered:
         folders = [f"runs/{study.name}"]
@@ -329,13 +328,15 @@ def _commands(found: Findings) -> list[str]:
     named = study.report.get("commands") or study.report.get("command")
     if named:
         made = [named] if isinstance(named, str) else list(dict.fromkeys(named))
-        return [*map(str, made), f"{report}   # the page alone, from finished runs"]
+        return [*map(str, made), f"{report}   # the page only, from finished runs"]
     commands = [run.details.get("command") for run in study.runs]
     trained = [
-        " ".join(map(relative_word, c)) if isinstance(c, list) else without_roots(str(c)) for c in commands if c
+        " ".join(map(relative_word, c)) if isinstance(c, list) else without_roots(str(c))
+        for c in commands
+        if c
     ]
     trained = list(dict.fromkeys(trained))
     if len(trained) > MOST_COMMANDS:
         rest = len(trained) - MOST_COMMANDS + 1
-        trained = [*trained[: MOST_COMMANDS - 1], f"# and {rest} more: run.json of each run has its command"]
+        trained = [*trained[: MOST_COMMANDS - 1], f"# and {rest} more: each run.json has its command"]
     return [*trained, report]

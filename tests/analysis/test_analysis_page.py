@@ -125,8 +125,8 @@ def test_page_is_in_order(demo):
     page.feed((demo[1] / "index.html").read_text())
     assert page.headings[1:] == [
         "Verdicts",
-        "What this cannot tell",
-        "Make it again",
+        "What these runs cannot show",
+        "Reproduce",
         "C2 reproducedWithout QK-Norm attention logits explode with the learning rate",
         "C10 contradictedImage generation is what destabilises",
         "C13 inconclusiveQK-Norm is essential and not sufficient",
@@ -134,9 +134,9 @@ def test_page_is_in_order(demo):
         "Attention entropy and norms",
         "Output of the last layer",
         "Layer by layer",
-        "Shown, not decided",
-        "Where each arm stands",
-        "The data",
+        "Shown without a verdict",
+        "Results by arm",
+        "Data",
         "All runs",
         "Environment",
     ]
@@ -324,7 +324,7 @@ def test_what_cannot_be_told_is_generated(tmp_path):
     assert items[0] == "Anything about size: these are toy models on icon art."
     assert any("Effects short of a factor of" in item for item in items)
     assert any("3 runs of the grid not started" in item for item in items)
-    assert any("C13: shown, not decided" in item for item in items)
+    assert any("C13: shown without a verdict" in item for item in items)
     assert any("ran at 0.01" in item for item in items)
 
 
