@@ -1,4 +1,4 @@
-"""The page's sentences about its verdicts, made from the numbers so that they are true of them."""
+"""The sentences of the page about its verdicts, made from the numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmqk.analysis.verdicts.verdicts import Verdict, detectable_in_words, middle
 from mmqk.report.figures.captions import of_medians, verb
 from mmqk.store.formatting import plain
 
-# Of a ratio whose interval reaches further than this on the logarithm, two digits are enough.
+# A ratio whose interval is wider than this on a log scale has two digits.
 ROUGH = 0.35
 MARKS = {
     "V": "the source's own text or code was read",
@@ -31,7 +31,7 @@ MARKS = {
 
 
 def lead(study: Study, verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
-    """The verdicts that the title is about, and those of the sentences under it."""
+    """(verdicts in the title, verdicts in the sentences below it)."""
     by_id = {v.claim.id: v for v in verdicts}
     named = study.report.get("headline")
     first = [by_id[i] for i in ([named] if isinstance(named, str) else named or []) if i in by_id]
@@ -43,56 +43,56 @@ def lead(study: Study, verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list
 
 
 def headline(study: Study, verdicts: Sequence[Verdict]) -> tuple[str, list[str]]:
-    """The page's title, and the sentences under it: what each further claim found."""
+    """The title of the page, and a sentence below it for each further claim."""
     leading, rest = lead(study, verdicts)
     title = "; ".join(finding(study, v).rstrip(".") for v in leading)
     return title or _plain_headline(study), [finding(study, v) for v in rest]
 
 
 def finding(study: Study, verdict: Verdict) -> str:
-    """One sentence: what was measured, with interval and n; in the grid's words if it has some."""
+    """One sentence: the measured effect with interval and n; in the grid's words if the claim has a finding."""
     claim, effect = verdict.claim, verdict.effect
     if verdict.verdict == "not run":
         return f"{claim.id} was not run: {capital(claim.statement).rstrip('.')}."
     if not claim.decided:
         values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
-        return f"{_medians(verdict)}: {listed(values)}; shown, not decided."
+        return f"{_medians(verdict)}: {listed(values)}; shown without a verdict."
     if effect is None:
-        return f"{claim.id} stays open: {_lower(verdict.open) or 'nothing was measured'}."
-    said = _measured(study, verdict, effect)
+        return f"{claim.id} is inconclusive: {_lower(verdict.open) or 'nothing was measured'}."
+    sentence = _measured(study, verdict, effect)
     if verdict.bounds:
         runs, count = plural(verdict.bounds, "failed run"), "counts" if verdict.bounds == 1 else "count"
-        said += f"; a bound, as {runs} {count} with the worst value seen"
+        sentence += f"; a bound, because {runs} {count} with the worst value seen"
     decided = verdict.verdict in ("reproduced", "contradicted")
     if decided and claim.unchecked:
-        said += f"; not checked: {listed([CHECKS[name] for name in claim.unchecked])}"
-    return f"Exploratory: {said}." if decided and claim.status == "exploratory" else f"{said}."
+        sentence += f"; not checked: {listed([CHECKS[name] for name in claim.unchecked])}"
+    return f"Exploratory: {sentence}." if decided and claim.status == "exploratory" else f"{sentence}."
 
 
 def _measured(study: Study, verdict: Verdict, effect: Effect | Counts) -> str:
-    """What a decided claim measured, without a full stop."""
-    claim, words = verdict.claim, numbers_here(verdict)
+    """The measured effect of a decided claim, without a full stop."""
+    claim, words = verdict.claim, effect_in_words(verdict)
     template = claim.finding.get(verdict.verdict)
-    # The grid's words have an interval in them.
+    # The grid's words contain an interval.
     if template and effect.has_interval:
         because = f"; {_lower(verdict.open)}" if verdict.open else ""
         return template.format(**words).strip().rstrip(".") + because
     tail = _tail(verdict)
     if claim.test == "count":
-        shares = [f"{a} of {n} runs of “{study.label(arm)}”" for arm, (a, n) in verdict.counts.items()]
-        what = verdict.metric.label.removeprefix("share of runs ")
+        shares = [f"{a} of {n} in “{study.label(arm)}”" for arm, (a, n) in verdict.counts.items()]
+        which = verdict.metric.label.removeprefix("share of runs ")
         interval = f"95 % interval {words['low']} to {words['high']}"
-        return f"{capital(listed(shares))} are ones {what} (difference {words['ratio']}, {interval}){tail}"
+        return f"Runs {which}: {listed(shares)} (difference {words['ratio']}, {interval}){tail}"
     metric = verdict.metric
     verb = "ended" if isinstance(metric, Metric) and not metric.counts_failures else "was"
     low, high, than = words["low"], words["high"], "as"
     amount = f"{words['ratio']} times as high in"
     if metric.scale == "linear":
-        # Size and interval look the way of the effect: "lower by 0.04 (0.03 to 0.05)".
+        # Size and interval have the sign of the effect: "lower by 0.04 (0.03 to 0.05)".
         size, low, high = _linear(effect, math.copysign(1, effect.value), metric.unit, sign="-")
         amount, than = f"{size} {'lower' if effect.value < 0 else 'higher'} in", "than"
     interval = (
-        f"95 % interval {low} to {high}, {words['seeds']} an arm"
+        f"95 % interval {low} to {high}, {words['seeds']} per arm"
         if effect.has_interval
         else f"{words['seeds']}, no interval"
     )
@@ -107,7 +107,7 @@ def _lower(sentence: str) -> str:
 
 
 def _tail(verdict: Verdict) -> str:
-    """What the number means for the claim."""
+    """What the effect means for the claim."""
     threshold, equivalence = _threshold(verdict), verdict.claim.test == "equivalence"
     return {
         "reproduced": f", no difference as large as {threshold}" if equivalence else "",
@@ -122,12 +122,15 @@ def _because(verdict: Verdict) -> str:
     if verdict.open:
         return f": {_lower(verdict.open)}"
     failed = [c.name for c in verdict.controls if not c.passed and not c.name.startswith("positive control")]
-    return f": “{failed[0]}” did not hold" if failed else ""
+    return f": the check “{failed[0]}” failed" if failed else ""
 
 
-def numbers_here(verdict: Verdict) -> dict[str, str]:
-    """An effect in words, to the precision of its interval: ratio or difference, low, high, n, seeds, and the size of
-    a difference: positive where it is as claimed, and of an equivalence always."""
+def effect_in_words(verdict: Verdict) -> dict[str, str]:
+    """The words that a finding may use: ratio, difference, size, low, high, n and seeds.
+
+    Numbers have the precision of the interval. The size of a difference is positive if its sign is the claimed one;
+    for an equivalence it is always positive.
+    """
     effect = verdict.effect
     if effect is None:
         return {}
@@ -153,7 +156,7 @@ def numbers_here(verdict: Verdict) -> dict[str, str]:
 
 
 def _linear(effect: Effect | Counts, way: float, unit: str, sign: str) -> tuple[str, str, str]:
-    """(difference with its unit, low, high with the unit), seen the way of the effect (1) or against it (-1)."""
+    """(difference with unit, low, high with unit), multiplied by ``way``: 1 or -1."""
     ends = sorted((way * effect.low, way * effect.high)) if effect.has_interval else [math.nan, math.nan]
     places = decimals((ends[1] - ends[0]) / 2)
     value, low, high = (
@@ -166,8 +169,8 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-def number_here(study: Study, verdict: Verdict) -> tuple[str, str]:
-    """The verdict table's cell: the effect with its interval, empty without one, and the arms' medians."""
+def effect_and_medians(study: Study, verdict: Verdict) -> tuple[str, str]:
+    """The cell of the verdict table: (effect with interval, or empty; medians by arm)."""
     if verdict.verdict == "not run":
         return "", "Not run."
     values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
@@ -175,36 +178,38 @@ def number_here(study: Study, verdict: Verdict) -> tuple[str, str]:
     effect = verdict.effect
     if effect is None or not verdict.claim.decided:
         return "", medians
-    words = numbers_here(verdict)
+    words = effect_in_words(verdict)
     value = f"×{words['ratio']}" if verdict.metric.scale == "log" else words["ratio"]
     interval = f" ({words['low']} to {words['high']})" if effect.has_interval else " (no interval)"
     return f"{value}{interval}, n = {effect.n}", medians
 
 
 def _medians(verdict: Verdict) -> str:
-    """The metric, and that its numbers by arm are medians, where they are: effects are means."""
+    """The metric, with ", medians" if the numbers by arm are medians of several runs; effects are means."""
     return capital(verdict.metric.label) + (", medians" if _several(verdict) else "")
 
 
 def _several(verdict: Verdict) -> bool:
-    """Whether its numbers by arm are medians of several runs."""
+    """Whether the numbers by arm are medians of several runs."""
     return not verdict.counts and len(verdict.runs) > len(verdict.medians)
 
 
 def about_numbers(verdicts: Sequence[Verdict]) -> str:
-    """What the effects, intervals and numbers by arm of the verdict table are."""
+    """How the effects, intervals and numbers by arm of the verdict table are computed."""
     effects = [v for v in verdicts if v.claim.decided and v.effect is not None]
     means = [v for v in effects if isinstance(v.effect, Effect)]
-    said = []
+    parts = []
     if means:
-        of = ", of ratios on the logarithm" if any(v.metric.scale == "log" for v in means) else ""
-        medians = ", and numbers by arm medians over runs" if any(map(_several, means)) else ""
-        said.append(f"Effects are means over shared seeds{of}{medians}")
+        parts.append("Effects are means over shared seeds")
+        if any(v.metric.scale == "log" for v in means):
+            parts.append("ratios are averaged on a log scale")
+        if any(map(_several, means)):
+            parts.append("numbers by arm are medians over runs")
         if any(v.effect is not None and v.effect.has_interval for v in means):
-            said.append("intervals are Student's t")
+            parts.append("intervals are Student's t")
     if len(means) < len(effects):
-        said.append("differences of shares have Chan and Zhang's exact interval")
-    return f"{capital('; '.join(said))}." if said else ""
+        parts.append("differences of shares have Chan and Zhang's exact interval")
+    return f"{capital('; '.join(parts))}." if parts else ""
 
 
 def _threshold(verdict: Verdict) -> str:
@@ -218,19 +223,19 @@ def _threshold(verdict: Verdict) -> str:
 
 
 def threshold_in_words(verdict: Verdict) -> str:
-    """The smallest effect of interest, e.g. ``a factor of 2``; empty for what is not decided."""
+    """The smallest effect of interest, e.g. ``a factor of 2``; empty for a claim without a verdict."""
     return _threshold(verdict) if verdict.claim.decided else ""
 
 
 def _plain_headline(study: Study) -> str:
-    if replayed := [_of_replays(study, found) for found in replay_verdicts(study.runs)]:
+    if replayed := [_of_replays(study, verdict) for verdict in replay_verdicts(study.runs)]:
         return "; ".join(replayed)
     metric = METRICS["largest_attention_logit"]
     ends = {arm: middle(metric.measure(run, None) for run in study.ended(arm)) for arm in study.arms}
     measured = {arm: value for arm, value in ends.items() if not math.isnan(value)}
     runs = plural(len(study.runs), "run")
     if not measured:
-        return f"{study.title}: {runs}, without a measured attention logit"
+        return f"{study.title}: {runs}; attention logits were not recorded"
     if len(measured) == 1:
         (arm, value), *_ = measured.items()
         ended = verb(study, measured)
@@ -249,15 +254,15 @@ def _plain_headline(study: Study) -> str:
     )
 
 
-def _of_replays(study: Study, found: ReplayVerdict) -> str:
-    who, run = found.of, next((run for run in study.runs if run.name == found.of), None)
+def _of_replays(study: Study, verdict: ReplayVerdict) -> str:
+    name, run = verdict.of, next((run for run in study.runs if run.name == verdict.of), None)
     if run is not None:
-        who = f"{capital(study.label(run.arm))}, seed {run.seed}, diverged at step {run.status.step}"
-    return f"{who}: replays call it {found.label}. {found.sentence.rstrip('.')}"
+        name = f"{capital(study.label(run.arm))}, seed {run.seed}, diverged at step {run.status.step}"
+    return f"{name}: {verdict.label} according to its replays. {verdict.sentence.rstrip('.')}"
 
 
 def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
-    """What these runs cannot say: the grid's own list, and what the runs turned out to lack."""
+    """What these runs cannot show: the list of the grid, then what follows from the runs."""
     written = study.report.get("cannot_tell") or ()
     items = [written] if isinstance(written, str) else [str(item) for item in written]
     for verdict in verdicts:
@@ -272,13 +277,12 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
         if verdict.effect is not None and not equivalence and (size := detectable_in_words(verdict)):
             powers.setdefault(verdict.effect.n, []).append(f"{size} ({verdict.claim.id})")
     items += [
-        f"Effects short of {listed(sizes)}: {plural(n, 'seed')} an arm reproduce such a claim less than four times "
-        "in five."
+        f"Effects short of {listed(sizes)}: with {plural(n, 'seed')} per arm the power for it is below 80 %."
         for n, sizes in powers.items()
     ]
     shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]
     if shown:
-        items.append(f"{listed(shown)}: shown, not decided. One look at a few runs, with no interval.")
+        items.append(f"{listed(shown)}: shown without a verdict, from a few runs and without an interval.")
     items += _about_runs(study)
     return list(dict.fromkeys(items))
 
@@ -287,8 +291,8 @@ def _about_runs(study: Study) -> list[str]:
     items = []
     if not study.claims:
         items.append(
-            "Whether a difference is more than chance. Nothing was claimed before these runs were made, so nothing "
-            "here is decided and no number has an interval."
+            "Whether a difference is more than chance: no claim was registered for these runs, so no claim has a "
+            "verdict and no number has an interval."
         )
     unfinished = [run for run in study.runs if not run.status.finished]
     if study.missing or unfinished:
@@ -300,18 +304,18 @@ def _about_runs(study: Study) -> list[str]:
             for run in unfinished
         ]
         items.append(
-            f"What is not finished: {', '.join(parts)}. Such runs are drawn and count in no verdict."
+            f"Results of unfinished runs: {', '.join(parts)}. Figures show such runs; verdicts do not count them."
         )
     rates = sorted({float(v) for v in _values(study, study.hero, "optim.lr")})
     tuned = any(study.selection(study.arms[arm]) for arm in study.hero)
     if study.registered and len(rates) == 1 and len(study.hero) > 1 and not tuned:
         items.append(
-            f"Other learning rates: the compared arms ran at {rates[0]:g} and were not tuned one by one, so "
-            "an arm may stand better or worse at its own best one."
+            f"Other learning rates: the compared arms ran at {rates[0]:g} and were not tuned separately, so an arm "
+            "may do better or worse at its best learning rate."
         )
     if len({run.code for run in study.runs if run.code}) > 1:
         items.append(
-            "Whether a change of the code between the runs matters: they were made by several versions."
+            "Whether code changes between the runs matter: the runs used several versions of the code."
         )
     return items
 

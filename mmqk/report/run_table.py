@@ -1,4 +1,4 @@
-"""The table of all runs: how each ended, where, at what cost."""
+"""The table of all runs: status, last step and cost of each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mmqk.analysis.verdicts.study import Study
 
 ROLES = {"verdict": 0, "parent": 1, "selection": 2, "replay": 3}
 ROLE_WORDS = {
-    "parent": "made to be forked from",
-    "selection": "chose a learning rate, in no verdict",
+    "parent": "parent of forks",
+    "selection": "selects a learning rate, not in a verdict",
 }
 
 
@@ -24,7 +24,7 @@ def anchor(run: Run) -> str:
 
 
 def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
-    """One row a run, and one for each that has not started; a run that two arms share has one row."""
+    """One row per run, also for runs that have not started; a run that two arms share has one row."""
     arms_of: dict[str, list[str]] = {}
     by_arm: dict[str, list[Run]] = {}
     for run in study.runs:
@@ -40,8 +40,8 @@ def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
     for arm in dict.fromkeys([*study.arms, *by_arm, *missing]):
         order = sorted(by_arm.get(arm, ()), key=lambda run: (ROLES.get(run.role, 9), run.seed, run.name))
         for run in order:
-            said = (_role(run), run.status.reason, *run.notes, _alarms(run))
-            remarks = [capital(text).rstrip(".") + "." for text in said if text]
+            texts = (_role(run), run.status.reason, *run.notes, _alarms(run))
+            remarks = [capital(text).rstrip(".") + "." for text in texts if text]
             others = {study.label(a): None for a in arms_of[run.name]}
             rows.append(
                 {
@@ -85,8 +85,7 @@ def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def tokens(run: Run) -> int:
-    """Tokens that the run has read by itself, without those before its fork: steps times sequences a step times
-    their length; 0 where not recorded."""
+    """Tokens that the run read after its fork: steps × sequences per step × length of a sequence; 0 if unknown."""
     size, length = run.setting("data.batch_size"), run.setting("data.seq_len")
     if not isinstance(size, int) or not isinstance(length, int):
         return 0
@@ -96,22 +95,24 @@ def tokens(run: Run) -> int:
 
 
 def totals(study: Study) -> str:
-    """All runs in a sentence: how they ended and what they cost."""
+    """One sentence on all runs: how many ended with each status, time and tokens."""
     runs = list({run.name: run for run in study.runs}.values())
     by_status = Counter(run.status.status for run in runs)
     parts = [f"{n} {status}" for status, n in sorted(by_status.items(), key=lambda pair: (-pair[1], pair[0]))]
     if study.missing:
         parts.append(f"{len(study.missing)} not started")
-    said = f"{plural(len(runs), 'run')}: {', '.join(parts)}."
+    sentence = f"{plural(len(runs), 'run')}: {', '.join(parts)}."
     seconds = sum(run.status.seconds for run in runs)
     read = sum(tokens(run) for run in runs)
     if seconds:
-        said += f" {capital(duration(seconds))} of training" + (f", {count(read)} tokens." if read else ".")
-    return said
+        sentence += f" {capital(duration(seconds))} of training" + (
+            f", {count(read)} tokens." if read else "."
+        )
+    return sentence
 
 
 def _role(run: Run) -> str:
-    """What a run is for, where it is for no verdict."""
+    """The purpose of a run that is not in a verdict; empty for the others."""
     if run.role != "replay":
         return ROLE_WORDS.get(run.role, "")
     replay = run.replay or {}
@@ -121,13 +122,12 @@ def _role(run: Run) -> str:
 
 
 def _alarms(run: Run) -> str:
-    """How often each alarm of the run rang, and when the first did."""
-    found = run.alarms
-    if not found:
+    """The number of alarms by name, and the step of the first."""
+    if not run.alarms:
         return ""
-    counts = Counter(alarm.name.replace("_", " ") for alarm in found)
-    rang = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
-    return f"alarms: {rang}; the first at step {min(alarm.step for alarm in found):,}"
+    counts = Counter(alarm.name.replace("_", " ") for alarm in run.alarms)
+    by_name = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
+    return f"alarms: {by_name}; the first at step {min(alarm.step for alarm in run.alarms):,}"
 
 
 def _final(loss: FinalLoss) -> str:

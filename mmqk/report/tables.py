@@ -1,4 +1,4 @@
-"""Rows of the page's tables, in words."""
+"""Rows of the tables of the page, as text."""
 
 from __future__ import annotations
 
@@ -19,28 +19,26 @@ from mmqk.analysis.metrics import (
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict, middle
 from mmqk.report.figures.claims import claim_arms, claim_runs, outcome_rows
-from mmqk.report.findings import MARKS, finding, number_here, threshold_in_words
+from mmqk.report.findings import MARKS, effect_and_medians, finding, threshold_in_words
 from mmqk.report.run_table import anchor
 
-# A cell with more links to runs, or arms, than this hides its row: the claim's own section lists them.
+# A cell with more links to runs, or more arms, links to the section of the claim instead.
 MOST_LINKS, MOST_ARMS = 24, 4
 
 
 def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One row a claim."""
+    """One row per claim."""
     rows = []
     for verdict in verdicts:
         claim = verdict.claim
-        effect, medians = number_here(study, verdict)
+        effect, medians = effect_and_medians(study, verdict)
         used = claim_runs(study, verdict)
         runs: list[tuple[str, list[dict[str, Any]]]] = []
         for arm in claim_arms(study, verdict):
             links = [{"seed": run.seed, "anchor": anchor(run)} for run in used if run.arm == arm]
             runs.append((f"{study.label(arm)}, seed", links))
         if len(used) > MOST_LINKS or len(runs) > MOST_ARMS:
-            runs = [
-                (f"{len(used)} runs of {plural(len(runs), 'arm')}, listed with", [section_link(claim.id)])
-            ]
+            runs = [(f"{len(used)} runs of {plural(len(runs), 'arm')}, listed in", [section_link(claim.id)])]
         rows.append(
             {
                 "id": claim.id,
@@ -65,27 +63,27 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
 
 
 def section_link(claim: str) -> dict[str, Any]:
-    """A link to the section of a claim, as those to runs."""
+    """A link to the section of a claim, in the form of a link to a run."""
     return {"seed": claim, "anchor": f"claim-{slug(claim)}"}
 
 
 def claim_sections(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """A section a claim: what was registered, and what each run came to."""
+    """One section per claim: what was registered, and the result of each run."""
     sections = []
     for verdict in verdicts:
         claim = verdict.claim
         seeds, rows = outcome_rows(study, verdict)
         for row in rows:
             for cell in row["cells"]:
-                for found in cell:
-                    run = found.pop("run")
-                    found["anchor"] = anchor(run) if run else ""
+                for result in cell:
+                    run = result.pop("run")
+                    result["anchor"] = anchor(run) if run else ""
         registered = [
             ("Registered as", claim.status),
             ("Metric", claim.metric),
             ("Estimand", getattr(claim, "estimand", "")),
             ("Smallest effect of interest", threshold_in_words(verdict)),
-            ("Against it", claim.falsifier),
+            ("Falsifier", claim.falsifier),
             ("Not checked", listed(claim.not_checked)),
             ("Exclusions", getattr(claim, "exclusions", "")),
         ]
@@ -101,20 +99,20 @@ def claim_sections(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, 
 
 
 def used_marks(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """The marks that the table has, with their meaning."""
+    """The marks in the table, with their meaning."""
     used = {v.claim.mark for v in verdicts}
     return [(mark, meaning) for mark, meaning in MARKS.items() if mark in used]
 
 
 def arm_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
-    """One row an arm and modality: where its loss began, where it ended, and whether that is learning."""
+    """One row per arm and modality: the first and final loss, and whether the runs learned."""
     rows = []
     for arm in study.arms:
         runs = [run for run in study.ended(arm) if run.tags]
         for modality in study.modalities if runs else ():
             ends = [final_loss(run, modality) for run in runs]
             values = [end.value for end in ends if math.isfinite(end.value)]
-            # A watched model has no losses: it cannot be said to have learnt nothing.
+            # A monitored model without recorded losses: whether it learned is unknown.
             losses = any(
                 len(run.series(f"{name}/{modality}")[0]) for run in runs for name in ("loss", "val_loss")
             )
@@ -143,23 +141,23 @@ def arm_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def data_rows(study: Study) -> list[dict[str, Any]]:
-    """One row a modality, and several where arms read different data: how predictable its tokens are."""
+    """How predictable the tokens are: one row per modality, or several if arms read different data."""
     rows: dict[str, dict[str, Any]] = {}
     for modality in study.modalities:
         for arm in study.arms:
             runs = [run for run in study.of_arm(arm) if isinstance(run.data.get(modality), dict)]
             if not runs:
                 continue
-            known = runs[0].data[modality]
+            statistics = runs[0].data[modality]
             row: dict[str, Any] = {
                 "modality": modality,
-                "share": _share(known.get("share")),
-                "used": f"{known.get('used', 0):,} of {known.get('block', 0):,}",
-                "unigram": _entropy(known.get("unigram")),
-                "compressed": _entropy(known.get("compressed")),
-                "model": _entropy(known.get("model")),
-                "floor": _entropy(known.get("floor")),
-                "repeated": _share(known.get("repeated")),
+                "share": _share(statistics.get("share")),
+                "used": f"{statistics.get('used', 0):,} of {statistics.get('block', 0):,}",
+                "unigram": _entropy(statistics.get("unigram")),
+                "compressed": _entropy(statistics.get("compressed")),
+                "model": _entropy(statistics.get("model")),
+                "floor": _entropy(statistics.get("floor")),
+                "repeated": _share(statistics.get("repeated")),
             }
             key = json.dumps(row)
             rows.setdefault(key, row | {"arms": [], "best": math.inf})
@@ -167,8 +165,7 @@ def data_rows(study: Study) -> list[dict[str, Any]]:
             losses = [best_loss(run, modality) for run in runs if is_trained(run, modality)]
             rows[key]["best"] = min([rows[key]["best"], *(loss for loss in losses if math.isfinite(loss))])
     for row in rows.values():
-        everyone = len(row["arms"]) == len(study.arms)
-        row["arms"] = "all" if everyone else listed(row["arms"])
+        row["arms"] = "all" if len(row["arms"]) == len(study.arms) else listed(row["arms"])
         row["best"] = nats(row["best"]) if math.isfinite(row["best"]) else DASH
     return list(rows.values())
 
@@ -182,14 +179,14 @@ def _share(value: Any) -> str:
 
 
 def environment(study: Study) -> list[tuple[str, str]]:
-    """What the runs ran on; where they disagree, every value."""
+    """Versions, machine, precision and code of the runs; every value if the runs differ."""
     rows: list[tuple[str, str]] = []
     rows.append(("Versions", _distinct(study, lambda run: _pairs(run.details.get("versions")))))
     rows.append(("Machine", _distinct(study, lambda run: _pairs(run.details.get("machine")))))
     for name, field in (
         ("Precision", "trainer.precision"),
         ("Attention backend", "backend"),
-        ("Threads a run", "threads"),
+        ("Threads per run", "threads"),
     ):
         rows.append((name, _distinct(study, lambda run, field=field: _text(run.setting(field)))))
     rows.append(("Code", _distinct(study, lambda run: run.code)))

@@ -13,7 +13,7 @@ from mmqk.analysis.formatting import decimals, fixed
 from mmqk.report.figures.captions import LOGIT, at_end, hero_reading
 from mmqk.report.figures.claims import outcome_rows
 from mmqk.report.figures.sweep_figures import lr_sensitivity
-from mmqk.report.findings import cannot_tell, finding, headline, number_here
+from mmqk.report.findings import cannot_tell, effect_and_medians, finding, headline
 from mmqk.report.run_table import tokens, totals
 from mmqk.store import UserError
 
@@ -59,7 +59,7 @@ def test_an_effect_is_rounded_like_its_interval_and_named_by_modality(tmp_path):
     sentence = finding(study, with_effect(found["C2"], 0.0650875, 0.1014508))
     assert "The final loss (text) ended 0.07 nats higher in" in sentence
     assert "95 % interval -0.04 to 0.17 nats" in sentence
-    assert number_here(study, with_effect(found["C2"], 0.0650875, 0.1014508))[0].startswith(
+    assert effect_and_medians(study, with_effect(found["C2"], 0.0650875, 0.1014508))[0].startswith(
         "+0.07 nats (-0.04 to +0.17 nats)"
     )
 
@@ -97,7 +97,7 @@ def test_without_an_interval_the_grids_words_are_not_used(tmp_path):
 def test_runs_that_failed_and_runs_that_lack_are_said_in_the_sentence(tmp_path):
     study, found = of_claim(tmp_path, {"mixed": Planted(60.0, diverges=150)})
     assert found["C2"].bounds == 3
-    assert "a bound, as 3 failed runs count with the worst value seen" in finding(study, found["C2"])
+    assert "a bound, because 3 failed runs count with the worst value seen" in finding(study, found["C2"])
     assert "bound" not in finding(study, of_claim(tmp_path / "fine")[1]["C2"])
     folder = write_demo(tmp_path / "cut")
     shutil.rmtree(next(folder.glob("mixed-0000000000/seed2")))
@@ -120,7 +120,9 @@ def test_what_was_not_measured_is_not_called_shown(tmp_path):
         path.write_text(path.read_text().replace("attn_logit_absmax", "attn_logit_other"))
     study = load_study(folder)
     found = judge(study)
-    assert finding(study, found[0]).startswith("C2 stays open: without a value: mixed, no QK-Norm seed 0,")
+    assert finding(study, found[0]).startswith(
+        "C2 is inconclusive: without a value: mixed, no QK-Norm seed 0,"
+    )
     assert finding(study, found[0]).endswith("and 4 more.")
     assert hero_reading(study, ("mixed", "mixed-qk")).startswith("Attention logits were not measured")
 
@@ -143,7 +145,7 @@ def test_a_run_that_is_going_on_has_not_ended(tmp_path):
     for path in folder.glob("mixed-0000000000/seed*/status.json"):
         path.write_text(path.read_text().replace("completed", "running"))
     reading = hero_reading(load_study(folder), ("mixed",))
-    assert reading.startswith("The largest attention logit stood last at 60.0 (mixed, no QK-Norm)")
+    assert reading.startswith("The largest attention logit was last at 60.0 (mixed, no QK-Norm)")
 
 
 def test_forks_cost_what_they_read_themselves(tmp_path):
@@ -156,9 +158,9 @@ def test_forks_cost_what_they_read_themselves(tmp_path):
 
 def test_without_claims_a_page_says_that_nothing_is_decided(tmp_path):
     study = load_study(write_forks(tmp_path / "forks"))
-    assert any("Nothing was claimed before" in item for item in cannot_tell(study, []))
+    assert any("no claim was registered for these runs" in item for item in cannot_tell(study, []))
     study, found = of_claim(tmp_path)
-    assert not any("Nothing was claimed" in item for item in cannot_tell(study, list(found.values())))
+    assert not any("no claim was registered" in item for item in cannot_tell(study, list(found.values())))
 
 
 def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):

@@ -16,7 +16,7 @@ from mmqk.report.figures.claims import claim_figure
 from mmqk.report.figures.papers import paper_figures
 from mmqk.report.figures.standard import figures
 from mmqk.report.figures.style import arm_colours
-from mmqk.report.findings import about_numbers, cannot_tell, finding, headline, number_here
+from mmqk.report.findings import about_numbers, cannot_tell, effect_and_medians, finding, headline
 from mmqk.report.page import _about_learning, _about_losses
 from mmqk.report.run_table import run_rows
 from mmqk.report.tables import arm_rows
@@ -134,7 +134,7 @@ def sentences(folder):
     said = [part for figure in made if figure is not None for part in (figure.reading, figure.caption)]
     title, rest = headline(study, found)
     said += [title, *rest, *(finding(study, v) for v in found), *cannot_tell(study, found)]
-    said += [part for v in found for part in (*number_here(study, v), *v.notes)]
+    said += [part for v in found for part in (*effect_and_medians(study, v), *v.notes)]
     colours = arm_colours(study)
     said += [about_numbers(found), _about_learning(study)]
     said.append("arms: " + _about_losses([row["final"] for row in arm_rows(study, colours)]))
@@ -160,7 +160,7 @@ def said(tmp_path_factory):
 
 # A sentence, runs of which it is true, and runs of which it is not.
 WHERE = [
-    ("is measured and not trained", "demo", ["dial", "sweep", "alone"]),
+    ("is measured but not trained", "demo", ["dial", "sweep", "alone"]),
     ("they train on unlike tokens", "demo", ["dial", "sweep"]),
     (r"differ between arms by up to 0\.10 nats \(text\)", "demo", ["alone"]),
     ("lie within .* of each other", None, ["demo", "dial", "one seed"]),
@@ -169,8 +169,8 @@ WHERE = [
     (r"attention logit ended (at|between)", "demo", ["going on", "unmeasured"]),
     ("in the arm where it ended highest", "demo", ["going on", "alone"]),
     (r"(entropy|norm|text tokens|all tokens) ended (at|between)", "demo", ["going on"]),
-    ("stood last", "going on", ["demo", "calm"]),
-    ("last losses of what is trained", "going on", ["demo"]),
+    ("was last (at|between)", "going on", ["demo", "calm"]),
+    ("last losses of trained modalities", "going on", ["demo"]),
     ("; none diverged", "calm", ["demo", "going on"]),
     ("; diverged: ", "demo", ["calm", "going on"]),
     ("Logits are those of attention", "demo", ["unmeasured"]),
@@ -179,12 +179,12 @@ WHERE = [
     ("× marks where a run was stopped", "demo", ["calm", "going on"]),
     ("× marks a run that was stopped", "failed", ["calm", "going on"]),
     ("Losses above .* are cut off", "high losses", ["demo"]),
-    ("Thin lines: 3 runs an arm; thick: their median", "demo", ["one seed", "alone"]),
-    ("One run an arm", "one seed", ["sweep"]),
+    ("Thin lines: 3 runs per arm; thick lines: their median", "demo", ["one seed", "alone"]),
+    ("One run per arm", "one seed", ["sweep"]),
     ("median over seeds", "demo", ["one seed"]),
     ("intervals are Student's t", "demo", ["counts", "alone", "one seed"]),
     ("Effects are means over shared seeds", "demo", ["counts", "alone"]),
-    ("of ratios on the logarithm", "demo", ["no course"]),
+    ("ratios are averaged on a log scale", "demo", ["no course"]),
     ("Chan and Zhang", "counts", ["demo", "alone"]),
     ("Numbers above are medians over runs", "demo", ["counts", "one seed"]),
     (r"Runs that diverged: 0 of 3 \(mixed", "counts", ["demo"]),
@@ -192,20 +192,20 @@ WHERE = [
     ("Right: what each run came to", "demo", ["no course"]),
     ("What each run came to", "no course", ["demo"]),
     ("Grey lines join the runs of a seed", "demo", ["alone"]),
-    ("Nothing was claimed before these runs", "alone", ["demo", "sweep"]),
-    ("were not tuned one by one", "demo", ["tuned", "alone", "sweep"]),
+    ("no claim was registered for these runs", "alone", ["demo", "sweep"]),
+    ("were not tuned separately", "demo", ["tuned", "alone", "sweep"]),
     ("Own best learning rates: ", "tuned", ["demo", "sweep"]),
     ("made to choose a learning rate", "tuned", ["sweep"]),
     (r"A run that diverged \(×\) is given", "sweep", ["calm sweep", "tuned"]),
     ("unfinished ones are left out", "sweep going on", ["sweep"]),
-    ("shown, not decided", "demo", ["all decided", "counts"]),
-    ("What is not finished", "going on", ["demo"]),
+    ("shown without a verdict", "demo", ["all decided", "counts"]),
+    ("Results of unfinished runs", "going on", ["demo"]),
     ("Effects short of", "demo", ["alone", "one seed"]),
-    ("they were made by several versions", "two codes", ["demo"]),
+    ("the runs used several versions", "two codes", ["demo"]),
     ("the effect is a bound", "failed", ["demo", "calm"]),
-    ("a bound, as 3 failed runs count", "failed", ["demo"]),
-    ("what token frequencies and the form of a sequence give", "demo", ["no unigrams"]),
-    ("its value at initialisation", "no unigrams", ["demo"]),
+    ("a bound, because 3 failed runs count", "failed", ["demo"]),
+    ("a model which knows token frequencies and the form of a sequence", "demo", ["no unigrams"]),
+    ("its value at initialization", "no unigrams", ["demo"]),
     (
         r"arms: \* marks means of the last 50 training steps; the others are on held-out data",
         "demo",

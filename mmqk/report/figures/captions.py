@@ -1,4 +1,4 @@
-"""What figures say of themselves: values at the end of the runs, and sentences made from them."""
+"""Titles and captions of figures: values at the end of the runs, and sentences made from them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LOGIT = METRICS["largest_attention_logit"].measure
 
 
 def loss_series(modality: str, width: int) -> Callable[[Run], Series]:
-    """A run's training loss, by means over ``width`` steps."""
+    """A function that gives a run's training loss as means over ``width`` steps."""
     return lambda run: binned(run.series(f"loss/{modality}"), width)
 
 
 def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], Series]:
-    """A run's statistic over layers, where it is finite."""
+    """A function that gives a run's statistic, reduced over layers; non-finite values are left out."""
 
     def series(run: Run) -> Series:
         steps, values = run.combined(statistic, reduce, modality)
@@ -36,14 +36,14 @@ def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], 
 
 
 def at_end(study: Study, arm: str, measure: Callable, modality: str | None = None) -> float:
-    """A metric of an arm: the median over its finished runs, over all where none is finished."""
+    """A metric of an arm: the median over its finished runs, or over all its runs if none has finished."""
     return middle(measure(run, modality) for run in study.ended(arm))
 
 
 def listed_ends(
     study: Study, arms: Collection[str], measure: Callable, modality: str | None = None
 ) -> list[str]:
-    """Each arm's value at the end, with its label where the study has several."""
+    """Each arm's value at the end, with the arm's label if the study has several arms."""
     values = [number(at_end(study, arm, measure, modality)) for arm in arms]
     if len(values) == 1 and len(study.arms) == 1:
         return values
@@ -51,12 +51,12 @@ def listed_ends(
 
 
 def verb(study: Study, arms: Collection[str]) -> str:
-    """``ended`` if every arm has finished runs, else ``stood last``."""
-    return "ended" if all(study.finished(arm) for arm in arms) else "stood last"
+    """``ended`` if every arm has finished runs, else ``was last``."""
+    return "ended" if all(study.finished(arm) for arm in arms) else "was last"
 
 
 def of_medians(study: Study, arms: Collection[str], before: str = "; medians over runs") -> str:
-    """``before`` where a number of an arm is the median of several runs, else nothing."""
+    """``before`` if a number of an arm is the median of several runs, else an empty string."""
     return before if any(len(study.ended(arm)) > 1 for arm in arms) else ""
 
 
@@ -69,7 +69,7 @@ def by_logit(study: Study, arms: Sequence[str]) -> list[str]:
 def ends_by_modality(
     study: Study, arms: Sequence[str], measure: Callable, noun: str, form: Callable[[float], str]
 ) -> str:
-    """``between 1 (a) and 2 (b) for text tokens and at 3 for image tokens``; empty if nothing is finite."""
+    """``between 1 (a) and 2 (b) for text tokens; at 3 for image tokens``; empty if no value is finite."""
     parts = []
     for modality in study.modalities:
         ends = {arm: at_end(study, arm, measure, modality) for arm in arms}
@@ -83,7 +83,7 @@ def ends_by_modality(
 
 
 def hero_reading(study: Study, arms: Sequence[str]) -> str:
-    """Where the logits ended, and by how much final losses differ: logits of unlike losses say little."""
+    """The final logits, and how much final losses differ: logits at different losses are hard to compare."""
     arms = by_logit(study, arms)
     if len(arms) > MANY_ARMS:
         measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
@@ -116,25 +116,25 @@ def hero_reading(study: Study, arms: Sequence[str]) -> str:
             compared |= set(losses)
     if gaps:
         what = "final losses" if verb(study, compared) == "ended" else "last losses"
-        reading += f"; {what} of what is trained differ between arms by up to {listed(gaps)}"
+        reading += f"; {what} of trained modalities differ between arms by up to {listed(gaps)}"
     return f"{reading}{of_medians(study, compared)}."
 
 
 def seeds_caption(study: Study, arms: Sequence[str]) -> str:
-    """What thin and thick lines are."""
+    """The meaning of thin and thick lines."""
     counts = {len(study.of_arm(arm)) for arm in arms}
     if counts == {1}:
-        return "One run an arm."
+        return "One run per arm."
     if not counts:
         return ""
     seeds = plural(min(counts), "run") if len(counts) == 1 else f"{min(counts)} to {max(counts)} runs"
-    return f"Thin lines: {seeds} an arm; thick: their median."
+    return f"Thin lines: {seeds} per arm; thick lines: their medians."
 
 
 def untrained(study: Study, arms: Sequence[str]) -> list[str]:
-    """A sentence for each arm and modality that has a loss and is not trained on it."""
+    """A sentence for each arm and modality whose loss is measured but not trained."""
     return [
-        f"In {study.label(arm)} the {modality} loss is measured and not trained."
+        f"In {study.label(arm)} the {modality} loss is measured but not trained."
         for arm in arms
         for modality in study.modalities
         if any(
