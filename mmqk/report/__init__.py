@@ -1,1 +1,1 @@
-"""Numbers to figures and pages. Imports no torch."""
+"""Figures and pages of reports. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Turn run folders into a page: ``python -m mmqk.report runs/demo --out reports/demo``. Needs no torch."""
+"""Write a report on run folders: ``python -m mmqk.report runs/demo --out reports/demo``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from pathlib import Path
 from mmqk.store import OneSentenceParser, run_main
 
 DESCRIPTION = """\
-Read the runs of some folders and write their report: verdicts on the claims that the runs were made for, figures
-by modality, and a table of every run. Works on what mmqk.ablate or mmqk.train wrote, finished or not."""
+Write a report on the runs of some folders: verdicts on their registered claims, figures by modality, and a table
+of all runs. Reads the folders of mmqk.ablate and mmqk.train, finished or not."""
 
 EPILOG = """\
-what is written into --out:
-  index.html      the page, in one file that needs nothing else
+files in --out:
+  index.html      the page, in one file without external resources
   report.md       the same for GitHub
   figures/        each figure as PNG and SVG, and the plotted numbers as CSV
   verdicts.json   claim, verdict, effect, interval, threshold, runs, controls, note
 
 examples:
   python -m mmqk.report runs/demo                    an ablation: verdicts and figures
-  python -m mmqk.report runs/demo/mixed-0123456789   one arm of it: figures only
+  python -m mmqk.report runs/demo/mixed-0123456789   one arm: figures only
   python -m mmqk.report runs/demo runs/lr --out reports/both
-                                                     several: each judged for itself, drawn together"""
+                                                     several: verdicts by ablation, shared figures"""
 
 
 def default_name(folders: Sequence[Path]) -> str:
-    """The name of a report on these folders."""
+    """The default name of a report on these folders."""
     names = list(dict.fromkeys(folder.resolve().name for folder in folders))
     return "-".join(names) if len(names) <= 3 else f"{names[0]}-and-{len(names) - 1}-others"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write a report and say where it is.
+    """Write a report and print its verdicts and path.
 
     Raises:
         UserError: a folder has no runs, or --out cannot be written.
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         "runs",
         type=Path,
         nargs="+",
-        help="folders of ablations, of arms, of runs, or any folder that holds runs",
+        help="folders of ablations, arms or runs, or any folder that contains runs",
     )
     parser.add_argument(
         "--out", type=Path, help="folder for the report (default: reports/<names of the folders>)"
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     study, verdicts = write_report(args.runs, out)
     print(headline(study, verdicts)[0])
     for verdict in verdicts:
-        without = f" (not checked: {', '.join(verdict.claim.unchecked)})" if verdict.claim.unchecked else ""
-        print(f"  {verdict.claim.id}: {verdict.verdict}{without}")
+        unchecked = f" (not checked: {', '.join(verdict.claim.unchecked)})" if verdict.claim.unchecked else ""
+        print(f"  {verdict.claim.id}: {verdict.verdict}{unchecked}")
     print(out / "index.html")
     return 0
 

@@ -1,4 +1,4 @@
-"""Templates, and how text gets into them: escaped, with its numbers linked to the runs they came from."""
+"""Render the templates: text is escaped, and its numbers link to the runs they come from."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from markupsafe import Markup, escape
 from mmqk.analysis.formatting import slug
 
 TEMPLATES = Path(__file__).parent / "templates"
-# A number that stands alone: not the 2 of C2, a part of a word or a version, or the level of an interval.
+# A number by itself: not the 2 of C2, part of a word or a version, or the level of an interval.
 _NUMBER = re.compile(
     r"(?<![\w.#/-])[×+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?(?![\w/]|\.\d|-[a-zA-Z]| % interval)"
 )
 
-# What is a mark anywhere in a line of GitHub's Markdown; the dollar begins mathematics, the ampersand an entity.
+# Markup anywhere in a line of GitHub's Markdown; the dollar begins mathematics, the ampersand an entity.
 _MARK = re.compile(r"[\\`*_\[\]<>|~$&]")
-# What is one at the beginning of a line: heading, list, rule.
+# Markup at the beginning of a line: heading, list, rule.
 _LINE_MARK = re.compile(r"^(\s*\d{0,9})([-+=#](?=[-+=#\s]|$)|(?<=\d)[.)](?=\s|$))")
 _INDENT = re.compile(r"^( *\t\s*|\s{4,})(?=\S)")
 _BREAK = re.compile(r"[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 
 def render(name: str, content: Mapping[str, Any]) -> str:
-    """A template of the package with its content."""
+    """Render a template of this package."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=name.endswith(".html"),
@@ -37,43 +37,43 @@ def render(name: str, content: Mapping[str, Any]) -> str:
     )
     environment.filters |= {"linked": linked, "claims": claims, "slug": slug}
     if name.endswith(".md"):
-        # Whatever a template does not mark is text of a user, as in HTML: no place can be forgotten.
+        # Every expression is escaped unless the template marks it as raw, as in HTML.
         environment.finalize = markdown
         environment.filters |= {"raw": Raw, "code": code, "fenced": fenced}
     return environment.get_template(name).render(content)
 
 
 def css() -> str:
-    """The page's style sheet."""
+    """The style sheet of the page."""
     return (TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
 
 
 class Raw(str):
-    """A text that is Markdown already and is not escaped."""
+    """Text that is already Markdown and is not escaped."""
 
 
 def markdown(text: object) -> str:
-    """Escape a text for Markdown, also inside a table, a link or an image; one line."""
+    """Escape text for Markdown, also inside a table, a link or an image; one line."""
     if isinstance(text, Raw):
         return text
     return _LINE_MARK.sub(r"\1\\\2", _MARK.sub(r"\\\g<0>", _one_line(text)))
 
 
 def code(text: object) -> Raw:
-    """A text as a code span, also inside a table. The fence is long enough for its backticks."""
+    """Text as a code span, also inside a table. The fence is longer than any run of backticks in it."""
     plain = _one_line(text).replace("|", "\\|")
     fence = "`" * (_longest(plain) + 1)
     return Raw(f"{fence} {plain} {fence}" if "`" in plain else f"{fence}{plain}{fence}")
 
 
 def fenced(text: object) -> Raw:
-    """Lines as a block of code."""
+    """Lines as a code block."""
     fence = "`" * max(3, _longest(str(text)) + 1)
     return Raw(f"{fence}\n{text}\n{fence}")
 
 
 def _one_line(text: object) -> str:
-    """Without line breaks, and without the indent that would make it a block of code."""
+    """Text without line breaks and without an indent that would make it a code block."""
     plain = str(text)
     if _BREAK.search(plain):
         plain = " ".join(line.strip() for line in plain.splitlines())
@@ -81,12 +81,12 @@ def _one_line(text: object) -> str:
 
 
 def _longest(text: str) -> int:
-    """Length of the longest run of backticks."""
+    """Length of the longest sequence of backticks."""
     return max(map(len, re.findall("`+", text)), default=0)
 
 
 def linked(text: object, href: str) -> Markup:
-    """Text whose numbers are links."""
+    """Text with its numbers as links."""
     out, last, plain = Markup(), 0, str(text)
     if not href:
         return escape(plain)
@@ -98,7 +98,7 @@ def linked(text: object, href: str) -> Markup:
 
 
 def claims(text: object, ids: Mapping[str, str]) -> Markup:
-    """Text in which the names of claims are links to their sections."""
+    """Text with the names of claims as links to their sections."""
     if not ids:
         return escape(str(text))
     names = "|".join(re.escape(name) for name in sorted(ids, key=len, reverse=True))
