@@ -22,7 +22,7 @@ from mmqk.grid.grid import claims_hash
 from mmqk.report.figures.curves import binned, layer_map
 from mmqk.report.figures.fork_tree import fork_figure, fork_tree
 from mmqk.report.figures.standard import figures, hero
-from mmqk.report.figures.style import arm_colours
+from mmqk.report.figures.style import arm_colors
 from mmqk.report.findings import cannot_tell, finding, headline
 from mmqk.report.page import Drawn, page_content, write_report
 from mmqk.report.render import css, render
@@ -275,7 +275,7 @@ def test_binned_is_the_mean_of_its_steps():
 
 def test_colour_is_arm_on_every_figure(demo):
     study = load_study(demo[0])
-    colours = arm_colours(study)
+    colours = arm_colors(study)
     assert len(set(colours.values())) == len(DEMO)
     figure = hero(study)
     assert {line.arm for panel in figure.panels for line in panel.lines} == set(study.hero)
@@ -533,5 +533,5 @@ def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
     assert "nats (1 run)" not in page and "not trained" not in page
     study = load_study(run)
     # It is not known to have learnt nothing, and its records are not called "Run.json".
-    assert {(row["learnt"], row["trained"]) for row in arm_rows(study, arm_colours(study))} == {("–", "–")}
+    assert {(row["learnt"], row["trained"]) for row in arm_rows(study, arm_colors(study))} == {("–", "–")}
     assert "Its run.json is missing" in page

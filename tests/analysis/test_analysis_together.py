@@ -150,7 +150,7 @@ def test_forks_are_a_tree(tmp_path):
     assert "2 parameters added; the outputs moved by 0.0130" in by_name["late"].remarks
     assert by_name["lost"].changed == "nothing changed" and by_name["0123456789"].run is None
     figure = fork_figure(study, nodes)
-    assert figure.reading == "4 runs began in another one; 1 of them diverged."
+    assert figure.reading == "4 forks; 1 of them diverged."
     ends = [line for line in figure.panels[0].lines if line.role == "median" and line.run == "hot"]
     assert ends[0].steps.tolist() == [70, 90] and ends[0].diverged
 

@@ -15,7 +15,7 @@ from mmqk.analysis.metrics import is_trained, trained_modalities
 from mmqk.report.figures.claims import claim_figure
 from mmqk.report.figures.papers import paper_figures
 from mmqk.report.figures.standard import figures
-from mmqk.report.figures.style import arm_colours
+from mmqk.report.figures.style import arm_colors
 from mmqk.report.findings import about_numbers, cannot_tell, effect_and_medians, finding, headline
 from mmqk.report.page import _about_learning, _about_losses
 from mmqk.report.run_table import run_rows
@@ -135,7 +135,7 @@ def sentences(folder):
     title, rest = headline(study, found)
     said += [title, *rest, *(finding(study, v) for v in found), *cannot_tell(study, found)]
     said += [part for v in found for part in (*effect_and_medians(study, v), *v.notes)]
-    colours = arm_colours(study)
+    colours = arm_colors(study)
     said += [about_numbers(found), _about_learning(study)]
     said.append("arms: " + _about_losses([row["final"] for row in arm_rows(study, colours)]))
     said.append(
@@ -161,19 +161,19 @@ def said(tmp_path_factory):
 # A sentence, runs of which it is true, and runs of which it is not.
 WHERE = [
     ("is measured but not trained", "demo", ["dial", "sweep", "alone"]),
-    ("they train on unlike tokens", "demo", ["dial", "sweep"]),
+    ("which differ between arms: compare", "demo", ["dial", "sweep"]),
     (r"differ between arms by up to 0\.10 nats \(text\)", "demo", ["alone"]),
     ("lie within .* of each other", None, ["demo", "dial", "one seed"]),
     ("medians? over (runs|seeds)", "demo", ["one seed", "alone"]),
     (", medians: ", "demo", ["one seed", "counts"]),
     (r"attention logit ended (at|between)", "demo", ["going on", "unmeasured"]),
-    ("in the arm where it ended highest", "demo", ["going on", "alone"]),
+    ("in the arms with the highest and the lowest final logit", "demo", ["going on", "alone"]),
     (r"(entropy|norm|text tokens|all tokens) ended (at|between)", "demo", ["going on"]),
     ("was last (at|between)", "going on", ["demo", "calm"]),
     ("last losses of trained modalities", "going on", ["demo"]),
     ("; none diverged", "calm", ["demo", "going on"]),
     ("; diverged: ", "demo", ["calm", "going on"]),
-    ("Logits are those of attention", "demo", ["unmeasured"]),
+    ("Attention logits are measured before any cap", "demo", ["unmeasured"]),
     ("Attention logits were not measured", "unmeasured", ["demo", "going on"]),
     ("Dotted: the QK-Norm bound", "demo", ["unbounded"]),
     ("× marks where a run was stopped", "demo", ["calm", "going on"]),
@@ -189,14 +189,14 @@ WHERE = [
     ("Numbers above are medians over runs", "demo", ["counts", "one seed"]),
     (r"Runs that diverged: 0 of 3 \(mixed", "counts", ["demo"]),
     ("Curves are raw", "demo", ["no course"]),
-    ("Right: what each run came to", "demo", ["no course"]),
-    ("What each run came to", "no course", ["demo"]),
-    ("Grey lines join the runs of a seed", "demo", ["alone"]),
+    ("Right: result of each run", "demo", ["no course"]),
+    ("Result of each run", "no course", ["demo"]),
+    ("Gray lines join the runs of a seed", "demo", ["alone"]),
     ("no claim was registered for these runs", "alone", ["demo", "sweep"]),
     ("were not tuned separately", "demo", ["tuned", "alone", "sweep"]),
     ("Own best learning rates: ", "tuned", ["demo", "sweep"]),
-    ("made to choose a learning rate", "tuned", ["sweep"]),
-    (r"A run that diverged \(×\) is given", "sweep", ["calm sweep", "tuned"]),
+    ("only selected a learning rate", "tuned", ["sweep"]),
+    (r"Diverged runs \(×\) are drawn at", "sweep", ["calm sweep", "tuned"]),
     ("unfinished ones are left out", "sweep going on", ["sweep"]),
     ("shown without a verdict", "demo", ["all decided", "counts"]),
     ("Results of unfinished runs", "going on", ["demo"]),
@@ -238,7 +238,7 @@ def test_a_sentence_stands_where_it_is_true_and_nowhere_else(said, pattern, true
 def test_a_caption_of_one_claim_is_not_that_of_another(tmp_path):
     study = load_study(write_demo(tmp_path / "demo"))
     captions = {v.claim.id: claim_figure(study, v).caption for v in judge(study)}
-    assert "Grey lines" in captions["C2"] and "Grey lines" not in captions["C13"]
+    assert "Gray lines" in captions["C2"] and "Gray lines" not in captions["C13"]
     assert "that the verdict counts" in captions["C2"] and "that the claim shows" in captions["C13"]
     assert "medians over runs" in captions["C2"] and "medians" not in captions["C13"]
 

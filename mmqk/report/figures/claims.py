@@ -1,4 +1,4 @@
-"""The section of a claim: raw curves of every run that it rests on, and the number that each gave."""
+"""The figure and table of a claim: raw curves of its runs, and the result of each run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOINED = "#c3c9cf"
 
 
 def claim_arms(study: Study, verdict: Verdict) -> tuple[str, ...]:
-    """The arms that a claim compares, families by their arms; those that have runs in the verdict."""
+    """The arms that a claim compares and that have runs in the verdict; a family is replaced by its arms."""
     named = [arm.name for name in verdict.claim.compared for arm in study.arms_of(name, verdict.claim.at)]
     used = {run.arm for run in study.runs if run.name in set(verdict.runs)}
     return tuple(arm for arm in dict.fromkeys(named) if arm in used)
@@ -36,7 +36,7 @@ def claim_runs(study: Study, verdict: Verdict) -> list[Run]:
 
 
 def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
-    """The curves of a claim's metric, a line a run, and beside them what each run came to."""
+    """The curves of a claim's metric, one line per run, beside the result of each run."""
     arms, runs = claim_arms(study, verdict), claim_runs(study, verdict)
     metric, modality = find_metric(verdict.claim.metric)
     if not runs:
@@ -46,7 +46,7 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
     log = metric.scale == "log"
     names = set(verdict.runs)
     family = isinstance(metric, FamilyMetric)
-    # A number of a family has no course over steps: its runs' losses do.
+    # A family metric has no value by step: draw the losses of its runs.
     series = _losses(modality or "") if isinstance(metric, FamilyMetric) else metric.series
     points = points_a_line(len(runs))
 
@@ -56,7 +56,7 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
         return steps[keep], values[keep]
 
     lines = tuple(line for line in arm_lines(study, arms, "", of_claim, points) if line.seed is not None)
-    curves = "training loss (nats a token)" if family else label
+    curves = "training loss (nats per token)" if family else label
     panels = []
     if any(len(line.steps) > 1 for line in lines):
         panels.append(
@@ -90,43 +90,45 @@ def _losses(modality: str) -> Any:
 
 def _reading(verdict: Verdict, label: str, arms: Sequence[str], study: Study) -> str:
     if verdict.counts:
-        # The curves are of the metric, the numbers of the verdict how many runs count.
+        # The curves show the metric; the verdict counts runs.
         counts = [f"{a} of {n} ({study.label(arm)})" for arm, (a, n) in verdict.counts.items()]
         return f"{capital(verdict.metric.label.replace('share of runs', 'runs'))}: {', '.join(counts)}."
-    found = [f"{number(value)} ({study.label(arm)})" for arm, value in verdict.medians.items()]
-    return f"{capital(label)}: {', '.join(found)}." if found else f"{capital(label)}."
+    medians = [f"{number(value)} ({study.label(arm)})" for arm, value in verdict.medians.items()]
+    return f"{capital(label)}: {', '.join(medians)}." if medians else f"{capital(label)}."
 
 
 def _caption(
     verdict: Verdict, runs: Sequence[Run], points: int, panels: Sequence[Panel], family: bool
 ) -> str:
-    """What the panels hold: the curves if there are any, then what each run came to."""
+    """The content of the panels: the curves if present, then the result of each run."""
     decided = verdict.claim.decided
-    said = [
-        f"Every one of {plural(len(runs), 'run')} that the {'verdict counts' if decided else 'claim shows'}."
+    sentences = [
+        f"All of {plural(len(runs), 'run')} that the {'verdict counts' if decided else 'claim shows'}."
     ]
     curves, ends = (
         [p for p in panels if (p.statistic == verdict.claim.metric) == at_end] for at_end in (False, True)
     )
     if any(len(line.steps) >= points for panel in curves for line in panel.lines):
-        said.append(f"Curves are raw, thinned to {points} points: the lowest and highest of every stretch.")
+        sentences.append(
+            f"Curves are raw, thinned to {points} points: the lowest and highest value of every interval."
+        )
     elif curves:
-        said.append("Curves are raw.")
+        sentences.append("Curves are raw.")
     if family:
-        said.append("A number is of a family's runs at one seed.")
+        sentences.append("One number per family and seed.")
     elif not verdict.counts and len(runs) > len(verdict.medians):
-        said.append("Numbers above are medians over runs.")
+        sentences.append("Numbers above are medians over runs.")
     if ends and not family:
-        said.append(f"{'Right: what' if curves else 'What'} each run came to.")
-    if any(line.colour == JOINED for panel in ends for line in panel.lines):
-        said.append("Grey lines join the runs of a seed.")
+        sentences.append(f"{'Right: result' if curves else 'Result'} of each run.")
+    if any(line.color == JOINED for panel in ends for line in panel.lines):
+        sentences.append("Gray lines join the runs of a seed.")
     if any(run.status.status == "diverged" for run in runs):
-        said.append("× marks a run that was stopped as diverged.")
-    return " ".join(said)
+        sentences.append("× marks a run that was stopped as diverged.")
+    return " ".join(sentences)
 
 
 def _of_arms(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Verdict) -> Panel | None:
-    """A dot a run over its arm; the two arms of a seed joined."""
+    """One dot per run over its arm; the arms of a seed are joined."""
     metric, modality = find_metric(verdict.claim.metric)
     assert not isinstance(metric, FamilyMetric)
     place = {arm: i for i, arm in enumerate(arms)}
@@ -139,17 +141,15 @@ def _of_arms(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Ve
             continue
         by_seed.setdefault(run.seed, []).append((place[run.arm], value))
         marker = "x" if run.status.status == "diverged" else "o"
-        at, seen = np.array([float(place[run.arm])]), np.array([value])
-        lines.append(
-            Line(run.arm, "", run.seed, at, seen, run=run.name, marker=marker, scatter=True, dash="-")
-        )
+        x, y = np.array([float(place[run.arm])]), np.array([value])
+        lines.append(Line(run.arm, "", run.seed, x, y, run=run.name, marker=marker, scatter=True, dash="-"))
     if not lines:
         return None
     if verdict.claim.decided:
-        for seed, found in by_seed.items():
-            if len(found) > 1:
-                at, values = (np.array(column, dtype=float) for column in zip(*sorted(found), strict=True))
-                lines.insert(0, Line("", "", seed, at, values, colour=JOINED, dash="-"))
+        for seed, points in by_seed.items():
+            if len(points) > 1:
+                x, y = (np.array(column, dtype=float) for column in zip(*sorted(points), strict=True))
+                lines.insert(0, Line("", "", seed, x, y, color=JOINED, dash="-"))
     ticks = tuple(_tick(study.label(arm)) for arm in arms)
     if len(arms) > MOST_TICKS:
         ticks = tuple("" for _ in arms)
@@ -163,17 +163,17 @@ def _tick(label: str) -> str:
 
 
 def _of_families(study: Study, verdict: Verdict, runs: Sequence[Run]) -> Panel | None:
-    """A dot a family and seed: the number that the claim compares."""
+    """One dot per family and seed: the number that the claim compares."""
     names = list(dict.fromkeys(run.family for run in runs))
     lines: list[Line] = []
     for i, name in enumerate(names):
-        own = [run for run in runs if run.family == name]
-        for seed in sorted({run.seed for run in own}):
-            value = _of_family(study, verdict, own, seed)
+        members = [run for run in runs if run.family == name]
+        for seed in sorted({run.seed for run in members}):
+            value = _of_family(study, verdict, members, seed)
             if math.isfinite(value):
-                at = np.array([float(i)])
-                arm = own[-1].arm
-                lines.append(Line(arm, "", seed, at, np.array([value]), marker="o", scatter=True, dash="-"))
+                x = np.array([float(i)])
+                arm = members[-1].arm
+                lines.append(Line(arm, "", seed, x, np.array([value]), marker="o", scatter=True, dash="-"))
     if not lines:
         return None
     ticks = tuple(_tick(study.label(name)) for name in names)
@@ -183,7 +183,7 @@ def _of_families(study: Study, verdict: Verdict, runs: Sequence[Run]) -> Panel |
 
 
 def _of_family(study: Study, verdict: Verdict, runs: Sequence[Run], seed: int) -> float:
-    """What the verdict takes for a family at one seed: NaN where one of its planned points is not there."""
+    """The value of a family at one seed in the verdict; NaN if a planned point is missing."""
     metric, modality = find_metric(verdict.claim.metric)
     assert isinstance(metric, FamilyMetric)
     points = [arm.point for arm in study.arms_of(runs[0].family, verdict.claim.at)]
@@ -191,9 +191,9 @@ def _of_family(study: Study, verdict: Verdict, runs: Sequence[Run], seed: int) -
 
 
 def outcome_rows(study: Study, verdict: Verdict) -> tuple[list[int], list[dict[str, Any]]]:
-    """(seeds, a row an arm): what each run of a claim came to, by seed.
+    """(seeds, one row per arm): the result of each run of a claim, by seed.
 
-    Of a number of a family, a row a family with that number, then its arms with their final losses.
+    For a family metric: one row per family with its number, then one row per arm with its final losses.
     """
     metric, modality = find_metric(verdict.claim.metric)
     runs = claim_runs(study, verdict)
@@ -206,9 +206,9 @@ def outcome_rows(study: Study, verdict: Verdict) -> tuple[list[int], list[dict[s
     for arm, by_seed in by_arm.items():
         if isinstance(metric, FamilyMetric) and study.arms[arm].family != family:
             family = study.arms[arm].family
-            own = [run for run in runs if run.family == family]
-            found = [_of_family(study, verdict, own, seed) for seed in seeds]
-            cells = [[{"run": None, "text": number(value), "diverged": False}] for value in found]
+            members = [run for run in runs if run.family == family]
+            values = [_of_family(study, verdict, members, seed) for seed in seeds]
+            cells = [[{"run": None, "text": number(value), "diverged": False}] for value in values]
             rows.append({"label": f"{study.label(family)}: {metric.label}", "arm": arm, "cells": cells})
         rows.append(
             {

@@ -1,4 +1,4 @@
-"""A whole figure in one file, with its title and legend: PNG and SVG."""
+"""Draw a figure into one file, with title and legend: PNG and SVG."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mmqk.report.figures.style import DASHES, RC, STYLES
 from mmqk.report.figures.svg import svg_file
 
 DPI = 130
-# So many colours make a drawing of lines a third of its size, and nobody sees it.
-COLOURS = 192
+# A palette of this size makes a line drawing a third as large, without a visible difference.
+COLORS = 192
 
 
 def figure_files(brush: Brush, figure: Figure) -> dict[str, bytes]:
-    """The figure by kind of file: "png" and "svg"."""
+    """The figure as files: {"png": ..., "svg": ...}."""
     with matplotlib.rc_context(RC):
         canvas = _canvas(brush, figure)
         agg = FigureCanvasAgg(canvas)
         canvas.set_dpi(DPI)
         agg.draw()
         picture = Image.fromarray(np.asarray(agg.buffer_rgba())[..., :3].copy()).quantize(
-            COLOURS, dither=Image.Dither.NONE
+            COLORS, dither=Image.Dither.NONE
         )
         out = io.BytesIO()
         picture.save(out, format="png", dpi=(DPI, DPI))
@@ -80,14 +80,14 @@ def _canvas(brush: Brush, figure: Figure) -> Canvas:
 def _handle(key: Key) -> Line2D:
     style: Any = STYLES[DASHES.index(key.dash)] if key.dash in DASHES else "-"
     if key.marker:
-        face = "white" if key.marker == "D" else key.colour
+        face = "white" if key.marker == "D" else key.color
         return Line2D(
             [],
             [],
-            color=key.colour,
+            color=key.color,
             linestyle="none",
             marker=key.marker,
             markerfacecolor=face,
             label=key.label,
         )
-    return Line2D([], [], color=key.colour, linewidth=0.8 * key.width, linestyle=style, label=key.label)
+    return Line2D([], [], color=key.color, linewidth=0.8 * key.width, linestyle=style, label=key.label)

@@ -1,4 +1,4 @@
-"""Curves of runs: by means where there is a value a step, thinned where there are many, medians over seeds."""
+"""Curves of runs: means of per-step values, thinned series, medians over seeds."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mmqk.analysis.runs.load import EMPTY, Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Line
 
-# Points of a line, and of all lines of a figure together: 300 runs must fit in a page of 5 MB.
+# Points of a line and of all lines of a figure: 300 runs must fit in a page of 5 MB.
 POINTS, ALL_POINTS, FEWEST = 120, 14_000, 16
 COLUMNS = 160
 
 
 def points_a_line(lines: int) -> int:
-    """How many points each of so many lines may have."""
+    """How many points each of ``lines`` lines may have."""
     return min(POINTS, max(FEWEST, ALL_POINTS // max(lines, 1)))
 
 
 def thinned(series: Series, points: int) -> Series:
-    """A series of at most ``points`` points: the lowest and the highest of each stretch, and both ends.
+    """A series of at most ``points`` points: the lowest and the highest of each interval, and both ends.
 
-    So a spike stays, and nothing is averaged.
+    Spikes stay and nothing is averaged.
     """
     steps, values = series
     if len(steps) <= points:
@@ -44,7 +44,7 @@ def thinned(series: Series, points: int) -> Series:
 
 
 def binned(series: Series, width: int) -> Series:
-    """A series by means over ``width`` steps, at the middle of each bin; non-finite values are left out."""
+    """Means of a series over ``width`` steps, at the middle of each bin; non-finite values are left out."""
     steps, values = series
     keep = np.isfinite(values)
     steps, values = steps[keep], values[keep]
@@ -56,35 +56,35 @@ def binned(series: Series, width: int) -> Series:
 
 
 def bin_width(study: Study, points: int = POINTS) -> int:
-    """Steps a point of a per-step curve stands for, one number for the whole study."""
+    """How many steps a point of a per-step curve averages; the same for the whole study."""
     return max(1, math.ceil(max((run.last_step for run in study.runs), default=1) / points))
 
 
 def arm_lines(
     study: Study, arms: Sequence[str], modality: str, series: Callable[[Run], Series], points: int = POINTS
 ) -> tuple[Line, ...]:
-    """A thin line a run and the median of each arm, up to the last step that all its runs reached.
+    """A thin line per run and the median of each arm, up to the last step that all its runs reached.
 
-    Each of at most ``points`` points, the lowest and highest of every stretch.
+    Each line has at most ``points`` points: the lowest and highest of every interval.
     """
     lines: list[Line] = []
     for arm in arms:
-        found = [(run, *series(run)) for run in study.of_arm(arm)]
-        found = [(run, steps, values) for run, steps, values in found if len(steps)]
-        for run, steps, values in found:
+        curves = [(run, *series(run)) for run in study.of_arm(arm)]
+        curves = [(run, steps, values) for run, steps, values in curves if len(steps)]
+        for run, steps, values in curves:
             lines.append(
                 Line(
                     arm,
                     modality,
                     run.seed,
                     *_as_line(steps, values, points),
-                    alone=len(found) == 1,
+                    alone=len(curves) == 1,
                     diverged=run.status.status == "diverged",
                     run=run.name,
                 )
             )
-        if len(found) > 1:
-            steps, values = median_over([(s, v) for _, s, v in found])
+        if len(curves) > 1:
+            steps, values = median_over([(s, v) for _, s, v in curves])
             if len(steps):
                 lines.append(Line(arm, modality, None, *_as_line(steps, values, points), role="median"))
     return tuple(lines)
@@ -96,7 +96,7 @@ def _as_line(steps: NDArray, values: NDArray, points: int) -> tuple[NDArray, NDA
 
 
 def median_over(series: Sequence[Series]) -> Series:
-    """The median of several series over the steps that all of them have."""
+    """The median of several series at their common steps."""
     if not series:
         return EMPTY
     steps = series[0][0]
@@ -109,7 +109,7 @@ def median_over(series: Sequence[Series]) -> Series:
 
 
 def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line, ...]:
-    """The bound of QK-Norm on the logits, √head_dim·g² with the gains of the time, largest over layers."""
+    """The bound of QK-Norm on the logits, √head_dim·g² with the gains g of each step, largest over layers."""
     lines = []
     for arm in arms:
         series = [run.combined("attn_logit_bound", np.max) for run in study.of_arm(arm)]
@@ -120,10 +120,10 @@ def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line,
 
 
 def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[NDArray, NDArray] | None:
-    """(steps, values of shape (L, steps)): a statistic's largest by layer, median over an arm's seeds.
+    """(steps, values of shape (L, steps)): a statistic's largest value by layer, median over an arm's seeds.
 
-    The steps are those at which every seed measured something; the median is over the seeds that have the layer
-    there, NaN where none has. None without such a step.
+    The steps are those at which every seed has a measurement; None if there is no such step. The median is over the
+    seeds that measured the layer at that step, NaN if none did.
     """
     runs: list[dict[int, list[Series]]] = []
     for run in study.of_arm(arm):
@@ -141,8 +141,8 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
             runs.append(by_layer)
     if not runs:
         return None
-    # Steps of one run are joined, as a pair is absent from probes without its tokens; those of unlike runs are not,
-    # or the end of the map would be of the seeds that lived longest.
+    # Union of steps within a run, because a pair is missing from probes without its tokens; intersection between
+    # runs, or the end of the map would show the longest runs only.
     unions = [np.unique(np.concatenate([at for row in run.values() for at, _ in row])) for run in runs]
     steps = functools.reduce(np.intersect1d, unions)
     if not len(steps):
@@ -152,15 +152,15 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
     for table, by_layer in zip(stacked, runs, strict=True):
         for row, layer in zip(table, layers, strict=True):
             for at, values in by_layer.get(layer, []):
-                _, here, there = np.intersect1d(steps, at, return_indices=True)
-                row[here] = np.fmax(row[here], _worst(values[there]))
+                _, to, of = np.intersect1d(steps, at, return_indices=True)
+                row[to] = np.fmax(row[to], _worst(values[of]))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a cell that no seed has
+        warnings.simplefilter("ignore", RuntimeWarning)  # cells without a seed
         return _columns(steps.astype(float), np.nanmedian(stacked, axis=0))
 
 
 def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:
-    """At most `COLUMNS` of them, each the largest of those it stands for, at the last of their steps."""
+    """At most `COLUMNS` columns, each the largest of several, at the last of their steps."""
     if len(steps) <= COLUMNS:
         return steps, values_LS
     parts = np.array_split(np.arange(len(steps)), COLUMNS)
@@ -169,5 +169,5 @@ def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def _worst(values: NDArray) -> NDArray:
-    """With infinity for what is not a number."""
+    """NaN replaced by infinity."""
     return np.where(np.isnan(values), np.inf, values)

@@ -1,4 +1,4 @@
-"""Panels drawn on axes. Colour is arm, line style is modality."""
+"""Draw panels on axes. Color shows the arm, line style the modality."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Figure, HeatMap, Line, Panel
-from mmqk.report.figures.style import GREY, INK, RC, STYLES, arm_colours
+from mmqk.report.figures.style import GRAY, INK, RC, STYLES, arm_colors
 from mmqk.report.figures.svg import svg_element
 from mmqk.store.formatting import plain
 
 PANEL_INCHES = (5.4, 3.5)
 HEAT_INCHES = (5.4, 2.5)
-# Of three or more abreast: words are as large as elsewhere.
+# Three or more panels in a row: text keeps its size.
 THIRD_INCHES = (3.9, 3.1)
 WIDE_INCHES = 9.6
 LABEL_INCHES = 0.48
-# Below this ratio of its ends a logarithmic axis has no ticks worth reading.
+# Below this ratio of its ends an axis is linear: a log axis would have too few ticks.
 WORTH_A_LOG = 5
 NICE = (1, 2, 2.5, 5, 10)
-# From here on thin lines are thinner and paler, or they are a single blot.
+# With more lines than this, thin lines are thinner and paler.
 MANY_LINES = 24
 
 
 @dataclass(frozen=True)
 class Brush:
-    """What every panel of a study needs: colours by arm, line styles by modality."""
+    """Colors by arm and line styles by modality."""
 
-    colours: Mapping[str, str]
+    colors: Mapping[str, str]
     styles: Mapping[str, Any]
 
     @classmethod
     def of(cls, study: Study) -> Brush:
-        """That of a study."""
+        """The brush of a study."""
         styles = {m: STYLES[i % len(STYLES)] for i, m in enumerate(study.modalities)}
-        return cls(arm_colours(study), styles)
+        return cls(arm_colors(study), styles)
 
 
 def svg_panels(brush: Brush, figure: Figure) -> list[str]:
-    """Every panel as an SVG element for a page; with ids of its own."""
+    """Every panel as an SVG element for a page, with unique ids."""
     drawn = []
     heat = heat_range(figure)
     with matplotlib.rc_context(RC):
@@ -73,7 +73,7 @@ def _inches(panel: Panel | HeatMap, abreast: int) -> tuple[float, float]:
 
 
 def _frame(panel: Panel | HeatMap, abreast: int) -> tuple[float, float, float, float]:
-    """Where the axes of a panel of its own lie in it: left, bottom, width, height."""
+    """The position of the axes in a single panel: left, bottom, width, height."""
     if isinstance(panel, HeatMap):
         return (0.135, 0.215, 0.82, 0.655)
     if panel.height:
@@ -90,7 +90,7 @@ def draw(
     y_limits: tuple[float, float] | None,
     heat: tuple[float, float] | None,
 ) -> None:
-    """One panel on its axes."""
+    """Draw one panel on its axes."""
     axes.set_title(panel.title, pad=7)
     if isinstance(panel, HeatMap):
         assert heat is not None
@@ -121,7 +121,7 @@ def draw(
             axes.set_ylim(y_limits[0] - 0.3, y_limits[1] + 0.9)
         return
     axes.set_ylabel(panel.ylabel)
-    # As far from the axis in every panel, whatever its width: labels of a column stand under each other.
+    # The same distance from the axis in every panel, so that labels of a column align.
     assert axes.figure is not None
     inches = axes.get_position().width * cast(Canvas, axes.figure).get_figwidth()
     axes.yaxis.set_label_coords(-LABEL_INCHES / inches, 0.5)
@@ -141,17 +141,17 @@ def _set_y(axes: Axes, panel: Panel, y_limits: tuple[float, float] | None) -> No
         axes.set_ylim(*y_limits)
     if panel.right is not None:
         label, factor = panel.right
-        there, back = (lambda v: np.asarray(v) * factor), (lambda v: np.asarray(v) / factor)
-        second = axes.secondary_yaxis("right", functions=(there, back))
+        forward, inverse = (lambda v: np.asarray(v) * factor), (lambda v: np.asarray(v) / factor)
+        second = axes.secondary_yaxis("right", functions=(forward, inverse))
         second.set_ylabel(label, labelpad=3)
         second.spines["right"].set_visible(False)
         second.yaxis.set_major_formatter(FuncFormatter(_plain))
 
 
 def _set_x(axes: Axes, panel: Panel) -> None:
-    # A fit is drawn at many x that nobody chose.
-    chosen = [line.steps for line in panel.lines if line.role != "fit"]
-    at = np.concatenate(chosen) if chosen else np.ones(1)
+    # Ticks and limits ignore the x of fits.
+    measured = [line.steps for line in panel.lines if line.role != "fit"]
+    at = np.concatenate(measured) if measured else np.ones(1)
     if panel.ticks:
         axes.set_xlim(-0.6, len(panel.ticks) - 0.4)
         axes.xaxis.set_major_locator(FixedLocator(range(len(panel.ticks))))
@@ -162,7 +162,7 @@ def _set_x(axes: Axes, panel: Panel) -> None:
         low, high = float(at.min()), float(at.max())
         pad = max((high / low) ** 0.06, 1.15)
         axes.set_xlim(low / pad, high * pad)
-        # The values themselves, where there are few: a sweep has no others.
+        # Ticks at the values themselves if they are few.
         values = sorted(set(at.tolist()))
         near = math.log(high / low) / 9 if high > low else 0
         kept = [v for i, v in enumerate(values) if i == 0 or math.log(v / values[i - 1]) > near]
@@ -176,37 +176,36 @@ def _set_x(axes: Axes, panel: Panel) -> None:
 
 
 def _draw_line(axes: Axes, line: Line, brush: Brush, many: bool, alpha: float) -> None:
-    colour = line.colour or brush.colours.get(line.arm, INK)
+    color = line.color or brush.colors.get(line.arm, INK)
     if line.role == "bound":
-        axes.plot(line.steps, line.values, color=colour, linewidth=1.4, linestyle=(0, (1, 1.4)))
+        axes.plot(line.steps, line.values, color=color, linewidth=1.4, linestyle=(0, (1, 1.4)))
         return
     if line.role == "fit":
-        axes.plot(line.steps, line.values, color=colour, linewidth=1.3, linestyle=(0, (5, 2)), zorder=2)
+        axes.plot(line.steps, line.values, color=color, linewidth=1.3, linestyle=(0, (5, 2)), zorder=2)
         return
     thick = line.role == "median" or (line.alone and not many)
-    grey = colour == GREY
+    gray = color == GRAY
     style = line.dash if line.dash is not None else brush.styles.get(line.modality, "-")
     axes.plot(
         line.steps,
         line.values,
-        color=colour,
-        # Over-long dashes would swallow a thin line's shape; its style is that of its modality all the same.
+        color=color,
         linestyle="none" if line.scatter else style,
-        linewidth=2.2 if thick else 0.7 if many or grey else 0.9,
+        linewidth=2.2 if thick else 0.7 if many or gray else 0.9,
         alpha=1 if thick or line.scatter else alpha,
-        zorder=4 if thick else 1.9 if grey else 2.5,
+        zorder=4 if thick else 1.9 if gray else 2.5,
         solid_capstyle="round",
         marker=line.marker or None,
         markersize=6 if line.scatter else 5,
         markeredgewidth=1.6 if line.marker == "x" else 1.2,
-        markerfacecolor="white" if line.marker == "D" else colour,
+        markerfacecolor="white" if line.marker == "D" else color,
     )
     if line.diverged:
         axes.plot(
             line.steps[-1:],
             line.values[-1:],
             "x",
-            color=colour,
+            color=color,
             markersize=6 if many else 9,
             markeredgewidth=1.4 if many else 2.2,
             clip_on=False,
@@ -214,7 +213,7 @@ def _draw_line(axes: Axes, line: Line, brush: Brush, many: bool, alpha: float) -
 
 
 def _name_bound(axes: Axes, bounds: Sequence[Line]) -> None:
-    """Say once what the dotted lines are, above the highest."""
+    """Label the dotted lines once, above the highest."""
     if not bounds:
         return
     highest = max(bounds, key=lambda line: line.values[-1])
@@ -234,7 +233,7 @@ def _draw_heat(axes: Axes, panel: HeatMap, heat: tuple[float, float]) -> None:
     step = float(np.diff(panel.steps).mean()) if len(panel.steps) > 1 else 1.0
     layers = len(panel.values)
     image = axes.imshow(
-        np.clip(panel.values, *heat),  # infinite is the worst colour; what was not measured stays blank
+        np.clip(panel.values, *heat),  # infinity has the color of the largest value; NaN stays blank
         origin="lower",
         aspect="auto",
         interpolation="nearest",
@@ -257,7 +256,7 @@ def _draw_heat(axes: Axes, panel: HeatMap, heat: tuple[float, float]) -> None:
 
 
 def limits(row: Sequence[Panel | HeatMap], panel: Panel | HeatMap) -> tuple[float, float] | None:
-    """The y-range of a panel: one for those of a row that share it, so that modalities can be compared by eye."""
+    """The y-range of a panel: panels of a row share it, so that modalities can be compared."""
     if isinstance(panel, HeatMap):
         return None
     panels = [p for p in row if isinstance(p, Panel) and p.shared] if panel.shared else [panel]
@@ -278,7 +277,7 @@ def limits(row: Sequence[Panel | HeatMap], panel: Panel | HeatMap) -> tuple[floa
 
 
 def heat_range(figure: Figure) -> tuple[float, float] | None:
-    """One colour scale for the heat maps of a figure; None without any."""
+    """One color scale for the heat maps of a figure; None if it has no heat maps."""
     maps = [panel.values for panel in figure.panels if isinstance(panel, HeatMap)]
     if not maps:
         return None
@@ -288,14 +287,14 @@ def heat_range(figure: Figure) -> tuple[float, float] | None:
 
 
 def _plain(value: float, _position: int | None = None) -> str:
-    """A value on an axis: 250, 10k, 2e6."""
+    """Format a value on an axis: 250, 10k, 2e6."""
     if abs(value) >= 1e6:
         return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
 
 
 def _short(value: float, _position: int | None = None) -> str:
-    """A learning rate or a number of parameters: 0.003, 1e-4, 2.4M."""
+    """Format a learning rate or a number of parameters: 0.003, 1e-4, 2.4M."""
     if value >= 1e3:
         for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
             if value >= size:
@@ -304,5 +303,5 @@ def _short(value: float, _position: int | None = None) -> str:
 
 
 def _commas(value: float, _position: int | None = None) -> str:
-    """A step on an axis: 1,500."""
+    """Format a step on an axis: 1,500."""
     return f"{value:,.0f}"

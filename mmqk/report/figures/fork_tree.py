@@ -1,5 +1,4 @@
-"""Forks: which run began in which, at what step, with what changed. Replays are not among them: they have a place of
-their own."""
+"""The fork tree: parent, step and changed fields of each fork. Replays are shown in another section."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from mmqk.analysis.formatting import listed, number, plural
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Figure, Line, Panel
-from mmqk.report.figures.style import GREY, legend
+from mmqk.report.figures.style import GRAY, legend
 from mmqk.store import without_roots
 
 MOST_ROWS = 60
@@ -21,16 +20,16 @@ MOST_ROWS = 60
 
 @dataclass(frozen=True)
 class Node:
-    """A run of a tree of forks.
+    """A run in a fork tree.
 
     Attributes:
         run: the run; None for a parent that is not among the runs.
-        name: of the run, or what its forks call it.
-        parent: place of its parent in the list, -1 for a root.
+        name: of the run, or the name that its forks record.
+        parent: index of its parent in the list, -1 for a root.
         depth: 0 for a root.
         step: the step at which it began.
-        changed: what was changed, in words.
-        remarks: what was added or dropped and how near the function stayed, in words.
+        changed: the changed fields, as text.
+        remarks: added and dropped parameters, and by how much the outputs moved, as text.
     """
 
     run: Run | None
@@ -48,14 +47,14 @@ class Node:
 
 
 def fork_tree(study: Study) -> list[Node]:
-    """Every tree that has a fork, each run after its parent, the forks of one in the order of their steps."""
+    """Every tree with a fork: each run after its parent, forks of one run by step."""
     runs = list({run.name: run for run in study.runs if run.role != "replay"}.values())
     by_parent: dict[str, list[Run]] = {}
     for run in runs:
         if run.fork:
             by_parent.setdefault(_parent_name(run, runs), []).append(run)
     by_name = {run.name: run for run in runs}
-    forked = {run.name for found in by_parent.values() for run in found}
+    forked = {run.name for children in by_parent.values() for run in children}
     roots = [run.name for run in runs if run.name in by_parent and run.name not in forked]
     roots += [name for name in by_parent if name not in by_name]
     nodes: list[Node] = []
@@ -80,16 +79,14 @@ def _step(run: Run) -> int:
 
 
 def _parent_name(run: Run, runs: Sequence[Run]) -> str:
-    """The name of a fork's parent among the runs, by folder or by id; otherwise what the fork calls it."""
-    said = (run.fork or {}).get("parent")
-    recorded = run.forked.get("parent")
-    parents = [p for p in (said, recorded) if p]
+    """The name of a fork's parent among the runs, by folder or by id; otherwise the name that the fork records."""
+    parents = [p for p in ((run.fork or {}).get("parent"), run.forked.get("parent")) if p]
     names = [str(p) for p in parents if isinstance(p, str)]
     ids = [str(p["id"]) for p in parents if isinstance(p, Mapping) and p.get("id")] + names
     for other in runs:
         if other is not run and other.name in names:
             return other.name
-    # Folders put together on one page have their names before the run's.
+    # On a page of several folders the name of a run begins with its folder.
     for other in runs:
         if other is not run and any(_ends(other.name, name) or _ends(name, other.name) for name in names):
             return other.name
@@ -104,7 +101,7 @@ def _ends(path: str, end: str) -> bool:
 
 
 def _words(run: Run) -> tuple[str, str]:
-    """What a fork changed, and what else there is to know."""
+    """(changed fields, remarks) of a fork."""
     record = run.forked
     changed = [
         f"{c.get('field')} {_short(c.get('from'))} → {_short(c.get('to'))}"
@@ -123,14 +120,13 @@ def _words(run: Run) -> tuple[str, str]:
     if record.get("dropped"):
         remarks.append(f"{plural(len(record['dropped']), 'parameter')} dropped")
     function = record.get("function")
-    off = function.get("logits_rms_relative") if isinstance(function, Mapping) else None
-    if isinstance(off, int | float):
-        same = (
-            "the outputs stayed as they were"
-            if off == 0
-            else f"the outputs moved by {number(off)} of their RMS"
+    shift = function.get("logits_rms_relative") if isinstance(function, Mapping) else None
+    if isinstance(shift, int | float):
+        remarks.append(
+            "the outputs did not change"
+            if shift == 0
+            else f"the outputs moved by {number(shift)} of their RMS"
         )
-        remarks.append(same)
     optimizer = record.get("optimizer")
     if isinstance(optimizer, str) and optimizer:
         remarks.append(f"optimizer state: {optimizer.rstrip('.')}")
@@ -144,7 +140,7 @@ def _short(value: Any) -> str:
 
 
 def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
-    """The trees over optimizer steps: a line a run, from where it began to where it ended."""
+    """The fork trees over optimizer steps: one line per run, from its first to its last step."""
     if not nodes:
         return None
     drawn = nodes[:MOST_ROWS]
@@ -153,7 +149,7 @@ def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
     for row, node in enumerate(drawn):
         y = float(len(drawn) - row)
         arm, seed, run = (node.run.arm, node.run.seed, node.name) if node.run else ("", None, "")
-        colour = "" if node.run else GREY
+        color = "" if node.run else GRAY
         start = node.step if node.parent >= 0 else 0
         end = node.end if node.run else max(n.step for n in nodes if n.parent == row)
         if node.parent >= 0:
@@ -166,7 +162,7 @@ def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
                     np.array([start, start], dtype=float),
                     above,
                     run=run,
-                    colour=colour,
+                    color=color,
                     dash="-",
                 )
             )
@@ -181,7 +177,7 @@ def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
                 np.array([y, y]),
                 "median",
                 run=run,
-                colour=colour,
+                color=color,
                 dash="-",
                 diverged=diverged,
             )
@@ -195,8 +191,8 @@ def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
     forks = [node for node in nodes if node.parent >= 0]
     arms = tuple(dict.fromkeys(node.run.arm for node in nodes if node.run))
     failed = sum(node.run is not None and node.run.status.status == "diverged" for node in forks)
-    reading = f"{plural(len(forks), 'run')} began in another one; {failed} of them diverged."
-    caption = "A line a run, from the step at which it began to that at which it ended; × where it diverged."
+    reading = f"{plural(len(forks), 'fork')}; {failed} of them diverged."
+    caption = "One line per run, from its first to its last step; × marks a divergence."
     if len(drawn) < len(nodes):
         caption += f" The first {len(drawn)} of {len(nodes)} are drawn; all are listed below."
     return Figure("forks", reading, caption, ((panel,),), arms, legend(study, arms))

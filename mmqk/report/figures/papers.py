@@ -1,7 +1,7 @@
-"""Figures that a reader of the papers looks for, on the same axes, so that they can be held side by side.
+"""Figures of the papers, on the same axes, for comparison.
 
-A grid names them (``report.figures: [{kind: training_loss, arms: [...], like: "Chameleon Fig. 5b"}]``); without that
-each stands on the page where the runs have what it takes.
+A grid names them: ``report.figures: [{kind: training_loss, arms: [...], like: "Chameleon Fig. 5b"}]``. The others are
+drawn if the runs have the numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_ARMS = 8
 
 
 def paper_figures(study: Study) -> list[Figure]:
-    """Those that the grid names, then the others that the runs have the numbers for.
+    """The figures that the grid names, then the others that the runs have the numbers for.
 
     Raises:
         UserError: the grid names a kind that is unknown, or arms that have no runs for it.
@@ -71,7 +71,7 @@ def _named(study: Study, entry: Any) -> Figure:
 
 
 def _with_names(figures: Sequence[Figure]) -> list[Figure]:
-    """With file names of their own, made from what each is like."""
+    """The figures with unique file names, made from the published figures that they are like."""
     named: dict[str, Figure] = {}
     for figure in figures:
         base = re.sub(r"[^a-z0-9]+", "-", (figure.like or figure.name).lower()).strip("-") or figure.name
@@ -104,7 +104,7 @@ def training_loss(study: Study, arms: Sequence[str], like: str) -> Figure | None
         Panel(
             "loss",
             "All tokens",
-            "training loss (nats a token)",
+            "training loss (nats per token)",
             few_lines(study, arms, "", line("loss")),
         )
     ]
@@ -113,20 +113,19 @@ def training_loss(study: Study, arms: Sequence[str], like: str) -> Figure | None
             Panel(
                 f"loss/{m}",
                 f"{capital(m)} tokens",
-                "training loss (nats a token)",
+                "training loss (nats per token)",
                 few_lines(study, _training(study, arms, m), "", line(f"loss/{m}")),
             )
             for m in study.modalities
         ]
     keys = legend(study, arms)
     if len(arms) > 1 and len({study.arms[arm].family for arm in arms}) == 1:
-        # Points of one family are shades of one colour elsewhere; alone they may have a scale of their own.
-        colours = dict(zip(arms, ramp(len(arms)), strict=True))
+        # The points of a single family get a color scale instead of shades of one color.
+        colors = dict(zip(arms, ramp(len(arms)), strict=True))
         panels = [
-            replace(p, lines=tuple(replace(line, colour=colours[line.arm]) for line in p.lines))
-            for p in panels
+            replace(p, lines=tuple(replace(line, color=colors[line.arm]) for line in p.lines)) for p in panels
         ]
-        keys = tuple(Key(study.label(arm), colours[arm], arms=(arm,)) for arm in arms)
+        keys = tuple(Key(study.label(arm), colors[arm], arms=(arm,)) for arm in arms)
     start = max((p.lines[0].values[0] for p in panels if p.lines), default=math.nan)
     panels = [replace(panel, top=1.15 * start) for panel in panels]
     same = [m for m in study.modalities if _training(study, arms, m) == arms]
@@ -141,7 +140,7 @@ def training_loss(study: Study, arms: Sequence[str], like: str) -> Figure | None
         caption.append(f"A point is the mean of {width} steps.")
     if unlike:
         caption.append(
-            "“All tokens” is what each arm trains on, and they train on unlike tokens: compare by modality."
+            "“All tokens” are the trained targets of each arm, which differ between arms: compare by modality."
         )
     if any(run.status.status == "diverged" for run in runs):
         caption.append("× marks where a run was stopped as diverged.")
@@ -162,17 +161,17 @@ def _end(study: Study, arm: str, tag: str) -> str:
 
 
 def _differ(study: Study, fields: Sequence[str], wanted: Callable[[list[Run]], bool]) -> tuple[str, ...]:
-    """Arms whose runs differ in some fields alone; of several groups that with most arms of the first figure."""
+    """Arms whose runs differ in these fields only; of several groups the one with most arms of the first figure."""
     first = set(hero_arms(study))
     best: list[Run] = []
     rank: tuple[float, ...] = (-1,)
     for group in alike((run for run in study.runs if len(run.series("loss")[0])), fields):
         if not wanted(group):
             continue
-        # Of equals the largest model at the highest learning rate: that is where the papers look.
+        # Between equal groups: the largest model at the highest learning rate, as in the papers.
         at = [max((v for run in group if (v := of(run)) > 0), default=0.0) for of in (model_size, rate)]
-        if (own := (len({run.arm for run in group} & first), len(group), *at)) > rank:
-            best, rank = group, own
+        if (score := (len({run.arm for run in group} & first), len(group), *at)) > rank:
+            best, rank = group, score
     arms = {run.arm for run in best}
     return tuple(arm for arm in study.arms if arm in arms)[:MOST_ARMS]
 

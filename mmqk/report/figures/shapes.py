@@ -1,4 +1,4 @@
-"""What a figure is before it is drawn: lines in panels, and the CSV of their numbers."""
+"""Data of a figure before it is drawn: lines in panels, and the CSV of their numbers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Line:
     """A curve of one run (role "seed"), of an arm's median over seeds, of its QK-Norm bound, or of a fit.
 
     Attributes:
-        steps: its x: optimizer steps, unless the panel says otherwise.
-        alone: the only run of its arm, and so drawn like a median.
+        steps: x values: optimizer steps, unless the panel has another ``xlabel``.
+        alone: the only run of its arm, drawn like a median.
         diverged: the run was stopped where the line ends.
         run: name of the run, empty for a line over several.
-        colour: empty for that of the arm.
-        dash: style of the line; None for that of the modality.
-        marker: of every point, empty for none; "o" and "x" join no line when ``scatter``.
-        scatter: points alone.
+        color: empty for the color of the arm.
+        dash: style of the line; None for the style of the modality.
+        marker: of every point, empty for none.
+        scatter: draw the points without a line.
     """
 
     arm: str
@@ -38,7 +38,7 @@ class Line:
     alone: bool = False
     diverged: bool = False
     run: str = ""
-    colour: str = ""
+    color: str = ""
     dash: Any = None
     marker: str = ""
     scatter: bool = False
@@ -46,22 +46,22 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: steps, or whatever ``xlabel`` says, against a statistic.
+    """One pair of axes: a statistic against steps, or against ``xlabel``.
 
     Attributes:
-        statistic: its name in the CSV.
-        title: the modality, as a rule.
+        statistic: name of the statistic in the CSV.
+        title: usually the modality.
         ylabel: with its unit.
-        log: logarithmic values.
-        top: nothing above is drawn; NaN for no such limit.
+        log: log scale for y.
+        top: upper limit of y; NaN for none.
         right: label and factor of a second scale on the right.
         xlabel: with its unit.
         x: name of x in the CSV.
-        xlog: logarithmic x.
+        xlog: log scale for x.
         ticks: labels of x = 0, 1, 2, …, for categories.
-        shared: whether its y-axis is that of its row.
-        notes: words on it: x, y, text, and on which side of x they stand ("left" or "right").
-        height: of a panel as wide as the page and without a y-axis, in inches; 0 for one of the usual size.
+        shared: whether the panels of its row share its y-axis.
+        notes: annotations: x, y, text, and the side of x ("left" or "right").
+        height: height in inches of a panel as wide as the page and without a y-axis; 0 for a panel of normal size.
     """
 
     statistic: str
@@ -95,10 +95,10 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend: words, colour, dash as in an SVG attribute, marker, and the arms it stands for."""
+    """An entry of a legend: text, color, dash as in an SVG attribute, marker, and its arms."""
 
     label: str
-    colour: str
+    color: str
     dash: str = ""
     width: float = 3
     marker: str = ""
@@ -107,16 +107,16 @@ class Key:
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels with a title that says what they show.
+    """Panels with a title and a caption.
 
     Attributes:
         name: of its files.
-        reading: one sentence, from the numbers.
-        caption: how to read it.
+        reading: the title: one sentence with its numbers.
+        caption: how to read the figure.
         rows: the panels; those of a row share their y-axis.
-        arms: whose runs it shows.
-        legend: what its colours and dashes mean; may be empty.
-        like: the published figure beside which it can be held, empty for none.
+        arms: the arms whose runs it shows.
+        legend: the meaning of its colors and dashes; may be empty.
+        like: the published figure to compare it with, empty for none.
     """
 
     name: str
@@ -129,11 +129,11 @@ class Figure:
 
     @property
     def panels(self) -> list[Panel | HeatMap]:
-        """All of them, row by row."""
+        """All panels, row by row."""
         return [panel for row in self.rows for panel in row]
 
     def csv(self) -> str:
-        """The plotted numbers, one a line, with the run that each is of: empty for a median, a bound or a fit."""
+        """The plotted numbers, one per line, with the run: empty for a median, a bound or a fit."""
         names = {panel.x for panel in self.panels if isinstance(panel, Panel)} or {"step"}
         x = names.pop() if len(names) == 1 else "x"
         out = io.StringIO()

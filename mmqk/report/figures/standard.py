@@ -1,4 +1,4 @@
-"""The figures of a page: which numbers, in which panels, and what they show in one sentence."""
+"""The standard figures of a page: their numbers, panels and one-sentence titles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mmqk.report.figures.captions import (
 )
 from mmqk.report.figures.curves import arm_lines, bin_width, bound_lines, layer_map, points_a_line
 from mmqk.report.figures.shapes import Figure, HeatMap, Line, Panel
-from mmqk.report.figures.style import GREY, arm_colours, families, legend
+from mmqk.report.figures.style import GRAY, arm_colors, families, legend
 
 NORMS = {
     "q_norm": "‖q‖",
@@ -37,21 +37,21 @@ NORMS = {
     "v_norm": "‖v‖",
     "resid_norm": "‖residual‖",
 }
-# Losses above this many times the initial one say "high" and nothing more; drawing them flattens the rest.
+# Losses above this multiple of the initial loss are cut off: they would flatten the other curves.
 LOSS_TOP = 1.15
 FEW_ARMS = 8
-# More thin lines than this in a panel of the later figures would hide their medians.
+# With more runs than this the later figures show medians only.
 FEW_RUNS = 40
 
 
 def figures(study: Study) -> list[Figure]:
-    """Every figure that the study's runs have numbers for, in the page's order."""
+    """Every figure that the runs have numbers for, in the order of the page."""
     made = [hero(study), entropy(study), norms(study), final_norm(study), heat_map(study), shown(study)]
     return [figure for figure in made if figure is not None]
 
 
 def hero_arms(study: Study) -> tuple[str, ...]:
-    """Arms of the first figure: as the grid or its claims say, or every one of runs without a grid."""
+    """Arms of the first figure: those of the grid or its claims; without a grid all arms."""
     if study.registered and study.hero:
         return study.hero
     have = {run.arm for run in study.runs if run.tags}
@@ -59,8 +59,10 @@ def hero_arms(study: Study) -> tuple[str, ...]:
 
 
 def leading_arms(study: Study) -> tuple[str, ...]:
-    """Those of `hero_arms` that later figures show: all, or where they are many those with a colour of their own,
-    or the two ends of each family's axis."""
+    """The arms of the later figures.
+
+    All `hero_arms` if they are few; otherwise the two ends of each family's axis, or the arms that have a color.
+    """
     arms = hero_arms(study)
     if len(arms) <= FEW_ARMS:
         return arms
@@ -72,8 +74,8 @@ def leading_arms(study: Study) -> tuple[str, ...]:
     ]
     if len(ends) < len(arms) and len(ends) <= FEW_ARMS:
         return tuple(ends)
-    colours = arm_colours(study)
-    return tuple(arm for arm in arms if colours.get(arm, GREY) != GREY)[:FEW_ARMS]
+    colors = arm_colors(study)
+    return tuple(arm for arm in arms if colors.get(arm, GRAY) != GRAY)[:FEW_ARMS]
 
 
 def hero(study: Study) -> Figure | None:
@@ -83,7 +85,7 @@ def hero(study: Study) -> Figure | None:
 
 
 def shown(study: Study) -> Figure | None:
-    """The same for the arms that are shown and decide nothing."""
+    """The same for the arms that are shown without a verdict."""
     arms = study.shown
     if not arms:
         return None
@@ -108,7 +110,7 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
     losses, logits = [], []
     for modality in study.modalities:
         lines = arm_lines(study, arms, modality, loss_series(modality, width), points)
-        losses.append(Panel(f"loss/{modality}", capital(modality), "training loss (nats a token)", lines))
+        losses.append(Panel(f"loss/{modality}", capital(modality), "training loss (nats per token)", lines))
         logit = arm_lines(study, arms, modality, reduced("attn_logit_absmax", np.max, modality), points)
         bound = bound_lines(study, arms, modality) if len(arms) <= FEW_ARMS else ()
         title = f"{capital(modality)} queries"
@@ -130,33 +132,33 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
     rows = tuple(tuple(row) for row in (losses, logits) if any(panel.lines for panel in row))
     if not rows:
         return None
-    caption = [seeds_caption(study, arms) if len(arms) <= FEW_ARMS else "A line a run."]
+    caption = [seeds_caption(study, arms) if len(arms) <= FEW_ARMS else "One line per run."]
     if width > 1:
         caption.append(f"A point of the loss is the mean of {width} steps.")
     if any(line.role != "bound" for panel in logits for line in panel.lines):
         caption.append(
-            "Logits are those of attention, before any cap, largest over layers, heads, keys and the probe's "
-            "sequences."
+            "Attention logits are measured before any cap: the largest over layers, heads, keys and the sequences of "
+            "the probe."
         )
     if cut:
         caption.append(f"Losses above {nats(top)} nats are cut off.")
     if any(line.role == "bound" for panel in logits for line in panel.lines):
         caption.append(
-            "Dotted: the QK-Norm bound, which the present gains allow at most. Staying under it is by construction; "
-            "the evidence is elsewhere."
+            "Dotted: the QK-Norm bound, the largest logit that the gains of that step allow. Logits below it are no "
+            "evidence, because they cannot exceed it."
         )
     caption += untrained(study, arms)
     if any(line.diverged for panel in (*losses, *logits) for line in panel.lines):
         caption.append("× marks where a run was stopped as diverged.")
     if any(len(at) > points for at in _probes(study, arms)):
         caption.append(
-            f"Each logit line is thinned to {points} points: the highest and lowest of every stretch."
+            f"Each logit line is thinned to {points} points: the highest and lowest value of every interval."
         )
     return Figure(name, reading, " ".join(caption), rows, tuple(arms), legend(study, arms, study.modalities))
 
 
 def _runs_alone(panel: Panel) -> Panel:
-    """Without medians: of many arms they hide the runs."""
+    """The panel without medians, which hide the runs if the arms are many."""
     return replace(panel, lines=tuple(replace(li, alone=False) for li in panel.lines if li.role == "seed"))
 
 
@@ -168,14 +170,14 @@ def _probes(study: Study, arms: Sequence[str]) -> list[np.ndarray]:
 def few_lines(
     study: Study, arms: Sequence[str], modality: str, series: Callable[[Run], Series]
 ) -> tuple[Line, ...]:
-    """`arm_lines`, the medians alone where the runs are many."""
+    """`arm_lines`, with medians only if the runs are many."""
     runs = sum(len(study.of_arm(arm)) for arm in arms)
     lines = arm_lines(study, arms, modality, series, points_a_line(runs))
     return lines if runs <= FEW_RUNS else tuple(line for line in lines if line.seed is None or line.alone)
 
 
 def lines_caption(study: Study, arms: Sequence[str]) -> str:
-    """What the lines of `few_lines` are."""
+    """The meaning of the lines of `few_lines`."""
     if sum(len(study.of_arm(arm)) for arm in arms) <= FEW_RUNS:
         return seeds_caption(study, arms)
     return "Lines: medians over the runs of an arm; single runs are in the first figure."
@@ -199,8 +201,8 @@ def entropy(study: Study) -> Figure | None:
     ended = f"{verb(study, arms)} {ends}{of_medians(study, arms)}"
     reading = f"The attention entropy {ended}." if ends else "The attention entropy is not finite."
     caption = (
-        f"{lines_caption(study, arms)} Mean over heads and queries that see at least 8 keys, in the "
-        "layer where it is lowest."
+        f"{lines_caption(study, arms)} Mean over heads and queries with at least 8 keys, in the layer with the "
+        "lowest entropy."
     )
     return Figure("entropy", reading, caption, (tuple(panels),), arms, legend(study, arms, study.modalities))
 
@@ -236,8 +238,8 @@ def norms(study: Study) -> Figure | None:
         most = number(values[_changed_most(values)])
         reading += f"; ‖v‖, which is outside the logit product, at most ×{most}"
     caption = (
-        f"{lines_caption(study, arms)} Mean over tokens, heads and layers. q and k are what enters the "
-        "dot product: after QK-Norm, where there is one."
+        f"{lines_caption(study, arms)} Mean over tokens, heads and layers. q and k are those of the dot product: "
+        "after QK-Norm in arms that have it."
     )
     return Figure("norms", f"{reading}.", caption, tuple(rows), arms, legend(study, arms, study.modalities))
 
@@ -270,7 +272,7 @@ def final_norm(study: Study, arms: tuple[str, ...] = ()) -> Figure | None:
     )
     caption = (
         f"{lines_caption(study, arms)} Norm of the residual stream after the last layer and before the "
-        "final norm, mean over tokens. Chameleon (2405.09818, Fig. 5a) does not say whether its norm is L2 "
+        "final norm, mean over tokens. Chameleon (2405.09818, Fig. 5a) does not specify whether its norm is L2 "
         "or RMS" + (": the right axis is RMS." if factor else ".")
     )
     keys = legend(study, arms, study.modalities)
@@ -278,7 +280,7 @@ def final_norm(study: Study, arms: tuple[str, ...] = ()) -> Figure | None:
 
 
 def _rms_factor(study: Study, arms: Sequence[str]) -> float:
-    """RMS over L2, which is 1/√width: one number where the arms have one width, and 0 where they do not."""
+    """RMS over L2, which is 1/√width; 0 if the arms differ in width."""
     modalities = study.modalities
     ratios = [
         run.series(f"final_rms/{m}")[1] / run.series(f"final_norm/{m}")[1]
@@ -295,17 +297,17 @@ def _rms_factor(study: Study, arms: Sequence[str]) -> float:
 
 
 def heat_map(study: Study) -> Figure | None:
-    """The largest logit by layer and step, in the arms where it ended highest and lowest."""
+    """The largest logit by layer and step, in the arms with the highest and the lowest final logit."""
     arms = leading_arms(study)
     ordered = [arm for arm in by_logit(study, arms) if not math.isnan(at_end(study, arm, LOGIT))]
     rows, parts = [], []
     for arm in dict.fromkeys((ordered[0], ordered[-1]) if ordered else ()):
         row, peaks = [], []
         for modality in study.modalities:
-            found = layer_map(study, arm, "attn_logit_absmax", modality)
-            if found is None:
+            by_layer = layer_map(study, arm, "attn_logit_absmax", modality)
+            if by_layer is None:
                 continue
-            steps, values = found
+            steps, values = by_layer
             title = f"{study.label(arm)}: {modality} queries"
             row.append(
                 HeatMap("attn_logit_absmax", title, "largest |attention logit|", arm, modality, steps, values)
@@ -321,14 +323,11 @@ def heat_map(study: Study) -> Figure | None:
     if not rows:
         return None
     drawn = tuple(dict.fromkeys(panel.arm for row in rows for panel in row))
-    which = (
-        f"in the arm where it {verb(study, drawn)} highest, and in the one where it {verb(study, drawn)} lowest"
-        if len(drawn) > 1
-        else ""
-    )
+    at = "final" if verb(study, drawn) == "ended" else "latest"
+    which = f"in the arms with the highest and the lowest {at} logit" if len(drawn) > 1 else ""
     reading = "The largest attention logit by layer."
     if parts:
-        reading = f"At the last probe the largest attention logit stood {', and '.join(parts)}."
+        reading = f"At the last probe the largest attention logit was {', and '.join(parts)}."
     median = of_medians(study, drawn, "median over seeds, ")
-    caption = f"The largest logit by layer {which}".rstrip() + f"; {median}one colour scale."
+    caption = f"The largest logit by layer {which}".rstrip() + f"; {median}one color scale."
     return Figure("layers", reading, caption, tuple(rows), drawn)

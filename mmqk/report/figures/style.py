@@ -1,7 +1,7 @@
-"""How figures look: colour is arm, line style is modality, on every figure of a page.
+"""Style of the figures: color shows the arm, line style the modality, the same on all figures of a page.
 
-Where arms are points of a few families, the family has the colour and the point its shade: the further along the
-axis the darker. More arms than there are colours are grey, but for the few that a figure is about.
+If the arms are points of a few families, each family has a color, and its points have shades of it: darker further
+along the axis. If there are more arms than colors, the arms that no figure or claim names are gray.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex, to_rgb
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Key
 
-# Okabe and Ito's palette, which keeps apart for colour-blind eyes; its yellow is last, being faint on white.
+# Okabe and Ito's palette for color-blind readers; yellow is last, because it is faint on white.
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 STYLES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (6, 1.5, 1, 1.5)), (0, (1, 1)))
 DASHES = ("", "7 3", "9 2.5 2 2.5", "2 2")
@@ -24,7 +24,7 @@ INK, FAINT = "#1b1f24", "#8b929b"
 RC: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 11,
-    # A dollar in a label is a dollar; ticks are written out.
+    # A dollar in a label is a dollar; tick labels are plain text.
     "text.parse_math": False,
     "axes.labelsize": 11,
     "axes.titlesize": 12,
@@ -52,53 +52,53 @@ RC: Any = {
 }
 
 
-GREY = "#b3bac2"
+GRAY = "#b3bac2"
 PALEST = 0.62
 
 
 def families(study: Study) -> dict[str, list[str]]:
-    """The arms by family, each family's in the order of their points."""
-    found: dict[str, list[str]] = {}
+    """The arms by family, sorted by their points."""
+    groups: dict[str, list[str]] = {}
     for arm in study.arms.values():
-        found.setdefault(arm.family or arm.name, []).append(arm.name)
-    for arms in found.values():
+        groups.setdefault(arm.family or arm.name, []).append(arm.name)
+    for arms in groups.values():
         arms.sort(key=lambda name: [_order(value) for value in study.arms[name].point.values()])
-    return found
+    return groups
 
 
 def _order(value: Any) -> tuple[int, float, str]:
     return (0, float(value), "") if isinstance(value, int | float) else (1, 0.0, str(value))
 
 
-def arm_colours(study: Study) -> dict[str, str]:
-    """A colour an arm, the same on the whole page."""
+def arm_colors(study: Study) -> dict[str, str]:
+    """One color per arm, the same on the whole page."""
     groups = families(study)
-    # Colours are few: what the first figure and the claims are about has them before the others.
+    # Colors are few: the arms of the first figure and of the claims get them first.
     family_of = {arm: family for family, members in groups.items() for arm in members}
     few = len(groups) <= len(PALETTE)
     order = list(groups) if few else list(dict.fromkeys(family_of[arm] for arm in _first(study)))
-    base = dict(zip(order, [*PALETTE, *[GREY] * len(order)], strict=False))
-    colours: dict[str, str] = {}
+    base = dict(zip(order, [*PALETTE, *[GRAY] * len(order)], strict=False))
+    colors: dict[str, str] = {}
     for family, arms in groups.items():
         for j, arm in enumerate(arms):
             pale = PALEST * (1 - j / (len(arms) - 1)) if len(arms) > 1 else 0.0
-            colours[arm] = _blend(base[family], pale) if base[family] != GREY else GREY
-    return colours
+            colors[arm] = _blend(base[family], pale) if base[family] != GRAY else GRAY
+    return colors
 
 
 def _first(study: Study) -> list[str]:
-    """The arms, those of the first figure and of claims before the others."""
+    """The arms, those of the first figure and of the claims first."""
     claimed = [arm.name for claim in study.claims for name in claim.compared for arm in study.arms_of(name)]
     return list(dict.fromkeys([*study.hero, *claimed, *study.shown, *study.arms]))
 
 
-def _blend(colour: str, white: float) -> str:
-    red, green, blue = (channel + (1 - channel) * white for channel in to_rgb(colour))
+def _blend(color: str, white: float) -> str:
+    red, green, blue = (channel + (1 - channel) * white for channel in to_rgb(color))
     return to_hex((red, green, blue)).upper()
 
 
 def ramp(count: int) -> list[str]:
-    """So many colours for an ordered quantity, light to dark, none too faint on white."""
+    """``count`` colors for an ordered quantity, light to dark, readable on white."""
     return [to_hex(colormaps["viridis_r"](0.12 + 0.88 * i / max(count - 1, 1))) for i in range(count)]
 
 
@@ -108,26 +108,26 @@ def modality_dashes(study: Study) -> dict[str, str]:
 
 
 def legend(study: Study, arms: Sequence[str], modalities: Sequence[str] = ()) -> tuple[Key, ...]:
-    """What colours and dashes mean: an entry an arm, or a family where arms are points of one."""
-    colours = arm_colours(study)
+    """The meaning of colors and dashes: one entry per arm, or per family if the arms are many."""
+    colors = arm_colors(study)
     groups = {family: [arm for arm in members if arm in arms] for family, members in families(study).items()}
     of_family = {family: members for family, members in groups.items() if members}
     if len(arms) > len(PALETTE) and len(of_family) < len(arms):
         keys = [
             Key(
                 study.label(family) + (", darker: further along its axis" if len(members) > 1 else ""),
-                colours[members[-1]],
+                colors[members[-1]],
                 arms=tuple(members),
             )
             for family, members in of_family.items()
         ]
     else:
-        own = [arm for arm in arms if colours.get(arm, INK) != GREY]
-        rest = tuple(arm for arm in arms if arm not in own)
-        keys = [Key(study.label(arm), colours.get(arm, INK), arms=(arm,)) for arm in own]
+        colored = [arm for arm in arms if colors.get(arm, INK) != GRAY]
+        rest = tuple(arm for arm in arms if arm not in colored)
+        keys = [Key(study.label(arm), colors.get(arm, INK), arms=(arm,)) for arm in colored]
         if rest:
-            others = f"{len(rest)} other arms" if own else f"{len(rest)} arms"
-            keys.append(Key(others if len(rest) > 1 else study.label(rest[0]), GREY, arms=rest))
+            others = f"{len(rest)} other arms" if colored else f"{len(rest)} arms"
+            keys.append(Key(others if len(rest) > 1 else study.label(rest[0]), GRAY, arms=rest))
     if len(modalities) > 1:
         dashes = modality_dashes(study)
         keys += [Key(m, INK, dashes[m], 2) for m in modalities]

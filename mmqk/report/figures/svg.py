@@ -1,4 +1,4 @@
-"""From matplotlib's SVG to an element that can stand in a page beside others."""
+"""Convert matplotlib's SVG to an element for a page with several figures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def svg_element(canvas: Figure, prefix: str, label: str) -> str:
     """A drawn figure as an ``<svg>`` that scales with its box and uses the page's font.
 
     Args:
-        prefix: what its ids begin with, so that they are unique on the page.
-        label: for readers who do not see it.
+        prefix: prefix of its ids, which makes them unique on the page.
+        label: the ``aria-label``.
     """
     opening, body = _parts(canvas, prefix, transparent=True)
     tag = f'<svg viewBox="{opening}" role="img" aria-label="{html.escape(label)}" {_NAMESPACES}>'
@@ -25,7 +25,7 @@ def svg_element(canvas: Figure, prefix: str, label: str) -> str:
 
 
 def svg_file(canvas: Figure, prefix: str, label: str) -> str:
-    """A drawn figure as a file of its own, in points as large as it was laid out."""
+    """A drawn figure as a complete SVG file, with its size in points."""
     opening, body = _parts(canvas, prefix, transparent=False)
     width, height = opening.split()[2:]
     size = f'width="{width}pt" height="{height}pt" viewBox="{opening}"'
@@ -36,7 +36,7 @@ def svg_file(canvas: Figure, prefix: str, label: str) -> str:
 def _parts(canvas: Figure, prefix: str, *, transparent: bool) -> tuple[str, str]:
     """(viewBox, everything after the opening tag) of a figure's SVG."""
     out = io.StringIO()
-    # Every entry of its metadata (a date, a version, a link) would make equal figures differ.
+    # Without metadata: a date, a version or a link would make equal figures differ.
     canvas.savefig(
         out,
         format="svg",
@@ -50,7 +50,7 @@ def _parts(canvas: Figure, prefix: str, *, transparent: bool) -> tuple[str, str]
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg)
-    # Of coordinates two digits are enough; the numbers of a label stay as they are.
+    # Coordinates get two decimal places; numbers in labels are not changed.
     svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d\d)\d+", r"\1", tag[0]), svg)
     svg = svg.replace("'DejaVu Sans'", _FONT)
     opening = re.match(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', svg)

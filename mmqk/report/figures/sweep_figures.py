@@ -34,20 +34,20 @@ Value = Callable[[Run], float]
 
 def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | None:
     """Final loss against learning rate by size, and LR sensitivity against size: Wortsman Fig. 1."""
-    found = sweeps(study, arms)[:MOST_SWEEPS]
-    if not found:
+    groups = sweeps(study, arms)[:MOST_SWEEPS]
+    if not groups:
         return None
-    sizes = sorted({size for sweep in found for size in sweep.sizes})
-    colours = dict(zip(sizes, ramp(len(sizes)), strict=True))
-    rows, said = [], []
-    for modality in _trained(study, found):
+    sizes = sorted({size for sweep in groups for size in sweep.sizes})
+    colors = dict(zip(sizes, ramp(len(sizes)), strict=True))
+    rows, sentences = [], []
+    for modality in _trained(study, groups):
         loss = _capped_loss(modality)
-        label = f"final {modality} loss (nats a token)"
+        label = f"final {modality} loss (nats per token)"
         if len(sizes) == 1:
             lines = [
                 line
-                for colour, sweep in zip(PALETTE, found, strict=False)
-                for line in _over(sweep.runs, rate, loss, colour)
+                for color, sweep in zip(PALETTE, groups, strict=False)
+                for line in _over(sweep.runs, rate, loss, color)
             ]
             row = [Panel(f"final_loss/{modality}", _size(sizes[0]), label, tuple(lines), **RATE)]
         else:
@@ -59,53 +59,51 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
                     tuple(
                         line
                         for size in sweep.sizes
-                        for line in _over(sweep.at(size=size), rate, loss, colours[size])
+                        for line in _over(sweep.at(size=size), rate, loss, colors[size])
                     ),
                     **RATE,
                 )
-                for sweep in found
+                for sweep in groups
             ]
-        panel, sentence = _sensitivity(study, found, modality)
+        panel, sentence = _sensitivity(study, groups, modality)
         if panel.lines:
             row.append(panel)
-            said.append(sentence)
+            sentences.append(sentence)
         rows.append(tuple(row))
     if not rows:
         return None
     several = len(sizes) > 1
-    keys = [Key(_size(size), colours[size]) for size in sizes] if several else []
-    keys += [Key(s.label, c, arms=s.arms) for c, s in zip(PALETTE, found, strict=False)]
-    reading = f"{capital('; '.join(said))}." if said else "Final loss against the learning rate."
-    caption = _dots(found) + _given(found, "its loss at initialisation")
-    if said:
+    keys = [Key(_size(size), colors[size]) for size in sizes] if several else []
+    keys += [Key(s.label, c, arms=s.arms) for c, s in zip(PALETTE, groups, strict=False)]
+    reading = f"{capital('; '.join(sentences))}." if sentences else "Final loss against the learning rate."
+    caption = _dots(groups) + _given(groups, "their loss at initialization")
+    if sentences:
         caption += (
-            " Sensitivity: mean over the learning rates of min(final loss, loss at initialisation) less the best of "
-            "them (the source's Section 2.2), of the seeds that have every learning rate."
+            " Sensitivity: mean over the learning rates of min(final loss, loss at initialization) minus the best of "
+            "them (the source's Section 2.2), over the seeds that have every learning rate."
         )
-    return Figure("lr_sensitivity", reading, caption, tuple(rows), _arms(found), tuple(keys), like)
+    return Figure("lr_sensitivity", reading, caption, tuple(rows), _arms(groups), tuple(keys), like)
 
 
-def _sensitivity(study: Study, found: Sequence[Sweep], modality: str) -> tuple[Panel, str]:
+def _sensitivity(study: Study, groups: Sequence[Sweep], modality: str) -> tuple[Panel, str]:
     """The panel of LR sensitivity against size, and a sentence on the largest size."""
     lines, ends = [], []
     sensitivity = FAMILY_METRICS["lr_sensitivity"].measure
-    for colour, sweep in zip(PALETTE, found, strict=False):
+    for color, sweep in zip(PALETTE, groups, strict=False):
         points: dict[float, list[float]] = {}
         for size in sweep.sizes:
             runs = [run for run in sweep.at(size=size) if run.status.finished]
             for seed in sorted({run.seed for run in runs}):
-                own = [run for run in runs if run.seed == seed]
-                value = sensitivity(own, modality)
-                # A seed that lacks some learning rates would be another number.
-                if math.isfinite(value) and _rates(study, sweep, size) <= {rate(run) for run in own}:
+                of_seed = [run for run in runs if run.seed == seed]
+                value = sensitivity(of_seed, modality)
+                # Without some of its learning rates a seed's value is not comparable.
+                if math.isfinite(value) and _rates(study, sweep, size) <= {rate(run) for run in of_seed}:
                     points.setdefault(size, []).append(value)
         if points:
             at = np.array(list(points))
-            lines.append(_median(at, [middle(v) for v in points.values()], colour))
+            lines.append(_median(at, [middle(v) for v in points.values()], color))
             lines += [
-                Line(
-                    "", "", None, np.full(len(v), size), np.array(v), colour=colour, marker=".", scatter=True
-                )
+                Line("", "", None, np.full(len(v), size), np.array(v), color=color, marker=".", scatter=True)
                 for size, v in points.items()
                 if len(v) > 1
             ]
@@ -123,7 +121,7 @@ def _sensitivity(study: Study, found: Sequence[Sweep], modality: str) -> tuple[P
 
 
 def _rates(study: Study, sweep: Sweep, size: float) -> set[float]:
-    """The learning rates that a sweep has or was planned to have at a size."""
+    """The learning rates of a sweep at a size, planned ones included."""
     runs = sweep.at(size=size)
     families = {run.family for run in runs}
     planned = {arm.point.get(RATE["x"]) for arm in study.arms.values() if arm.family in families}
@@ -132,14 +130,14 @@ def _rates(study: Study, sweep: Sweep, size: float) -> set[float]:
 
 def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure | None:
     """Final loss and largest attention logit against learning rate: Wortsman Fig. 2."""
-    found = sweeps(study, arms)[: len(PALETTE)]
-    if not found:
+    groups = sweeps(study, arms)[: len(PALETTE)]
+    if not groups:
         return None
-    sizes = sorted({size for sweep in found for size in sweep.sizes})
+    sizes = sorted({size for sweep in groups for size in sweep.sizes})
     shown = sizes if len(sizes) <= MOST_SIZES else [sizes[0], sizes[-1]]
     values: list[tuple[str, str, Value, bool]] = [
-        (f"final_loss/{m}", f"final {m} loss (nats a token)", _capped_loss(m), False)
-        for m in _trained(study, found)
+        (f"final_loss/{m}", f"final {m} loss (nats per token)", _capped_loss(m), False)
+        for m in _trained(study, groups)
     ]
     values.append(("largest_attention_logit", "largest |attention logit|", _logit, True))
     rows = []
@@ -151,8 +149,8 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
                 label,
                 tuple(
                     line
-                    for colour, sweep in zip(PALETTE, found, strict=False)
-                    for line in _over(sweep.at(size=size), rate, value, colour)
+                    for color, sweep in zip(PALETTE, groups, strict=False)
+                    for line in _over(sweep.at(size=size), rate, value, color)
                 ),
                 log=log,
                 **RATE,
@@ -163,10 +161,10 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
             rows.append(tuple(row))
     if not rows:
         return None
-    top = max(rate(run) for sweep in found for run in sweep.at(size=shown[-1]))
+    top = max(rate(run) for sweep in groups for run in sweep.at(size=shown[-1]))
     last = {
         sweep.label: runs
-        for sweep in found
+        for sweep in groups
         if (runs := [r for r in sweep.at(lr=top, size=shown[-1]) if r.status.finished])
     }
     ends = listed([f"{number(middle(map(_logit, runs)))} ({label})" for label, runs in last.items()])
@@ -176,29 +174,31 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
         if ends
         else "The largest attention logit against the learning rate."
     )
-    caption = _dots(found) + _given(found, "its loss at initialisation and its last finite logit")
+    caption = _dots(groups) + _given(groups, "their loss at initialization and their last finite logit")
     if len(shown) < len(sizes):
         caption += f" Smallest and largest of {len(sizes)} sizes."
-    keys = tuple(Key(s.label, c, arms=s.arms) for c, s in zip(PALETTE, found, strict=False))
-    return Figure("loss_and_logit_by_lr", reading, caption, tuple(rows), _arms(found), keys, like)
+    keys = tuple(Key(s.label, c, arms=s.arms) for c, s in zip(PALETTE, groups, strict=False))
+    return Figure("loss_and_logit_by_lr", reading, caption, tuple(rows), _arms(groups), keys, like)
 
 
 def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None:
-    """Largest attention logit against parameters, a quadratic a learning rate, the largest size held out: Wortsman
-    Fig. 9. Needs four sizes: three for the fit."""
-    found = [sweep for sweep in sweeps(study, arms) if len(sweep.sizes) > FIT_SIZES][:MOST_SWEEPS]
-    if not found:
+    """Largest attention logit against parameters: Wortsman Fig. 9.
+
+    One quadratic per learning rate, with the largest size held out. Needs four sizes: three for the fit.
+    """
+    groups = [sweep for sweep in sweeps(study, arms) if len(sweep.sizes) > FIT_SIZES][:MOST_SWEEPS]
+    if not groups:
         return None
-    rates = sorted({lr for sweep in found for lr in sweep.rates})
-    colours = dict(zip(rates, ramp(len(rates)), strict=True))
-    panels, said = [], []
-    for sweep in found:
+    rates = sorted({lr for sweep in groups for lr in sweep.rates})
+    colors = dict(zip(rates, ramp(len(rates)), strict=True))
+    panels, predictions = [], []
+    for sweep in groups:
         lines: list[Line] = []
         for lr in sweep.rates:
             read = _extrapolations(sweep, lr)
             if not read:
                 continue
-            held, colour = read[0].sizes[-1], colours[lr]
+            held, color = read[0].sizes[-1], colors[lr]
             points: dict[float, list[float]] = {}
             for one in read:
                 for size, value in zip(one.sizes, one.logits, strict=True):
@@ -206,15 +206,15 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
             for size, values in points.items():
                 finite = [value for value in values if math.isfinite(value)]
                 marker = "D" if size == held else "o"
-                lines.append(_scatter([size] * len(finite), finite, colour, marker))
+                lines.append(_scatter([size] * len(finite), finite, color, marker))
             fitted = [size for size in sorted(points) if size < held]
             curve = fit_quadratic(fitted, [middle(points[size]) for size in fitted])
             at = np.geomspace(fitted[0], held, 40)
-            lines.append(Line("", "", None, at, curve(at), role="fit", colour=colour))
+            lines.append(Line("", "", None, at, curve(at), role="fit", color=color))
             predicted, actual = float(curve(np.array([held]))[0]), middle(points[held])
             at_rate = f"at learning rate {lr:g} ({sweep.label})"
             words = f"{number(predicted)} predicted, {number(actual)} measured {at_rate}"
-            said.append((actual, words))
+            predictions.append((actual, words))
         panels.append(
             Panel(
                 "largest_attention_logit",
@@ -225,63 +225,63 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
                 **SIZES,
             )
         )
-    if not said:
+    if not predictions:
         return None
-    largest = _size(max(size for sweep in found for size in sweep.sizes))
-    highest = [words for _, words in sorted(said, key=lambda pair: -pair[0])[:2]]
+    largest = _size(max(size for sweep in groups for size in sweep.sizes))
+    highest = [words for _, words in sorted(predictions, key=lambda pair: -pair[0])[:2]]
     reading = f"The largest attention logit at {largest}, held out: {'; '.join(highest)}."
     caption = (
-        "A point a run: the largest logit of layer 0 at the last probe of the first fifth of the run (the source: "
+        "One point per run: the largest logit of layer 0 at the last probe in the first fifth of the run (source: "
         "block 0, step 2,000 of 100,000). Dashed: for each learning rate a quadratic in log-log through the medians "
         "of all sizes but the largest, which is held out (open diamonds)."
     )
     keys = (
-        *(Key(f"learning rate {lr:g}", colours[lr]) for lr in rates),
+        *(Key(f"learning rate {lr:g}", colors[lr]) for lr in rates),
         Key("held out of the fit", "#1b1f24", marker="D"),
     )
-    return Figure("logit_by_size", reading, caption, (tuple(panels),), _arms(found), keys, like)
+    return Figure("logit_by_size", reading, caption, (tuple(panels),), _arms(groups), keys, like)
 
 
 def _extrapolations(sweep: Sweep, lr: float) -> list[Extrapolation]:
-    """One for each seed that has every size."""
+    """One extrapolation per seed that has every size."""
     runs = [run for run in sweep.at(lr=lr) if run.status.finished]
     by_seed = [[run for run in runs if run.seed == seed] for seed in sorted({run.seed for run in runs})]
-    found = [one for of_seed in by_seed for one in extrapolate(of_seed)[0]]
-    return [one for one in found if one.sizes[-1] == sweep.sizes[-1]]
+    fits = [fit for of_seed in by_seed for fit in extrapolate(of_seed)[0]]
+    return [fit for fit in fits if fit.sizes[-1] == sweep.sizes[-1]]
 
 
 def fit_quadratic(sizes: Sequence[float], values: Sequence[float]) -> Callable[[np.ndarray], np.ndarray]:
     """The least-squares quadratic of log value in log size, as a function of size."""
-    # Centred: powers of log10 of a size are nearly parallel otherwise.
+    # Centered, because powers of log10 of a size are nearly collinear.
     x = np.log10(np.asarray(sizes, dtype=float))
-    centre = x.mean()
-    coefficients = np.polyfit(x - centre, np.log10(np.asarray(values, dtype=float)), 2)
-    return lambda at: 10 ** np.polyval(coefficients, np.log10(at) - centre)
+    center = x.mean()
+    coefficients = np.polyfit(x - center, np.log10(np.asarray(values, dtype=float)), 2)
+    return lambda at: 10 ** np.polyval(coefficients, np.log10(at) - center)
 
 
-def _over(runs: Iterable[Run], key: Value, value: Value, colour: str, line: bool = True) -> list[Line]:
-    """A point a run, × where it diverged, and the line of their medians."""
+def _over(runs: Iterable[Run], key: Value, value: Value, color: str, line: bool = True) -> list[Line]:
+    """One point per run, × if it diverged, and the line of the medians."""
     done = [run for run in runs if run.status.finished and math.isfinite(value(run))]
     lines = []
     if line and len({key(run) for run in done}) > 1:
         at = medians(done, key, value)
-        lines.append(_median(np.array(list(at)), list(at.values()), colour))
+        lines.append(_median(np.array(list(at)), list(at.values()), color))
     for run in done:
         marker = "x" if run.status.status == "diverged" else "o"
-        lines.append(_scatter([key(run)], [value(run)], colour, marker, run))
+        lines.append(_scatter([key(run)], [value(run)], color, marker, run))
     return lines
 
 
-def _median(at: np.ndarray, values: Sequence[float], colour: str) -> Line:
-    return Line("", "", None, at.astype(float), np.array(values), role="median", colour=colour)
+def _median(at: np.ndarray, values: Sequence[float], color: str) -> Line:
+    return Line("", "", None, at.astype(float), np.array(values), role="median", color=color)
 
 
 def _scatter(
-    at: Sequence[float], values: Sequence[float], colour: str, marker: str, run: Run | None = None
+    at: Sequence[float], values: Sequence[float], color: str, marker: str, run: Run | None = None
 ) -> Line:
     x, y = np.array(at, dtype=float), np.array(values, dtype=float)
     arm, seed, name = (run.arm, run.seed, run.name) if run else ("", None, "")
-    return Line(arm, "", seed, x, y, run=name, colour=colour, marker=marker, scatter=True)
+    return Line(arm, "", seed, x, y, run=name, color=color, marker=marker, scatter=True)
 
 
 def _capped_loss(modality: str) -> Value:
@@ -303,27 +303,27 @@ def _logit(run: Run) -> float:
     return float(seen[-1]) if len(seen) else math.nan
 
 
-def _trained(study: Study, found: Sequence[Sweep]) -> list[str]:
-    return [m for m in study.modalities if any(is_trained(run, m) for sweep in found for run in sweep.runs)]
+def _trained(study: Study, groups: Sequence[Sweep]) -> list[str]:
+    return [m for m in study.modalities if any(is_trained(run, m) for sweep in groups for run in sweep.runs)]
 
 
-def _arms(found: Sequence[Sweep]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(arm for sweep in found for arm in sweep.arms))
+def _arms(groups: Sequence[Sweep]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(arm for sweep in groups for arm in sweep.arms))
 
 
-def _given(found: Sequence[Sweep], what: str) -> str:
-    """A sentence on the value that diverged runs are drawn with; empty if no run diverged."""
-    diverged = any(run.status.status == "diverged" for sweep in found for run in sweep.runs)
-    return f" A run that diverged (×) is given {what}." if diverged else ""
+def _given(groups: Sequence[Sweep], what: str) -> str:
+    """A sentence on the value at which diverged runs are drawn; empty if no run diverged."""
+    diverged = any(run.status.status == "diverged" for sweep in groups for run in sweep.runs)
+    return f" Diverged runs (×) are drawn at {what}." if diverged else ""
 
 
-def _dots(found: Sequence[Sweep]) -> str:
-    runs = [run for sweep in found for run in sweep.runs]
+def _dots(groups: Sequence[Sweep]) -> str:
+    runs = [run for sweep in groups for run in sweep.runs]
     chosen = sum(run.role == "selection" and run.status.finished for run in runs)
     left = sum(not run.status.finished for run in runs)
-    words = f"A point a run ({len(runs) - left}), lines through their medians."
+    words = f"One point per run ({len(runs) - left}); lines through the medians."
     if chosen:
-        words += f" {chosen} of them were made to choose a learning rate and are in no verdict."
+        words += f" {chosen} of them only selected a learning rate and are not in a verdict."
     return words + (f" {left} unfinished ones are left out." if left else "")
 
 

@@ -1,6 +1,6 @@
-"""Runs that differ in learning rate and model size alone: what figures over either are made of.
+"""Group runs that differ only in learning rate and model size.
 
-The groups come from the runs' configurations, so a plain folder has them as well as a grid with axes.
+Groups come from the configurations of the runs, so they also exist without a grid.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Sweep:
     """Runs of one configuration at several learning rates, and perhaps several sizes.
 
     Attributes:
-        label: in words.
-        runs: all of them, with a learning rate and a size each.
+        label: text for the page.
+        runs: all runs; each has a learning rate and a size.
     """
 
     label: str
@@ -35,21 +35,21 @@ class Sweep:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """Their arms."""
+        """The arms of the runs."""
         return tuple(dict.fromkeys(run.arm for run in self.runs))
 
     @property
     def rates(self) -> list[float]:
-        """Learning rates, rising."""
+        """Learning rates, ascending."""
         return sorted({rate(run) for run in self.runs})
 
     @property
     def sizes(self) -> list[float]:
-        """Numbers of parameters without embeddings and head, rising."""
+        """Numbers of parameters without embeddings and head, ascending."""
         return sorted({model_size(run) for run in self.runs})
 
     def at(self, *, lr: float | None = None, size: float | None = None) -> list[Run]:
-        """The runs at a learning rate, at a size, or at both."""
+        """The runs with this learning rate and this size; None matches all."""
         return [
             run
             for run in self.runs
@@ -58,24 +58,24 @@ class Sweep:
 
 
 def rate(run: Run) -> float:
-    """The peak learning rate, NaN where it was not recorded."""
+    """The peak learning rate, NaN if it was not recorded."""
     value = run.setting(RATE)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration by dotted field."""
-    found: dict[str, Any] = {}
+    """A nested configuration as {dotted field: value}."""
+    fields: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}.")
+            fields |= flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
-    return found
+            fields[prefix + name] = value
+    return fields
 
 
 def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
-    """Runs grouped by their identity, seed and some fields (or blocks of fields) left out."""
+    """Runs grouped by their identity without the seed and the fields (or blocks of fields) ``apart_from``."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         if run.identity and run.role in ("verdict", "selection") and not run.fork:
@@ -89,7 +89,7 @@ def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
 
 
 def sweeps(study: Study, arms: Sequence[str] = ()) -> list[Sweep]:
-    """The groups with at least three learning rates, the largest first; of the arms or families named, if any."""
+    """The groups with at least three learning rates, the largest first; only of ``arms`` (or families) if given."""
     runs = [
         run
         for run in study.runs
@@ -105,10 +105,10 @@ def sweeps(study: Study, arms: Sequence[str] = ()) -> list[Sweep]:
 
 
 def _labels(study: Study, groups: Sequence[Sequence[Run]]) -> list[str]:
-    """A group's name: that of its only family, of its only arm, or the fields in which it differs from the others."""
+    """The label of each group: its only family, its only arm, or the fields in which it differs from the others."""
     labels = []
     settings = [flat(group[0].identity) for group in groups]
-    for group, own in zip(groups, settings, strict=True):
+    for group, fields in zip(groups, settings, strict=True):
         families = list(dict.fromkeys(run.family for run in group))
         if len(families) == 1 and families[0] != group[0].arm:
             labels.append(study.label(families[0]))
@@ -118,7 +118,7 @@ def _labels(study: Study, groups: Sequence[Sequence[Run]]) -> list[str]:
             continue
         differ = [
             f"{name.removeprefix('model.')} {value}"
-            for name, value in own.items()
+            for name, value in fields.items()
             if name not in ("seed", RATE, *SIZE) and any(other.get(name) != value for other in settings)
         ]
         labels.append(listed(differ[:3]) or study.title)
@@ -128,8 +128,8 @@ def _labels(study: Study, groups: Sequence[Sequence[Run]]) -> list[str]:
 def medians(
     runs: Iterable[Run], key: Callable[[Run], float], value: Callable[[Run], float]
 ) -> dict[float, float]:
-    """The median of a value over the runs at each key, keys rising."""
-    found: dict[float, list[float]] = {}
+    """The median of a value over the runs at each key, keys ascending."""
+    by_key: dict[float, list[float]] = {}
     for run in runs:
-        found.setdefault(key(run), []).append(value(run))
-    return {at: middle(values) for at, values in sorted(found.items())}
+        by_key.setdefault(key(run), []).append(value(run))
+    return {at: middle(values) for at, values in sorted(by_key.items())}
