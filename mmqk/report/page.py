@@ -23,7 +23,7 @@ from mmqk.report.figures.fork_tree import Node, fork_figure, fork_tree
 from mmqk.report.figures.papers import paper_figures
 from mmqk.report.figures.shapes import Figure, Panel
 from mmqk.report.figures.standard import figures
-from mmqk.report.figures.style import arm_colours
+from mmqk.report.figures.style import arm_colors
 from mmqk.report.findings import about_numbers, cannot_tell, finding, headline, lead
 from mmqk.report.render import TEMPLATES, css, render
 from mmqk.report.run_table import anchor, run_rows, totals
@@ -105,10 +105,11 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
 
 
 ABOUT_DATA = (
-    "Nats per token, over the first training sequences of a run. Unigram: entropy of the token frequencies."
-    " Compressed: size under LZMA. n-gram: held-out cross-entropy of a small n-gram model. Best loss: the lowest of these runs."
-    " The last three are upper bounds on the entropy rate. Floor: the loss of a model that knows the source, if the"
-    " source is synthetic. Repeated: share of tokens in 8-token passages that occurred before."
+    "Nats per token, over the first training sequences of a run. Unigram: entropy of the token frequencies. "
+    "Compressed: size under LZMA. n-gram: held-out cross-entropy of a small n-gram model. Best loss: the "
+    "lowest of these runs. The last three are upper bounds on the entropy rate. Floor: the loss of a model "
+    "that knows the source, if the source is synthetic. Repeated: share of tokens in 8-token passages that "
+    "occurred before."
 )
 
 
@@ -117,8 +118,8 @@ def page_content(findings: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dic
     study, verdicts = findings.study, findings.verdicts
     brush = Brush.of(study)
     views = {figure.name: _view(study, brush, figure) for figure in drawn.all}
-    colours = arm_colours(study)
-    rows, stands = run_rows(study, colours), arm_rows(study, colours)
+    colors = arm_colors(study)
+    rows, stands = run_rows(study, colors), arm_rows(study, colors)
     shown = {study.label(arm) for arm in study.shown}
     claims = [
         row | section | {"figure": views[drawn.claims[row["id"]].name] if row["id"] in drawn.claims else None}
@@ -164,7 +165,7 @@ def page_content(findings: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dic
         "runs": rows,
         "modalities": study.modalities,
         "environment": environment(study),
-        "forks": _fork_rows(study, nodes, colours),
+        "forks": _fork_rows(study, nodes, colors),
         "replays": _replay_rows(findings),
     }
     return without_roots(content | {"index": _index(content)})
@@ -236,13 +237,13 @@ def _by_row(svgs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
     return rows
 
 
-def _fork_rows(study: Study, nodes: Sequence[Node], colours: dict[str, str]) -> list[dict[str, Any]]:
+def _fork_rows(study: Study, nodes: Sequence[Node], colors: dict[str, str]) -> list[dict[str, Any]]:
     return [
         {
             "depth": node.depth,
             "label": f"{study.label(node.run.arm)}, seed {node.run.seed}" if node.run else node.name,
             "href": f"#{anchor(node.run)}" if node.run else "",
-            "colour": colours.get(node.run.arm, "#000000") if node.run else "#b3bac2",
+            "color": colors.get(node.run.arm, "#000000") if node.run else "#b3bac2",
             "from": f"from step {node.step:,}" if node.parent >= 0 else "",
             "changed": node.changed,
             "remarks": node.remarks,

@@ -23,7 +23,7 @@ def anchor(run: Run) -> str:
     return f"run-{slug(run.name)}"
 
 
-def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
+def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
     """One row per run, also for runs that have not started; a run that two arms share has one row."""
     arms_of: dict[str, list[str]] = {}
     by_arm: dict[str, list[Run]] = {}
@@ -48,7 +48,7 @@ def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
                     "anchor": anchor(run),
                     "arms": [a for a in dict.fromkeys(arms_of[run.name]) if a not in anchors],
                     "label": listed(list(others)),
-                    "colour": colours.get(arm, "#000000"),
+                    "color": colors.get(arm, "#000000"),
                     "seed": run.seed,
                     "status": run.status.status,
                     "step": f"{max(run.status.step, run.last_step):,}",
@@ -67,7 +67,7 @@ def run_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
                 "anchor": f"missing-{slug(arm)}-{seed}-{i}",
                 "arms": [],
                 "label": study.label(arm),
-                "colour": colours.get(arm, "#000000"),
+                "color": colors.get(arm, "#000000"),
                 "seed": seed,
                 "status": "not started",
                 "step": DASH,

@@ -104,7 +104,7 @@ def used_marks(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
     return [(mark, meaning) for mark, meaning in MARKS.items() if mark in used]
 
 
-def arm_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
+def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
     """One row per arm and modality: the first and final loss, and whether the runs learned."""
     rows = []
     for arm in study.arms:
@@ -122,7 +122,7 @@ def arm_rows(study: Study, colours: dict[str, str]) -> list[dict[str, Any]]:
                     "first": modality == study.modalities[0],
                     "label": study.label(arm),
                     "anchor": f"arm-{slug(arm)}",
-                    "colour": colours[arm],
+                    "color": colors[arm],
                     "modality": modality,
                     "initial": _nats(middle(initial_loss(run, modality) for run in runs)),
                     "unigram": _nats(middle(unigram_entropy(run, modality) for run in runs)),
