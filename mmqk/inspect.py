@@ -1,4 +1,4 @@
-"""See what a model will see: ``python -m mmqk.inspect --config configs/demo.yaml``."""
+"""Show the training data of a run: ``python -m mmqk.inspect --config configs/demo.yaml``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from mmqk.store import OneSentenceParser, UserError, relative_word, run_main, write_folder
 
 DESCRIPTION = """\
-Show what a model will see: the first training sequences of a configuration and seed, with their text, images,
-modalities, targets and documents, and statistics of all that was read. Takes every flag of mmqk.train."""
+Show the training data of a configuration and seed: its first sequences with text, images, modalities, targets and
+documents, and statistics of the tokens. Takes every flag of mmqk.train."""
 
 EPILOG = """\
-what is written into --out:
-  index.html        the page, in one file that needs nothing else
-  statistics.json   its numbers
+files in --out:
+  index.html        the page, in one file without external resources
+  statistics.json   the numbers of the page
 
 examples:
   python -m mmqk.inspect --config configs/demo.yaml
@@ -29,7 +29,7 @@ MOST_SEQUENCES = 64
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Read, print the table, write the page.
+    """Read the data, print the table and write the page.
 
     Raises:
         UserError: a flag that mmqk.train would refuse, data that cannot be read, an --out that cannot be written.
@@ -51,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     options, rest = parser.parse_known_args(argv)
     if not 1 <= options.sequences <= MOST_SEQUENCES:
-        raise UserError(f"--sequences is {options.sequences}: a page shows 1 to {MOST_SEQUENCES}.")
+        raise UserError(f"--sequences is {options.sequences}: give 1 to {MOST_SEQUENCES}.")
     if options.tokens < 1:
-        raise UserError(f"--tokens is {options.tokens}: at least 1 has to be read.")
+        raise UserError(f"--tokens is {options.tokens}: give at least 1.")
 
     from mmqk.config import resolve
     from mmqk.data.inspection import page as inspect_page
@@ -68,10 +68,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write(out: Path, files: dict[str, Any]) -> None:
-    """Write a page and its numbers.
+    """Write the page and its numbers.
 
     Raises:
-        UserError: the folder cannot be made or written.
+        UserError: the folder cannot be created or written.
     """
 
     def text(content: Any) -> str:
@@ -86,13 +86,13 @@ def write(out: Path, files: dict[str, Any]) -> None:
 
 
 def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> list[str]:
-    """The command line, our own flags last and only where they are no defaults; --out is no part of what is shown."""
-    own = [(name, getattr(options, name)) for name in ("sequences", "tokens")]
-    return [*rest, *(w for n, v in own if v != parser.get_default(n) for w in (f"--{n}", str(v)))]
+    """The command line without --out; the flags of this command come last, and only if they are not defaults."""
+    given = [(name, getattr(options, name)) for name in ("sequences", "tokens")]
+    return [*rest, *(w for n, v in given if v != parser.get_default(n) for w in (f"--{n}", str(v)))]
 
 
 def _name(rest: list[str]) -> str:
-    """What the page calls the configuration: its last file, or nothing."""
+    """The name of the configuration: its last file, or empty."""
     files = [word.partition("=")[2] for word in rest if word.startswith("--config=")]
     files += [value for flag, value in pairwise(rest) if flag == "--config"]
     return Path(files[-1]).stem if files else ""

@@ -139,7 +139,7 @@ def facts(batch, i: int) -> str:
         if (n := (batch.target_mask_BT[i] & (batch.target_modality_BT[i] == m)).sum())
     ]
     return (
-        f"{filled} of {PLACES} places filled, {PLACES - filled} padding · targets: {' and '.join(counts)}</p>"
+        f"{filled} of {PLACES} positions filled, {PLACES - filled} padding · targets: {' and '.join(counts)}</p>"
     )
 
 
@@ -230,7 +230,7 @@ def test_reading_a_source_again_is_no_redundancy(tiny_args, tmp_path):
     assert few.numbers["fresh_sequences"] == many.numbers["fresh_sequences"] == 40
     for name in ("image", "text"):
         assert many.numbers["modalities"][name] == few.numbers["modalities"][name]
-    assert "200 sequences of a source's second or later epoch are left out" in many.text
+    assert "200 sequences from the second or a later epoch of a source are not in the estimates" in many.text
     (source,) = (s for s in many.numbers["sources"] if s["kind"] == "pair")
     assert source["read_as"] == {"pair": {"sequences_an_epoch": 40, "epochs": 6.0}}
 
@@ -294,7 +294,7 @@ def test_what_is_cut_off_a_caption_is_shown(page, tiny_args, tmp_path, tiny_data
             assert re.search(r"caption cut: 8 of its \d+ tokens fit", cut.section(i))
             assert cut.read(i) + html.unescape(missing[1]) in captions
             shown += 1
-    assert shown and "are longer than there is room for" in cut.text
+    assert shown and "do not fit beside their image" in cut.text
     longer = inspected(tmp_path / "longer", tiny_args, "--data.seq_len=160")
     assert longer.numbers["captions_cut"] == 0 and "caption cut" not in longer.source
 
@@ -429,7 +429,7 @@ def test_a_page_too_large_shows_fewer_sequences(page, tiny_args, tmp_path, monke
     monkeypatch.setattr(inspect_page, "LARGEST_PAGE", len(page.source.encode()) - 1)
     small = inspected(tmp_path, tiny_args, *LONG)
     assert f"sequence-{SHOWN // 2 - 1}" in small.ids and f"sequence-{SHOWN // 2}" not in small.ids
-    assert "3 more sequences would make this page too large" in small.text
+    assert "3 more sequences are left out, because the page would be too large" in small.text
     assert "too large" not in page.text
 
 
@@ -453,7 +453,7 @@ def test_the_table_is_printed_with_the_numbers_of_the_page(tiny_args, tmp_path, 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--sequences=0"], "--sequences is 0: a page shows 1 to 64"),
+        (["--sequences=0"], "--sequences is 0: give 1 to 64"),
         (["--sequences=many"], "invalid int value"),
         (["--tokens=0"], "--tokens is 0"),
         (["--data.sequences=3"], "no field 'data.sequences'"),

@@ -1,4 +1,4 @@
-"""Ids back to what people read and see: words, pictures, and the originals that the pictures were made from."""
+"""Decode ids to text and images, and load the original images."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 BROKEN_CHARACTER = "\ufffd"
 LONGEST_CHARACTER = 4  # bytes of UTF-8, hence tokens
 LARGEST_PICTURE = 160  # pixels a side on a page
-# An image that gives nearly these codes is the one: another batch size may move a tie between two codes.
+# Share of equal codes at which an image counts as the original: another batch size may change ties between codes.
 SAME_CODES = 0.9
-# Viridis, in five steps: even in lightness, and for colour-blind eyes as for others.
+# Viridis in five steps: even in lightness and readable for color-blind readers.
 _SHADES = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)
 
 
 class Decoder:
-    """mmqk's own tokenizers, backwards. Takes joint ids.
+    """Decodes joint ids with mmqk's tokenizers.
 
     Args:
-        tokenizers: their folder.
+        tokenizers: folder of the tokenizers.
 
     Raises:
         UserError: a tokenizer file is missing or damaged.
@@ -42,7 +42,7 @@ class Decoder:
         self.grid = self._image.grid[0]
 
     def words(self, ids: Sequence[int] | np.ndarray) -> list[str]:
-        """The text of each token; tokens that are parts of one character stand together."""
+        """The text of each token; the tokens of one character give one entry."""
         words, held = [], list[int]()
         for i in self._vocabulary.text_ids([int(i) for i in ids]):
             held.append(i)
@@ -53,7 +53,7 @@ class Decoder:
         return [*words, self._text.decode(held)] if held else words
 
     def picture(self, ids: np.ndarray) -> Image.Image | None:
-        """The image of its codes; None where they are not a whole image."""
+        """The image of these codes; None if they are not a whole image."""
         if len(ids) != self.grid**2:
             return None
         codes_1N = torch.from_numpy(np.asarray(self._vocabulary.image_codes(ids), dtype=np.int64))[None]
@@ -61,23 +61,23 @@ class Decoder:
         return Image.fromarray((pixels_HWC * 255).round().byte().numpy())
 
     def agrees(self, image: Image.Image, ids: np.ndarray) -> bool:
-        """Whether an image is what these codes were made from."""
+        """Whether these codes were made from this image."""
         pixels_1CHW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
         codes = self._image.encode(pixels_1CHW)[0].numpy()
         return bool((codes == self._vocabulary.image_codes(ids)).mean() >= SAME_CODES)
 
     @property
     def image_size(self) -> int:
-        """Side of an image, pixels."""
+        """Side of an image in pixels."""
         return self._image.image_size
 
 
 class Originals:
-    """The images of a folder of image+caption shards, by the number of the pair.
+    """The images of a folder of image+caption shards, by index of the pair.
 
     Args:
-        folder: shards with their manifest; of anything else there are no originals to be had.
-        split: of the manifest.
+        folder: shards with their manifest; any other folder gives no images.
+        split: split of the manifest.
     """
 
     def __init__(self, folder: Path | str, split: str = "train") -> None:
@@ -88,7 +88,7 @@ class Originals:
         self._open: dict[int, TarIndex] = {}
 
     def image(self, item: int, size: int) -> Image.Image | None:
-        """The image of pair ``item`` as the tokenizer was given it; None where it is not to be had."""
+        """The image of pair ``item`` in the size that the tokenizer encodes; None if it is not available."""
         if not 0 <= item < self._first[-1]:
             return None
         shard = int(np.searchsorted(self._first, item, side="right")) - 1
@@ -102,10 +102,10 @@ class Originals:
 
 
 class Pictures:
-    """PNG data URIs for a page, up to a number of bytes in all.
+    """PNG data URIs for a page, up to a total number of bytes.
 
     Args:
-        room: bytes of PNG that may be spent.
+        room: total bytes of PNG.
     """
 
     def __init__(self, room: int) -> None:
@@ -113,7 +113,7 @@ class Pictures:
         self.left_out = 0
 
     def uri(self, image: Image.Image | None) -> str:
-        """The image as ``data:image/png;base64,...``, large ones reduced; empty without one or without room."""
+        """The image as ``data:image/png;base64,...``, large images reduced; empty for None or if it does not fit."""
         if image is None:
             return ""
         if max(image.size) > LARGEST_PICTURE:
@@ -130,12 +130,12 @@ class Pictures:
 
 
 def shaded(ids: Iterable[int] | np.ndarray, block: int, width: int = 0, by_rank: bool = False) -> Image.Image:
-    """Ids within their block as shades, a pixel each, in rows of ``width`` (0: one row).
+    """Ids within their block as shades, one pixel per id, in rows of ``width`` (0: one row).
 
     Args:
         ids: 0 to block - 1.
-        block: number of ids.
-        by_rank: shade by the logarithm, for ids that go by falling frequency.
+        block: number of ids in the block.
+        by_rank: shade on a log scale, for ids sorted by falling frequency.
     """
     ids_N = np.asarray(ids, dtype=float)
     top = max(block - 1, 1)

@@ -1,6 +1,6 @@
-"""The page and the printed table of ``python -m mmqk.inspect``: a run's configuration in, files out.
+"""The page and the printed table of ``python -m mmqk.inspect``, made from the configuration of a run.
 
-Two pages of the same configuration are the same bytes: nothing in them depends on when or where they were made.
+Two pages of the same configuration are the same bytes: they contain no time and no path of the machine.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from mmqk.config import RunConfig
 
 LARGEST_PAGE = 5_000_000
-PICTURE_BYTES = 2_500_000  # of all pictures, before base64
+PICTURE_BYTES = 2_500_000  # all images of a page, before base64
 TEMPLATES = Path(__file__).parent / "templates"
 SLOT_WORDS = {
     "image_first": "image, then its caption",
     "caption_first": "caption, then its image",
     "text": "text",
-    "image": "image alone",
+    "image": "image without caption",
     "interleaved": "interleaved text and images",
     "tokens": "ids of other tokenizers",
     "dial": "the synthetic source",
@@ -43,14 +43,14 @@ SLOT_WORDS = {
 def inspect(
     run: RunConfig, sequences: int, tokens: int, command: str, name: str = ""
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read what a run reads.
+    """Read the first sequences of a run and describe them.
 
     Args:
-        run: its configuration.
+        run: configuration of the run.
         sequences: number of its first sequences to show.
-        tokens: to read for the statistics.
-        command: that makes the page again.
-        name: of the configuration.
+        tokens: number of tokens to read for the statistics.
+        command: the command that reproduces the page.
+        name: name of the configuration.
 
     Returns:
         Files by name (text, or plain data for JSON), and the lines to print.
@@ -67,7 +67,7 @@ def inspect(
     rows = statistics_rows(plain)
     content = {
         "page": {
-            "kicker": f"{name + ' · ' if name else ''}seed {run.seed} · what a model will see",
+            "kicker": f"{name + ' · ' if name else ''}seed {run.seed} · training data",
             "title": title(plain),
             "standfirst": standfirst(plain),
         },
@@ -91,7 +91,7 @@ def inspect(
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page, with fewer sequences where all of them would make it too large."""
+    """Render the page, with fewer sequences if it would exceed `LARGEST_PAGE` bytes."""
     css = (SHARED_TEMPLATES / "page.css").read_text(encoding="utf-8").strip()
     sequences = content["sequences"]
     while True:
@@ -105,37 +105,37 @@ def render(content: dict[str, Any]) -> str:
 
 
 def title(plain: dict[str, Any]) -> str:
-    """What is read, in a sentence with its numbers."""
+    """The title: the shares of targets by modality, and the length of the sequences."""
     targets, places = plain["targets"], plain["data"]["seq_len"]
     if not targets:
-        return f"Nothing is predicted in sequences of {places} places"
+        return f"The sequences of {places} positions have no targets"
     total = sum(targets.values())
     shares = [f"{percent(count / total)} {name}" for name, count in targets.items()]
-    what = f"all {next(iter(targets))}" if len(targets) == 1 else listed(shares)
-    return f"The targets are {what} tokens, in sequences of {places:,} places"
+    which = f"all {next(iter(targets))}" if len(targets) == 1 else listed(shares)
+    return f"The targets are {which} tokens, in sequences of {places:,} positions"
 
 
 def standfirst(plain: dict[str, Any]) -> list[str]:
-    """The two sentences below the title."""
+    """One or two sentences below the title."""
     first = (
         f"Read: the first {plain['sequences']:,} of the run's {plural(plain['run_sequences'], 'sequence')}, with"
-        f" {plural(sum(plain['targets'].values()), 'target')}; {percent(plain['padding'])} of the places are padding."
+        f" {plural(sum(plain['targets'].values()), 'target')};"
+        f" {percent(plain['padding'])} of the positions are padding."
     )
     if "dial" in plain:
         floors = plain["dial"]["floors"]
-        known = listed([f"{value:.3f} nats a token of {m}" for m, value in floors.items()])
-        return [first, f"The least possible loss is known: {known}."]
+        values = listed([f"{value:.3f} nats per {m} token" for m, value in floors.items()])
+        return [first, f"The floor of the loss: {values}."]
     measured = {m: s for m, s in plain["modalities"].items() if s["model"] is not None}
     if not measured:
         return [first]
-    model = listed([f"{nats(s['model'])} nats of {m}" for m, s in measured.items()])
+    model = listed([f"{nats(s['model'])} ({m})" for m, s in measured.items()])
     unigram = listed([nats(s["unigram"]) for s in measured.values()])
-    entropy = (
-        "the entropy of its frequencies is"
-        if len(measured) == 1
-        else "the entropies of their frequencies are"
-    )
-    return [first, f"A held-out token costs a small n-gram model {model}; {entropy} {unigram}."]
+    entropy = "unigram entropy is" if len(measured) == 1 else "unigram entropies are"
+    return [
+        first,
+        f"The held-out loss of a small n-gram model is {model} nats per token; the {entropy} {unigram}.",
+    ]
 
 
 def _about_epochs(plain: dict[str, Any]) -> str:
@@ -143,15 +143,13 @@ def _about_epochs(plain: dict[str, Any]) -> str:
     if not again:
         return ""
     verb = "is" if again == 1 else "are"
-    return (
-        f"{plural(again, 'sequence')} of a source's second or later epoch {verb} left out of the estimates."
-    )
+    return f"{plural(again, 'sequence')} from the second or a later epoch of a source {verb} not in the estimates."
 
 
 def _sequences(
     run: RunConfig, data: TokenDataModule, decoder: Decoder | None, plain: dict[str, Any], shown: int
 ) -> dict[str, Any]:
-    """The sequences that the page shows, from the batch that the builder makes of them."""
+    """The sequences of the page, from the batch that the builder makes of them."""
     layout, order = data.builder.layout, data.order
     pictures = Pictures(PICTURE_BYTES)
     dial = run.data.dial if "dial" in run.data.family else None
@@ -162,14 +160,16 @@ def _sequences(
     batch = data.builder.batch([order.row(i) for i in range(shown)], documents=True)
     sequences = []
     for index in range(shown):
-        held = order.contents(index)
+        contents = order.contents(index)
         images: dict[int, Image.Image | None] = {}
         if originals is not None and decoder is not None:
             images = {
-                n: originals.image(c.item, decoder.image_size) for n, c in enumerate(held) if _pictured(c)
+                n: originals.image(c.item, decoder.image_size) for n, c in enumerate(contents) if _pictured(c)
             }
         view = viewer.view(batch, index, images)
-        heads = [_head(data, decoder, c) for c in held] or [{"title": "", "cut": ""}] * len(view.documents)
+        heads = [_head(data, decoder, c) for c in contents] or [{"title": "", "cut": ""}] * len(
+            view.documents
+        )
         sequences.append(
             {
                 "index": index,
@@ -182,7 +182,7 @@ def _sequences(
         )
     return {
         "sequences": sequences,
-        "colours": viewer.colours,
+        "colors": viewer.colors,
         "specials": bool(layout.specials),
         "left_out": pictures.left_out,
     }
@@ -194,7 +194,7 @@ def _pictured(content: Content) -> bool:
 
 def _facts(view: SequenceView, places: int) -> list[str]:
     padding = places - view.filled
-    facts = [f"{view.filled:,} of {places:,} places filled, {padding:,} padding"]
+    facts = [f"{view.filled:,} of {places:,} positions filled, {padding:,} padding"]
     if len(view.documents) > 1:
         facts.append(plural(len(view.documents), "document"))
     counts = []
@@ -204,7 +204,7 @@ def _facts(view: SequenceView, places: int) -> list[str]:
 
 
 def _head(data: TokenDataModule, decoder: Decoder | None, content: Content) -> dict[str, str]:
-    """Where a document comes from, and what of it is not in the sequence."""
+    """The index of a document in its source, and the part of it that is not in the sequence."""
     where = {"pair": "pair", "image": "image of pair"}.get(content.kind, "document")
     head = f"{capital(where)} {content.item:,}"
     if content.kind != "pair":

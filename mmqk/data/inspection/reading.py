@@ -1,4 +1,4 @@
-"""What a run reads, counted: the first sequences of its order, its mixture, its sources, its statistics."""
+"""Read the first sequences of a run and count: mixture, sources, targets and statistics."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from mmqk.config import RunConfig
 
 WINDOW = 300
-"""Sequences over which the mixture is compared with what was asked for."""
+"""Sequences over which the mixture is compared with its configured shares."""
 LEAST_DRAWS = 4 * WINDOW
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The first sequences of a run, and what was counted over them.
+    """The first sequences of a run and their counts.
 
     Attributes:
         rows: the sequences, from the first of the run.
         run_sequences: sequences of the whole run.
-        fresh: of the rows those of their source's first epoch; estimates of predictability are of these, since
-            reading a document again says nothing about how it was written.
-        statistics: of the fresh rows by modality; ``share`` is of the targets of all rows.
-        targets: of all rows by modality.
-        padding: share of the places that are padding.
-        mixture: by slot: share configured, in the first window, and the least and most of any window.
-        sources: by kind: documents and tokens by split, sequences of an epoch, and epochs that the run reads.
-        dropped: number of samples that are not in a source, by kind and reason.
-        known: mean -log p of the targets under the source by modality, nats; empty where nobody knows it.
+        fresh: number of rows from the first epoch of their source; the statistics use these rows only, because
+            repeated documents bias them.
+        statistics: of the fresh rows by modality; ``share`` is the share of the targets of all rows.
+        targets: number of targets of all rows by modality.
+        padding: share of the positions that are padding.
+        mixture: by slot: the configured share, the share in the first cycle, the least and the most of any window.
+        sources: by kind: documents and tokens by split, sequences per epoch, and epochs of the run.
+        dropped: number of samples that are missing from a source, by kind and reason.
+        known: mean -log p of the targets under the source by modality, nats; empty if the source has no p.
     """
 
     rows: list[Row]
@@ -56,13 +56,13 @@ class Reading:
 
 
 def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> Reading:
-    """Read the first sequences of a run, up to so many tokens or to the end of the run.
+    """Read the first sequences of a run, up to ``tokens`` tokens or to the end of the run.
 
     Args:
-        run: its configuration.
-        data: its data, set up.
-        tokens: to read.
-        grid: columns of an image's codes, if there are any.
+        run: configuration of the run.
+        data: its data module, set up.
+        tokens: number of tokens.
+        grid: columns of the codes of an image; 0 without images.
     """
     order, layout = data.order, data.builder.layout
     total = int(run.trainer["max_steps"]) * run.data.batch_size
@@ -77,14 +77,14 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> R
         if left <= 0:
             break
     targets = _by_modality(rows, layout.modality, list(layout.blocks))
-    found = describe(documents(fresh), documents(data.val_rows), layout.blocks, contexts(run, grid))
+    statistics = describe(documents(fresh), documents(data.val_rows), layout.blocks, contexts(run, grid))
     share = {name: count / max(1, sum(targets.values())) for name, count in targets.items()}
     draws = [order.mixture.draw(i).slot for i in range(max(len(rows), LEAST_DRAWS))]
     return Reading(
         rows=rows,
         run_sequences=total,
         fresh=len(fresh),
-        statistics={name: replace(s, share=share[name]) for name, s in found.items()},
+        statistics={name: replace(s, share=share[name]) for name, s in statistics.items()},
         targets=targets,
         padding=1 - sum(len(row.ids) for row in rows) / (len(rows) * data.builder.seq_len),
         mixture=_mixture(run, draws),
@@ -95,13 +95,13 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> R
 
 
 def documents(rows: list[Row]) -> Iterator[np.ndarray]:
-    """The ids of every document of some rows."""
+    """The ids of every document in these rows."""
     for row in rows:
         yield from np.split(row.ids, row.starts[1:])
 
 
 def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
-    """What the model-based estimate looks at: the tokens before; where known, the parent or the one above."""
+    """Contexts of the n-gram model: the tokens before; also the parent (dial) or the token above (images)."""
     if "dial" in run.data.family:
         dial = run.data.dial
         return [CONTEXT, *{(dial.lag[m] * (dial.grid.get(m, 0) or 1),): None for m in dial.names}]
@@ -159,7 +159,7 @@ def _sources(
         entry: dict[str, Any] = {"kind": kind, "folder": str(folders[kind])}
         for split in ("train", "val"):
             entry |= {f"{split}_documents": len(stores[split]), f"{split}_tokens": stores[split].tokens}
-        # A folder of pairs serves two kinds: pairs and images alone.
+        # A folder of pairs serves two kinds: pairs, and images without captions.
         entry["read_as"] = {
             k: {"sequences_an_epoch": epoch_rows[k], "epochs": share[k] * total / epoch_rows[k]}
             for k in (("pair", "image") if kind == "pair" else (kind,))
@@ -173,14 +173,14 @@ def _dropped(run: RunConfig, data: TokenDataModule) -> dict[str, dict[str, int]]
     folders = run.data.sources
     if "tokens" in run.data.family:
         folders = {"tokens": Path(run.data.tokens)}
-    found = {k: read_header(folder)["dropped"] for k, folder in folders.items() if is_token_folder(folder)}
+    dropped = {k: read_header(folder)["dropped"] for k, folder in folders.items() if is_token_folder(folder)}
     if data.skipped:  # of the sequences read
-        found["pair"] = dict(Counter(data.skipped.values()))
-    return found
+        dropped["pair"] = dict(Counter(data.skipped.values()))
+    return dropped
 
 
 def record(reading: Reading, run: RunConfig, data: TokenDataModule) -> dict[str, Any]:
-    """A reading as plain data: what statistics.json holds."""
+    """A reading as plain data, the content of statistics.json."""
     weights = dict(zip(run.model.blocks, run.loss.weights_of(run.model.modalities), strict=True))
     config = {k: v for k, v in asdict(run.data).items() if k != "dial" or "dial" in run.data.family}
     plain: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The tables of ``python -m mmqk.inspect``, for the page and for a terminal, out of plain data."""
+"""The tables of ``python -m mmqk.inspect`` for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 def statistics_rows(plain: dict[str, Any]) -> list[Row]:
-    """The table of statistics: a label, what it means, and a cell for each modality."""
+    """The table of statistics: label, note, and one cell per modality."""
     names = list(plain["modalities"])
 
     def row(label: str, note: str, cell: Callable[[str, dict[str, Any]], str]) -> Row:
@@ -21,45 +21,45 @@ def statistics_rows(plain: dict[str, Any]) -> list[Row]:
     rows = [
         row("targets", "predicted tokens that were read", lambda m, s: f"{plain['targets'][m]:,}"),
         row("share", "of all targets", lambda m, s: percent(s["share"])),
-        row("ids that occur", "of the block", lambda m, s: f"{s['used']:,} of {s['block']:,}"),
-        row("uniform", "ln of the block, nats a token", lambda m, s: nats(math.log(s["block"]))),
-        row("unigram entropy", "nats a token, Miller-Madow", lambda m, s: nats(s["unigram"])),
-        row("compressed", "LZMA, nats a token", lambda m, s: nats(s["compressed"])),
-        row("n-gram model", "held-out nats a token, ± standard error", lambda m, s: _measured(s)),
-        row("its context", "tokens back", lambda m, s: _context(s)),
+        row("ids used", "of the block", lambda m, s: f"{s['used']:,} of {s['block']:,}"),
+        row("uniform", "ln of the block size, nats per token", lambda m, s: nats(math.log(s["block"]))),
+        row("unigram entropy", "nats per token, Miller-Madow", lambda m, s: nats(s["unigram"])),
+        row("compressed", "LZMA, nats per token", lambda m, s: nats(s["compressed"])),
+        row("n-gram model", "held-out nats per token, ± standard error", lambda m, s: _measured(s)),
+        row("n-gram context", "tokens back", lambda m, s: _context(s)),
     ]
     if "dial" in plain:
         met, floors = plain["dial"]["met"], plain["dial"]["floors"]
-        rows.append(row("known", "−log p of these targets, nats", lambda m, s: f"{met[m]:.3f}"))
+        rows.append(row("true loss", "−log p of these targets, nats", lambda m, s: f"{met[m]:.3f}"))
         rows.append(row("floor", "mean over all tokens, nats", lambda m, s: f"{floors[m]:.3f}"))
     rows += [
-        row("repeated", "tokens in passages of 8 read before", lambda m, s: percent(s["repeated"])),
+        row("repeated", "tokens in 8-token passages read before", lambda m, s: percent(s["repeated"])),
         row(
             "held-out, repeated",
-            "of its tokens, in passages read",
+            "of its tokens, in 8-token passages of the training data",
             lambda m, s: _optional(s["repeated_held_out"]),
         ),
-        row("duplicates", "documents like an earlier one", lambda m, s: percent(s["duplicates"])),
+        row("duplicates", "documents equal to an earlier one", lambda m, s: percent(s["duplicates"])),
         row("loss weight", "0: no loss", lambda m, s: f"{plain['loss_weights'][m]:g}"),
     ]
     return rows
 
 
 def step_rows(plain: dict[str, Any]) -> list[Row]:
-    """How the estimates move with more data and longer contexts."""
-    found = plain["modalities"]
+    """How the estimates change with more data and longer contexts."""
+    statistics = plain["modalities"]
     rows: list[Row] = []
     for label, divisor in (("a hundredth", 100), ("a tenth", 10), ("all", 1)):
         cells = []
-        for s in found.values():
+        for s in statistics.values():
             size = s["tokens"] // divisor
             at = s["compressed_by_tokens"].get(size)
             cells.append("" if at is None else f"{nats(at)} ({size:,})")
         if any(cells):
             rows.append({"label": f"compressed, {label} of the tokens", "cells": cells})
-    for context in next(iter(found.values()))["model_by_context"] if found else {}:
+    for context in next(iter(statistics.values()))["model_by_context"] if statistics else {}:
         label = "no context" if context == "none" else f"{context.replace(',', ', ')} back"
-        values = [s["model_by_context"].get(context) for s in found.values()]
+        values = [s["model_by_context"].get(context) for s in statistics.values()]
         rows.append(
             {"label": f"n-gram model, {label}", "cells": ["" if v is None else nats(v) for v in values]}
         )
@@ -67,7 +67,7 @@ def step_rows(plain: dict[str, Any]) -> list[Row]:
 
 
 def dial_rows(plain: dict[str, Any]) -> list[Row]:
-    """The dial's own table: a row for each of its statistics."""
+    """The table of the dial: one row per statistic."""
     table = plain["dial"]["table"] if "dial" in plain else []
     keys = [key for key in (table[0] if table else {}) if key != "modality"]
     return [{"label": key, "cells": [_value(entry[key]) for entry in table]} for key in keys]
@@ -90,16 +90,16 @@ def table_lines(names: list[str], rows: list[Row]) -> list[str]:
 
 
 def percent(share: float) -> str:
-    """A share for a reader."""
+    """Format a share in percent."""
     return f"{number(100 * share)} %"
 
 
 def _optional(share: float | None) -> str:
-    return "nothing held out" if share is None else percent(share)
+    return "no held-out data" if share is None else percent(share)
 
 
 def _measured(s: dict[str, Any]) -> str:
-    return "nothing held out" if s["model"] is None else f"{nats(s['model'])} ± {nats(s['model_error'])}"
+    return "no held-out data" if s["model"] is None else f"{nats(s['model'])} ± {nats(s['model_error'])}"
 
 
 def _context(s: dict[str, Any]) -> str:

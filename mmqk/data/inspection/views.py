@@ -1,7 +1,7 @@
-"""One sequence of a TokenBatch as a page shows it: strips over its places, and its documents in parts.
+"""Views of one sequence of a TokenBatch for the page: strips over its T positions, and the parts of its documents.
 
-The strips say what the batch says and nothing else: modality and padding of each place, which targets are
-trained on, and where documents begin. T places.
+The strips show only the content of the batch: modality and padding of each position, trained targets, and the
+beginnings of documents.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mmqk.data.batch import TokenBatch
 from mmqk.data.inspection.decode import Decoder, Pictures, shaded
 from mmqk.data.tokens.folder import SPECIAL_NAMES, Layout
 
-# Okabe and Ito's, which keep apart for colour-blind eyes, the first two also in grey.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+# Okabe and Ito's palette for color-blind readers; the first two colors also differ in gray.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 PADDING, INK = "#d5dae0", "#1b1f24"
 MOST_WORDS = 1500
 MOST_IDS = 48
@@ -32,21 +32,21 @@ class Segment:
     """A run of one modality within a document.
 
     Attributes:
-        modality: its name.
-        colour: of the modality.
+        modality: name of the modality.
+        color: color of the modality.
         trained: whether its tokens count in the loss; False for a modality of weight 0.
         tokens: number of tokens.
-        words: text of each token and its class: "" or "special"; empty where there is nothing to decode with.
-        more: tokens that are not among the words or ids for want of room.
-        ids: the ids, where nothing decodes them.
+        words: text of each token and its class: "" or "special"; empty without a decoder.
+        more: number of tokens that are cut from ``words`` or ``ids``.
+        ids: the ids as text, if they are not decoded.
         codes: data URI of the ids as shades, empty for text.
-        grid: whether the codes are of two dimensions.
-        decoded: data URI of the image that the tokenizer makes of the codes.
+        grid: whether the codes have two dimensions.
+        decoded: data URI of the image decoded from the codes.
         original: data URI of the image that was tokenized.
     """
 
     modality: str
-    colour: str
+    color: str
     trained: bool
     tokens: int
     words: tuple[tuple[str, str], ...] = ()
@@ -63,11 +63,11 @@ class SequenceView:
     """A sequence.
 
     Attributes:
-        filled: places that hold a token.
+        filled: number of positions with a token.
         documents: parts of each of its documents.
         targets: number of targets in the batch's mask by modality, and how many of them have a weight above 0.
-        strip: an ``<svg>`` of the places: tokens, targets, and where documents begin.
-        lane: the same, of the tokens alone.
+        strip: an ``<svg>`` of the positions: tokens, targets, and beginnings of documents.
+        lane: the same with tokens only.
     """
 
     filled: int
@@ -81,12 +81,12 @@ class Viewer:
     """Makes views of sequences.
 
     Args:
-        layout: of the ids.
+        layout: layout of the ids.
         weights: loss weight by modality.
         pictures: makes the data URIs.
         decoder: mmqk's tokenizers; None shows ids.
-        widths: columns of a modality's ids, where they are a grid.
-        by_rank: whether ids go by falling frequency.
+        widths: columns by modality, for ids that form a grid.
+        by_rank: whether ids are sorted by falling frequency.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Viewer:
         self.layout, self.pictures, self.decoder = layout, pictures, decoder
         self.weights, self.widths, self.by_rank = weights, widths or {}, by_rank
         self.names = list(layout.blocks)
-        self.colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(self.names)}
+        self.colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(self.names)}
         self._edges = layout.edges
         self._specials = {i: SPECIALS[n] for n in SPECIAL_NAMES if (i := getattr(layout, n)) is not None}
 
@@ -119,14 +119,14 @@ class Viewer:
         documents = []
         for number in range(int(document_T.max(initial=-1)) + 1):
             places = np.flatnonzero(document_T == number)
-            found = (originals or {}).get(number)
+            original = (originals or {}).get(number)
             runs = _runs(modality_T[places])
-            documents.append(tuple(self._part(ids_T[places[s:e]], int(m), found) for s, e, m in runs))
+            documents.append(tuple(self._part(ids_T[places[s:e]], int(m), original) for s, e, m in runs))
         targets = {}
         for m, name in enumerate(self.names):
-            mine_T = masked_T & (target_T == m)
-            if mine_T.any():
-                targets[name] = (int(mine_T.sum()), int((mine_T & trained_T).sum()))
+            of_modality_T = masked_T & (target_T == m)
+            if of_modality_T.any():
+                targets[name] = (int(of_modality_T.sum()), int((of_modality_T & trained_T).sum()))
         shown_T = np.where(valid_T, modality_T, -1)
         lane, edges = self._lane(shown_T, ids_T), _edges(document_T)
         label = self._label(shown_T, trained_T)
@@ -142,7 +142,7 @@ class Viewer:
         name = self.names[modality]
         about: dict[str, Any] = {
             "modality": name,
-            "colour": self.colours[name],
+            "color": self.colors[name],
             "trained": self.weights[name] > 0,
             "tokens": len(ids),
         }
@@ -155,9 +155,9 @@ class Viewer:
         local = ids - self._edges[modality]
         codes = self.pictures.uri(shaded(local, self.layout.blocks[name], width, self.by_rank))
         if whole is not None and self.decoder is not None:
-            known = original is not None and self.decoder.agrees(original, ids)
-            decoded, found = (self.pictures.uri(i) for i in (whole, original if known else None))
-            return Segment(**about, codes=codes, grid=True, decoded=decoded, original=found)
+            same = original is not None and self.decoder.agrees(original, ids)
+            decoded, tokenized = (self.pictures.uri(i) for i in (whole, original if same else None))
+            return Segment(**about, codes=codes, grid=True, decoded=decoded, original=tokenized)
         listed = " ".join(self._specials.get(int(i), str(i)) for i in ids[:MOST_IDS])
         more = max(0, len(ids) - MOST_IDS)
         return Segment(**about, codes=codes, grid=width > 0, ids=listed, more=more)
@@ -173,26 +173,26 @@ class Viewer:
         return words
 
     def _lane(self, shown_T: np.ndarray, ids_T: np.ndarray) -> list[str]:
-        """The tokens by modality, specials dark."""
-        runs = ((s, e, PADDING if m < 0 else self.colours[self.names[m]]) for s, e, m in _runs(shown_T))
+        """The tokens by modality; special tokens are dark."""
+        runs = ((s, e, PADDING if m < 0 else self.colors[self.names[m]]) for s, e, m in _runs(shown_T))
         special_T = np.isin(ids_T, list(self._specials)) & (shown_T >= 0)
         dark = ((s, e, INK) for s, e, special in _runs(special_T) if special)
-        return [_rect(start, end, 0, 14, colour) for start, end, colour in (*runs, *dark)]
+        return [_rect(start, end, 0, 14, color) for start, end, color in (*runs, *dark)]
 
     def _targets(self, masked_T: np.ndarray, trained_T: np.ndarray, target_T: np.ndarray) -> list[str]:
-        """The targets by modality; those of weight 0 are a thin line: there, but counted with nothing."""
+        """The targets by modality; a target of weight 0 is a thin line."""
         rects = []
         for start, end, state in _runs(np.where(masked_T, 2 * target_T + trained_T, -1)):
             if state >= 0:
-                colour = self.colours[self.names[state // 2]]
+                color = self.colors[self.names[state // 2]]
                 y, height = (19, 10) if state % 2 else (23, 2)
-                rects.append(_rect(start, end, y, height, colour))
+                rects.append(_rect(start, end, y, height, color))
         return rects
 
     def _label(self, shown_T: np.ndarray, trained_T: np.ndarray) -> str:
         counts = [f"{int((shown_T == m).sum())} {name}" for m, name in enumerate(self.names)]
         padding, trained = int((shown_T < 0).sum()), int(trained_T.sum())
-        return f"{len(shown_T)} places: {', '.join(counts)}, {padding} padding; {trained} trained"
+        return f"{len(shown_T)} positions: {', '.join(counts)}, {padding} padding; {trained} trained"
 
 
 def _svg(width: int, height: int, content: Sequence[str], label: str) -> str:
@@ -201,18 +201,18 @@ def _svg(width: int, height: int, content: Sequence[str], label: str) -> str:
 
 
 def _edges(document_T: np.ndarray) -> list[str]:
-    """A line where each document but the first begins, light on both sides."""
+    """A line at the beginning of each document but the first, light on both sides."""
     starts = [x for x in np.flatnonzero(np.diff(document_T) != 0) + 1 if document_T[x] >= 0]
     place = 'x1="{0}" x2="{0}" y1="0" y2="30"'
     return [
-        f'<line {place.format(x)} stroke="{colour}" stroke-width="{width}"/>'
+        f'<line {place.format(x)} stroke="{color}" stroke-width="{width}"/>'
         for x in starts
-        for colour, width in (("#fff", 3.5), (INK, 1.2))
+        for color, width in (("#fff", 3.5), (INK, 1.2))
     ]
 
 
-def _rect(start: int, end: int, y: int, height: int, colour: str) -> str:
-    return f'<rect x="{start}" y="{y}" width="{end - start}" height="{height}" fill="{colour}"/>'
+def _rect(start: int, end: int, y: int, height: int, color: str) -> str:
+    return f'<rect x="{start}" y="{y}" width="{end - start}" height="{height}" fill="{color}"/>'
 
 
 def _runs(values: np.ndarray | Sequence[int]) -> list[tuple[int, int, int]]:
