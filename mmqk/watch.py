@@ -1,4 +1,4 @@
-"""Runs in a terminal while they train: ``python -m mmqk.watch runs/demo``. Needs no torch."""
+"""Watch runs in a terminal while they train: ``python -m mmqk.watch runs/demo``. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from mmqk.store import OneSentenceParser, UserError, run_main
 
 DESCRIPTION = """\
-Show one or several runs while they train: losses by modality, the largest attention logits and norms with
-their layers, alarms, speed and time left. Ends when every run has ended; Ctrl-C ends it before."""
+Show runs while they train: losses by modality, the largest attention logits and norms with their layers, alarms,
+speed and time left. Ends when every run has ended, or on Ctrl-C."""
 
 EPILOG = """\
 examples:
   python -m mmqk.watch runs/demo                     every run of an ablation
-  python -m mmqk.watch runs/demo/mixed-0123456789    one arm of it
-  python -m mmqk.watch --once runs/cpu/0123456789    one run as it stands, then end"""
+  python -m mmqk.watch runs/demo/mixed-0123456789    one arm
+  python -m mmqk.watch --once runs/cpu/0123456789    print one run once"""
 
 SHORTEST_SECONDS = 0.2
 NARROWEST = 60
@@ -41,16 +41,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--once",
         action="store_true",
-        help="print one frame and end (always so without a terminal, or on a dumb one)",
+        help="print one frame and end (the default without a terminal or on a dumb terminal)",
     )
     parser.add_argument(
-        "--every", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
+        "--every", type=float, default=1.0, metavar="SECONDS", help="seconds between updates (default: 1)"
     )
     options = parser.parse_args(argv)
     if not options.runs:
-        raise UserError(
-            "there is nothing to watch: give a folder of runs, as in python -m mmqk.watch runs/demo"
-        )
+        raise UserError("no folder of runs is given: give one, as in python -m mmqk.watch runs/demo")
     if not options.every >= SHORTEST_SECONDS:
         raise UserError(f"--every is {options.every}: give at least {SHORTEST_SECONDS} seconds")
 
@@ -63,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = follow(options.runs)
     console = Console()
     width = max(NARROWEST, console.width)
-    if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # which cannot be drawn over
+    if options.once or not sys.stdout.isatty() or console.is_dumb_terminal:  # cannot redraw
         console.print(runs_table([run.look() for run in runs], width), soft_wrap=True)
         return 0
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:

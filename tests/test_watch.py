@@ -112,7 +112,7 @@ def test_what_is_no_run_is_one_sentence(tmp_path, capsys):
         error = capsys.readouterr().err
         assert says in error and folder in error and error.count("\n") == 1
     assert cli_main(main)(["--every", "0", str(tmp_path)]) == 2
-    assert cli_main(main)([]) == 2 and "nothing to watch" in capsys.readouterr().err
+    assert cli_main(main)([]) == 2 and "no folder of runs" in capsys.readouterr().err
 
 
 def test_damage_is_shown_as_far_as_it_can_be_read(tmp_path, capsys):
