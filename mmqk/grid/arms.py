@@ -1,4 +1,4 @@
-"""Arms of a grid: what each sets, where it begins, and the runs that it stands for."""
+"""Arms of a grid: their fields, forks and runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mmqk.store import UserError
 
 ARM_KEYS = ("label", "block", "seeds", "set", "axes", "fork")
 LR = "optim.lr"
-# These come from the grid itself.
+# The grid sets these.
 _NOT_SET = ("seed", "out", "config", "fork", "print_config")
 _OF_A_FORK = ("fork_skip", "fork_perturb", "fork_draw")
 
 
 @dataclass(frozen=True)
 class ArmFork:
-    """Where the runs of an arm begin: in those of another arm (or one point of it) at a step, or in a checkpoint."""
+    """Where the runs of an arm start: at a step of another arm (or of one point of it), or from a checkpoint."""
 
     arm: str = ""
     step: int = number(0, 0, MOST_STEPS)
@@ -36,13 +36,13 @@ class ArmFork:
 
 @dataclass(frozen=True)
 class Arm:
-    """One variant: a name, the words for it, its seeds, the fields it sets over the base, and its axes.
+    """One variant: its name and label, seeds, fields set over the base, and axes.
 
     Attributes:
-        seeds: empty for a fork of a checkpoint that names none: its run has the seed of the checkpoint.
-        grid: name of the grid that it is from.
-        path: file of that grid, for sentences.
-        base: files of the configuration that it starts from; none of a fork, which starts from its parent's.
+        seeds: empty for a fork of a checkpoint without seeds: its run has the seed of the checkpoint.
+        grid: name of its grid.
+        path: file of its grid, for messages.
+        base: configuration files that it starts from; empty for a fork, which has the configuration of its parent.
     """
 
     name: str
@@ -63,28 +63,28 @@ class Arm:
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
-        """The point {field: value} of every crossed arm, by its name."""
-        found: dict[str, dict[str, Any]] = {self.name: {}}
+        """The point {field: value} of every crossed arm, by name."""
+        points: dict[str, dict[str, Any]] = {self.name: {}}
         for axis in self.axes:
-            found = {
+            points = {
                 f"{name}-{suffix}": {**point, **fields}
-                for name, point in found.items()
+                for name, point in points.items()
                 for suffix, fields in axis.values
             }
-        return found
+        return points
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run to be made: ``args`` is its command line for ``python -m mmqk.train``, without its fork.
+    """One planned run: ``args`` is its command line for ``python -m mmqk.train``, without its fork.
 
     Attributes:
-        arm: with the values of its axes.
-        seed: None where a checkpoint decides it.
+        arm: name with the values of its axes.
+        seed: None if it comes from a checkpoint.
         family: the arm that the grid names.
         point: values of the axes by dotted field.
         role: "verdict", or "selection" of a learning rate.
-        parent: name of the arm (with its values) that it is forked from.
+        parent: name of the arm (with the values of its axes) that it is forked from.
     """
 
     arm: str
@@ -97,12 +97,12 @@ class Job:
 
     @property
     def key(self) -> tuple[str, int | None, str]:
-        """What it is called among the jobs of a grid."""
+        """Unique key among the jobs of a grid."""
         return self.arm, self.seed, self.role
 
     @property
     def chosen(self) -> bool:
-        """Whether its learning rate is what the selection runs say."""
+        """Whether selection runs set its learning rate."""
         return self.role == "verdict" and self.family.lr is not None
 
 
@@ -112,10 +112,10 @@ def flags(fields: Mapping[str, Any]) -> Iterable[str]:
 
 
 def read_arm(name: Any, value: Any, common: Arm) -> Arm:
-    """An arm as the grid has it, over what all arms have in common; of a fork, without what its parent gives it.
+    """Read an arm; ``common`` holds the defaults of the grid. A fork gets the axes and seeds of its parent later.
 
     Raises:
-        UserError: an unknown key, a field that is not for an arm to set, a checkpoint that is not there.
+        UserError: an unknown key, a field that an arm cannot set, a missing checkpoint.
     """
     where = f"{common.path}: arms.{name}"
     record = read.mapping({} if value is None else value, where)
@@ -124,7 +124,7 @@ def read_arm(name: Any, value: Any, common: Arm) -> Arm:
     fields = read.mapping(record.get("set") or {}, f"{where}.set")
     axes = read_axes(record["axes"] or {}, f"{where}.axes") if "axes" in record else common.axes
     if fork and "axes" not in record:
-        axes = ()  # those of its parent, once all arms are read
+        axes = ()  # taken from the parent once all arms are read
     seeds = read.seeds(record["seeds"], f"{where}.seeds") if "seeds" in record else common.seeds
     if fork and "seeds" not in record:
         seeds = ()
@@ -145,21 +145,21 @@ def read_arm(name: Any, value: Any, common: Arm) -> Arm:
 
 
 def check_fields(arm: Arm, where: str) -> None:
-    """Refuse a field that the grid decides, that is set twice, or that is of a fork alone."""
+    """Refuse a field that the grid sets, that is set twice, or that is for forks only."""
     crossed = {key for point in arm.points.values() for key in point}
     for key in (*map(str, arm.fields), *sorted(crossed)):
         if key in _NOT_SET:
-            raise UserError(f"{where}: {key!r} is not for an arm to set: the grid decides it")
+            raise UserError(f"{where}: {key!r} cannot be set by an arm: the grid sets it")
         if key in _OF_A_FORK and arm.fork is None:
-            raise UserError(f"{where}: {key!r} is of a fork, and the arm has no fork: leave it out")
+            raise UserError(f"{where}: {key!r} is for forks only, and this arm is no fork: remove it")
         group = next((other for other in arm.fields if f"{key}.".startswith(f"{other}.")), None)
         if key in crossed and group is not None:
-            raise UserError(f"{where}: {key} is set and an axis too: leave it out, or write axes: {{}} there")
+            raise UserError(f"{where}: {key} is both set and an axis: remove it, or give the arm axes: {{}}")
     if arm.lr and any(f"{LR}.".startswith(f"{key}.") for key in (*arm.fields, *crossed)):
-        raise UserError(f"{where}: {LR} is set, and lr: own_best chooses it: leave out one of the two")
+        raise UserError(f"{where}: {LR} is set, and lr: own_best selects it too: remove one of the two")
     if arm.lr and (both := set(arm.lr.seeds) & set(arm.seeds)):
         raise UserError(
-            f"{where}: seed {min(both)} chooses the learning rate and decides too: take others for lr.seeds"
+            f"{where}: seed {min(both)} selects the learning rate and is also in the verdicts: use other lr.seeds"
         )
 
 
@@ -180,7 +180,7 @@ def _fork(value: Any, where: str, path: Path) -> ArmFork:
 
 
 def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
-    """A number for each job, by which slices share them out; a fork has its parent's."""
+    """A number for each job, which assigns it to a slice; a fork has the number of its parent."""
     parts: dict[tuple[str, int | None, str], int] = {}
     by_key = {job.key: job for job in jobs}
     for job in by_key.values():
@@ -188,6 +188,6 @@ def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
         while root.parent:
             root = by_key[root.parent, root.seed, "verdict"]
         parts[job.key] = parts.setdefault(root.key, len(parts))
-    # Without gaps, or slices would not be even.
+    # No gaps, so that slices are even.
     order = {part: place for place, part in enumerate(dict.fromkeys(parts.values()))}
     return {key: order[part] for key, part in parts.items()}

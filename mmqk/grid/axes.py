@@ -1,4 +1,4 @@
-"""Axes of a grid: fields, or named groups of fields, with the values that each arm is crossed with."""
+"""Axes of a grid: fields, or named groups of fields, whose values are crossed with each arm."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from mmqk.grid import language as read
 from mmqk.store import UserError
 
-# YAML reads 1e-3, without a point, as text; as a value of an axis it is a number.
+# YAML reads 1e-3, without a decimal point, as text; on an axis it is a number.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A direction of the grid: for each value what it adds to the name of an arm, and the fields it sets."""
+    """An axis of the grid: for each value the suffix of the arm's name and the fields that it sets."""
 
     name: str
     values: tuple[tuple[str, Mapping[str, Any]], ...]
@@ -26,11 +26,11 @@ class Axis:
 def read_axes(value: Any, where: str) -> tuple[Axis, ...]:
     """The axes of a grid or an arm.
 
-    ``optim.lr: [0.01, 0.03]`` sets one field, and names ``lr0.01``. ``size: {small: {model.width: 64, …}, …}`` sets
-    several at once, and names ``small``.
+    ``optim.lr: [0.01, 0.03]`` sets one field and adds ``lr0.01`` to the name.
+    ``size: {small: {model.width: 64, …}, …}`` sets several fields and adds ``small``.
 
     Raises:
-        UserError: no list of values, a value twice, a field on two axes.
+        UserError: values that are not a list, a value twice, a field on two axes.
     """
     record = read.mapping(value, where)
     short = [name.rpartition(".")[2] for name in record]
@@ -44,7 +44,7 @@ def read_axes(value: Any, where: str) -> tuple[Axis, ...]:
     for axis in axes:
         fields = {field for _, value in axis.values for field in value}
         if both := sorted(fields & seen):
-            raise UserError(f"{where}: {both[0]} is on two axes: leave it out of one")
+            raise UserError(f"{where}: {both[0]} is on two axes: remove it from one")
         seen |= fields
     return tuple(axes)
 
@@ -61,7 +61,7 @@ def _groups(name: str, values: dict[str, Any], where: str) -> Axis:
         (read.name(key, where), read.mapping(v, f"{where}.{key}")) for key, v in values.items()
     ]
     if not groups or any(group.keys() != groups[0][1].keys() or not group for _, group in groups):
-        raise UserError(f"{where}: every group must set the same fields, as they are compared")
+        raise UserError(f"{where}: every group must set the same fields")
     return Axis(name, _distinct(groups, where))
 
 
@@ -72,12 +72,12 @@ def _distinct(
     for name in names:
         read.name(name, where)
         if names.count(name) > 1:
-            raise UserError(f"{where} has two values that are both called {name}: leave out one")
+            raise UserError(f"{where} has two values with the name {name}: remove one")
     return tuple(values)
 
 
 def _text(value: Any) -> str:
-    """A value as part of the name of a folder."""
+    """A value as part of a folder name."""
     if isinstance(value, float):
         return f"{value:.12g}"
     text = value if isinstance(value, str) else json.dumps(value)

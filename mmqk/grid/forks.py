@@ -1,4 +1,4 @@
-"""Forks of a grid: which run each begins in."""
+"""Forks of a grid: find the parent of each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmqk.store import UserError
 
 
 def inherit(arms: Sequence[Arm], named: Mapping[str, Any], path: Path) -> list[Arm]:
-    """Forks with the seeds and, where they have none of their own, the axes of their parents.
+    """Give each fork the seeds and axes of its parent unless it names its own.
 
     Raises:
-        UserError: a fork of an arm that is not there, of seeds that its parent has not, of more than one run.
+        UserError: the parent of a fork does not exist, lacks one of its seeds, or has several runs per seed.
     """
     done: dict[str, Arm] = {}
     left = {arm.name: arm for arm in arms}
@@ -26,13 +26,12 @@ def inherit(arms: Sequence[Arm], named: Mapping[str, Any], path: Path) -> list[A
             assert arm.fork is not None
             if arm.fork.arm in left or any(arm.fork.arm in other.points for other in left.values()):
                 raise UserError(
-                    f"{path}: arms.{arm.name}.fork: it begins in {arm.fork.arm}, which begins in it: fork one of them"
-                    " from an arm that is no fork"
+                    f"{path}: arms.{arm.name}.fork: it is a fork of {arm.fork.arm}, which is a fork of it: fork one"
+                    " of them from an arm that is no fork"
                 )
             every = sorted({*(a.name for a in arms), *(name for a in done.values() for name in a.points)})
             raise UserError(
-                f"{path}: arms.{arm.name}.fork: there is no arm {arm.fork.arm!r} to begin in"
-                f" (arms: {', '.join(every)})"
+                f"{path}: arms.{arm.name}.fork: there is no arm {arm.fork.arm!r} (arms: {', '.join(every)})"
             )
         for arm in ready:
             del left[arm.name]
@@ -50,23 +49,21 @@ def _as_child(arm: Arm, parent: Arm | None, record: Mapping[str, Any]) -> Arm:
         return arm
     where = f"{arm.path}: arms.{arm.name}"
     if strangers := set(arm.seeds) - set(parent.seeds):
-        raise UserError(
-            f"{where}.seeds: {min(strangers)} is no seed of {parent.name}, which it is forked from"
-        )
+        raise UserError(f"{where}.seeds: {min(strangers)} is not a seed of its parent {parent.name}")
     axes = arm.axes if "axes" in record or arm.fork.arm != parent.name else parent.axes
     child = replace(arm, seeds=arm.seeds or parent.seeds, axes=axes)
     check_fields(child, where)
     for point in child.points.values():
         if not match(arm.fork.arm, {parent.name: parent}, point):
             raise UserError(
-                f"{where}.fork: {parent.name} has more than one run of a seed: name one of"
+                f"{where}.fork: {parent.name} has several runs per seed: name one of"
                 f" {', '.join(parent.points)}, or cross {arm.name} with the same axes"
             )
     return child
 
 
 def match(start: str, families: Mapping[str, Arm], point: Mapping[str, Any]) -> str:
-    """The arm (with the values of its axes) in which the run at a point begins; empty where there is none."""
+    """The arm (with the values of its axes) from which the run at a point is forked; empty if there is none."""
     for family in families.values():
         if start in family.points:
             return start

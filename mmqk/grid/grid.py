@@ -1,8 +1,8 @@
-"""The grid language: base configs, arms that set fields, axes that cross them, seeds, and the claims they decide.
+"""The grid language: base configs, arms that set fields, axes that are crossed with them, seeds and claims.
 
     name: demo
     base: [../demo.yaml]            relative to this file, merged in order
-    seeds: [0, 1, 2]                of every arm that names none
+    seeds: [0, 1, 2]                for arms without seeds
     axes: {optim.lr: [0.01, 0.03]}  crossed with every arm
     lr: {rule: own_best, grid: [0.01, 0.03], seeds: [9], metric: final_loss/text}
     arms:
@@ -15,8 +15,8 @@
     report: {hero: [plain, qk]}
 
 docs/ablations.md has an example of each. The fields under ``set`` and ``axes`` are those of ``python -m mmqk.train``,
-so an unknown one is refused by its parser. Claims and report are for `mmqk.analysis`; here only their names of arms
-are checked. Imports no torch: the analysis reads it.
+whose parser refuses unknown fields. Claims and report are for `mmqk.analysis`; this package checks only their keys
+and arms. Imports no torch, because the analysis uses it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GRID_KEYS = ("name", "title", "base", "seeds", "arms", "axes", "lr", "replay", "
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid as read from its file, or several merged; ``raw`` is the content as plain data."""
+    """A grid from its file, or several merged; ``raw`` is the content as plain data."""
 
     path: Path
     name: str
@@ -52,8 +52,10 @@ class Grid:
 
     @property
     def jobs(self) -> list[Job]:
-        """All runs that are known beforehand: those that choose a learning rate, then the first seed of every arm,
-        and so on, so that an interrupted grid can be compared already."""
+        """All runs of the grid without replays: first those that select a learning rate, then seed by seed.
+
+        With this order the arms of an interrupted grid can be compared.
+        """
         crossed = [(arm, name, point) for arm in self.arms for name, point in arm.points.items()]
         return [*self._selection(crossed), *self._verdict(crossed)]
 
@@ -74,30 +76,30 @@ class Grid:
                     continue
                 seed = arm.seeds[i] if arm.seeds else None
                 parent, start = "", arm.fork and arm.fork.arm
-                here = dict(point)
+                fields = dict(point)
                 if start:
                     parent = match(start, families, point)
                     shared = parents[parent][1].items()
-                    here = {k: v for k, v in point.items() if (k, v) not in shared}
-                args = (*_base(arm), *flags({**arm.fields, **here}))
+                    fields = {k: v for k, v in point.items() if (k, v) not in shared}
+                args = (*_base(arm), *flags({**arm.fields, **fields}))
                 if seed is not None and not start:
                     args = (*args, f"--seed={seed}")
                 yield Job(name, seed, args, arm, point, parent=parent)
 
 
 def load_grid(path: str | Path) -> Grid:
-    """Read a grid; every key is one that is known.
+    """Read a grid.
 
     Raises:
         UserError: the file is missing or not YAML, a key is unknown or of the wrong type, a base config does
-            not exist, a claim or the report names an arm or a claim that is not there, a fork has no parent.
+            not exist, a claim or the report names an unknown arm or claim, a fork has no parent.
     """
     path = Path(path)
     raw = read.read_yaml(path)
     read.known(raw, GRID_KEYS, f"{path}")
     for key in ("name", "base", "arms"):
         if key not in raw:
-            raise UserError(f"{path}: there is no {key!r}, which every grid has")
+            raise UserError(f"{path}: the key {key!r} is missing: add it")
     if "claim" in raw:
         if "claims" in raw:
             raise UserError(f"{path}: it has both claim and claims: put them into one list under claims")
@@ -122,7 +124,7 @@ def load_grid(path: str | Path) -> Grid:
     names = [crossed for arm in arms for crossed in arm.points]
     for twice in (name for i, name in enumerate(names) if name in names[:i]):
         raise UserError(
-            f"{path}: two arms are called {twice} once they are crossed with the axes: rename one"
+            f"{path}: two arms have the name {twice} after they are crossed with the axes: rename one"
         )
     check_claims(raw, {*names, *(arm.name for arm in arms)}, path)
     return Grid(path, common.grid, str(raw.get("title", common.grid)), tuple(arms), raw)

@@ -1,4 +1,4 @@
-"""Reading a YAML file of one's own: what is wrong with it is one sentence that names the place."""
+"""Read and check values of a grid's YAML; an error is one sentence that names the key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")
 
 
 class _Loader(decimal_numbers(yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML that refuses a key written twice, which would lose an arm without a word, and one that is no text."""
+    """YAML loader that refuses a duplicate key, which would silently drop an arm, and a key that is not text."""
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -26,9 +26,8 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
-        if not isinstance(
-            key, str
-        ):  # on, yes and 1 are no text in YAML, and would be other names without a word
+        # YAML reads the keys on, yes and 1 as other types, so the names would silently change.
+        if not isinstance(key, str):
             raise yaml.constructor.ConstructorError(
                 None,
                 None,
@@ -47,10 +46,11 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a file holds, as plain data.
+    """The content of a file, a mapping, as plain data.
 
     Raises:
-        UserError: it cannot be read, is not YAML or no mapping, has a key twice or a number that is not finite.
+        UserError: the file cannot be read, is not YAML or not a mapping, has a duplicate key or a number that is not
+            finite.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid YAML: {line}{error.problem}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
-    # Dates and the like become text: the grid is stored with the runs as JSON.
+    # Dates become text, because the grid is stored with the runs as JSON.
     try:
         return json.loads(json.dumps(mapping(raw, str(path)), default=str, allow_nan=False))
     except ValueError as error:
@@ -81,7 +81,7 @@ def known(record: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
 
 
 def mapping(value: Any, where: str) -> dict[str, Any]:
-    """The value, which must be a mapping."""
+    """Return the value, which must be a mapping."""
     if not isinstance(value, dict):
         raise UserError(f"{where} must be a mapping of names to values, not {type(value).__name__}")
     return value
@@ -96,7 +96,7 @@ def strings(value: Any, where: str) -> list[str]:
 
 
 def in_range(kind: Callable[..., T], where: str, *values: Any) -> T:
-    """A dataclass of these values, whose ranges it checks itself; the sentence names ``where``."""
+    """A dataclass of these values, which checks their ranges; the message names ``where``."""
     try:
         return kind(*values)
     except ValueError as error:
@@ -121,28 +121,28 @@ def whole(value: Any, where: str) -> int:
 
 
 def number(value: Any, where: str) -> float:
-    """A number above 0; YAML reads ``1e-3``, without a point, as text."""
+    """A number above 0, also as text: YAML reads ``1e-3``, without a decimal point, as text."""
     try:
-        found = float(value) if isinstance(value, int | float | str) and value is not True else 0.0
+        parsed = float(value) if isinstance(value, int | float | str) and value is not True else 0.0
     except (ValueError, OverflowError):
-        found = 0.0
-    if not 0 < found < float("inf"):
+        parsed = 0.0
+    if not 0 < parsed < float("inf"):
         raise UserError(f"{where} must be a number above 0, not {shortened(value)}")
-    return found
+    return parsed
 
 
 def numbers(value: Any, where: str) -> tuple[float, ...]:
     """A list of different numbers above 0."""
     if not isinstance(value, list) or not value:
         raise UserError(f"{where} must be a list of numbers, not {value!r}")
-    found = tuple(number(v, where) for v in value)
-    if len(set(found)) < len(found):
+    parsed = tuple(number(v, where) for v in value)
+    if len(set(parsed)) < len(parsed):
         raise UserError(f"{where} has a number twice: {value!r}")
-    return found
+    return parsed
 
 
 def name(value: Any, where: str) -> str:
-    """What may be the name of a folder."""
+    """A valid folder name."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise UserError(f"{where}: {value!r} is no name for a folder: use letters, digits, '-', '_' and '.'")
+        raise UserError(f"{where}: {value!r} is not a folder name: use letters, digits, '-', '_' and '.'")
     return value

@@ -1,4 +1,4 @@
-"""Several grids as one, whose claims share the runs that they have in common."""
+"""Merge several grids into one, so that their claims share runs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mmqk.store import UserError, canonical
 
 
 def load_grids(paths: Sequence[str | Path]) -> Grid:
-    """One grid of all these files, named after them all.
+    """Load and merge grids; the name of the result joins their names.
 
-    An arm that two grids define alike is one arm with the seeds of both; runs that only their names set apart are
-    found when they are resolved. Claims and the page's block are put together; each claim says which grid it is of.
+    An arm that two grids define equally becomes one arm with the seeds of both. Runs that differ only in name are
+    detected when they are resolved. Claims and report blocks are joined; each claim records its grid.
 
     Raises:
-        UserError: what `load_grid` refuses; two grids of one name; an arm or a claim of one name that differs.
+        UserError: what `load_grid` refuses; two grids with one name; arms or claims with one name that differ.
     """
     grids = [load_grid(path) for path in paths]
     first = grids[0]
     names = [grid.name for grid in grids]
     for grid in grids[1:]:
         if names.count(grid.name) > 1:
-            raise UserError(f"{grid.path}: another of the grids is called {grid.name} too: rename one")
+            raise UserError(f"{grid.path}: another grid has the name {grid.name}: rename one")
     raw = dict(first.raw)
     raw["claims"] = _claims(grids)
     if len(grids) == 1:
@@ -47,7 +47,7 @@ def load_grids(paths: Sequence[str | Path]) -> Grid:
     for arm in arms.values():
         for point in arm.points:
             if crossed.setdefault(point, arm.name) != arm.name:
-                raise UserError(f"{arm.path}: another of the grids has an arm {point} too: rename one")
+                raise UserError(f"{arm.path}: another grid has an arm {point}: rename one")
     return Grid(first.path, name, title, tuple(arms.values()), raw)
 
 
@@ -56,7 +56,7 @@ def _together(one: Arm | None, other: Arm) -> Arm:
         return other
     if _definition(one) != _definition(other):
         raise UserError(
-            f"{other.path}: arm {other.name} is not what it is in {one.path}: rename one, or make them equal"
+            f"{other.path}: arm {other.name} differs from the one in {one.path}: rename one, or make them equal"
         )
     if one.replay and other.replay and one.replay != other.replay:
         raise UserError(
@@ -67,7 +67,7 @@ def _together(one: Arm | None, other: Arm) -> Arm:
 
 
 def _definition(arm: Arm) -> str:
-    """What makes runs of it, seeds aside."""
+    """Everything that determines its runs, except the seeds."""
     base = [str(Path(path).resolve()) for path in arm.base]
     return canonical(
         {
@@ -81,19 +81,19 @@ def _definition(arm: Arm) -> str:
 
 
 def _claims(grids: Sequence[Grid]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    claims: dict[str, dict[str, Any]] = {}
     for grid in grids:
         for claim in grid.raw.get("claims") or []:
-            old = found.setdefault(claim["id"], {**claim, "grid": grid.name})
+            old = claims.setdefault(claim["id"], {**claim, "grid": grid.name})
             if {**claim, "grid": ""} != {**old, "grid": ""}:
                 raise UserError(
-                    f"{grid.path}: claim {claim['id']} is another one in {old['grid']}: rename one"
+                    f"{grid.path}: claim {claim['id']} differs from the one in {old['grid']}: rename one"
                 )
-    return list(found.values())
+    return list(claims.values())
 
 
 def _report(grids: Sequence[Grid]) -> Mapping[str, Any]:
-    """Lists together, anything else as the first grid that has it says."""
+    """Lists are joined; any other value comes from the first grid that has it."""
     together: dict[str, Any] = {}
     for key in REPORT_KEYS:
         for value in ((grid.raw.get("report") or {}).get(key) for grid in grids):

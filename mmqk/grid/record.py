@@ -1,4 +1,4 @@
-"""Reading ablation.json, which holds a grid, the registration of its claims, and what its runs are."""
+"""Read ablation.json, which holds a grid, the registration of its claims, and a list of its runs."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ SHAPE = {
 
 
 def read_ablation(folder: Path) -> dict[str, Any] | None:
-    """The content of ``ablation.json``, or None for a folder that has none.
+    """The content of ``ablation.json``; None if the folder has none.
 
     Raises:
-        DamagedFile: it is there and cannot be read, or names the folder of a run outside ``folder``. A record without
-            claims may name the run that its replays are of, wherever that lies.
+        DamagedFile: the file cannot be read, or names the folder of a run outside ``folder``. Only a record without
+            claims may name a run elsewhere: the original of its replays.
     """
     path = folder / ABLATION_NAME
     record = read_json(path, SHAPE, ADVICE)
@@ -80,14 +80,14 @@ def read_ablation(folder: Path) -> dict[str, Any] | None:
 
 
 def _lacking(replay: dict[str, Any]) -> str:
-    """The key that a replay entry lacks; empty if it has all."""
+    """The first missing key of a replay entry; empty if it has all."""
     control = replay.get("numerics") == "control"
     needed = ("of", "numerics", "step") if control else ("of", "numerics", "step", "depth")
     return next((key for key in needed if replay.get(key) is None), "")
 
 
 def _inside(name: str) -> bool:
-    """Whether a relative path stays below the folder that it is relative to."""
+    """Whether a path is relative and stays inside its folder."""
     if not name or "\0" in name or os.path.isabs(name):
         return False
     normal = os.path.normpath(name)

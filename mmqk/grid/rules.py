@@ -1,4 +1,4 @@
-"""Rules of a grid that make runs of their own: how learning rates are chosen, and how divergences are replayed."""
+"""Rules of a grid that add runs: selection of learning rates, and replays of diverged runs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from mmqk.grid import language as read
 from mmqk.ranges import BELOW_ONE, LARGEST, MOST_SEED, SMALLEST, check_numbers, number, ranged
 from mmqk.store import UserError
 
-# As `mmqk.config.fork` has it.
+# Same value as in `mmqk.config.fork`.
 SMALLEST_PERTURBATION = 1e-7
 DEPTHS = (0.01, 0.05, 0.2)
 
 
 @dataclass(frozen=True)
 class LrRule:
-    """Each arm at the learning rate that is best for it on seeds that decide nothing.
+    """Each arm has its best learning rate, selected on seeds that are not in the verdicts.
 
     Attributes:
         grid: learning rates to try, ascending.
-        seeds: that are tried.
-        metric: of `mmqk.analysis.metrics`; its good end is best, the mean over seeds counts.
+        seeds: seeds of the selection runs.
+        metric: a metric of `mmqk.analysis.metrics`; the learning rate with the best mean over seeds is selected.
     """
 
     grid: tuple[float, ...] = field(metadata=ranged(SMALLEST, LARGEST))
@@ -34,13 +34,13 @@ class LrRule:
 
 @dataclass(frozen=True)
 class ReplayRule:
-    """How a run that diverged is replayed.
+    """How a diverged run is replayed.
 
     Attributes:
         depths: how long before the divergence replays begin, as shares of the run until then.
-        replays: of each numerics from each depth.
-        perturb: change of the weights at the start, in their RMS.
-        horizon: length of a replay, in distances from its start to the divergence.
+        replays: number of replays per numerics and depth.
+        perturb: change of the weights at the start, as a fraction of their RMS.
+        horizon: length of a replay, as a multiple of the distance from its start to the divergence.
     """
 
     depths: tuple[float, ...] = number(DEPTHS, 1e-6, BELOW_ONE)
@@ -53,10 +53,10 @@ class ReplayRule:
 
 
 def read_lr(value: Any, where: str) -> LrRule | None:
-    """The rule for learning rates; None when the arms set them themselves.
+    """The rule for learning rates; None if the arms set them.
 
     Raises:
-        UserError: an unknown rule or key, learning rates or seeds that are none.
+        UserError: an unknown rule or key, invalid learning rates or seeds.
     """
     record = read.mapping({} if value is None else value, where)
     rule = record.get("rule", "matched")
@@ -78,11 +78,11 @@ def read_lr(value: Any, where: str) -> LrRule | None:
 
 
 def read_replay(value: Any, where: str) -> ReplayRule:
-    """The rule for replays, with the defaults of what is left out.
+    """The rule for replays, with defaults for missing keys.
 
     Raises:
-        UserError: an unknown key, a depth outside 0 to 1, no whole number of replays, a perturbation
-            that no fork takes, a horizon of 1 or less.
+        UserError: an unknown key, a depth outside 0 to 1, a number of replays that is not a whole number, a
+            perturbation outside the range of forks, a horizon of 1 or less.
     """
     record = read.mapping({} if value is None else value, where)
     read.known(record, tuple(ReplayRule.__dataclass_fields__), where)

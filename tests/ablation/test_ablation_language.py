@@ -117,51 +117,51 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
     ("text", "sentence"),
     [
         ("axes: {optim.lr: 3}\narms: {a: }", r"axes\.optim\.lr must be a list of values"),
-        ("axes: {optim.lr: [0.1, 1e-1]}\narms: {a: }", "two values that are both called lr0.1"),
+        ("axes: {optim.lr: [0.1, 1e-1]}\narms: {a: }", "two values with the name lr0.1"),
         ("axes: {s: {x: {p: 1}, y: {q: 1}}}\narms: {a: }", "every group must set the same fields"),
         ("axes: {s: {x: {p: 1}}, p: [1]}\narms: {a: }", "p is on two axes"),
-        ("axes: {seed: [1]}\narms: {a: }", "'seed' is not for an arm to set"),
-        ("axes: {optim.lr: [0.1]}\narms: {a: {set: {optim.lr: 1}}}", "optim.lr is set and an axis too"),
-        ("axes: {optim.lr: [0.1]}\narms: {a: , a-lr0.1: {axes: {}}}", "two arms are called a-lr0.1"),
+        ("axes: {seed: [1]}\narms: {a: }", "'seed' cannot be set by an arm"),
+        ("axes: {optim.lr: [0.1]}\narms: {a: {set: {optim.lr: 1}}}", "optim.lr is both set and an axis"),
+        ("axes: {optim.lr: [0.1]}\narms: {a: , a-lr0.1: {axes: {}}}", "two arms have the name a-lr0.1"),
         ("lr: {rule: best}\narms: {a: }", "the rule is 'best': use matched or own_best"),
         ("lr: {rule: own_best}\narms: {a: }", "own_best needs a grid"),
         ("lr: {grid: [1]}\narms: {a: }", "with rule matched: unknown key 'grid'"),
         (
             "lr: {rule: own_best, grid: [0.1]}\narms: {a: }",
-            "seed 0 chooses the learning rate and decides too",
+            "seed 0 selects the learning rate and is also in the verdicts",
         ),
         (
             "seeds: [1]\nlr: {rule: own_best, grid: [0.1]}\narms: {a: {set: {optim.lr: 1}}}",
-            "lr: own_best chooses it",
+            "lr: own_best selects it",
         ),
         (
             "seeds: [1]\nlr: {rule: own_best, grid: [0.1, -1]}\narms: {a: }",
             "must be a number above 0, not -1",
         ),
-        ("arms: {a: {fork: {arm: b, step: 1}}}", "there is no arm 'b' to begin in"),
+        ("arms: {a: {fork: {arm: b, step: 1}}}", "there is no arm 'b'"),
         (
             "arms: {a: {fork: {arm: b, step: 1}}, b: {fork: {arm: a, step: 1}}}",
-            "it begins in b, which begins in it",
+            "it is a fork of b, which is a fork of it",
         ),
         ("arms: {a: , b: {fork: {arm: a}}}", "must name an arm and a step, or a checkpoint"),
         ("arms: {a: , b: {fork: {arm: a, step: 0}}}", "step must be a whole number from 1 on"),
-        ("arms: {a: , b: {seeds: [4], fork: {arm: a, step: 1}}}", "4 is no seed of a"),
-        ("arms: {a: {set: {fork_skip: 1}}}", "'fork_skip' is of a fork, and the arm has no fork"),
+        ("arms: {a: , b: {seeds: [4], fork: {arm: a, step: 1}}}", "4 is not a seed of its parent a"),
+        ("arms: {a: {set: {fork_skip: 1}}}", "'fork_skip' is for forks only"),
         ("arms: {b: {fork: {checkpoint: none.ckpt}}}", r"there is no none\.ckpt"),
         (
             "axes: {x: [1, 2]}\narms: {a: , b: {axes: {}, fork: {arm: a, step: 1}}}",
-            "a has more than one run of a seed: name one of a-x1, a-x2",
+            "a has several runs per seed: name one of a-x1, a-x2",
         ),
         ("arms: {b: {fork: {checkpoint: []}}}", r"fork\.checkpoint must be one path, not \[\]"),
-        ("arms: {a: {set: {print_config: ''}}}", "'print_config' is not for an arm to set"),
-        ("axes: {optim.lr: [0.1]}\narms: {a: {set: {optim: {lr: 1}}}}", "optim.lr is set and an axis too"),
+        ("arms: {a: {set: {print_config: ''}}}", "'print_config' cannot be set by an arm"),
+        ("axes: {optim.lr: [0.1]}\narms: {a: {set: {optim: {lr: 1}}}}", "optim.lr is both set and an axis"),
         (
             "seeds: [1]\nlr: {rule: own_best, grid: [0.1]}\narms: {a: {set: {optim: {lr: 1}}}}",
-            "lr: own_best chooses it",
+            "lr: own_best selects it",
         ),
         ("replay: {perturb: 5}\narms: {a: }", r"replay\.perturb is 5.0: it must be a number from 1e-07 to 1"),
         ("replay: {perturb: 1.0e-9}\narms: {a: }", r"replay\.perturb is 1e-09: it must be"),
-        ("claims: [{id: [1]}]\narms: {a: }", r"claims\[0\] has no id of its own"),
+        ("claims: [{id: [1]}]\narms: {a: }", r"claims\[0\] has no unique id"),
         ("claims: [{id: x, treatment: [a]}]\narms: {a: }", r"there is no arm \['a'\]"),
         ("replay: {depth: [0.1]}\narms: {a: }", "replay: unknown key 'depth'"),
         ("replay: {depths: 0.1}\narms: {a: }", r"replay\.depths must be a list of numbers"),
@@ -209,13 +209,13 @@ def test_grids_are_merged_arm_by_arm_and_claim_by_claim(load, tmp_path):
     assert alone.name == "toy" and alone.raw["claims"][0]["grid"] == "toy"
     assert claims_hash(alone.raw) == claims_hash(load_grid(tmp_path / "toy.yaml").raw)
     for text, sentence in (
-        (other.replace("{a: ,", "{a: {set: {x: 3}},"), "arm a is not what it is in .*toy.yaml"),
+        (other.replace("{a: ,", "{a: {set: {x: 3}},"), "arm a differs from the one in .*toy.yaml"),
         (
             other.replace("seeds: [1, 2]", "replay: {replays: 2}"),
             "arm a has another replay rule in .*toy.yaml",
         ),
-        (other.replace("two", "toy"), "another of the grids is called toy too"),
-        (other + "claims: [{id: A, arms: [c]}]", "claim A is another one in toy"),
+        (other.replace("two", "toy"), "another grid has the name toy"),
+        (other + "claims: [{id: A, arms: [c]}]", "claim A differs from the one in toy"),
     ):
         load(text, "two")
         with pytest.raises(UserError, match=sentence):
