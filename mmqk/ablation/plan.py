@@ -1,7 +1,7 @@
-"""What can be trained now, and what has to wait for what: a function of the grid and of what is on disk.
+"""Plan which runs can start now and which must wait, from the grid and the run folders.
 
-Called again whenever a run has ended, until nothing is new: the runs that choose a learning rate come before those
-that are judged at it, a parent before its forks, a diverged run before its control and that before its replays.
+The plan is made again whenever a run has ended, until nothing changes. Order: selection runs before the runs at the
+selected learning rate, a parent before its forks, a diverged run before its control, the control before the replays.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Planner:
     waiting: list[BlockedJob] = field(default_factory=list)
     entries: list[Mapping[str, Any]] = field(default_factory=list)
     choices: dict[str, ChosenRate] = field(default_factory=dict)
-    known: dict[tuple[str, int | None, str], ResolvedJob | BlockedJob] = field(default_factory=dict)
+    resolved: dict[tuple[str, int | None, str], ResolvedJob | BlockedJob] = field(default_factory=dict)
     owners: dict[str, ResolvedJob] = field(default_factory=dict)
     drafts: dict[tuple[str, int | None], ResolvedJob] = field(default_factory=dict)
     at: dict[Path, set[int]] = field(default_factory=dict)
@@ -67,23 +67,23 @@ class _Planner:
         for job in self.jobs.values():
             self._add(job)
         replayed: set[Path] = set()
-        for found in list(self.known.values()):
-            if not isinstance(found, ResolvedJob):
+        for job in list(self.resolved.values()):
+            if not isinstance(job, ResolvedJob):
                 continue
-            # Of names that share a run, any may ask for replays.
-            if found.job.family.replay and found.folder not in replayed:
-                replayed.add(found.folder)
-                self._replay(found)
-            if found.folder in self.at and standing(again := self._beside(found, None)).finished:
+            # A run that several arms share is replayed if one of them has a replay rule.
+            if job.job.family.replay and job.folder not in replayed:
+                replayed.add(job.folder)
+                self._replay(job)
+            if job.folder in self.at and standing(again := self._beside(job, None)).finished:
                 self._note(again)
         choices = tuple(self.choices.values())
         return Plan(tuple(self.tasks.values()), tuple(self.waiting), tuple(self.entries), choices)
 
     def _find(self, job: Job) -> ResolvedJob | BlockedJob:
-        """The job with its identity, or what that waits for."""
-        if job.key not in self.known:
-            self.known[job.key] = self._look(job)
-        return self.known[job.key]
+        """The job with its identity, or the reason why it is not known yet."""
+        if job.key not in self.resolved:
+            self.resolved[job.key] = self._look(job)
+        return self.resolved[job.key]
 
     def _look(self, job: Job) -> ResolvedJob | BlockedJob:
         fork, args = job.family.fork, job.args
@@ -96,49 +96,50 @@ class _Planner:
             if isinstance(choice, BlockedJob):
                 return choice
             args = (*args, f"--{LR}={choice.lr!r}")
-        return self._own(ResolvedJob(job, args, self.resolver(args, _where(job)), self.out))
+        return self._with_folder(ResolvedJob(job, args, self.resolver(args, _where(job)), self.out))
 
     def _look_fork(self, job: Job, step: int) -> ResolvedJob | BlockedJob:
-        found = self._find(self.jobs[job.parent, job.seed, "verdict"])
-        # A parent whose learning rate is open stands in at any: what is wrong with the fork is said at once.
-        parent = found if isinstance(found, ResolvedJob) else self.drafts[job.parent, job.seed]
+        origin = self._find(self.jobs[job.parent, job.seed, "verdict"])
+        # If the learning rate of the parent is not selected yet, a draft takes its place, so that errors show early.
+        parent = origin if isinstance(origin, ResolvedJob) else self.drafts[job.parent, job.seed]
         if step > parent.max_steps:
             raise UserError(
-                f"{_where(job)}: {job.parent} has {parent.max_steps} steps, so nothing begins at its step {step}"
+                f"{_where(job)}: {job.parent} has {parent.max_steps} steps, so it cannot be forked at step"
+                f" {step}"
             )
         if step <= (begun := parent.first):
             raise UserError(
-                f"{_where(job)}: {job.parent} is a fork from step {begun}, so nothing begins at its step {step}: fork"
-                f" at a later step, or from what {job.parent} is forked from"
+                f"{_where(job)}: {job.parent} is a fork from step {begun}, so it cannot be forked at step {step}:"
+                f" fork at a later step, or from what {job.parent} is forked from"
             )
         run = self.resolver(job.args, _where(job), parent, step)
-        known = ResolvedJob(job, job.args, run, self.out, ForkPoint(parent, step))
-        if isinstance(found, BlockedJob):
-            return self._wait(known, f"waits for {found.task.name}", found.on, found.possible)
+        resolved = ResolvedJob(job, job.args, run, self.out, ForkPoint(parent, step))
+        if isinstance(origin, BlockedJob):
+            return self._wait(resolved, f"waits for {origin.task.name}", origin.on, origin.possible)
         self.at.setdefault(parent.folder, set()).add(step)
-        return self._own(known)
+        return self._with_folder(resolved)
 
-    def _own(self, known: ResolvedJob) -> ResolvedJob:
-        """The run with its folder; two arms of one grid may not be the same run."""
-        known = replace(known, folder=self._folder(known.job, known.run))
-        owner, job = self.owners.setdefault(known.run.id, known), known.job
+    def _with_folder(self, resolved: ResolvedJob) -> ResolvedJob:
+        """The job with its folder; two arms of one grid may not be the same run."""
+        resolved = replace(resolved, folder=self._folder(resolved.job, resolved.run))
+        owner, job = self.owners.setdefault(resolved.run.id, resolved), resolved.job
         if owner.job.arm != job.arm and owner.job.family.grid == job.family.grid:
             raise UserError(
-                f"{job.family.path}: arms {owner.job.arm} and {job.arm} are the same run, as what sets them apart has"
-                " no effect there: remove one of them."
+                f"{job.family.path}: arms {owner.job.arm} and {job.arm} are the same run, because their different"
+                " fields have no effect: remove one of them."
             )
-        return known
+        return resolved
 
     def _folder(self, job: Job, run: Any) -> Path:
-        """Where a run is or goes: seeds of an arm share a folder, so its name leaves the seed out."""
+        """The folder of a run. The seeds of an arm share its parent folder, whose hash does not include the seed."""
         if run.id in self.owners:
             return self.owners[run.id].folder
         variant = identity_hash({name: value for name, value in run.identity.items() if name != "seed"})
         seed = f"seed{run.identity['seed']}"
         folder = self.out / f"{job.arm}-{variant}" / seed
         others = [path / seed for path in self.folders.get(variant, ())]
-        there = (f for f in (folder, *others) if (read_run(f) or {}).get("id") == run.id)
-        return next(there, folder)
+        existing = (f for f in (folder, *others) if (read_run(f) or {}).get("id") == run.id)
+        return next(existing, folder)
 
     def _choice(self, job: Job, rule: LrRule) -> ChosenRate | BlockedJob:
         if job.arm in self.choices:
@@ -148,27 +149,29 @@ class _Planner:
         for other in self.jobs.values():
             rest = {name: value for name, value in other.point.items() if name != LR}
             if other.role == SELECTION and other.family is job.family and rest == job.point:
-                known = self._find(other)
-                assert isinstance(known, ResolvedJob)
-                tried[known.folder] = other.point[LR]
-                if not standing(known.task()).finished:
-                    open_ones.append(known.folder)
+                resolved = self._find(other)
+                assert isinstance(resolved, ResolvedJob)
+                tried[resolved.folder] = other.point[LR]
+                if not standing(resolved.task()).finished:
+                    open_ones.append(resolved.folder)
         args = (*job.args, f"--{LR}={rule.grid[0]!r}")
         draft = ResolvedJob(job, args, self.resolver(args, _where(job)), self.out)
         if open_ones:
-            said = f"waits for {len(open_ones)} of the {len(tried)} runs that choose its learning rate"
-            return self._wait(draft, said, tuple(open_ones))
+            reason = f"waits for {len(open_ones)} of the {len(tried)} runs that select its learning rate"
+            return self._wait(draft, reason, tuple(open_ones))
         folders = tuple(tried)
         if folders not in self.resolver.choices:
             try:
                 self.resolver.choices[folders] = choose(job.arm, rule.metric, tried)
-            except UserError as error:  # of this arm alone: the others go on
+            except UserError as error:  # only this arm is affected
                 return replace(self._wait(draft, str(error), (), possible=False), mistake=True)
         self.choices[job.arm] = self.resolver.choices[folders]
         return self.choices[job.arm]
 
-    def _wait(self, draft: ResolvedJob, reason: str, on: tuple[Path, ...], possible: bool = True) -> BlockedJob:
-        """A run whose identity is open; ``draft`` is what it would be otherwise."""
+    def _wait(
+        self, draft: ResolvedJob, reason: str, on: tuple[Path, ...], possible: bool = True
+    ) -> BlockedJob:
+        """A run whose identity is not known yet; ``draft`` has a provisional configuration."""
         job = draft.job
         self.drafts[job.arm, job.seed] = draft
         folder = self.out / job.arm / f"seed{draft.seed}"
@@ -177,8 +180,8 @@ class _Planner:
         return BlockedJob(task, reason, on, possible)
 
     def _add(self, job: Job) -> None:
-        found = self.known[job.key]
-        ready = self._ready(found) if isinstance(found, ResolvedJob) else found
+        state = self.resolved[job.key]
+        ready = self._ready(state) if isinstance(state, ResolvedJob) else state
         entry = ready.task if isinstance(ready, BlockedJob) else ready
         self.entries.append(entry.record(self.out))
         if isinstance(ready, BlockedJob):
@@ -186,39 +189,41 @@ class _Planner:
         else:
             self.tasks.setdefault(ready.folder, ready)
 
-    def _ready(self, known: ResolvedJob) -> Task | BlockedJob:
-        task = self._task(known)
-        if known.start is None or standing(task).finished:
+    def _ready(self, resolved: ResolvedJob) -> Task | BlockedJob:
+        task = self._task(resolved)
+        if resolved.start is None or standing(task).finished:
             return task
-        begin = self._beginning(known.start)
+        begin = self._beginning(resolved.start)
         if begin.file is None:
             return BlockedJob(task, begin.reason, begin.on, begin.possible, begin.mistake, begin.at)
-        return self._task(known, begin.file)
+        return self._task(resolved, begin.file)
 
     def _beginning(self, start: ForkPoint) -> StartCheckpoint:
-        """The checkpoint of a run at a step, or what it waits for."""
-        parent, step = start.known, start.step
+        """The checkpoint of a run at a step, or the reason why there is none yet."""
+        parent, step = start.parent, start.step
         if file := checkpoint_of(parent.folder, step):
             return StartCheckpoint(file)
         now = standing(parent.task())
         if now.status == "diverged" and now.step < step:
-            said = f"{parent.job.arm} seed {parent.seed} diverged at step {now.step}, before step {step}"
-            return StartCheckpoint(reason=said, possible=False)
-        said = f"waits for step {step} of {parent.job.arm} seed {parent.seed}"
+            reason = f"{parent.job.arm} seed {parent.seed} diverged at step {now.step}, before step {step}"
+            return StartCheckpoint(reason=reason, possible=False)
+        reason = f"waits for step {step} of {parent.job.arm} seed {parent.seed}"
         if not now.finished:
             before = self._beginning(parent.start) if parent.start else StartCheckpoint()
             on = (parent.folder, *before.on)
-            return StartCheckpoint(reason=said, on=on, possible=before.possible, at=(parent.folder, step))
-        # It finished without this checkpoint: it is made again beside itself.
+            return StartCheckpoint(reason=reason, on=on, possible=before.possible, at=(parent.folder, step))
+        # The parent finished without this checkpoint: train it again in a second folder.
         before = self._beginning(parent.start) if parent.start else StartCheckpoint()
         if parent.start and before.file is None:
             return before
         again = self._again(parent, before.file)
         file = checkpoint_of(again.folder, step)
         if file is None and standing(again).finished:
-            said = f"{again.name} kept no checkpoint of step {step}: remove {again.folder} to make it again"
-            return StartCheckpoint(reason=said, possible=False, mistake=True)
-        return StartCheckpoint(file, said, (again.folder,), at=(again.folder, step))
+            reason = (
+                f"{again.name} kept no checkpoint of step {step}: remove {again.folder} to train it again"
+            )
+            return StartCheckpoint(reason=reason, possible=False, mistake=True)
+        return StartCheckpoint(file, reason, (again.folder,), at=(again.folder, step))
 
     def _again(self, parent: ResolvedJob, file: Path | None) -> Task:
         task = self._beside(parent, file)
@@ -238,60 +243,66 @@ class _Planner:
             entry={**_entry(parent.job), "role": PARENT},
         )
 
-    def _task(self, known: ResolvedJob, file: Path | None = None) -> Task:
+    def _task(self, resolved: ResolvedJob, file: Path | None = None) -> Task:
         fork: dict[str, Any] | None = None
-        args: tuple[str, ...] = (*known.args, *self._threads(known))
-        if known.start:
-            parent = known.start.known.folder.relative_to(self.out).as_posix()
-            fork = {"parent": parent, "step": known.start.step}
+        args: tuple[str, ...] = (*resolved.args, *self._threads(resolved))
+        if resolved.start:
+            parent = resolved.start.parent.folder.relative_to(self.out).as_posix()
+            fork = {"parent": parent, "step": resolved.start.step}
             args = ("--fork", str(file), *args) if file else args
-        elif (of := known.job.family.fork) and of.checkpoint:
-            fork = {"parent": str(of.checkpoint), "step": known.run.identity["fork"]["step"]}
-        if known.folder in self.at:
-            args = (*args, self._at(known))
-        entry = _entry(known.job, fork)
-        part = self.parts[known.job.key]
-        task = known.task()
-        return replace(task, args=args, entry=entry, part=part, first=known.first)
+        elif (of := resolved.job.family.fork) and of.checkpoint:
+            fork = {"parent": str(of.checkpoint), "step": resolved.run.identity["fork"]["step"]}
+        if resolved.folder in self.at:
+            args = (*args, self._at(resolved))
+        entry = _entry(resolved.job, fork)
+        part = self.parts[resolved.job.key]
+        task = resolved.task()
+        return replace(task, args=args, entry=entry, part=part, first=resolved.first)
 
-    def _at(self, known: ResolvedJob) -> str:
-        """The checkpoints that its forks begin in, beside those that its configuration names."""
-        first = known.start.step if known.start else 0
-        own = known.run.nested()["checkpoint"].get("at") or [] if self.at.get(known.folder) else []
-        steps = sorted({*own, *self.at.get(known.folder, set())} - {first})
+    def _at(self, resolved: ResolvedJob) -> str:
+        """The flag for the checkpoints that its forks start from, and those of its configuration."""
+        first = resolved.start.step if resolved.start else 0
+        configured = (
+            resolved.run.nested()["checkpoint"].get("at") or [] if self.at.get(resolved.folder) else []
+        )
+        steps = sorted({*configured, *self.at.get(resolved.folder, set())} - {first})
         return f"--checkpoint.at={steps}"
 
-    def _threads(self, known: ResolvedJob) -> tuple[str, ...]:
-        """Without a word of the configuration, each run gets its share of the cores.
+    def _threads(self, resolved: ResolvedJob) -> tuple[str, ...]:
+        """The flag for CPU threads: each run gets its share of the cores unless its configuration sets threads.
 
-        One that was begun keeps what it had, and a fork has what its parent had, as sums depend on it.
+        A resumed run keeps its number of threads and a fork has that of its parent, because sums depend on it.
         """
-        if known.run.threads:
+        if resolved.run.threads:
             return ()
-        had = threads_of(known.folder) or (threads_of(known.start.known.folder) if known.start else 0)
-        return (f"--threads={had or self.resolver.threads}",)
+        recorded = threads_of(resolved.folder) or (
+            threads_of(resolved.start.parent.folder) if resolved.start else 0
+        )
+        return (f"--threads={recorded or self.resolver.threads}",)
 
-    def _replay(self, known: ResolvedJob) -> None:
-        rule = known.job.family.replay
-        now = standing(known.task())
-        if rule is None or known.job.role != "verdict" or now.status != "diverged":
+    def _replay(self, resolved: ResolvedJob) -> None:
+        rule = resolved.job.family.replay
+        now = standing(resolved.task())
+        if rule is None or resolved.job.role != "verdict" or now.status != "diverged":
             return
-        original = self.tasks.get(known.folder)
+        original = self.tasks.get(resolved.folder)
         if original is None:
             return
-        if known.start:
-            begin = self._beginning(known.start)
+        if resolved.start:
+            begin = self._beginning(resolved.start)
             if begin.file is None:
-                self.waiting.append(BlockedJob(original, f"its replay {begin.reason}", begin.on, begin.possible))
+                self.waiting.append(
+                    BlockedJob(original, f"its replay {begin.reason}", begin.on, begin.possible)
+                )
                 return
-            original = self._task(known, begin.file)
-        tasks, left = replays_of(known, original, now.step, rule, self.resolver, self.out)
+            original = self._task(resolved, begin.file)
+        tasks, left = replays_of(resolved, original, now.step, rule, self.resolver, self.out)
         for task in tasks:
             self.tasks.setdefault(task.folder, task)
             self.entries.append(task.record(self.out))
         if left is not None:
-            task, said, possible = left
-            self.waiting.append(BlockedJob(task, said, tuple(t.folder for t in tasks), possible))
+            task, reason, possible = left
+            self.waiting.append(BlockedJob(task, reason, tuple(t.folder for t in tasks), possible))
 
 
 def _where(job: Job) -> str:

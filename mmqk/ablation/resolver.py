@@ -1,4 +1,4 @@
-"""Command lines of runs, resolved once each, and the runs that they are."""
+"""Resolve command lines to runs, each command line once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ResolvedJob:
     """A job with its identity.
 
     Attributes:
-        args: its command line, without the checkpoint that it is forked from.
+        args: command line, without the checkpoint that it is forked from.
         run: the resolved configuration (`mmqk.config.RunConfig`).
-        folder: where it is or goes.
+        folder: the run folder, which may not exist yet.
         start: the run and the step that it is forked from.
     """
 
@@ -41,11 +41,11 @@ class ResolvedJob:
 
     @property
     def first(self) -> int:
-        """The step at which it begins: that of its checkpoint, of a fork."""
+        """The first step: 0, or the step of the checkpoint of a fork."""
         return (self.run.identity.get("fork") or {}).get("step", 0)
 
     def task(self) -> Task:
-        """What says how it stands."""
+        """A task to query the status of the run."""
         return Task(self.job.arm, self.seed, (), self.folder, self.run.id, self.max_steps)
 
 
@@ -53,13 +53,13 @@ class ResolvedJob:
 class ForkPoint:
     """A run at one of its steps."""
 
-    known: ResolvedJob
+    parent: ResolvedJob
     step: int
 
 
 @dataclass(frozen=True)
 class StartCheckpoint:
-    """The checkpoint that a fork begins in, or why there is none yet."""
+    """The checkpoint that a fork starts from, or the reason why there is none yet."""
 
     file: Path | None = None
     reason: str = ""
@@ -71,15 +71,15 @@ class StartCheckpoint:
 
 @dataclass(frozen=True)
 class BlockedJob:
-    """A run that cannot begin yet.
+    """A run that cannot start yet.
 
     Attributes:
-        task: the run as far as it is known, with a folder that does not exist.
-        reason: what it waits for, or why it never begins.
+        task: a provisional task whose folder does not exist.
+        reason: what the run waits for, or why it can never start.
         on: folders of the runs it waits for.
-        possible: whether it can still begin.
-        mistake: whether that it cannot is for the grid's author to mend.
-        at: run folder and step of the checkpoint that it begins in, if that is all it waits for.
+        possible: whether it can still start.
+        mistake: whether a user error keeps it from starting.
+        at: run folder and step of the checkpoint it starts from, if it waits for nothing else.
     """
 
     task: Task
@@ -92,13 +92,13 @@ class BlockedJob:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every run that is known now.
+    """All runs that are known so far.
 
     Attributes:
-        tasks: finished, running or ready to begin, each folder once.
+        tasks: finished, running or ready to start, each folder once.
         waiting: the others.
-        entries: what ablation.json says of each, by name: two names may share a folder.
-        choices: learning rates that were chosen.
+        entries: the entries of ablation.json, one per name: two names may share a folder.
+        choices: selected learning rates.
     """
 
     tasks: tuple[Task, ...] = ()
@@ -108,10 +108,10 @@ class Plan:
 
 
 class Resolver:
-    """`mmqk.config.resolve` that answers a question it had before at once.
+    """`mmqk.config.resolve` with a cache.
 
     Args:
-        threads: CPU threads of a run whose configuration does not say.
+        threads: CPU threads of a run whose configuration does not set them.
     """
 
     def __init__(self, threads: int = 1):
@@ -119,11 +119,13 @@ class Resolver:
         self.choices: dict[tuple[Path, ...], ChosenRate] = {}
         self._runs: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(self, args: Sequence[str], where: str, parent: ResolvedJob | None = None, step: int = 0) -> Any:
-        """The run of a command line, or of one that is forked from ``parent`` at ``step``.
+    def __call__(
+        self, args: Sequence[str], where: str, parent: ResolvedJob | None = None, step: int = 0
+    ) -> Any:
+        """The run of a command line, forked from ``parent`` at ``step`` if given.
 
         Raises:
-            UserError: as `mmqk.config.resolve`, with ``where`` before it.
+            UserError: as `mmqk.config.resolve`, with the prefix ``where``.
         """
         key = (tuple(args), parent and parent.run.id, step)
         if key not in self._runs:
@@ -135,7 +137,7 @@ class Resolver:
 
 
 def _resolve(args: list[str], parent: ResolvedJob | None, step: int) -> Any:
-    # Imports jsonargparse and numpy, which --help and the analysis do without.
+    # Imports jsonargparse and numpy, which --help and the analysis do not need.
     from mmqk import config
 
     if parent is None:
@@ -144,24 +146,24 @@ def _resolve(args: list[str], parent: ResolvedJob | None, step: int) -> Any:
 
 
 def threads_of(folder: Path) -> int:
-    """CPU threads that the run of a folder was begun with, 0 if nothing says so."""
+    """CPU threads with which the run of a folder began, 0 if not recorded."""
     details = (read_run(folder) or {}).get("details") or {}
     return int((details.get("config") or {}).get("threads") or 0)
 
 
 def checkpoint_of(folder: Path, step: int) -> Path | None:
-    """The checkpoint of a step, if the run has kept it."""
+    """The checkpoint of a step, None if the run did not keep it."""
     return checkpoints_of(folder).get(step)
 
 
 def checkpoints_of(folder: Path) -> dict[int, Path]:
-    """Checkpoints of a run by step, in their order."""
+    """Checkpoints of a run by step, ascending."""
     return {step_of(path): path for path in checkpoints_in(folder / "checkpoints")}
 
 
 def by_variant(out: Path) -> dict[str, Sequence[Path]]:
     """Folders of arms by the hash at the end of their names."""
-    found: dict[str, list[Path]] = {}
+    folders: dict[str, list[Path]] = {}
     for path in sorted(out.glob("*-*")):
-        found.setdefault(path.name.rpartition("-")[2], []).append(path)
-    return dict(found)
+        folders.setdefault(path.name.rpartition("-")[2], []).append(path)
+    return dict(folders)

@@ -52,7 +52,7 @@ def test_a_fork_begins_while_its_parent_goes_on_where_there_is_room(world, tmp_p
 
 def test_a_fork_of_a_fork_begins_after_it(world, capsys):
     assert world(grid=FORKS.replace("arm: late, step: 4", "arm: late, step: 3")) == 2
-    assert "late is a fork from step 3, so nothing begins at its step 3" in capsys.readouterr().err
+    assert "late is a fork from step 3, so it cannot be forked at step 3" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_that_was_removed_is_said_and_no_run_made_in_vain(world, tm
     assert world(grid=FORKS) == 1
     said = capsys.readouterr()
     assert "late seed 1 never: plain-again seed 1 kept no checkpoint of step 3: remove " in said.out
-    assert said.err.count("cannot begin") == 1
+    assert said.err.count("cannot start") == 1
     shutil.rmtree(again)
     assert world(grid=FORKS) == 0
 

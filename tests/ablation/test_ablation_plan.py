@@ -38,7 +38,7 @@ def test_each_arm_is_judged_at_the_learning_rate_that_was_best_on_other_seeds(wo
     out = tmp_path / "runs/toy"
     assert world("--dry-run", grid=BEST) == 0
     said = capsys.readouterr().out
-    assert "plain seed 1 waiting: waits for 3 of the 3 runs that choose its learning rate" in said
+    assert "plain seed 1 waiting: waits for 3 of the 3 runs that select its learning rate" in said
     assert "late seed 1 waiting: waits for plain seed 1" in said and not out.exists()
     assert world("--jobs", "2", grid=BEST.replace("0.05", "0.04")) == 0
     record, runs = record_of(out)
@@ -76,11 +76,11 @@ def test_a_metric_that_is_none_is_refused_and_one_that_no_run_has_too(world, tmp
     grid = BEST.replace("final_loss/text", "q_norm")
     assert world("--out", "a", grid=grid) == 1
     said = capsys.readouterr().out
-    assert "no run that should choose the learning rate of plain ended with a finite q_norm" in said
+    assert "no selection run of plain ended with a finite q_norm" in said
     assert world("--out", "b", grid=grid.replace("{size: 2}", "{size: 2, colour: red}")) == 2
     assert "arm late: There is no field 'colour'" in capsys.readouterr().err and not (tmp_path / "b").exists()
     assert world("--out", "b", grid=grid.replace("step: 2", "step: 5")) == 2
-    assert "plain has 4 steps, so nothing begins at its step 5" in capsys.readouterr().err
+    assert "plain has 4 steps, so it cannot be forked at step 5" in capsys.readouterr().err
 
 
 def test_what_cannot_be_planned_while_runs_go_on_ends_none_of_them(world, tmp_path, capsys, monkeypatch):
@@ -153,7 +153,7 @@ def test_a_fork_after_the_end_of_its_parent_is_said_and_stops_nothing(world, tmp
     assert "late seed 1 never: plain seed 1 diverged at step 2, before step 3" in said
     assert "other" in said and said.count("completed") == 1
     assert world("--out", "b", grid=FORKS.replace("step: 3", "step: 9")) == 2
-    assert "plain has 4 steps, so nothing begins at its step 9" in capsys.readouterr().err
+    assert "plain has 4 steps, so it cannot be forked at step 9" in capsys.readouterr().err
 
 
 def test_a_fork_waits_for_a_parent_that_failed_and_the_exit_code_says_so(world, tmp_path, capsys):
@@ -222,7 +222,7 @@ def test_a_run_that_does_not_repeat_itself_is_not_replayed(world, tmp_path, caps
     _, runs = record_of(tmp_path / "runs/toy")
     assert [run["replay"]["numerics"] for run in runs.values() if run["replay"]] == ["control"]
     said = capsys.readouterr().out
-    assert "its control completed at step 30 and not at 20: the run does not repeat itself" in said
+    assert "its control completed at step 30 and not at 20: the run is not reproducible" in said
 
 
 def test_a_control_begins_at_the_nearest_checkpoint_before_every_depth(world, tmp_path):
@@ -245,7 +245,7 @@ def test_one_run_is_replayed_without_a_grid(world, tmp_path, capsys):
     _, runs = record_of(tmp_path / "runs/toy")
     run = "runs/toy/" + runs["plain", 1]["folder"]
     assert world("--replay", "runs/toy/" + runs["calm", 1]["folder"]) == 2
-    assert "is completed: only a run that diverged is replayed" in capsys.readouterr().err
+    assert "is completed: give a run that diverged" in capsys.readouterr().err
     assert world("--replay", run, "--out", "again") == 0
     record, replays = record_of(tmp_path / "again")
     # 1, 5 and 20 % of 20 steps are 1 step twice, and 4.
