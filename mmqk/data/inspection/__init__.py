@@ -1,1 +1,1 @@
-"""The inspect page: what a model will be trained on."""
+"""The page of ``python -m mmqk.inspect``."""
