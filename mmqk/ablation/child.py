@@ -1,4 +1,4 @@
-"""What runs in the process of one run: it is forked ready to train, and must end with whoever started it."""
+"""Code of a run's process, which is forked from the server and ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from multiprocessing.connection import wait
 
 from mmqk.store import cli_main
 
-# How long an interrupted run may take to write its checkpoint and its status.
+# Time that an interrupted run has for its checkpoint and its status.
 GRACE_SECONDS = 30.0
-# The server that forks the runs leaves these to its parent; each run takes them itself.
+# Blocked in the server that forks the runs; each run unblocks them.
 BLOCKED = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_job(entry: str, args: list[str], log: str, device: str | None = None) -> None:
-    """Call ``entry`` ("module:function", an exit code from a command line) with its output in ``log``.
+    """Call ``entry`` ("module:function", which returns an exit code for a command line) with its output in ``log``.
 
-    ``device`` becomes CUDA_VISIBLE_DEVICES: the server has imported torch but touched no device, so it counts still.
-    Never returns: the process ends with the exit code.
+    ``device`` becomes CUDA_VISIBLE_DEVICES, which still has an effect: the server imported torch but used no device.
+    Does not return: the process ends with the exit code.
     """
     _redirect(log)
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device
-    # Ctrl-C in a terminal reaches a whole process group, and a second SIGINT would cut short the orderly end
-    # that the first one began: the parent alone passes it on.
+    # Ctrl-C in a terminal reaches the whole process group, and a second SIGINT would interrupt the shutdown that the
+    # first one began; with a new session only the parent passes signals on.
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -38,7 +38,7 @@ def run_job(entry: str, args: list[str], log: str, device: str | None = None) ->
 
 
 def _call(entry: str, args: list[str] | None) -> int:
-    # Blocked since the server: a signal that was sent while we were being forked arrives here.
+    # Blocked since the server: a signal sent during the fork arrives here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)
     module, _, function = entry.partition(":")
     return getattr(importlib.import_module(module), function)(args)
@@ -56,11 +56,11 @@ def _redirect(log: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Interrupt this process when the one that runs the ablation is gone, even by SIGKILL."""
+    """Interrupt this process when the process of the ablation has ended, even by SIGKILL."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
-    print("mmqk: the process that started this run is gone", file=sys.stderr)
+    print("mmqk: the process that started this run has ended", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(GRACE_SECONDS)
     os.killpg(0, signal.SIGKILL)

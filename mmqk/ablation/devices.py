@@ -1,4 +1,4 @@
-"""What this machine has for runs, asked without touching a device."""
+"""Cores and GPUs for runs, counted without using a device."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """Cores that this process may use: on a cluster fewer than the machine has."""
+    """Cores that this process may use, which can be fewer than the machine has."""
     return len(os.sched_getaffinity(0))
 
 
 def gpus() -> tuple[str, ...]:
-    """Each GPU as a value of CUDA_VISIBLE_DEVICES: those that the variable names, or all of the machine.
+    """Each GPU as a value of CUDA_VISIBLE_DEVICES: those in the variable, or all of the machine.
 
-    A job scheduler sets the variable; a process that asks CUDA instead would take a context on each device.
+    CUDA is not used to count them, because it would create a context on each device.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return tuple(part.strip() for part in given.split(",") if part.strip() not in ("", "-1"))
-    found = sorted(Path("/dev").glob("nvidia[0-9]*"), key=lambda path: (len(path.name), path.name))
-    return tuple(str(i) for i in range(len(found)))
+    files = sorted(Path("/dev").glob("nvidia[0-9]*"), key=lambda path: (len(path.name), path.name))
+    return tuple(str(i) for i in range(len(files)))

@@ -1,7 +1,7 @@
-"""Runs jobs, so many at a time, each in its own process forked from a server that has imported torch already.
+"""Run jobs in parallel, each in a process forked from a server that has already imported torch.
 
-The server (multiprocessing's *forkserver*) has touched no device and started no thread, so a run begins in a
-fraction of a second. One run that fails, by itself or by SIGKILL, is recorded and the others go on.
+The server (multiprocessing's *forkserver*) has used no device and started no thread, so a run starts in a fraction of
+a second. A run that fails or is killed is recorded; the others continue.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INTERRUPTED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT,
 
 @dataclass(frozen=True)
 class Running:
-    """A run's process, and what status.json said as it started (another session's word)."""
+    """The process of a run, and its status.json from before the start."""
 
     process: ForkServerProcess
     before: Status | None
@@ -47,19 +47,19 @@ class Pool:
     """Trains every task that is not finished.
 
     Args:
-        tasks: in the order to start them.
-        jobs: runs at a time.
+        tasks: in the order of their start.
+        jobs: number of runs at a time.
         entry: "module:function" that trains from a command line and returns the exit code.
         preload: modules that the server imports once for all runs.
         tick: called several times a second with this pool.
-        grace: seconds that interrupted runs have to end in order.
-        more: called whenever a run has ended, here or in another process; returns every task that is known by then.
-        ready: says, while there is room, whether `more` has something new although no run has ended.
-        devices: values of CUDA_VISIBLE_DEVICES, of which each run gets the one with the fewest runs; none: no word.
-        until: second of the monotonic clock at which runs are asked to stop, as by a signal.
+        grace: seconds that interrupted runs have for their shutdown.
+        more: called whenever a run has ended, here or in another process; returns all tasks known by then.
+        ready: called while fewer than ``jobs`` runs train; True if `more` has new tasks although no run has ended.
+        devices: values of CUDA_VISIBLE_DEVICES; each run gets the one with the fewest runs. Empty: not set.
+        until: time of the monotonic clock at which runs are interrupted, as by a signal.
 
     Attributes:
-        to_come: runs that are known to follow, for the display.
+        to_come: number of runs that will follow, for the display.
     """
 
     tasks: Sequence[Task]
@@ -83,11 +83,11 @@ class Pool:
 
     @property
     def stopping(self) -> bool:
-        """Whether no run is started any more."""
+        """Whether the pool no longer starts runs."""
         return self._signals > 0 or self._deadline is not None or time.monotonic() > self.until
 
     def run(self) -> dict[Task, Outcome]:
-        """Train until nothing is left, or until SIGINT or SIGTERM has been passed on and obeyed."""
+        """Train until all tasks have ended, or until the runs have stopped after SIGINT or SIGTERM."""
         self.outcomes = {task: standing(task) for task in self.tasks}
         pending = [task for task in self.tasks if not self.outcomes[task].finished]
         for task in pending:
@@ -107,13 +107,13 @@ class Pool:
                     if self.tick is not None:
                         self.tick(self)
             finally:
-                # Only a defect of ours leads here with runs still alive.
+                # Runs are alive here only after an unexpected exception.
                 self._kill()
         self.outcomes.update({task: standing(task) for task in pending})
         return self.outcomes
 
     def _start_some(self, pending: list[Task]) -> list[Task]:
-        """Start what there is room for; a folder that another process holds comes later. What is left."""
+        """Start tasks up to ``jobs`` and return the rest; a folder that another process locks is tried later."""
         left = []
         for task in pending:
             if len(self.running) >= self.jobs or is_locked(task.folder):
@@ -126,7 +126,7 @@ class Pool:
         return left
 
     def _new(self) -> list[Task]:
-        """Tasks that are known now that a run has ended, or has written what others begin in."""
+        """New tasks after a run has ended or has written the checkpoint of a fork."""
         if self.more is None or self.stopping:
             return []
         room = len(self.running) < self.jobs
@@ -153,7 +153,7 @@ class Pool:
         if self.devices:
             used = [run.device for run in self.running.values()]
             device = min(self.devices, key=used.count)
-        # Not a daemon: runs have loader workers of their own.
+        # Not a daemon: a daemon may not have child processes, and runs have loader workers.
         process = get_context("forkserver").Process(
             target=run_job, args=(self.entry, args, str(log), device), name=task.name, daemon=False
         )
@@ -162,7 +162,7 @@ class Pool:
         self.outcomes[task] = Outcome("running")
 
     def _reap(self) -> list[Task]:
-        """Note how runs ended. Those that another process was quicker to take are returned: they come again."""
+        """Record the ended runs; return those whose folder another process locked first, to try them again."""
         again = []
         for task, run in list(self.running.items()):
             if (code := run.process.exitcode) is not None:
@@ -178,13 +178,13 @@ class Pool:
         return again
 
     def _outcome(self, task: Task, code: int, before: Status | None) -> Outcome:
-        """The run's own word where it left one; otherwise what its exit says, recorded for it."""
+        """The outcome from the status of the run; otherwise from its exit code, which is then recorded."""
         now = standing(task)
         if now.finished if code in (0, 3) else now.ended and _status(task.folder) != before:
             return now
         step = max(now.step, last_metrics(task.folder / "metrics.jsonl").get("step", 0))
         if self.stopping or code in _INTERRUPTED_CODES:
-            status, reason = "interrupted", "the run was stopped before it could say so"
+            status, reason = "interrupted", "the run was stopped before it wrote its status"
         else:
             status, reason = "failed", _reason(code, task.folder / LOG_NAME)
         with contextlib.suppress(OSError):
@@ -192,10 +192,10 @@ class Pool:
         return Outcome(status, step, now.loss, now.seconds, reason)
 
     def _stop(self) -> None:
-        """Pass the first signal on once; end what is left at the second, or when its time is over."""
+        """Interrupt the runs at the first signal; kill them at the second, or after ``grace`` seconds."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self.grace
-            self._asked = min(self._signals, 1)  # 0 when the clock asks: then the first signal ends them
+            self._asked = min(self._signals, 1)  # 0 after ``until``: then the first signal kills them
             for run in self.running.values():
                 with contextlib.suppress(ProcessLookupError):
                     if run.process.exitcode is None and run.process.pid is not None:
@@ -208,13 +208,13 @@ class Pool:
             pid = run.process.pid
             with contextlib.suppress(ProcessLookupError):
                 if run.process.exitcode is None and pid is not None:
-                    # With its loader workers, once it leads a group of its own.
+                    # Kill its loader workers too, if it leads its process group.
                     os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else run.process.kill()
 
     @contextlib.contextmanager
     def _handlers(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
-            yield  # a thread cannot set handlers; its caller then has no signals to pass on
+            yield  # only the main thread can set handlers
             return
         before = {number: signal.signal(number, self._on_signal) for number in BLOCKED}
         try:
@@ -224,17 +224,17 @@ class Pool:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Only noted: the loop may be reading a run's exit code at this very moment.
+        # Only counted here, because the loop may be reading an exit code at this moment.
         self._signals += 1
         self.signal_received = self.signal_received or number
 
 
 def start_server(preload: Sequence[str]) -> None:
-    """Start the server, which then imports ``preload`` while the caller goes on; once a process."""
+    """Start the server, once per process; it imports ``preload`` in parallel with the caller."""
     get_context("forkserver").set_forkserver_preload(list(preload))
     resource_tracker.ensure_running()
-    # Blocked for the server, which inherits the mask: neither Ctrl-C nor a SIGTERM to the whole group may
-    # end it before its runs, and a signal for a run that is just being forked waits until the run takes it.
+    # The server inherits the mask: neither Ctrl-C nor a SIGTERM to the process group may end it before its runs, and
+    # a signal for a run that is being forked waits until the run unblocks it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
     try:
         forkserver.ensure_running()
@@ -243,7 +243,7 @@ def start_server(preload: Sequence[str]) -> None:
 
 
 def _status(folder: Path) -> Status | None:
-    """The status of a run; None without one that can be read."""
+    """The status of a run; None if it is missing or cannot be read."""
     with contextlib.suppress(DamagedFile):
         return read_status(folder)
     return None
@@ -255,11 +255,11 @@ def _reason(code: int, log: Path) -> str:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
-        memory = " (as when memory runs out)" if -code == signal.SIGKILL else ""
+        memory = " (possibly out of memory)" if -code == signal.SIGKILL else ""
         return f"killed by {name}{memory}"
     try:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
         lines = []
-    said = lines[-1].removeprefix("mmqk: ")[:300] if lines else "it said nothing"
-    return f"exit code {code}: {said}"
+    last = lines[-1].removeprefix("mmqk: ")[:300] if lines else "its log is empty"
+    return f"exit code {code}: {last}"

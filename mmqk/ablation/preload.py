@@ -1,6 +1,6 @@
-"""What the server imports once so that a run forked from it begins at once: all that `mmqk.train` imports late.
+"""Imports of the server, so that forked runs start fast: the modules that `mmqk.train` imports late.
 
-None of it starts a thread or touches a device, which a fork would not survive.
+They start no thread and use no device, neither of which survives a fork.
 """
 
 # ruff: noqa: F401
@@ -27,6 +27,6 @@ import mmqk.training.loop.step_log
 import mmqk.training.step.module
 from mmqk.store import code_hash
 
-# What runs is what was imported here, whatever becomes of the files.
+# Hash the code now: runs execute the code imported here, even if the files change later.
 code_hash()
 mmqk.config.build_parser()

@@ -60,7 +60,7 @@ def test_every_run_ends_as_it_does_and_none_stops_the_rest(fake, tmp_path):
         "diverge": "diverged",
         "finish": "completed",
     }
-    assert by_act["sigkill"].reason == "killed by SIGKILL (as when memory runs out)"
+    assert by_act["sigkill"].reason == "killed by SIGKILL (possibly out of memory)"
     assert by_act["raise"].reason == "exit code 1: RuntimeError: the arm is broken"
     assert by_act["refuse"].reason == "exit code 2: the shard is missing: build it"
     assert (by_act["finish"].step, by_act["finish"].loss) == (4, 4.0)
@@ -232,7 +232,7 @@ def test_runs_that_do_not_obey_are_ended_and_those_not_begun_stay_so(drive, tmp_
     out, err = process.communicate()
     outcomes = json.loads(out)
     assert outcomes["hang"] == ["interrupted", "SIGINT"]
-    assert outcomes["deaf"] == ["interrupted", "the run was stopped before it could say so"]
+    assert outcomes["deaf"] == ["interrupted", "the run was stopped before it wrote its status"]
     assert outcomes["finish"] == ["waiting", ""]
     assert read_status(tmp_path / "deaf/seed0").status == "interrupted"
     assert not any(alive(pid) for pid in pids.values())
