@@ -1,4 +1,4 @@
-"""How long what is left will take, from the runs that were made."""
+"""Estimate the time of the unfinished runs from the finished ones."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mmqk.store import clock
 
 
 def time_left(outcomes: Mapping[Task, Outcome], jobs: int) -> str:
-    """One sentence: the time that the unfinished runs take, so many at a time.
+    """One sentence: the time of the unfinished runs with ``jobs`` runs at a time.
 
-    A step takes what it took in finished runs of the same arm, else of the same family, else of the same grid (the
-    median over runs; both with start and validation). A fork has only the steps from its beginning on.
+    The time of a step is the median over finished runs of the same arm, else of the same family, else of the grid; it
+    includes start and validation. A fork counts only its steps after the fork.
     """
     open_runs = [
         task for task, outcome in outcomes.items() if not outcome.finished and outcome.status != "never"
@@ -25,18 +25,18 @@ def time_left(outcomes: Mapping[Task, Outcome], jobs: int) -> str:
     for task in open_runs:
         paces = _paces(outcomes, task)
         if paces is None:
-            return f"time to train {_runs(len(open_runs))}: unknown, as none of this grid has finished"
-        pace, own = paces
+            return f"time to train {_runs(len(open_runs))}: unknown, because no run of this grid has finished"
+        pace, of_family = paces
         seconds += pace * max(0, task.max_steps - max(outcomes[task].step, task.first))
-        borrowed += not own
-    from_others = f" ({borrowed} by the pace of other arms)" if borrowed else ""
+        borrowed += not of_family
+    from_others = f" ({borrowed} from the speed of other arms)" if borrowed else ""
     at_once = f", {jobs} at a time" if jobs > 1 else ""
     left = clock(seconds / min(jobs, len(open_runs)))
     return f"time to train {_runs(len(open_runs))}{at_once}: about {left} (minutes:seconds){from_others}"
 
 
 def _paces(outcomes: Mapping[Task, Outcome], task: Task) -> tuple[float, bool] | None:
-    """Seconds a step, and whether they are of the task's own arm or family."""
+    """Seconds per step, and whether they are from runs of the same arm or family."""
     family = task.entry.get("family", task.arm)
     alike = (
         {t: o for t, o in outcomes.items() if t.arm == task.arm},

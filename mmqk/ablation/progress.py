@@ -1,4 +1,4 @@
-"""A running ablation in a terminal, or a line about it now and then elsewhere, and the table at its end."""
+"""Progress of an ablation: a live table in a terminal, otherwise a line every ten seconds, and the final table."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ PLAIN_EVERY_SECONDS = 10.0
 
 
 class Progress:
-    """Shows a pool's progress: on a terminal the table of what is running, rewritten in place, over a line;
-    elsewhere the line alone, every ten seconds.
+    """Shows the progress of a pool: in a terminal a live table of the running runs and a line, otherwise the line.
 
     ``run 3 of 9 · mixed-qk seed 0 · step 210/500 · loss 3.21 · 2 running · about 1:45 left``
 
-    Time left comes from the steps that were trained since this began, over all runs.
+    The time left is estimated from the steps of all runs since the start of this object.
     """
 
     def __init__(self, stream: TextIO | None = None):
@@ -38,7 +37,7 @@ class Progress:
         self._follows: dict[Task, Follow] = {}
 
     def __call__(self, pool: Pool) -> None:
-        """Show the line if it is time to."""
+        """Show the line if the interval has passed."""
         now = time.monotonic()
         if now - self._shown >= (LIVE_EVERY_SECONDS if self.live else PLAIN_EVERY_SECONDS):
             self._shown = now
@@ -50,13 +49,13 @@ class Progress:
                 self.stream.flush()
 
     def close(self) -> None:
-        """Clear the display of a terminal."""
+        """Clear the live display."""
         if self._display is not None:
             self._display.stop()
             self._display = None
 
     def line(self, pool: Pool, now: float) -> str:
-        """The line as it stands at ``now`` (seconds of a monotonic clock)."""
+        """The line at time ``now`` (seconds of a monotonic clock)."""
         last = {task: last_metrics(task.folder / "metrics.jsonl", having="loss") for task in pool.running}
         steps = {
             task: max(task.first, last[task].get("step", 0) if task in last else out.step)
@@ -103,7 +102,7 @@ class Progress:
 
         if self._display is None:
             console = Console(file=self.stream)
-            # Output of others is left alone, and the display is gone when the final table comes.
+            # Do not redirect other output; remove the display before the final table.
             self._display = Live(
                 console=console,
                 auto_refresh=False,
@@ -115,14 +114,14 @@ class Progress:
         views = []
         for task in pool.running:
             view = self._follows.setdefault(task, Follow(task.name, task.folder)).look()
-            # What its folder says may be from before it was started.
+            # The status file may be from before this start.
             view.status, view.max_steps = "running", task.max_steps
             views.append(view)
         self._display.update(runs_table(views, self._display.console.width, line), refresh=True)
 
 
 def table(outcomes: Mapping[Task, Outcome]) -> str:
-    """The runs as text, one a line (last loss in nats a token), then the reasons there are."""
+    """The runs as text, one per line (last loss in nats per token), then the reasons of failed runs."""
     rows = [("arm", "seed", "status", "step", "last loss", "seconds")]
     for task, out in outcomes.items():
         loss = "" if out.loss is None else f"{out.loss:.3f}"

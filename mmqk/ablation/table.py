@@ -1,4 +1,4 @@
-"""Runs as a table for a terminal, as wide as it is."""
+"""A table of runs that fits the width of the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STYLES = {
     "damaged": "bold red",
     "waiting": "dim",
 }
-# Column, statistic, whether the smallest counts; the first to go in a narrow terminal stand last.
+# Column, statistic, whether the smallest counts; a narrow terminal drops the last columns first.
 WORST = (
     ("logit", "attn_logit_absmax", False),
     ("|q|", "q_norm", False),
@@ -32,7 +32,7 @@ WORST = (
     ("entropy", "attn_entropy", True),
     ("|k|", "k_norm", False),
 )
-# Of one run, in rows: what it is, statistic, whether the smallest counts.
+# Rows for a single run: title, statistic, whether the smallest counts.
 ROWS = (
     ("loss", "loss", False),
     ("validation loss", "val_loss", False),
@@ -49,23 +49,23 @@ ROWS = (
 
 
 def runs_table(views: Sequence[View], width: int, footer: str = "") -> RenderableType:
-    """Every run in a row; of a single one its statistics by modality too; the newest alarms; a line of text.
+    """One row per run; for a single run also its statistics by modality; the newest alarms; a footer.
 
     Args:
         views: in the order of the rows.
-        width: characters that a row may take.
-        footer: below everything.
+        width: largest width of a row in characters.
+        footer: last line.
     """
     parts: list[RenderableType] = [_table(views, width)] if views else []
     if len(views) == 1 and views[0].modalities:
         parts += [Text(), _details(views[0])]
-    said = _alarms(views) + [
+    lines = _alarms(views) + [
         _line(f"{view.name} {view.status}: {view.reason}", STYLES.get(view.status, ""))
         for view in views
         if view.reason
     ]
-    if said:
-        parts += [Text(), *said]
+    if lines:
+        parts += [Text(), *lines]
     if footer:
         parts.append(_line(footer))
     return Group(*parts)
@@ -83,14 +83,14 @@ def _table(views: Sequence[View], width: int) -> Table:
         "alarms": [_count(view) for view in views],
         "left": ["" if view.left is None else clock(view.left) for view in views],
     }
-    if _width(first | last) > width:  # what they are is said below
+    if _width(first | last) > width:  # the alarms are listed below the table
         last["alarms"] = [str(len(view.alarms) or "") for view in views]
     last = {title: cells for title, cells in last.items() if any(cells)}
     columns = dict(first)
     for title, statistic, smallest in WORST:
-        found = {(m, view.name): view.extreme(statistic, m, smallest) for m in modalities for view in views}
-        more = {f"{title} {m}": [_worst(found[m, view.name]) for view in views] for m in modalities}
-        one = {title: [_worst(_worse([found[m, view.name] for m in modalities], smallest)) for view in views]}
+        worst = {(m, view.name): view.extreme(statistic, m, smallest) for m in modalities for view in views}
+        more = {f"{title} {m}": [_cell(worst[m, view.name]) for view in views] for m in modalities}
+        one = {title: [_cell(_worse([worst[m, view.name] for m in modalities], smallest)) for view in views]}
         for group in (more, one):  # by modality, or else one column for all
             if any(any(cells) for cells in group.values()) and _width(columns | group | last) <= width:
                 columns |= group
@@ -116,14 +116,14 @@ def _details(view: View) -> Table:
     for modality in view.modalities:
         table.add_column(modality, justify="right")
     for title, statistic, smallest in ROWS:
-        found = [view.extreme(statistic, modality, smallest) for modality in view.modalities]
-        if any(found):
-            table.add_row(title, *(_worst(cell) for cell in found))
+        values = [view.extreme(statistic, modality, smallest) for modality in view.modalities]
+        if any(values):
+            table.add_row(title, *(_cell(value) for value in values))
     return table
 
 
 def _alarms(views: Sequence[View]) -> list[Text]:
-    """The newest, one for each run, alarm and statistic of a modality: the first layer stands for the others."""
+    """The newest alarms, one per run, alarm, statistic and modality: the first layer represents the others."""
     first: dict[tuple[str, ...], tuple[View, Alarm]] = {}
     count: Counter[tuple[str, ...]] = Counter()
     for view in views:
@@ -143,7 +143,7 @@ def _alarms(views: Sequence[View]) -> list[Text]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Cut at the edge of a live display, whose lines have to be counted; whole where it is printed once."""
+    """A line that is cut at the edge of a live display, which needs a fixed number of lines."""
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
@@ -156,20 +156,20 @@ def _short(name: str, length: int) -> str:
     return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
-def _worst(found: tuple[float, int | None] | None) -> str:
-    if found is None:
+def _cell(extreme: tuple[float, int | None] | None) -> str:
+    if extreme is None:
         return ""
-    value, layer = found
+    value, layer = extreme
     return _number(value) + ("" if layer is None else f" L{layer}")
 
 
 def _worse(
-    found: Sequence[tuple[float, int | None] | None], smallest: bool
+    extremes: Sequence[tuple[float, int | None] | None], smallest: bool
 ) -> tuple[float, int | None] | None:
-    there = [one for one in found if one is not None]
+    values = [one for one in extremes if one is not None]
     # A NaN ranks worst.
-    worst = [one for one in there if math.isnan(one[0])]
-    return (worst or [(min if smallest else max)(there, key=lambda one: one[0])])[0] if there else None
+    worst = [one for one in values if math.isnan(one[0])]
+    return (worst or [(min if smallest else max)(values, key=lambda one: one[0])])[0] if values else None
 
 
 def _loss(value: float | None) -> str:

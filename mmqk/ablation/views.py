@@ -1,4 +1,4 @@
-"""Runs as they stand at this moment, read from their folders while they train. Standard library only."""
+"""The current state of runs, read from their folders while they train. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mmqk.store import (
     read_status,
 )
 
-# Of a file that is longer the rest is skipped at first: what counts is at its end.
+# The first read of a longer file starts this far from its end.
 TAIL_BYTES = 8 * 2**20
-# A run that wrote this lately is running, even where its lock cannot be asked.
+# A run that wrote this recently is running, even if its lock cannot be checked.
 FRESH_SECONDS = 60.0
 
 
@@ -35,13 +35,13 @@ class View:
     """One run.
 
     Attributes:
-        status: as status.json says, "waiting" before it has begun, "stopped" when its process is gone, "damaged" when
+        status: from status.json; "waiting" before the start, "stopped" if its process has ended, "damaged" if
             run.json or status.json cannot be read.
-        step: the newest one that was written.
-        max_steps: 0 where it is not known.
-        left: seconds to the end at the pace so far, None where that cannot be said.
+        step: the newest recorded step.
+        max_steps: 0 if unknown.
+        left: seconds to the end at the present speed, None if unknown.
         values: the newest value of each series.
-        alarms: all of them, in the order in which they came.
+        alarms: all alarms in order of time.
     """
 
     name: str
@@ -64,23 +64,23 @@ class View:
     def extreme(
         self, statistic: str, modality: str, smallest: bool = False
     ) -> tuple[float, int | None] | None:
-        """The largest (or smallest) newest value over layers, and its layer; of a pair over key modalities."""
-        found = [
+        """The largest (or smallest) newest value over layers, and its layer; for a pair also over key modalities."""
+        values = [
             (value, parsed.layer)
             for name, value in self.values.items()
             if name.startswith(f"{statistic}/")
             and (parsed := parsed_tag(name)).head is None
             and modality == (parsed.pair[0] if parsed.pair else parsed.modality)
         ]
-        if not found:
+        if not values:
             return None
         # A NaN ranks worst.
-        worst = [pair for pair in found if pair[0] != pair[0]]
-        return worst[0] if worst else (min if smallest else max)(found, key=lambda pair: pair[0])
+        worst = [pair for pair in values if pair[0] != pair[0]]
+        return worst[0] if worst else (min if smallest else max)(values, key=lambda pair: pair[0])
 
 
 class Follow:
-    """One run folder, of which each look reads only what is new."""
+    """Follows one run folder; each `look` reads only the new lines."""
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder = name, folder
@@ -90,7 +90,7 @@ class Follow:
         self._offset = 0
 
     def look(self) -> View:
-        """The run as it stands."""
+        """The current view of the run."""
         self._read()
         view = View(self.name, values=dict(self._values), step=self._step)
         view.alarms = read_alarms(self.folder)
@@ -126,8 +126,8 @@ class Follow:
         try:
             with open_regular(self.folder / "metrics.jsonl") as file:
                 stat = os.fstat(file.fileno())
-                known = self._file == (stat.st_dev, stat.st_ino) and stat.st_size >= self._offset
-                if not known:  # another file: a run that was taken up again drops lines
+                same = self._file == (stat.st_dev, stat.st_ino) and stat.st_size >= self._offset
+                if not same:  # another file: a resumed run drops lines
                     self._file, self._values, self._step = (stat.st_dev, stat.st_ino), {}, 0
                     self._offset = max(0, stat.st_size - TAIL_BYTES)
                 file.seek(self._offset)
@@ -151,12 +151,12 @@ class Follow:
 
 
 def follow(folders: Iterable[Path]) -> list[Follow]:
-    """The runs of these folders, each one run, an arm with seeds, or an ablation with its waiting runs.
+    """The runs of these folders; a folder is a run, an arm with seeds, or an ablation, whose waiting runs count too.
 
     Raises:
         UserError: a folder does not exist or holds no run, or its ablation.json cannot be read.
     """
-    found: list[Follow] = []
+    follows: list[Follow] = []
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate writes to")
@@ -165,8 +165,8 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
             raise UserError(
                 f"{folder} holds no run (no run.json or metrics.jsonl): give a folder that has runs"
             )
-        found += runs
-    return found
+        follows += runs
+    return follows
 
 
 def _of_ablation(folder: Path) -> list[Follow]:

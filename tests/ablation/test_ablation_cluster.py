@@ -119,7 +119,7 @@ def test_minutes_stop_the_runs_in_order_and_the_next_call_goes_on(world, tmp_pat
     grid = GRID.replace("{size: 3}", "{act: hang}")
     assert world("--max-minutes", "0.02", "--jobs", "3", grid=grid) == 130
     captured = capsys.readouterr()
-    assert "0.02 minutes are over: the same command goes on from here" in captured.err
+    assert "0.02 minutes are over: run the same command again to resume" in captured.err
     hanging = [read_status(path) for path in Path("runs/toy").glob("b-*/seed*")]
     assert {status.status for status in hanging} == {"interrupted"}
     for path in Path("runs/toy").glob("b-*"):
@@ -210,7 +210,7 @@ def test_time_left_is_what_a_step_took_in_runs_of_the_same_arm():
     assert time_left(done | open_runs, 1) == "time to train 3 runs: about 9:00 (minutes:seconds)"
     assert time_left(done | open_runs, 3) == "time to train 3 runs, 3 at a time: about 3:00 (minutes:seconds)"
     other = {task("new", 30): Outcome("waiting")}  # 3 s a step over all
-    assert "about 1:30" in time_left(done | other, 1) and "1 by the pace of other arms" in time_left(
+    assert "about 1:30" in time_left(done | other, 1) and "1 from the speed of other arms" in time_left(
         done | other, 1
     )
     assert "unknown" in time_left(open_runs, 1)
@@ -229,7 +229,7 @@ def test_time_left_of_a_fork_is_that_of_its_own_steps():
 
 def test_a_dry_run_says_how_long_it_will_take(world, tmp_path, capsys):
     assert world("--dry-run", grid=GRID) == 0
-    assert "time to train 6 runs: unknown, as none of this grid has finished" in capsys.readouterr().out
+    assert "time to train 6 runs: unknown, because no run of this grid has finished" in capsys.readouterr().out
     assert world("--slice", "1/2", grid=GRID) == 0
     capsys.readouterr()
     for path in Path("runs/toy").glob("*/seed*/status.json"):
