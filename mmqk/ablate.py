@@ -1,6 +1,6 @@
 """Train a grid of runs with seeds: one YAML in, one folder of runs out. ``python -m mmqk.ablate --help``.
 
-Nothing here imports torch before there is something to resolve, so that ``--help`` answers at once.
+torch is imported only when a configuration is resolved, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from mmqk.store import OneSentenceParser, dashboards, relative, run_main
 DESCRIPTION = """\
 Train every run of a grid (arms x axes x seeds), several at a time, each in its own process.
 
-The grid names a base configuration, arms that set fields of it, axes that cross them, and seeds;
-docs/ablations.md has its language. Runs go to OUT/<arm>-<id>/seed<k>/. The same command again goes
-on where it was interrupted and trains nothing that is finished; a run that fails never stops the
-others. Ctrl-C lets the runs write a checkpoint and stop; pressed again, it ends them at once."""
+The grid names a base configuration, arms that set fields of it, axes that are crossed with the arms,
+and seeds; docs/ablations.md describes its language. Runs go to OUT/<arm>-<id>/seed<k>/. The same
+command again resumes and does not train finished runs again; a failed run does not stop the others.
+Ctrl-C makes the runs write a checkpoint and stop; a second Ctrl-C ends them at once."""
 EPILOG = """\
 example:
   python -m mmqk.ablate --config configs/ablations/demo.yaml --jobs 2
   python -m mmqk.report runs/demo --out reports/demo
 
-exit code: 0 when every run completed or diverged, 1 when one failed, 2 for a mistake in the
-grid or the command, 130 or 143 when interrupted, 130 too when --max-minutes were over before
-all was done: the same command goes on."""
+exit code: 0 if every run completed or diverged, 1 if a run failed, 2 for an error in the grid or
+the command, 130 or 143 if interrupted, 130 also if --max-minutes ended before all runs did; the
+same command resumes."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train the grid that ``argv`` names; the exit code is in the epilog of ``--help``.
 
     Raises:
-        UserError: a mistake in the grid, in a field that an arm sets, in the data, or in the output folder.
+        UserError: an error in the grid, in a field that an arm sets, in the data, or in the output folder.
     """
     until = time.monotonic()
     options = _parse(argv)
@@ -62,9 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     check_out(out, grid)
 
     if not options.dry_run:
-        # Each compiled run would take every core to compile; torch reads this when it first does.
+        # Otherwise each compiled run compiles on all cores; torch reads this at its first compilation.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // jobs)))
-        # Two imports of torch side by side: the server's, and the resolver's here.
+        # The server imports torch while the resolver here imports it too.
         start_server(PRELOAD)
     resolver = Resolver(max(1, cores() // jobs))
     replayed = options.replay
@@ -110,29 +110,28 @@ def main(argv: list[str] | None = None) -> int:
     outcomes = session.outcomes(pool.outcomes)
     print("\n".join([table(outcomes), *session.remarks(), dashboards(out)]), flush=True)
     if pool.signal_received is not None:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        print("interrupted: run the same command again to resume", file=sys.stderr)
         return 128 + pool.signal_received
     if session.error is not None:
         raise session.error
     statuses = {outcome.status for outcome in outcomes.values()} - {"never"}
     if any(wait.mistake for wait in session.waiting):
-        print("a run cannot begin: the table says why", file=sys.stderr)
+        print("a run cannot start: see the table for the reason", file=sys.stderr)
         return 1
     if "failed" in statuses:
-        print(f"a run failed: its {LOG_NAME} says more; the same command tries again", file=sys.stderr)
+        print(f"a run failed: see its {LOG_NAME}; run the same command to try again", file=sys.stderr)
         return 1
     if statuses <= {"completed", "diverged"}:
         return 0
     if pool.stopping:
         print(
-            f"{options.max_minutes:g} minutes are over: the same command goes on from here", file=sys.stderr
+            f"{options.max_minutes:g} minutes are over: run the same command again to resume", file=sys.stderr
         )
     return 130
 
 
 def _check_claims(grid: Grid, session: Session) -> list[str]:
-    """Refuse now what would be refused when the runs are judged, and what no judgement could support; sentences about
-    claims that need more seeds."""
+    """Refuse claims that the analysis would refuse or could not decide; return sentences on claims with few seeds."""
     from mmqk.analysis.verdicts.decidable import check_decidable, few_seeds
     from mmqk.analysis.verdicts.study import study_of
 
@@ -177,13 +176,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--config", action="append", metavar="YAML", help="the grid; repeat it to share the runs of several"
+        "--config",
+        action="append",
+        metavar="YAML",
+        help="the grid; repeat the flag for several grids that share runs",
     )
     what.add_argument(
         "--replay",
         type=Path,
         metavar="RUN",
-        help="replay this run of mmqk.train, which diverged, without a grid",
+        help="replay this diverged run of mmqk.train, without a grid",
     )
     parser.add_argument(
         "--out",
@@ -191,28 +193,32 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="folder of all runs (default: runs/NAME, NAME from the grids, or RUN-replays)",
     )
     parser.add_argument(
-        "--jobs", type=_count, metavar="N", help="runs at a time (default: one a GPU, or 2 without one)"
+        "--jobs", type=_count, metavar="N", help="runs at a time (default: one per GPU, or 2 without a GPU)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="list the runs and how long they will take; train nothing"
     )
     parser.add_argument(
-        "--max-minutes", type=_minutes, default=math.inf, metavar="M", help="stop in order after M minutes"
+        "--max-minutes",
+        type=_minutes,
+        default=math.inf,
+        metavar="M",
+        help="stop after M minutes; runs write a checkpoint",
     )
     parser.add_argument(
-        "--slice", type=_slice, default=(1, 1), metavar="K/N", help="train the K-th of N parts, K from 1 on"
+        "--slice", type=_slice, default=(1, 1), metavar="K/N", help="train part K of N, with K from 1 to N"
     )
     parser.add_argument(
         "--rerun-stale",
         action="store_true",
-        help="make finished runs of other code again; the old ones are kept in OUT/stale",
+        help="train finished runs of other code again; the old runs move to OUT/stale",
     )
     return parser.parse_args(argv)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of runs from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

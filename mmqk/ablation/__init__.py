@@ -1,1 +1,1 @@
-"""From a grid to finished run folders."""
+"""Train the runs of a grid."""

@@ -1,4 +1,4 @@
-"""ablation.json, which says what the runs of a folder are, and runs of other code, which are kept aside."""
+"""Write ablation.json, which lists the runs of a folder, and move runs of other code to ``stale``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STALE = "stale"
 
 
 def check_out(out: Path, grid: Grid) -> None:
-    """Refuse a file, the folder of another grid, and one whose ablation.json cannot be read.
+    """Check the output folder.
 
     Raises:
-        UserError: it is one.
+        UserError: ``out`` is a file, the folder of another grid, or has an unreadable ablation.json.
     """
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: give another --out")
@@ -35,11 +35,11 @@ def check_out(out: Path, grid: Grid) -> None:
 
 
 def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) -> Plan:
-    """Write ablation.json of the plan that ``make`` makes; several processes may do so, one after the other.
+    """Write ablation.json for the plan of ``make``, under a lock against other processes.
 
-    The claims' hash as they were first registered stays, and so does, with each run, that of the claims as they stood
-    when the run was first planned. A record that cannot be read is left as it is. Without one, claims whose runs have
-    begun are registered too late: the record keeps "lost", and the analysis treats them all as exploratory.
+    The hash of the first registration of the claims is kept, and for each run the hash of the claims when the run was
+    first planned. An unreadable record is not overwritten. If the record is missing but runs have begun, the claims
+    are registered too late: the record has "lost", and the analysis treats all claims as exploratory.
 
     Raises:
         UserError: the folder cannot be written, or its ablation.json cannot be read.
@@ -50,7 +50,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
             first = read_ablation(out) or {}
             plan = make()
             now = claims_hash(grid.raw)
-            # A record without the field still has the claims themselves.
+            # A record without the field still has the claims.
             registered = first.get("registered") or (claims_hash(first.get("grid") or {}) if first else now)
             before = {
                 (run.get("id"), run.get("arm")): run.get("claims", registered)
@@ -72,7 +72,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
 
 
 def _begun(plan: Plan) -> bool:
-    """Whether a run of the plan was begun."""
+    """Whether a run of the plan has begun."""
     return any(read_run(task.folder) is not None for task in plan.tasks)
 
 
@@ -92,9 +92,9 @@ def code_of(folder: Path) -> str:
 
 
 def set_aside(folder: Path, out: Path) -> Path | None:
-    """Move a run to ``out/stale/<its code>/…``, and say where; None when another process trains in it.
+    """Move a run to ``out/stale/<its code>/…`` and return the new path; None if another process trains in it.
 
-    Four folders below ``out``, so that it is not found among the runs of the present code.
+    The new path is four folders below ``out``, where the analysis does not search for runs.
     """
     inside = folder.relative_to(out)
     place = out / STALE / code_of(folder).replace("+", "-") / inside

@@ -1,4 +1,4 @@
-"""One call of ``mmqk.ablate``: what it plans, records, and hands to the pool as runs end."""
+"""One call of ``mmqk.ablate``: plan, record, and give the pool new tasks as runs end."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ NAMED = 6
 
 @dataclass
 class Session:
-    """The plan of a grid as it grows.
+    """The current plan of a grid.
 
     Args:
-        make: the plan as it stands on disk now.
+        make: makes the plan from the run folders.
         threads: CPU threads of a run, for the record.
-        part: (k, n): the k-th of n parts of the runs, from 1 on.
-        rerun_stale: make finished runs of other code again.
+        part: (k, n): part k of n, with k from 1 to n.
+        rerun_stale: train finished runs of other code again.
 
     Attributes:
-        plan: the newest one.
-        moved: sentences about runs that were put aside.
-        error: why nothing more could be planned.
+        plan: the newest plan.
+        moved: sentences about runs moved to ``stale``.
+        error: the error that stopped the planning.
     """
 
     grid: Grid
@@ -48,25 +48,25 @@ class Session:
         self.code = code_hash()
 
     def look(self) -> None:
-        """Plan, and write nothing."""
+        """Plan without writing files."""
         self.plan = self.make()
 
     def begin(self) -> Sequence[Task]:
-        """Plan and record; the runs of this part, then those of others that these wait for.
+        """Plan and record; return the runs of this part, then the runs of other parts that they wait for.
 
         Raises:
-            UserError: a mistake in the grid, or a folder that cannot be written.
+            UserError: an error in the grid, or a folder that cannot be written.
         """
         self.plan = write_record(self.out, self.grid, self.make, self.threads)
         while self.rerun_stale and self._set_aside():
             self.plan = write_record(self.out, self.grid, self.make, self.threads)
-        self._tell()
+        self._update_pool()
         on = {folder for wait in self.waiting for folder in wait.on}
-        # Nobody may be about to train them: this part must not wait for ever.
+        # No other process may be training them, so this part trains them.
         return [*self.tasks, *(t for t in self.plan.tasks if not self._mine(t) and t.folder in on)]
 
     def more(self) -> Sequence[Task]:
-        """As `begin`, while runs are training: an error is kept for later, as it must not end them."""
+        """As `begin` while runs are training: an error is stored, so that it does not stop them."""
         try:
             return self.begin()
         except UserError as error:
@@ -74,13 +74,13 @@ class Session:
             return []
 
     def follow(self, pool: Pool) -> None:
-        """Keep the pool informed of how many runs are to come."""
+        """Keep the pool's number of runs to come up to date."""
         self.pool = pool
         pool.ready = self.ready
-        self._tell()
+        self._update_pool()
 
     def ready(self) -> bool:
-        """Whether a running parent has written what a fork waits for."""
+        """Whether a running parent has written the checkpoint of a fork."""
         at = [wait.at for wait in self.waiting if wait.at]
         return self.error is None and any(checkpoint_of(folder, step) for folder, step in at)
 
@@ -91,32 +91,32 @@ class Session:
 
     @property
     def waiting(self) -> list[BlockedJob]:
-        """Runs of this part that cannot begin yet."""
+        """Runs of this part that cannot start yet."""
         return [wait for wait in self.plan.waiting if self._mine(wait.task)]
 
     def outcomes(self, here: dict[Task, Outcome] | None = None) -> dict[Task, Outcome]:
-        """How every run of this part stands; ``here`` is what the pool says of those that it saw."""
+        """The outcome of every run of this part; ``here`` holds those from the pool."""
         here = here or {}
-        found = {task: here.get(task) or standing(task) for task in self.tasks}
-        found |= {task: outcome for task, outcome in here.items() if task not in found}
-        how = {True: "waiting", False: "never"}
-        return found | {w.task: Outcome(how[w.possible], reason=w.reason) for w in self.waiting}
+        outcomes = {task: here.get(task) or standing(task) for task in self.tasks}
+        outcomes |= {task: outcome for task, outcome in here.items() if task not in outcomes}
+        status = {True: "waiting", False: "never"}
+        return outcomes | {w.task: Outcome(status[w.possible], reason=w.reason) for w in self.waiting}
 
     def remarks(self) -> list[str]:
-        """Sentences about runs of other code, those put aside, and learning rates at an end of their grid."""
+        """Sentences about runs of other code, moved runs, and learning rates at an end of their grid."""
         stale = [task.name for task in self.tasks if self._stale(task)]
-        said = []
+        sentences = []
         if stale:
             runs = "1 finished run was" if len(stale) == 1 else f"{len(stale)} finished runs were"
             more = f" and {len(stale) - NAMED} more" if len(stale) > NAMED else ""
-            said = [
-                f"{runs} made by other code than the present one (--rerun-stale makes such again):"
+            sentences = [
+                f"{runs} made by other code (--rerun-stale trains them again):"
                 f" {', '.join(stale[:NAMED])}{more}"
             ]
         edges = [choice.edge for choice in self.plan.choices if choice.edge]
-        return [*said, *self.moved, *edges]
+        return [*sentences, *self.moved, *edges]
 
-    def _tell(self) -> None:
+    def _update_pool(self) -> None:
         if self.pool is not None:
             self.pool.to_come = sum(wait.possible for wait in self.waiting)
 
@@ -128,15 +128,15 @@ class Session:
         return standing(task).finished and not same_code(code_of(task.folder), self.code)
 
     def _set_aside(self) -> bool:
-        """Put runs of other code aside that were there before this session; whether there were any."""
-        found = False
+        """Move runs of other code from before this session to ``stale``; return whether there were any."""
+        moved = False
         for task in self.tasks:
-            # Sources may change while runs go on: what this session made is never put aside by it.
+            # The code may change while runs train: never move the runs of this session.
             new = task.folder not in self._seen
             self._seen.add(task.folder)
             if new and self._stale(task) and not is_locked(task.folder):
                 place = set_aside(task.folder, self.out)
                 if place is not None:
                     self.moved.append(f"{task.name}: made by other code, kept in {place}")
-                    found = True
-        return found
+                    moved = True
+        return moved

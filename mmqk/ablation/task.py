@@ -1,4 +1,4 @@
-"""One run of an ablation, and how it stands."""
+"""One run of an ablation and its outcome."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mmqk.store import FINISHED, DamagedFile, last_metrics, read_run, read_statu
 
 @dataclass(frozen=True)
 class Task:
-    """One run: who it is, the command line that makes it, and where it goes.
+    """One run: its name, command line and folder.
 
     Attributes:
         args: command line of ``mmqk.train`` without ``--out``.
-        id: identity hash of the run, as its run.json has it.
+        id: identity hash of the run, as in its run.json.
         max_steps: length of the run in optimizer steps, 0 if unknown.
-        entry: what ablation.json says of it besides: family, point, role, fork, replay.
-        part: number by which slices share runs out.
-        first: step at which it begins: 0, or that of its fork.
+        entry: further fields in ablation.json: family, point, role, fork, replay.
+        part: number that assigns the run to a slice.
+        first: first step: 0, or the step of its fork.
     """
 
     arm: str
     seed: int
-    # Not compared: where a fork begins is known only once its parent is there.
+    # Not compared: the checkpoint of a fork is known only after its parent has written it.
     args: tuple[str, ...] = field(compare=False)
     folder: Path
     id: str
@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a task stands: status "waiting" before it ran, "never" if it cannot, "running", or as status.json says."""
+    """Outcome of a task: status "waiting" before the start, "never" if it cannot start, else from status.json."""
 
     status: str
     step: int = 0
@@ -62,13 +62,15 @@ class Outcome:
 
     @property
     def ended(self) -> bool:
-        """Whether the run says that it is over, for now at least."""
+        """Whether the run has stopped; a failed or interrupted run can be resumed."""
         return self.finished or self.status in ("failed", "interrupted")
 
 
 def standing(task: Task) -> Outcome:
-    """What the folder of a task says about it; "waiting" when it holds no run of that identity, and "failed" with
-    the reason when its records cannot be read."""
+    """The outcome of a task from its folder.
+
+    "waiting" if the folder has no run with this identity, "failed" with the reason if its records cannot be read.
+    """
     try:
         record, status = read_run(task.folder), read_status(task.folder)
     except DamagedFile as damaged:

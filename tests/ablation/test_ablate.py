@@ -107,7 +107,7 @@ def test_finished_runs_of_other_code_are_reported(toy, capsys, monkeypatch):
     monkeypatch.setattr(session, "code_hash", lambda: "0000000000")
     assert toy() == 0
     said = (
-        "3 finished runs were made by other code than the present one (--rerun-stale makes such again): good"
+        "3 finished runs were made by other code (--rerun-stale trains them again): good"
     )
     assert said in capsys.readouterr().out
     assert toy("--dry-run") == 0
@@ -143,8 +143,8 @@ def test_a_folder_of_another_ablation_or_a_file_is_refused(toy, tmp_path, capsys
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (("--jobs", "0"), "'0' is not a number of runs from 1 on"),
-        (("--jobs", "two"), "'two' is not a number of runs"),
+        (("--jobs", "0"), "'0' is not a whole number above 0"),
+        (("--jobs", "two"), "'two' is not a whole number above 0"),
         (("--joobs", "2"), "unrecognized arguments: --joobs 2"),
     ],
 )
