@@ -10,7 +10,7 @@ try:
 except ImportError:  # the same under its other name
     from pytorch_lightning import Callback  # type: ignore[assignment]
 
-from mmqk.monitors.adapters import Adapter
+from mmqk.monitors.adapters.adapter import Adapter
 from mmqk.monitors.attach import Watch, attach
 from mmqk.monitors.third_party.inputs import Modality
 from mmqk.monitors.third_party.sides import Sides

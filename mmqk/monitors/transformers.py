@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
-from mmqk.monitors.adapters import Adapter
+from mmqk.monitors.adapters.adapter import Adapter
 from mmqk.monitors.attach import Watch, attach
 from mmqk.monitors.third_party.inputs import Modality
 from mmqk.monitors.third_party.sides import Sides

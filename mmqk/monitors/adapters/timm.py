@@ -1,6 +1,6 @@
-"""Vision transformers of timm, whose projection of q, k and v is one."""
+"""Adapter for timm vision transformers, which project q, k and v with one matrix."""
 
-from mmqk.monitors.adapters import Adapter, Site
+from mmqk.monitors.adapters.adapter import Adapter, Site
 
 ADAPTERS = (
     Adapter(

@@ -1,6 +1,6 @@
-"""Decoder families of transformers, by the class of their layers and the names of their modules."""
+"""Adapters for decoder families of transformers, by layer class and module names."""
 
-from mmqk.monitors.adapters import Adapter, Site
+from mmqk.monitors.adapters.adapter import Adapter, Site
 
 _LAYER = r"(.*\.)?layers\.\d+"
 _COMMON = (
@@ -18,10 +18,10 @@ def _family(layer: str, attn_out: str, mlp_out: str) -> Adapter:
 
 
 ADAPTERS = (
-    # Normalised before the sublayer.
+    # Pre-norm.
     _family("Llama|Mistral|Qwen2|Qwen3|Chameleon", "self_attn", "mlp"),
-    # After it, as a last step before the addition.
+    # Post-norm: the norm is the last step before the addition.
     _family("Gemma2|Gemma3|Olmo2|Olmo3", "post_attention_layernorm", "post_feedforward_layernorm"),
-    # The same with other names: Chameleon-34B.
+    # Post-norm under other module names: Chameleon-34B.
     _family("ChameleonSwin", "input_layernorm", "post_attention_layernorm"),
 )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmqk.monitors.adapters import Adapter
+from mmqk.monitors.adapters.adapter import Adapter
 from mmqk.monitors.collect import WEIGHT_ROWS, matrix_sums, mean_of_matrices
 from mmqk.monitors.measures.attention import attention_statistics
 from mmqk.monitors.measures.growth import attention_rank

@@ -1,0 +1,64 @@
+"""An adapter: a table of module names that tells a probe which tensors to read beyond the attention calls.
+
+Without an adapter a probe measures q, k, v and the attention logits at every attention call, and the residual stream
+where `third_party.stream` detects it. An adapter adds other tensors, such as q and k before QK-Norm. Sites that an
+adapter lists replace the detected ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from torch import Tensor
+
+SiteName = Literal["attn_in", "q_raw", "k_raw", "attn_out", "mlp_out", "resid", "final"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One tensor of one kind of module.
+
+    Args:
+        name: attn_in, the input of the q and k projections, (B, T, D); q_raw and k_raw, their outputs before QK-Norm,
+            (B, T, heads * head_dim); attn_out and mlp_out, sublayer outputs as added to the residual stream; resid,
+            the residual stream after the layer; final, the input of the final norm.
+        module: regular expression for the full path of the module; the first integer in the path is the layer number.
+        of: the module's first input, or its (first) output.
+        take: selects a part of that tensor, such as one third of a fused projection.
+    """
+
+    name: SiteName
+    module: str
+    of: Literal["input", "output"] = "output"
+    take: Callable[[Tensor], Tensor] | None = None
+
+    def tensor(self, module_input: Tensor | None, output: Tensor | None) -> Tensor | None:
+        """This site's tensor, from a module's first input and its output."""
+        tensor = module_input if self.of == "input" else output
+        return self.take(tensor) if tensor is not None and self.take is not None else tensor
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Sites of a family of models.
+
+    Args:
+        layer: regular expression for the full name (Python module and class) of the family's layer class; only
+            `adapter_for` uses it.
+        sites: the tensors to read.
+    """
+
+    layer: str
+    sites: tuple[Site, ...]
+
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], Site]]:
+        return [(re.compile(site.module), site) for site in self.sites]
+
+    def at(self, path: str) -> list[Site]:
+        """The sites at the module with this path."""
+        return [site for pattern, site in self._patterns if pattern.fullmatch(path)]
