@@ -1,7 +1,8 @@
-"""Which input the positions of a tensor belong to, traced through the functions of a forward.
+"""Origins: from which forward inputs each tensor's token axis comes, traced through every torch function.
 
-A tensor's origin is the set of the forward's inputs that its positions belong to. The hidden states of a decoder keep
-the positions of its own ids after cross-attention, since attention has one row for each query.
+`attach` uses origins to tell self-attention (queries and keys have the same origin) from cross-attention, and the
+decoder's tokens from the encoder's. Attention returns one row for each query, so its output has the queries' origin:
+a decoder's hidden states keep the origin decoder_input_ids after cross-attention.
 
 Shapes: B batch, T tokens, D width.
 """
@@ -18,25 +19,25 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqk.monitors.third_party.inputs import Inputs, tensors
 
-# Inputs of these names describe the tokens of others.
+# Inputs with these words in their names have no tokens of their own: they describe the tokens of other inputs.
 _DESCRIBES = ("mask", "position", "type")
-# The rows of what these give are those of the first argument that has an origin.
+# The output of these functions has the rows of the first argument that has an origin.
 _ROWS_OF_FIRST = {
     "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "linear", "embedding", "conv1d", "conv2d",
     "conv3d", "__getitem__", "index_select", "gather", "masked_fill", "masked_fill_", "masked_scatter",
     "masked_scatter_", "index_put", "index_put_", "__setitem__", "index_add", "index_add_", "index_copy_",
     "scatter", "scatter_", "scatter_add_", "copy_",
 }  # fmt: skip
-# Additions, also in place.
+# Additions, in place too.
 ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 
 
 class Origin(NamedTuple):
-    """Where a tensor comes from.
+    """The origin of one tensor.
 
     Attributes:
-        inputs: names of the inputs that its positions stand for; none for parameters and constants.
-        call: number of the last attention call that it depends on, other than through a residual stream; 0 is none.
+        inputs: names of the forward inputs whose tokens are its positions; empty for parameters and constants.
+        call: number of the last attention call that it depends on, except through the residual stream; 0 for none.
     """
 
     inputs: frozenset[str]
@@ -46,45 +47,45 @@ class Origin(NamedTuple):
         return " and ".join(sorted(self.inputs)) or "parameters"
 
 
-NOWHERE = Origin(frozenset())
+NO_INPUTS = Origin(frozenset())
 
 
 class Origins:
     """The origins of the tensors of one forward.
 
     Args:
-        inputs: of the forward, by name.
-        constants: modules whose buffers come from nowhere.
-        bools: follow comparisons too; otherwise a mask comes from nowhere.
+        inputs: the forward's inputs by name.
+        constants: a module whose buffers have no inputs as origin.
+        bools: trace bool tensors too; by default masks and comparisons have no inputs as origin.
     """
 
     def __init__(self, inputs: Inputs, constants: nn.Module | None = None, bools: bool = False):
         self.bools = bools
         self._of = WeakTensorKeyDictionary()
         for buffer in constants.buffers() if constants is not None else ():
-            self._of[buffer] = NOWHERE
+            self._of[buffer] = NO_INPUTS
         for name, x in tensors(inputs):
-            described = x.dtype == torch.bool and not bools
-            if not described and not any(part in name for part in _DESCRIBES):
-                self._of[x] = Origin(self._of.get(x, NOWHERE).inputs | {name})
+            is_mask = x.dtype == torch.bool and not bools
+            if not is_mask and not any(part in name for part in _DESCRIBES):
+                self._of[x] = Origin(self._of.get(x, NO_INPUTS).inputs | {name})
             else:
-                self._of.setdefault(x, NOWHERE)
+                self._of.setdefault(x, NO_INPUTS)
 
     def of(self, value: Any) -> Origin | None:
-        """The origin of a tensor; None if it was not made by a torch function."""
+        """The origin of a tensor; None if no traced torch function returned it."""
         if isinstance(value, nn.Parameter):
-            return NOWHERE
+            return NO_INPUTS
         return self._of.get(value) if isinstance(value, Tensor) else None
 
     def put(self, value: Any, origin: Origin | None) -> None:
-        """Every tensor of ``value`` comes from there; None leaves it open."""
+        """Set the origin of every tensor in ``value``; None changes nothing."""
         if origin is None:
             return
         for x in flat(value):
             self._of[x] = origin
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """A function of torch gave ``out``."""
+        """Set the origin of ``out``, which the torch function ``func`` returned."""
         name = getattr(func, "__name__", "")
         if name == "__setitem__":
             out = args[0]
@@ -97,7 +98,7 @@ class Origins:
         if name == "where" and len(given) == 3:
             given = given[1:]
         if made[0].dtype == torch.bool and not self.bools:
-            origin: Origin | None = NOWHERE
+            origin: Origin | None = NO_INPUTS
         else:
             origin = self._joined(name, given, made[0])
         if origin is None:
@@ -106,24 +107,26 @@ class Origins:
             if not isinstance(x, nn.Parameter):
                 self._of[x] = origin
         written = made[0]._base if name.endswith("_") or name == "__setitem__" else None
-        if written is not None and not (self._of.get(written) or NOWHERE).inputs:
+        if written is not None and not (self._of.get(written) or NO_INPUTS).inputs:
             self._of[written] = origin
 
     def _joined(self, name: str, given: list[Tensor], out: Tensor) -> Origin | None:
-        all_found = [(x, self.of(x)) for x in given]
-        found = [(x, origin) for x, origin in all_found if origin is not None and origin.inputs]
-        if not found:
-            unknown = any(origin is None for _, origin in all_found)
-            return None if unknown else NOWHERE
+        """The origin of ``out`` from those of the tensor arguments ``given``; None if no argument decides it."""
+        origins = [(x, self.of(x)) for x in given]
+        with_inputs = [(x, origin) for x, origin in origins if origin is not None and origin.inputs]
+        if not with_inputs:
+            untraced = any(origin is None for _, origin in origins)
+            return None if untraced else NO_INPUTS
         if name in _ROWS_OF_FIRST:
-            inputs = found[0][1].inputs
-            return Origin(inputs, max(origin.call for _, origin in found))
-        # A tensor that is only broadcast along the positions does not determine their origin.
-        full = [origin for x, origin in found if x.shape == out.shape] or [origin for _, origin in found]
+            inputs = with_inputs[0][1].inputs
+            return Origin(inputs, max(origin.call for _, origin in with_inputs))
+        # A tensor that is broadcast to the output's shape does not decide the origin of its positions.
+        full = [origin for x, origin in with_inputs if x.shape == out.shape]
+        full = full or [origin for _, origin in with_inputs]
         inputs = frozenset().union(*(origin.inputs for origin in full))
         calls = [origin.call for origin in full]
-        # The residual stream goes on beside what is added to it.
-        return Origin(inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in found))
+        # x + attention(x) is still the residual stream, so an addition keeps the earlier call.
+        return Origin(inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in with_inputs))
 
 
 def flat(value: Any) -> Iterator[Tensor]:
@@ -136,7 +139,7 @@ def flat(value: Any) -> Iterator[Tensor]:
 
 
 class Tracing(TorchFunctionMode):
-    """Follows every function within."""
+    """Passes every torch function inside the context to ``origins``."""
 
     def __init__(self, origins: Origins):
         super().__init__()

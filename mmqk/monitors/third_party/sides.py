@@ -1,9 +1,10 @@
-"""The tokens that attention is over: those that modality describes, and other sides that the user declares.
+"""Sides: the token sequences that a model attends over, such as encoder tokens and decoder tokens.
 
-Cross-attention between two sides is measured as attention over the tokens of both, one after the other, in which
-queries see only keys of the other side.
+The main side has the tokens that `attach`'s ``modality`` describes; users declare other sides with ``sides``.
+Cross-attention from side a to side b is measured as self-attention over the T + S concatenated tokens of both: q is
+padded with zeros for the tokens of b, k and v for those of a, and the mask leaves only the (T, S) corner visible.
 
-Shapes: B batch, H heads of queries, G heads of keys, T query tokens, S key tokens, K head width.
+Shapes: B batch, H query heads, G key heads, T query tokens, S key tokens, K head_dim.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from mmqk.monitors.third_party.origins import Origin
 from mmqk.store.errors import UserError
 from mmqk.store.tags import parsed_tag, tag
 
-# Of the name of a side in tags: the input whose positions it is, and of which modality they are if not all of one.
+# Name of a side in tags -> the forward input with its tokens, or (input, modality) for tokens of several modalities.
 Sides = Mapping[str, "str | tuple[str, Modality]"]
 
 
 @dataclass
 class Side:
-    """The tokens of one stack of a model.
+    """One token sequence of a model.
 
     Attributes:
-        name: in tags; empty for that of modality.
-        names: of its modalities.
-        inputs: names of the inputs whose positions its tokens are; None before that is known.
-        modalities: how its ids tell them; None where all are of one modality, or a function told.
-        modality_BT: of each token; None before it is known.
+        name: name in tags; empty for the main side.
+        names: names of its modalities.
+        inputs: names of the forward inputs that its tokens come from; None until a call reveals them.
+        modalities: maps its token ids to modalities; None if it has one modality or a modality function.
+        modality_BT: modality of each token; None until its ids or its length are seen.
         valid_BT: False at padding.
-        pairs: who sees whom, as met so far.
+        pairs: the visible pairs of query and key, one entry for each mask so far.
     """
 
     name: str
@@ -53,39 +54,39 @@ class Side:
 
     @property
     def source(self) -> str:
-        """Its inputs, to be named in a sentence."""
+        """The names of its inputs, for messages."""
         return " and ".join(sorted(self.inputs or ())) or "other tokens"
 
     @property
     def ready(self) -> bool:
-        """Whether its tokens are known."""
+        """Whether the modality of its tokens is set."""
         return self.modality_BT is not None
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Modality and validity, (B, T) each."""
         if self.modality_BT is None:
-            raise Unread(f"no embedding took the ids of {self.source}")
+            raise Unread(f"no embedding read the ids of {self.source}")
         if self.valid_BT is None or self.valid_BT.shape != self.modality_BT.shape:
             self.valid_BT = torch.ones_like(self.modality_BT, dtype=torch.bool)
         return self.modality_BT, self.valid_BT
 
     @cached_property
     def collector(self) -> Collector:
-        """Of its statistics."""
+        """Collects its statistics."""
         return Collector(self.names, *self.tokens)
 
     def takes(self, origin: Origin | None) -> bool:
-        """Whether a tensor of this origin stands for its tokens."""
+        """Whether the positions of a tensor of this origin are its tokens."""
         return origin is not None and bool(self.inputs) and self.inputs <= origin.inputs  # type: ignore[operator]
 
     def see_ids(self, ids: Tensor) -> None:
-        """The first integers (B, T) that an embedding takes."""
+        """Set the modalities from the first ids (B, T) that an embedding reads."""
         if self.modality_BT is None and self.modalities is not None and ids.ndim == 2:
             self.modality_BT = self.modalities.of_ids(ids)
 
     def see_shape(self, x_BHTK: Tensor) -> None:
-        """Where all tokens are of one modality, their number is that of the first attention over them."""
+        """Of a side with one modality: take the number of tokens from its first attention call."""
         if self.modality_BT is None and self.modalities is None:
             self.modality_BT = torch.zeros(
                 x_BHTK.shape[0], x_BHTK.shape[2], dtype=torch.long, device=x_BHTK.device
@@ -93,58 +94,58 @@ class Side:
 
 
 def check_sides(sides: Sides, names: Sequence[str]) -> dict[str, tuple[str, Modalities | None]]:
-    """Sides as the user declared them, by name: the input, and the modalities.
+    """The declared sides by name: the input's name, and its modalities.
 
     Raises:
-        UserError: a name that no tag can have or that a modality has, or something else than an input's name.
+        UserError: a name that is no valid tag or is a modality's, or a value that is not an input's name.
     """
-    found: dict[str, tuple[str, Modalities | None]] = {}
-    for name, given in sides.items():
-        of, modality = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-        if not isinstance(of, str):
+    checked: dict[str, tuple[str, Modalities | None]] = {}
+    for name, value in sides.items():
+        source, modality = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        if not isinstance(source, str):
             raise UserError(
-                f"sides: {name} is {given!r}: give the name of an input of the forward, or that and its modality"
+                f"sides: {name} is {value!r}: give the name of a forward input, or (name, modality)"
             )
         if name in names:
-            raise UserError(f"sides: {name} is a modality already: give the side another name")
+            raise UserError(f"sides: {name} is already the name of a modality: rename the side")
         try:
             tag("q_norm", name)
         except ValueError as error:
             raise UserError(f"sides: {error}") from error
-        found[name] = (of, None if modality is None else Modalities(modality))
-    return found
+        checked[name] = (source, None if modality is None else Modalities(modality))
+    return checked
 
 
 def made_sides(
     declared: Mapping[str, tuple[str, Modalities | None]], inputs: Inputs, main: Side, device: torch.device
 ) -> list[Side]:
-    """The sides of one batch.
+    """The declared sides for one batch.
 
     Raises:
-        UserError: an input that is not there, or that modality describes already.
+        UserError: an input that the forward does not get, or that ``modality`` already describes.
     """
-    there, made = dict(tensors(inputs)), []
-    for name, (of, modalities) in declared.items():
-        if of not in there:
+    by_name, made = dict(tensors(inputs)), []
+    for name, (source, modalities) in declared.items():
+        if source not in by_name:
             raise UserError(
-                f"sides: {name} is of {of}, which is no tensor among the inputs {', '.join(there)}: name one of these"
+                f"sides: the forward has no tensor input {source} for {name}: use one of {', '.join(by_name)}"
             )
-        if main.inputs is not None and of in main.inputs:
+        if main.inputs is not None and source in main.inputs:
             raise UserError(
-                f"sides: {name} is of {of}, which modality describes: name the input of another side"
+                f"sides: {source}, given for {name}, is already described by modality: name another input"
             )
         names = (name,) if modalities is None else tuple(f"{name}_{part}" for part in modalities.names)
-        side = Side(name, names, frozenset({of}), modalities)
+        side = Side(name, names, frozenset({source}), modalities)
         if modalities is not None and modalities.function is not None:
             side.modality_BT, side.modalities = modalities.of(inputs).to(device), None
-        mask = there.get(mask_of([of], inputs))
+        mask = by_name.get(mask_of([source], inputs))
         side.valid_BT = None if mask is None else mask.to(device) > 0
         made.append(side)
     return made
 
 
 def mask_of(source: Collection[str] | None, inputs: Inputs) -> str:
-    """The name of the padding mask of some inputs: decoder_attention_mask for decoder_input_ids and for labels."""
+    """Name of the padding mask for these inputs: decoder_attention_mask for decoder_input_ids and labels."""
     if source is None or len(source) != 1:
         return "attention_mask"
     (name,), ids = source, named_ids(inputs)
@@ -154,10 +155,10 @@ def mask_of(source: Collection[str] | None, inputs: Inputs) -> str:
 
 
 def joined(of_q: Side, of_k: Side) -> Side:
-    """The tokens of both, those of the queries first."""
+    """The tokens of both sides concatenated, the queries' first; a key's modality is M_q + its own."""
     (modality_BT, valid_BT), (modality_BS, valid_BS) = of_q.tokens, of_k.tokens
     if len(modality_BT) != len(modality_BS):
-        raise Unread(f"{len(modality_BT)} sequences of queries and {len(modality_BS)} of keys")
+        raise Unread(f"{len(modality_BT)} query sequences but {len(modality_BS)} key sequences")
     outside_BS = (modality_BS < 0) | (modality_BS >= len(of_k.names))
     return Side(
         f"{of_q.name} to {of_k.name}",
@@ -175,7 +176,7 @@ def joined(of_q: Side, of_k: Side) -> Side:
 
 
 def of_cross(call: Call) -> Call:
-    """The call over the tokens of both sides, with queries and keys of 0 where there are none."""
+    """The call padded to the T + S tokens of both sides: q is 0 at key tokens, k and v are 0 at query tokens."""
     T, S, device = call.q_BHTK.shape[2], call.k_BGSK.shape[2], call.q_BHTK.device
     mask = torch.ones(1, 1, T, S, dtype=torch.bool, device=device) if call.mask is None else call.mask
     mask = mask.expand(*mask.shape[:2], T, S)
@@ -197,14 +198,14 @@ def of_cross(call: Call) -> Call:
 
 
 def _corner(x: Tensor) -> Tensor:
-    """(..., T, S) as the part of (..., T + S, T + S) where queries meet keys; 0 elsewhere."""
+    """(..., T, S) as the upper right corner of (..., T + S, T + S); 0 elsewhere."""
     T, S = x.shape[-2:]
     return F.pad(x, (T, 0, 0, S))
 
 
 def cross_part(part: StatisticPart, q_names: Sequence[str], k_names: Sequence[str]) -> StatisticPart:
-    """Statistics of cross-attention under their own names, without those of queries and keys that are not there."""
-    keep = [_is_there(name, q_names, k_names) for name in part.tags]
+    """The statistics as ``cross_...``, without those of pairs that cross-attention does not have."""
+    keep = [_is_cross(name, q_names, k_names) for name in part.tags]
     finish: Callable = part.finish
 
     def finished(raw: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -214,9 +215,9 @@ def cross_part(part: StatisticPart, q_names: Sequence[str], k_names: Sequence[st
     return StatisticPart([f"cross_{name}" for name in part.tags], part.raw, finished)
 
 
-def _is_there(name: str, q_names: Sequence[str], k_names: Sequence[str]) -> bool:
-    found = parsed_tag(name)
-    if found.pair is not None:
-        return found.pair[0] in q_names and found.pair[1] in k_names
-    of_keys = found.statistic.startswith(("k_", "v_"))
-    return found.modality is None or found.modality in (k_names if of_keys else q_names)
+def _is_cross(name: str, q_names: Sequence[str], k_names: Sequence[str]) -> bool:
+    parsed = parsed_tag(name)
+    if parsed.pair is not None:
+        return parsed.pair[0] in q_names and parsed.pair[1] in k_names
+    of_keys = parsed.statistic.startswith(("k_", "v_"))
+    return parsed.modality is None or parsed.modality in (k_names if of_keys else q_names)

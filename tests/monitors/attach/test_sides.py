@@ -315,11 +315,11 @@ def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand)
 @pytest.mark.parametrize(
     ("sides", "says"),
     [
-        ({"decoder": "labels"}, "decoder is of labels, which is no tensor among the inputs ids: name one"),
-        ({"other": "ids"}, "other is of ids, which modality describes"),
-        ({"image": "ids"}, "image is a modality already"),
+        ({"decoder": "labels"}, "the forward has no tensor input labels for decoder: use one of ids"),
+        ({"other": "ids"}, "ids, given for other, is already described by modality"),
+        ({"image": "ids"}, "image is already the name of a modality"),
         ({"a-side": "ids"}, "a modality's name"),
-        ({"other": 3}, "give the name of an input"),
+        ({"other": 3}, "give the name of a forward input"),
     ],
 )
 def test_mistakes_in_sides_are_one_sentence(sides, says):
