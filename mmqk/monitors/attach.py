@@ -1,4 +1,4 @@
-"""`attach`: watch a model that mmqk did not build."""
+"""`attach` measures a model that mmqk did not build while it trains."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from mmqk.store.errors import UserError
 
 Log = Callable[..., Any]  # called as log({tag: number}, step=int)
 
-# Of the first probe: early enough to see a mistake, late enough to know what a step costs.
+# Step of the first probe: early enough to show a user error, late enough to time the steps before it.
 FIRST = 10
 
 
@@ -57,33 +57,33 @@ def attach(
     adapter: Adapter | None = None,
     sides: Sides | None = None,
 ) -> Watch:
-    """Watch attention logits, entropy and norms by layer and modality while ``model`` trains.
+    """Measure attention logits, entropy and norms by layer and modality while ``model`` trains.
 
-    Call ``watch.step()`` after each optimizer step. Every N of them a probe runs the model once more, on the first
+    Call ``watch.step()`` after each optimizer step. Every N steps a probe runs the model once more, on the first
     sequences of the last batch: eagerly, in evaluation mode, outside autocast, without gradients or random numbers.
-    The weights of the run are those of one without, bit for bit.
+    Probes never change the run's weights, bit for bit.
 
     Args:
-        model: the object that the training loop calls: compiled, FSDP or DDP if that is what it is.
-        modality: ``{"image": range(4, 8196)}``, ids of each modality but text, a range or several; or a function of
-            the forward's inputs by name to modality numbers (B, T), one for each token that attention sees.
-        every_n_steps: between two probes; the first comes after 10 steps at the latest, and 0 is none at all.
-        sequences: how many of a batch a probe looks at, on each rank.
-        out: folder for ``metrics.jsonl``, which mmqk's own tools read.
+        model: the object that the training loop calls, with its torch.compile, FSDP or DDP wrapper if it has one.
+        modality: the id range or ranges of each modality except text, ``{"image": range(4, 8196)}``; or a function
+            from the forward's inputs by name to modality numbers (B, T), one for each token of the attention.
+        every_n_steps: steps between probes; the first probe comes after at most 10 steps; 0 disables probes.
+        sequences: number of sequences of the batch in a probe, on each rank.
+        out: folder for ``metrics.jsonl``, which mmqk's tools read.
         log: called as ``log({tag: number}, step=int)``, for instance ``wandb.log``.
-        names: of the numbers that a modality function gives.
-        adapter: what to take beside the attention calls; None finds one for layers of transformers and timm.
-        sides: further tokens that attention is over, by the name that their statistics get: an input of the forward,
-            ``{"patch": "pixel_values"}``, or that and its modality, ``{"decoder": ("decoder_input_ids", {"image":
-            range(4, 8196)})}``. Cross-attention between declared sides is then measured, as ``cross_...``.
+        names: names of the modality numbers that a modality function returns.
+        adapter: tensors to measure beyond the attention calls; None uses the one for transformers or timm layers.
+        sides: further token sequences, by their name in tags: an input of the forward, ``{"patch": "pixel_values"}``,
+            or an input and its modality, ``{"decoder": ("decoder_input_ids", {"image": range(4, 8196)})}``.
+            Cross-attention between declared sides is measured as ``cross_...``.
 
     Raises:
-        UserError: ranges or names that cannot be, a count below its least.
+        UserError: an invalid range or name, or a count below its minimum.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"model is {model!r}: attach the nn.Module that the training loop calls")
     if every_n_steps < 0 or every_n_steps != int(every_n_steps):
-        raise UserError(f"every_n_steps is {every_n_steps}: give 0 for no probes, or more, in whole steps")
+        raise UserError(f"every_n_steps is {every_n_steps}: give a whole number of steps, or 0 for no probes")
     if sequences < 1:
         raise UserError(f"sequences is {sequences}: a probe needs at least 1")
     modalities = Modalities(modality, names)
@@ -102,11 +102,11 @@ def attach(
 
 @dataclass
 class Watch:
-    """What `attach` gives; made by it.
+    """The handle that `attach` returns.
 
     Attributes:
-        steps: optimizer steps so far. A run that resumes sets it before its first step.
-        layers: which layers the last probe saw.
+        steps: optimizer steps so far. A resumed run sets it before its first step.
+        layers: layers with and without measured attention in the last probe.
     """
 
     model: nn.Module
@@ -123,7 +123,7 @@ class Watch:
     _folder: Folder | None = None
     _marks: list[float] | None = field(default_factory=list)
     _closed: bool = False
-    _late: bool = False  # the batch of the step that was due was empty
+    _late: bool = False  # a probe was due, but the batch was empty
     _sections: list[Section] = field(default_factory=list)  # of the last probe
     _tokens_M: Tensor | None = None
     _names: tuple[str, ...] = ()  # of the modalities of all sides
@@ -134,18 +134,18 @@ class Watch:
         self._catcher.wrap(self.model)
 
     def step(self, number: int | None = None) -> None:
-        """One optimizer step is done. Under several ranks each of them has to say so.
+        """Call this after each optimizer step, on every rank; it probes if a probe is due.
 
         Args:
-            number: of the step, where a trainer counts; None counts here.
+            number: number of the step in the trainer; None counts the calls of this method.
 
         Raises:
-            UserError: a probe is due and the model was not called, or ``out`` holds later steps of another run.
-            RuntimeError: the forward on the first sequences fails.
+            UserError: a probe is due but the model was not called, or ``out`` contains steps of another run.
+            RuntimeError: the probe's forward fails.
         """
         if self._closed:
             return
-        self._catcher.wrap(self.model)  # compiled since
+        self._catcher.wrap(self.model)  # the model may have been compiled since the last step
         if self._marks is not None and not self._marks:
             self.steps = self._started = self.steps if number is None else number - 1
             if self.out is not None and self.every_n_steps and is_first_rank():
@@ -165,7 +165,7 @@ class Watch:
         self._probe_and_write(*called)
 
     def _due(self, before: int) -> bool:
-        """Whether a multiple of N was passed: several optimizers, or a trainer that skips, count by more than 1."""
+        """Whether the step passed a multiple of N; with several optimizers a trainer's step number skips some."""
         every, done = self.every_n_steps, self.steps - self._started
         if not every:
             return False
@@ -173,17 +173,17 @@ class Watch:
         return early or self._late or self.steps // every > before // every
 
     def probe(self, **inputs: Any) -> Probe:
-        """Statistics of a forward with these inputs now, of all ranks; nothing is written or logged.
+        """Probe a forward with these inputs, merged over ranks, without writing or logging.
 
-        ``.flat()`` gives ``{tag: number}``.
+        ``.flat()`` returns ``{tag: number}``.
         """
         return self._probe((), inputs)
 
     def close(self, status: str = "completed") -> None:
-        """Stop watching: the hook goes, and the file is closed. Doing so twice does no harm.
+        """Remove the hook and close the file; a second call does nothing.
 
         Args:
-            status: what ``status.json`` says of the run: completed, failed or interrupted.
+            status: the run's status for ``status.json``: completed, failed or interrupted.
         """
         if self._closed:
             return
@@ -194,15 +194,15 @@ class Watch:
         if self._folder is not None:
             self._folder.close(self.steps, status)
 
-    # What a probe does
+    # The probe
 
     def _probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Probe:
         root, collective = unwrapped(self.model), world_size() > 1
         inputs = named_inputs(self.model, args, kwargs)
         if inputs.get("past_key_values") is not None:
             raise UserError(
-                f"{type(root).__name__} is called with past_key_values, a cache that a second forward would add to: "
-                "train without it, or watch with every_n_steps=0"
+                f"{type(root).__name__} gets past_key_values, a cache that the probe's forward would change: "
+                "train without a cache, or call attach with every_n_steps=0"
             )
         B = sequences_of(inputs)
         rows = min(B, self.sequences)
@@ -216,51 +216,51 @@ class Watch:
             modality_BT, sources = self._modality_and_sources(inputs)
         try:
             for source in sources:
-                seen = self._boundary(inputs, modality_BT.to(device), source, collective)
-                capture = Capture(root, rows, seen, Origins(inputs, root))
+                boundary = self._boundary(inputs, modality_BT.to(device), source, collective)
+                capture = Capture(root, rows, boundary, Origins(inputs, root))
                 with untouched(root, device, alone, self._catcher.autocast), watching(capture):
                     output = root(*args, **kwargs)
-                if seen.met:
+                if boundary.main_seen:
                     break
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             advice = (
-                f"; if the model takes no part of a batch, attach it with sequences={B}" if rows < B else ""
+                f"; if the model needs the whole batch, call attach with sequences={B}" if rows < B else ""
             )
             raise RuntimeError(
-                f"a probe runs {type(root).__name__} in evaluation mode on {rows} of {B} sequences, and that failed "
+                f"the probe's forward of {type(root).__name__} (evaluation mode, {rows} of {B} sequences) failed "
                 f"({type(error).__name__}: {error}){advice}"
             ) from error
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            seen.see_stream(capture.stream)
-            self._output(seen, output, inputs, root, capture.origins)
-            found = seen.finished()
-            found.add(
+            boundary.see_stream(capture.stream)
+            self._output(boundary, output, inputs, root, capture.origins)
+            probe = boundary.finished()
+            probe.add(
                 ["probe_sequences"],
                 {"sum": torch.tensor([float(rows)], device=device)},
                 lambda raw: (raw["sum"], torch.ones_like(raw["sum"])),
             )
-            found = found.merged()
+            probe = probe.merged()
         for path in sorted(capture.crossed - capture.products):
-            by_hand = "cross-attention, written out by hand"
-            seen.sections.append(Section(path, left_out=by_hand, elsewhere=True))
-        calls = [section for section in seen.sections if section.call]
+            by_hand = "cross-attention from plain matmul and softmax"
+            boundary.sections.append(Section(path, left_out=by_hand, elsewhere=True))
+        calls = [section for section in boundary.sections if section.call]
         self.layers = find_layers(
             [section.path for section in calls if section.left_out is None and not section.cross],
             {section.path for section in calls if section.left_out is not None and not section.elsewhere},
             {section.path for section in calls},
             capture.ran, capture.kinds, capture.softmaxes, capture.products,
         )  # fmt: skip
-        # No more of it than this: it holds masks of the size of the attention.
-        self._sections = seen.sections
-        ready = [side for side in seen.sides if side.ready]
+        # Keep only the sections: the boundary also holds masks of shape (B, T, T).
+        self._sections = boundary.sections
+        ready = [side for side in boundary.sides if side.ready]
         self._tokens_M = torch.cat([selection(*side.tokens, len(side.names)).sum((1, 2)) for side in ready])
         self._names = tuple(name for side in ready for name in side.names)
-        return found
+        return probe
 
     def _modality_and_sources(self, inputs: Inputs) -> tuple[Tensor, list[frozenset[str] | None]]:
-        """Modality (B, T), and the inputs that it may describe, the most likely first; None stands for any."""
+        """Modality (B, T), and candidates for the inputs that it describes, most likely first; None is any input."""
         ids = named_ids(inputs)
         sources: list[frozenset[str] | None] = [] if ids is None else [frozenset({ids[0]})]
         if self.modalities.ranges is not None:
@@ -281,25 +281,24 @@ class Watch:
         main = Side("", self.modalities.names, source, self.modalities, modality_BT, valid_BT)
         return Boundary(main, made_sides(self.sides, inputs, main, device), self.adapter, collective)
 
-    def _output(self, seen: Boundary, output: Any, inputs: Inputs, root: nn.Module, origins: Origins) -> None:
-        """Statistics of the output softmax, where there are logits and the targets' ids are known."""
+    def _output(self, boundary: Boundary, output: Any, inputs: Inputs, root: nn.Module, origins: Origins) -> None:
+        """Add statistics of the output softmax if the forward returns logits and the target ids are known."""
         if self.modalities.ranges is None or find_ids(inputs) is None:
             return
         least = max(part.stop for parts in self.modalities.ranges.values() for part in parts)
-        logits_BTV = find_logits(output, seen.modality_BT.shape, least, root)
-        if logits_BTV is None or not seen.ours(origins.of(logits_BTV)):
+        logits_BTV = find_logits(output, boundary.modality_BT.shape, least, root)
+        if logits_BTV is None or not boundary.may_be_main(origins.of(logits_BTV)):
             return
-        seen.output(logits_BTV, targets_of(output, inputs, seen.valid_BT))
+        boundary.output(logits_BTV, targets_of(output, inputs, boundary.valid_BT))
 
     def _probe_and_write(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = find_ids(named_inputs(self.model, args, kwargs))
-        self._late = self._anywhere(ids is not None and not ids.numel())
+        self._late = self._on_any_rank(ids is not None and not ids.numel())
         if self._late:
             return
         first = self._marks is not None
         start = self._clock() if first else 0.0
-        found = self._probe(args, kwargs)
-        values = found.flat()
+        values = self._probe(args, kwargs).flat()
         assert self.layers is not None
         values["attn_layers_seen"], values["attn_layers_hidden"] = (
             len(self.layers.numbers),
@@ -315,12 +314,12 @@ class Watch:
         if self.log is not None:
             self.log(values, step=self.steps)
 
-    def _anywhere(self, own: bool) -> bool:
-        """Whether it is so on any rank."""
+    def _on_any_rank(self, here: bool) -> bool:
+        """Whether ``here`` is true on any rank."""
         if world_size() == 1:
-            return own
+            return here
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        return bool(summed(torch.tensor(float(own), device=device)))
+        return bool(summed(torch.tensor(float(here), device=device)))
 
     def _clock(self) -> float:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""From the tensors of a forward to statistics: what is measured at each site, whoever built the model.
+"""Computes the statistics of each site from the tensors of a forward, for mmqk's and third-party models.
 
-Shapes: B batch, T tokens, D width, H heads, K head width, M modalities.
+Shapes: B batch, T tokens, D width, H heads, K head_dim, M modalities.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mmqk.monitors.measures.output import output_statistics
 from mmqk.monitors.measures.pairs import Pairs
 from mmqk.monitors.measures.reduce import moments, selection
 from mmqk.monitors.record import Probe
-from mmqk.store import tags as tags_module
+from mmqk.store.tags import tag as uncached_tag
 
-# Of a row of attention logits, by query modality: statistic -> field of AttentionStatistics.
+# Of the rows of attention logits, by query modality: statistic -> field of AttentionStatistics.
 LOGIT_ROWS = {
     "attn_logit_mean": "mean",
     "attn_logit_var": "variance",
@@ -37,32 +37,32 @@ WEIGHT_ROWS = {
     "attn_entropy_within": "within_entropy",
 }
 
-tag = cache(tags_module.tag)  # a probe has hundreds, and every probe the same
+tag = cache(uncached_tag)  # every probe uses the same hundreds of tags
 
 
 class Collector:
-    """Adds the statistics of each site to a `Probe` as a forward comes by it.
+    """Adds the statistics of each site to a `Probe` while a forward runs.
 
     Args:
-        names: of the modalities.
-        modality_BT: of the input token at each position.
-        valid_BT: False at padding, which nothing counts.
-        heads: also give the statistics of the attention logits for each head.
+        names: names of the modalities.
+        modality_BT: modality of the input token at each position.
+        valid_BT: False at padding, which no statistic counts.
+        heads: also add the statistics of attention logits and weights for each head.
     """
 
     def __init__(self, names: tuple[str, ...], modality_BT: Tensor, valid_BT: Tensor, heads: bool = False):
         self.names, self.heads = names, heads
         self.selected_MBT = selection(modality_BT, valid_BT, len(names))
         self.present_M = self.selected_MBT.sum((1, 2)).float()
-        self._found = Probe(sequences=len(modality_BT))
+        self._probe = Probe(sequences=len(modality_BT))
         self._lengths: list[tuple[list[str], list[str], Tensor, Tensor, int]] = []
         self._gains: list[tuple[list[str], Tensor, Tensor]] = []
 
     @property
-    def found(self) -> Probe:
-        """What was found so far."""
+    def probe(self) -> Probe:
+        """The statistics so far."""
         self._close()
-        return self._found
+        return self._probe
 
     def _tags(self, statistic: str, layer: int | None, head: int | None = None) -> list[str]:
         return [tag(statistic, name, layer=layer, head=head) for name in self.names]
@@ -84,18 +84,18 @@ class Collector:
         self._lengths.append((*tags, total_BT, max_BT, heads))
 
     def gains(self, statistic: str, layer: int, before: Tensor, after: Tensor) -> None:
-        """Mean over tokens of how many times longer a map makes its input, (B, T, ...) each; tokens of 0 left out."""
+        """Mean over tokens of ‖after‖ / ‖before‖, (B, T, ...) each, without tokens where ‖before‖ is 0."""
         length, longer = (torch.linalg.vector_norm(x.float(), dim=-1) for x in (before, after))
         self._gains.append((self._tags(statistic, layer), longer / length, length > 0))
 
     def _close(self) -> None:
-        """Turn what was only collected into parts: a few operations for all layers and sites together."""
+        """Turn the collected norms and gains into parts, all layers and sites in one batch of operations."""
         selected_MNBT = self.selected_MBT[:, None]
         if self._lengths:
             means, maxima, totals, largest, heads = zip(*self._lengths, strict=True)
             self._lengths.clear()
             n_N = torch.tensor(heads, device=selected_MNBT.device, dtype=torch.float32)
-            self._found.add(
+            self._probe.add(
                 [t for both in (means, maxima) for names in zip(*both, strict=True) for t in names],
                 {
                     "sum": torch.where(selected_MNBT, torch.stack(totals), 0.0).sum((2, 3)),
@@ -108,10 +108,10 @@ class Collector:
                 ),
             )
         if self._gains:
-            tags, ratios, there = zip(*self._gains, strict=True)
+            tags, ratios, nonzero = zip(*self._gains, strict=True)
             self._gains.clear()
-            counted_MNBT = selected_MNBT & torch.stack(there)
-            self._found.add(
+            counted_MNBT = selected_MNBT & torch.stack(nonzero)
+            self._probe.add(
                 [t for names in zip(*tags, strict=True) for t in names],
                 {
                     "sum": torch.where(counted_MNBT, torch.stack(ratios), 0.0).sum((2, 3)),
@@ -122,12 +122,12 @@ class Collector:
 
     def final(self, tensor: Tensor) -> None:
         """Output of the last layer before the final norm, (B, T, D): L2 and RMS (Chameleon, Fig. 5a)."""
-        found = moments(tensor.float().norm(dim=-1), self.selected_MBT)
+        lengths = moments(tensor.float().norm(dim=-1), self.selected_MBT)
         width = tensor.shape[-1] ** 0.5
         tags = [*self._tags("final_norm", None), *self._tags("final_rms", None)]
-        self._found.add(
+        self._probe.add(
             tags,
-            {"sum": found.sum, "count": found.count},
+            {"sum": lengths.sum, "count": lengths.count},
             lambda raw: (
                 torch.cat([raw["sum"] / raw["count"], raw["sum"] / raw["count"] / width]),
                 raw["count"].repeat(2),
@@ -141,27 +141,27 @@ class Collector:
         target_mask_BT: Tensor,
         blocks: Mapping[str, int],
     ) -> None:
-        """The output softmax by the modality of the target."""
+        """Statistics of the output softmax by the modality of the target."""
         targets_MBT = selection(target_modality_BT, target_mask_BT, len(self.names))
-        found = output_statistics(logits_BTV, target_modality_BT, targets_MBT, blocks)
+        statistics = output_statistics(logits_BTV, target_modality_BT, targets_MBT, blocks)
         for statistic, part in (
-            ("out_log_z", found.log_z),
-            ("out_logit_mean", found.logit_mean),
-            ("out_logit_spread", found.logit_spread),
-            ("out_wrong_mass", found.wrong_mass),
+            ("out_log_z", statistics.log_z),
+            ("out_logit_mean", statistics.logit_mean),
+            ("out_logit_spread", statistics.logit_spread),
+            ("out_wrong_mass", statistics.wrong_mass),
         ):
-            self._found.add_moments(self._tags(statistic, None), None, part)
-        for block, part in zip(self.names, found.block_log_z, strict=True):
+            self._probe.add_moments(self._tags(statistic, None), None, part)
+        for block, part in zip(self.names, statistics.block_log_z, strict=True):
             of_block = self.present_M[self.names.index(block)]
-            self._found.add(
+            self._probe.add(
                 [tag("out_block_log_z", name, block) for name in self.names],
                 {"sum": part.sum, "count": part.count, "present": of_block.view(1)},
                 lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["present"] > 0)),
             )
 
     def of_vocabulary(self, tags: list[str], values_M: Tensor) -> None:
-        """A number of each vocabulary block, the same on every rank; of a block without a token there is none."""
-        self._found.add(
+        """Add one number for each vocabulary block, equal on every rank; skip blocks without a token in the batch."""
+        self._probe.add(
             tags,
             {"max": values_M.float(), "present": self.present_M.clone()},
             lambda raw: (raw["max"], raw["present"]),
@@ -177,42 +177,42 @@ class Collector:
         softcap: float | None = None,
         softmax: bool = True,
     ) -> None:
-        """Everything at the attention boundary: raw logits, how they split, what grew, and the weights.
+        """Statistics of one attention call: logits and their variance parts, growth parts, and weights.
 
         Args:
-            layer: number of the layer.
-            q_BHTK: queries as they enter the dot product.
-            k_BHSK: keys likewise, a shared head once for every query head.
+            layer: layer number.
+            q_BHTK: queries of the dot product.
+            k_BHSK: keys of the dot product, each key head repeated for every query head that shares it.
             scale: factor on the dot product.
-            pairs: who sees whom.
-            softcap: between the raw logits and the softmax.
-            softmax: False where the weights are not those of a softmax, and so have no entropy, mass or rank.
+            pairs: visible pairs of query and key.
+            softcap: cap on the logits before the softmax, or None.
+            softmax: False if the weights are no softmax of these logits; then entropy, mass and rank are not added.
         """
-        found = self._logits(layer, None, q_BHTK, k_BHSK, scale, pairs, softcap, softmax)
+        statistics = self._logits(layer, None, q_BHTK, k_BHSK, scale, pairs, softcap, softmax)
         if self.heads:
             one = pairs.one_head
             for head in range(q_BHTK.shape[1]):
                 q, k = q_BHTK[:, head : head + 1], k_BHSK[:, head : head + 1]
                 self._logits(layer, head, q, k, scale, one, softcap, softmax)
-        seen_sq_MMH = found.square / scale**2
+        seen_sq_MMH = statistics.square / scale**2
         growth = logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs, seen_sq_MMH)
         parts = ("q_power", "k_power", "alignment", "masked")
         kind = type(growth)
-        self._found.add(
+        self._probe.add(
             [t for part in parts for t in self._pair_tags(f"logit_{part}", layer)],
             dict(vars(growth)),
             lambda raw: (
                 torch.stack([*kind(**raw).parts().values()]).flatten(),
-                # Queries or keys of a head that are all 0 have no logarithm.
+                # If all queries or keys of a head are 0, the logarithm does not exist.
                 (raw["seen"] * (raw["dot_sq"] != 0).all(-1)).flatten().repeat(len(parts)),
             ),
         )
-        self._found.add_moments(self._tags("k_common", layer), None, common_mode(k_BHSK, self.selected_MBT))
+        self._probe.add_moments(self._tags("k_common", layer), None, common_mode(k_BHSK, self.selected_MBT))
         if softmax:
-            rank_HB = found.rank
+            rank_HB = statistics.rank
             if rank_HB is None:
                 rank_HB = attention_rank(q_BHTK, k_BHSK, scale, pairs.visible_BTS, softcap, pairs.reach)
-            self._found.add(
+            self._probe.add(
                 [tag("attn_rank", layer=layer)],
                 matrix_sums(rank_HB, pairs.seen_B),
                 mean_of_matrices,
@@ -229,46 +229,46 @@ class Collector:
         softcap: float | None,
         softmax: bool,
     ) -> AttentionStatistics:
-        found = attention_statistics(q_BHTK, k_BHSK, scale, pairs, softcap)
-        M, count_P = len(self.names), found.count.flatten().float()
-        self._found.add(
+        statistics = attention_statistics(q_BHTK, k_BHSK, scale, pairs, softcap)
+        M, count_P = len(self.names), statistics.count.flatten().float()
+        self._probe.add(
             [
                 *self._pair_tags("attn_logit_max", layer, head),
                 *self._pair_tags("attn_logit_absmax", layer, head),
             ],
-            {"max": torch.stack([found.max, found.absmax]).flatten(), "count": count_P.repeat(2)},
+            {"max": torch.stack([statistics.max, statistics.absmax]).flatten(), "count": count_P.repeat(2)},
             lambda raw: (raw["max"], raw["count"]),
         )
-        self._found.add(
+        self._probe.add(
             self._pair_tags("attn_logit_p999", layer, head),
-            {"tail": pad_sequence(found.tail, padding_value=-torch.inf), "count": count_P},
+            {"tail": pad_sequence(statistics.tail, padding_value=-torch.inf), "count": count_P},
             lambda raw: (exceeded_by_one_in_a_thousand(raw["tail"], raw["count"]), raw["count"]),
         )
-        # In the order of `AttentionStatistics.rows`; without a softmax there are no weights to speak of.
+        # In the order of `AttentionStatistics.rows`; without a softmax there are no weights.
         tags = [t for statistic in LOGIT_ROWS for t in self._tags(statistic, layer, head)]
         tags += self._by_key("attn_logit_offset", layer, head)
-        count_FM = found.rows.count
+        count_FM = statistics.rows.count
         pairs_FM = count_FM.clone()
         if softmax:
             tags += [t for statistic in WEIGHT_ROWS for t in self._tags(statistic, layer, head)]
             tags += self._by_key("attn_mass", layer, head)
-            # A query that sees none of them puts 0 on them; where no query sees any, there is nothing to say.
-            pairs_FM[-M:] = found.count.T
+            # A query that sees no key of a modality has mass 0 on it; if no query sees one, the tag is left out.
+            pairs_FM[-M:] = statistics.count.T
         F = len(tags) // M
-        self._found.add(
+        self._probe.add(
             tags,
-            {"sum": found.rows.sum[:F], "count": count_FM[:F].clone(), "pairs": pairs_FM[:F].clone()},
+            {"sum": statistics.rows.sum[:F], "count": count_FM[:F].clone(), "pairs": pairs_FM[:F].clone()},
             lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["pairs"] > 0)),
         )
-        return found
+        return statistics
 
 
 def matrix_sums(value_HB: Tensor, seen_B: Tensor) -> dict[str, Tensor]:
-    """Of one number for each attention matrix, parts of a `Probe` that add up; padding alone counts for nothing."""
+    """Sum and count of one number for each attention matrix, to merge over ranks; skips sequences of padding only."""
     kept = torch.where(seen_B, value_HB, 0.0)
     return {"sum": kept.sum().view(1), "count": seen_B.expand_as(value_HB).sum().float().view(1)}
 
 
 def mean_of_matrices(raw: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The mean of what `matrix_sums` gave, and how many."""
+    """Mean and count from merged `matrix_sums`."""
     return raw["sum"] / raw["count"], raw["count"]

@@ -94,7 +94,7 @@ def probe(
 
     _forward(model, batch, sink)
     _weights(model, collector)
-    return collector.found
+    return collector.probe
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
         collector.of_vocabulary([tag(statistic, name) for name in c.modalities], torch.stack(lengths))
     if c.weight_reparam == "sigma":
         tags = [tag("sigma_ratio", layer=layer) for layer in range(c.n_layers)]
-        collector.found.add_values(tags, torch.stack([sigma_ratio(block) for block in model.blocks]))
+        collector.probe.add_values(tags, torch.stack([sigma_ratio(block) for block in model.blocks]))
     if c.qk_norm.kind == "none":
         return
     for layer in range(c.n_layers):
@@ -123,7 +123,7 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
             if present:
                 tags += [tag(f"{name}_gain_mean", layer=layer), tag(f"{name}_gain_max", layer=layer)]
                 values += [torch.cat(present).mean(), torch.cat(present).max()]
-        collector.found.add_values(tags, torch.stack(values))
+        collector.probe.add_values(tags, torch.stack(values))
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ class LogitGrowth:
         k_power: log of the mean squared length of the keys.
         alignment: log of ``tr(C_q C_k) / (tr C_q tr C_k)``, C the uncentred second moments; ``-log K`` for directions
             at random, 0 when all lie on one line.
-        masked: log of E[z^2] over the visible pairs less that over all pairs: what the other parts leave unsaid.
+        masked: log of E[z^2] over the visible pairs less that over all pairs: what the other parts do not explain.
         """
         pairs, seen = self.pairs[..., None], self.seen[..., None]
         q_sq, k_sq, dot_sq = self.q_sq / pairs, self.k_sq / pairs, self.dot_sq / pairs

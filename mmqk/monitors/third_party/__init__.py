@@ -1,1 +1,1 @@
-"""Models that mmqk did not build: inputs, layers and attention calls, caught from outside."""
+"""The parts of `attach`: reads inputs, layers and attention calls of models that mmqk did not build."""

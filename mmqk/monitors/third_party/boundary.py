@@ -1,6 +1,9 @@
-"""From the attention calls of somebody else's model to statistics.
+"""Computes statistics from the attention calls that `Capture` intercepts in a third-party model.
 
-Shapes: B batch, H heads, T query tokens, S key tokens, K head width, M modalities, V vocabulary.
+A call is self-attention if queries and keys have the same origin (`origins`), else cross-attention. It is measured if
+the origin belongs to the main side or to a declared side (`sides`); otherwise it is left out with a reason.
+
+Shapes: B batch, H heads, T query tokens, S key tokens, K head_dim, M modalities, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,23 +33,24 @@ from mmqk.monitors.third_party.stream import Stream
 from mmqk.store.tags import tag
 
 _LAYER_TAG = re.compile(r"/layer(\d+)(?=/|$)")
-# Of the weights that a call gives against those of the logits as they were caught.
+# Largest difference between the weights that a call returned and the softmax of its logits.
 _SAME_WEIGHTS = 0.02
 
 
 @dataclass
 class Section:
-    """What one attention call, or one module of an adapter, has told. Its place among these stands for the number of
-    its layer until all are known.
+    """One attention call, or one site of an adapter.
+
+    Until the end of the forward, the index in `Boundary.sections` stands for the layer number in tags.
 
     Attributes:
-        path: of the module.
-        call: whether it is an attention call.
-        left_out: why there are no statistics; None where there are.
-        elsewhere: whether that is since it is among other tokens.
-        no_weights: why there are none of the weights; None where there are.
-        cross: whether it is cross-attention, measured under its own names.
-        number: of the call, among all calls from 1 on.
+        path: path of the module.
+        call: True for an attention call, False for an adapter's site.
+        left_out: why the call was not measured; None if it was.
+        elsewhere: whether it was left out because its tokens are those of no declared side.
+        no_weights: why the call has no entropy, mass and rank; None if it has them.
+        cross: whether it is measured cross-attention, with statistics named ``cross_...``.
+        number: number of the call in the forward, from 1; 0 for an adapter's site.
     """
 
     path: str
@@ -59,13 +63,13 @@ class Section:
 
 
 class Boundary:
-    """Adds to the `Collector` of each side what attention calls and an adapter's modules tell.
+    """Adds the statistics of attention calls and of an adapter's sites to the `Collector` of each side.
 
     Args:
-        main: the tokens that modality describes.
-        others: further sides that the user declared.
-        adapter: what to take at modules, or None.
-        collective: whether every rank does the same at the same time.
+        main: the tokens that ``modality`` describes.
+        others: the declared sides.
+        adapter: further sites to measure, or None.
+        collective: whether every rank probes at the same time.
     """
 
     def __init__(
@@ -80,26 +84,26 @@ class Boundary:
         self.device = self.modality_BT.device
         self.adapter = adapter
         self.sections: list[Section] = []
-        self.own_calls: list[int] = []  # numbers of those that were measured on the main side
+        self.main_calls: list[int] = []  # numbers of the measured self-attention calls of the main side
         self.called = 0
-        self.met = main.inputs is None  # whether anything stood for the main side's tokens
+        self.main_seen = main.inputs is None  # whether any tensor had the main side's origin
         self._crossed: dict[tuple[str, str], tuple[Side, Side, Side]] = {}
-        self._before: dict[Any, dict[str, Tensor]] = {}  # what came before a layer's attention call
+        self._before: dict[Any, dict[str, Tensor]] = {}  # attn_in, q_raw and k_raw of layers whose call follows
 
-    # Whose tokens
+    # Sides of a tensor
 
-    def ours(self, origin: Origin | None) -> bool:
-        """Whether a tensor may stand for the tokens of the main side: if its origin is not known, it may."""
+    def may_be_main(self, origin: Origin | None) -> bool:
+        """Whether the positions of a tensor may be the main side's tokens; True if its origin is unknown."""
         return origin is None or self.main.inputs is None or self.main.inputs <= origin.inputs
 
     def is_stream(self, x: Tensor, origin: Origin | None) -> bool:
-        """Whether a tensor is (B, T, D) of the main side."""
+        """Whether a tensor is (B, T, D) of the main side's tokens."""
         shaped = x.ndim == 3 and x.shape[:2] == self.modality_BT.shape and x.is_floating_point()
-        return shaped and origin is not None and self.ours(origin)
+        return shaped and origin is not None and self.may_be_main(origin)
 
     def see_ids(self, ids: Tensor, origin: Origin | None) -> None:
-        """What an embedding takes: ids of a side, as its stack has them, such as shifted labels."""
-        self.met = self.met or self.main.takes(origin)
+        """Pass the ids that an embedding reads to their side; they may differ from the input (shifted labels)."""
+        self.main_seen = self.main_seen or self.main.takes(origin)
         for side in self.sides:
             if side.takes(origin):
                 side.see_ids(ids)
@@ -108,13 +112,13 @@ class Boundary:
         """The sides of the queries and of the keys.
 
         Raises:
-            Elsewhere: they are other tokens than those of the modalities.
-            Unread: it cannot be told.
+            Elsewhere: the tokens are those of no declared side.
+            Unread: the queries or keys have no known origin.
         """
         q, k = over
-        self.met = self.met or self.main.takes(q)
+        self.main_seen = self.main_seen or self.main.takes(q)
         if q is None or k is None:
-            raise Unread("what it attends over cannot be traced")
+            raise Unread("its queries or keys cannot be traced to an input of the forward")
         if self.main.inputs is None and q.inputs == k.inputs and isinstance(call, Call):
             shape = call.q_BHTK.shape
             if len(shape) == 4 and (shape[0], shape[2]) == tuple(self.modality_BT.shape):
@@ -126,15 +130,15 @@ class Boundary:
                 raise Elsewhere(f"cross-attention from {q} to {k}{hint}")
             return of_q, of_k
         if of_q is None or of_k is None:
-            raise Elsewhere(f"attention over {q}, where modality is of {self.main.source}")
+            raise Elsewhere(f"attention over the tokens of {q}; modality describes {self.main.source}")
         return of_q, of_k
 
     # Attention calls
 
     def see_call(self, path: str, call: Call | Unread, over: tuple[Origin | None, Origin | None]) -> int:
-        """Everything at the attention boundary, or why not. Ranks do the same: what one leaves out all leave out.
+        """Measure one attention call, or record why it is left out. A call that one rank leaves out, all leave out.
 
-        In fp32 also within a forward that needs autocast, since its weights are of several dtypes.
+        The statistics are computed in fp32, even if the forward runs under autocast.
 
         Returns:
             The number of the call.
@@ -155,21 +159,21 @@ class Boundary:
             if section.cross:
                 side, call = self._across(call, of_q, of_k)
             pairs = self._pairs_of(call, side)
-            section.no_weights = call.unsaid or self._differs(call, pairs)
+            section.no_weights = call.no_weights or self._differs(call, pairs)
         except Unread as unread:
             section.left_out, section.elsewhere = str(unread), isinstance(unread, Elsewhere)
         shaped = isinstance(call, Call) and call.shaped is not None
         counts_M2, shaped = self._agree(section, pairs, shaped, len(side.names) ** 2)
         if pairs is not None and section.left_out is None:
             assert isinstance(call, Call)
-            # A rank whose pairs are those of the layer before would not ask the others for it.
+            # Set here: a rank that reuses the pairs of an earlier layer would skip the collective call.
             vars(pairs)["counts_everywhere"] = counts_M2
             self._measure(path, call, side, pairs, section.no_weights is None, shaped)
             if side is self.main:
-                self.own_calls.append(section.number)
+                self.main_calls.append(section.number)
 
     def _across(self, call: Call, of_q: Side, of_k: Side) -> tuple[Side, Call]:
-        """Cross-attention as attention over the tokens of both sides, one after the other."""
+        """Cross-attention as self-attention over the concatenated tokens of both sides."""
         q, k = call.q_BHTK, call.k_BGSK
         if q.ndim != 4 or k.ndim != 4:
             raise Unread(f"queries {tuple(q.shape)} and keys {tuple(k.shape)}")
@@ -181,18 +185,18 @@ class Boundary:
         return self._crossed[key][0], of_cross(call)
 
     def _agree(self, section: Section, pairs: Pairs | None, shaped: bool, n: int) -> tuple[list[int], bool]:
-        """Pairs of all ranks by modality, and whether any shapes its logits; fills in what other ranks left out."""
+        """Merge over ranks: pair counts, ``shaped``, and whether any rank leaves out the call or its weights."""
         if not self.collective:
             return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), shaped
-        own = torch.zeros(n + 3, dtype=torch.long, device=self.device)
+        sums = torch.zeros(n + 3, dtype=torch.long, device=self.device)
         if pairs is not None:
-            own[:n] = pairs.count_MM.flatten()
-        said = [section.left_out is not None, section.no_weights is not None, shaped]
-        own[n:] = torch.tensor(said, device=own.device)
-        dist.all_reduce(own)
-        *counts_M2, left_out, no_weights, any_shaped = own.tolist()
-        section.left_out = section.left_out or ("so on another rank" if left_out else None)
-        section.no_weights = section.no_weights or ("so on another rank" if no_weights else None)
+            sums[:n] = pairs.count_MM.flatten()
+        flags = [section.left_out is not None, section.no_weights is not None, shaped]
+        sums[n:] = torch.tensor(flags, device=sums.device)
+        dist.all_reduce(sums)
+        *counts_M2, left_out, no_weights, any_shaped = sums.tolist()
+        section.left_out = section.left_out or ("left out on another rank" if left_out else None)
+        section.no_weights = section.no_weights or ("no weights on another rank" if no_weights else None)
         return counts_M2, bool(any_shaped)
 
     def _pairs_of(self, call: Call, side: Side) -> Pairs:
@@ -204,7 +208,7 @@ class Boundary:
         B, T = modality_BT.shape
         if q.shape[0] != B or q.shape[2] != T or k.shape[2] != T:
             raise Elsewhere(
-                f"{q.shape[0]} sequences of {q.shape[2]} queries and {k.shape[2]} keys, where modality has {B} of {T}"
+                f"{q.shape[0]} sequences of {q.shape[2]} queries and {k.shape[2]} keys; modality describes {B} of {T}"
             )
         visible_BTS = valid_BT[:, :, None].expand(B, T, T)
         if call.mask is not None:
@@ -235,7 +239,7 @@ class Boundary:
             self._weights(layer, call, side, pairs)
 
     def _differs(self, call: Call, pairs: Pairs) -> str | None:
-        """Whether the weights that the call gave are another function of q and k than the one that was read."""
+        """A reason if the weights that the call returned differ from the softmax of its logits; else None."""
         if call.weights_BHTS is None:
             return None
         sees_TS = pairs.visible_BTS[0]
@@ -243,17 +247,18 @@ class Boundary:
             z_TS = call.logits(head, slice(0, 1))[0].masked_fill(~sees_TS, -torch.inf)
             error_TS = (z_TS.softmax(-1) - call.weights_BHTS[0, head].float()).abs()
             if (error_TS[sees_TS.any(-1)] > _SAME_WEIGHTS).any():
-                return "weights that are not the softmax of its logits"
+                return "its weights are not the softmax of its logits"
         return None
 
     def _weights(self, layer: int, call: Call, side: Side, pairs: Pairs) -> None:
-        """Statistics of weights whose softmax takes more than capped logits: a bias, a score_mod.
+        """Statistics of the weights of a call with a bias or a score_mod.
 
-        What the softmax takes is handed on as a dot product, of the rows of the identity with its own columns.
+        `attention_statistics` takes q and k. Pass the identity as q and the softmax's input, transposed, as k: their
+        dot products are the softmax's input.
         """
         B, T, _ = pairs.visible_BTS.shape
         one, eye_BHTT = pairs.one_head, torch.eye(T, device=self.device).expand(B, 1, T, T)
-        found: dict[str, Moments] = {}
+        over_heads: dict[str, Moments] = {}
         ranks_1B = []
         for head in range(call.q_BHTK.shape[1]):
             z_BTS = call.logits(head).masked_fill(~pairs.visible_BTS, 0.0)
@@ -261,32 +266,33 @@ class Boundary:
             of_head = attention_statistics(eye_BHTT, z_BHST, 1.0, one)
             parts = {name: getattr(of_head, name) for name in WEIGHT_ROWS.values()}
             parts |= {f"mass{b}": mass for b, mass in enumerate(of_head.mass)}
-            found = {name: found[name] + x if found else x for name, x in parts.items()}
+            over_heads = {name: over_heads[name] + x if over_heads else x for name, x in parts.items()}
             ranks_1B.append(attention_rank(eye_BHTT, z_BHST, 1.0, pairs.visible_BTS, reach=pairs.reach))
-        add = side.collector.found
+        probe = side.collector.probe
         for statistic, name in WEIGHT_ROWS.items():
-            add.add_moments([tag(statistic, query, layer=layer) for query in side.names], None, found[name])
+            tags = [tag(statistic, query, layer=layer) for query in side.names]
+            probe.add_moments(tags, None, over_heads[name])
         for b, key in enumerate(side.names):
-            mass = found[f"mass{b}"]
-            add.add(
+            mass = over_heads[f"mass{b}"]
+            probe.add(
                 [tag("attn_mass", query, key, layer=layer) for query in side.names],
                 {"sum": mass.sum, "count": mass.count, "pairs": pairs.count_MM[:, b].float()},
                 lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["pairs"] > 0)),
             )
-        add.add(
+        probe.add(
             [tag("attn_rank", layer=layer)],
             matrix_sums(torch.cat(ranks_1B), pairs.seen_B),
             mean_of_matrices,
         )
 
-    # What an adapter adds
+    # Sites of an adapter
 
-    def see_module(self, path: str, given: Tensor | None, output: Tensor | None) -> None:
-        """Sites of the adapter that lie at this module."""
+    def see_module(self, path: str, module_input: Tensor | None, output: Tensor | None) -> None:
+        """Measure the adapter's sites at this module."""
         if self.adapter is None:
             return
         for site in self.adapter.at(path):
-            tensor = site.tensor(given, output)
+            tensor = site.tensor(module_input, output)
             if tensor is None or tensor.ndim < 3 or tensor.shape[:2] != self.modality_BT.shape:
                 continue
             if site.name in ("attn_in", "q_raw", "k_raw"):
@@ -297,10 +303,10 @@ class Boundary:
                 self.sections.append(Section(path, call=False))
                 self.main.collector.norms(NORMS[site.name], len(self.sections) - 1, tensor)
 
-    # In the end
+    # After the forward
 
     def output(self, logits_BTV: Tensor, target_mask_BT: Tensor) -> None:
-        """The output softmax by the modality of the next token, with the vocabulary in blocks one after the other."""
+        """Statistics of the output softmax, with the vocabulary sorted into one block for each modality."""
         V, names, modalities = logits_BTV.shape[-1], self.main.names, self.main.modalities
         assert modalities is not None
         of_id_V = modalities.of_ids(torch.arange(V, device=logits_BTV.device))
@@ -315,7 +321,7 @@ class Boundary:
         self.main.collector.output(logits_BTV.float(), target_BT, target_mask_BT, blocks)
 
     def see_stream(self, stream: Stream) -> None:
-        """The residual stream and what is added to it, where an adapter does not name them."""
+        """Norms of the detected residual stream and sublayer outputs, except those that the adapter names."""
         named = {site.name for site in self.adapter.sites} if self.adapter is not None else set()
         for i, section in enumerate(self.sections):
             for name, lengths_BT1 in stream.layers.get(section.number, {}).items():
@@ -325,7 +331,7 @@ class Boundary:
             self.main.collector.final(stream.final)
 
     def finished(self) -> Probe:
-        """The probe, with its layers numbered."""
+        """The probe of all sides, with the layer numbers in the tags."""
         measured = [s for s in self.sections if s.call and s.left_out is None and not s.cross]
         numbers = number([section.path for section in measured])
         of_call = {id(section): n for section, n in zip(measured, numbers, strict=True)}
@@ -333,13 +339,13 @@ class Boundary:
         final = []
         for section in self.sections:
             place = layer_of(section.path)
-            own = 0 if place is None else place[1]
-            final.append(of_call.get(id(section), of_layer.get(place, own)))
-        found = self.main.collector.found
+            in_path = 0 if place is None else place[1]
+            final.append(of_call.get(id(section), of_layer.get(place, in_path)))
+        probe = self.main.collector.probe
         for side in self.sides[1:]:
-            found.parts += side.collector.found.parts if side.ready else []
+            probe.parts += side.collector.probe.parts if side.ready else []
         for side, of_q, of_k in self._crossed.values():
-            found.parts += [cross_part(part, of_q.names, of_k.names) for part in side.collector.found.parts]
-        for part in found.parts:
+            probe.parts += [cross_part(part, of_q.names, of_k.names) for part in side.collector.probe.parts]
+        for part in probe.parts:
             part.tags[:] = [_LAYER_TAG.sub(lambda m: f"/layer{final[int(m[1])]:02d}", t) for t in part.tags]
-        return found
+        return probe

@@ -1,6 +1,8 @@
-"""One attention call of somebody else's model, read from the arguments it was made with: torch's and transformers'.
+"""One attention call of a third-party model, read from the arguments of the attention function that the model calls.
 
-Shapes: B batch, H heads of queries, G heads of keys, T query tokens, S key tokens, K head width.
+This file reads torch's scaled_dot_product_attention and flex_attention, and transformers' eager attention.
+
+Shapes: B batch, H query heads, G key heads, T query tokens, S key tokens, K head_dim.
 """
 
 from __future__ import annotations
@@ -13,32 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# An additive mask of this or less is a mask and not a bias: exp of it is 0 in every precision.
+# An additive mask hides a key where it is at most this (exp is 0 in every precision); larger values are a bias.
 MASKED = -9999.0
 
 
 class Unread(Exception):
-    """A call whose queries and keys cannot be told; the message says why, to follow a layer's name."""
+    """A call that cannot be measured; the message is the reason, printed with the path of the module."""
 
 
 class Elsewhere(Unread):
-    """A call among other tokens than those of the modalities: cross-attention, the encoder of an image."""
+    """A call over tokens without a declared side, such as cross-attention or an image encoder."""
 
 
 @dataclass
 class Call:
-    """What one attention call works on.
+    """Inputs of one attention call.
 
     Attributes:
-        q_BHTK: queries as they enter the dot product.
-        k_BGSK: keys likewise.
+        q_BHTK: queries of the dot product, after QK-Norm and RoPE.
+        k_BGSK: keys of the dot product.
         v_BGSK: values; their last axis may differ.
         scale: factor on the dot product.
-        mask: bool, broadcasts to (B, H, T, S), True where a query sees a key; None for all.
-        softcap: between the raw logits and what follows.
-        shaped: raw logits of one head (B, T, S) and its number to what the softmax takes; None where it is the same.
-        unsaid: why nothing can be said of the weights; None where it can.
-        weights_BHTS: the weights that the call itself gave, to check against.
+        mask: bool, broadcasts to (B, H, T, S), True where a query sees a key; None if every query sees every key.
+        softcap: cap c on the logits z: c tanh(z / c); None for no cap.
+        shaped: function of (logits of one head (B, T, S), head number) that adds a bias or applies a score_mod, after
+            the cap and before the softmax; None if there is none.
+        no_weights: why the attention weights cannot be computed; None if they can.
+        weights_BHTS: the weights that the call returned, to compare with the computed ones; None if it returned none.
     """
 
     q_BHTK: Tensor
@@ -48,16 +51,16 @@ class Call:
     mask: Tensor | None = None
     softcap: float | None = None
     shaped: Callable[[Tensor, int], Tensor] | None = None
-    unsaid: str | None = None
+    no_weights: str | None = None
     weights_BHTS: Tensor | None = None
 
     def expanded(self, tensor_BGSK: Tensor) -> Tensor:
-        """Keys or values with a shared head once for every query head, (B, H, S, K)."""
+        """Keys or values (B, H, S, K): each key head repeated for every query head that shares it."""
         times = self.q_BHTK.shape[1] // tensor_BGSK.shape[1]
         return tensor_BGSK if times == 1 else tensor_BGSK.repeat_interleave(times, 1)
 
     def logits(self, head: int, rows: slice = slice(None)) -> Tensor:
-        """What the softmax of one head takes, before the mask, fp32, (B, T, S)."""
+        """Input of one head's softmax, before the mask: fp32, (B, T, S)."""
         q, k = self.q_BHTK[rows, head].float(), self.expanded(self.k_BGSK)[rows, head].float()
         z_BTS = self.scale * q @ k.transpose(-1, -2)
         if self.softcap is not None:
@@ -65,7 +68,7 @@ class Call:
         return z_BTS if self.shaped is None else self.shaped(z_BTS, head)
 
     def output(self) -> Tensor:
-        """The attention itself, dense, (B, H, T, K): for kernels that refuse fp32; 0 in a row that sees nothing."""
+        """Dense attention, (B, H, T, K), for kernels that do not take fp32; 0 in a row without visible keys."""
         v_BHSK, out = self.expanded(self.v_BGSK).float(), []
         for head in range(self.q_BHTK.shape[1]):
             z_BTS = self.logits(head)
@@ -76,12 +79,12 @@ class Call:
 
 
 def of_head(tensor: Tensor, head: int) -> Tensor:
-    """(B or 1, T, S) of one that broadcasts to (B, H, T, S)."""
+    """One head, (B or 1, T, S), of a tensor that broadcasts to (B, H, T, S)."""
     return tensor[:, head if tensor.shape[1] > 1 else 0]
 
 
 def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """(1, 1, T, S): as torch's ``is_causal`` has it, from the upper left corner."""
+    """(1, 1, T, S), aligned to the upper left corner as torch's ``is_causal``."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril()[None, None]
 
 
@@ -96,9 +99,9 @@ def of_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Call:
-    """Of `torch.nn.functional.scaled_dot_product_attention`.
+    """Read a call of `torch.nn.functional.scaled_dot_product_attention`.
 
-    Three axes are read as (B * H, T, K), the sequence first, which is how torch's own module lays them out.
+    Inputs with three axes are read as (B * H, T, K), B outermost, the layout of `torch.nn.MultiheadAttention`.
     """
     if query.is_nested:
         raise Unread("a nested tensor")
@@ -118,7 +121,7 @@ def of_sdpa(
 
 
 def _mask(call: Call, mask: Tensor) -> None:
-    """A bool mask, or one to add, whose finite part is a bias."""
+    """Set the call's mask from a bool mask or an additive one; the finite part of an additive mask is a bias."""
     while mask.ndim < 4:
         mask = mask[None]
     if mask.dtype == torch.bool:
@@ -141,9 +144,9 @@ def of_flex(
     *rest: Any,
     **ignored: Any,
 ) -> Call:
-    """Of the operator behind `flex_attention`, whose block mask ends in its mask_mod.
+    """Read a call of the operator behind `flex_attention`; the last entry of its block mask is the mask_mod.
 
-    Raw logits are those before the score_mod; one that returns -inf masks.
+    The logits are those before the score_mod. Where the score_mod returns -inf, the key is masked.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -154,7 +157,7 @@ def of_flex(
         return call
     call.mask = call.mask & flex.create_mask(score_mod, B, H, T, S, device=device)
     try:
-        # Without it an index into a captured tensor fails under vmap. Not public, so it may be elsewhere.
+        # Without it, indexing a captured tensor fails under vmap. It is private and may move between torch versions.
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as indexing
     except ImportError:
         indexing = contextlib.nullcontext  # type: ignore[assignment,misc]
@@ -188,11 +191,11 @@ def of_transformers(
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> Call:
-    """Of transformers' attention interface in its dense form (``eager_attention_forward``)."""
+    """Read a call of ``eager_attention_forward``, transformers' dense attention function."""
     call = Call(query, key, value, query.shape[-1] ** -0.5 if scaling is None else float(scaling))
     call.softcap = softcap
     if s_aux is not None or getattr(module, "sinks", None) is not None:
-        call.unsaid = "attention sinks"
+        call.no_weights = "attention sinks"
     if attention_mask is not None:
         _mask(call, attention_mask[..., : key.shape[2]])
     if position_bias is not None:

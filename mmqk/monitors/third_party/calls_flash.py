@@ -1,6 +1,6 @@
-"""Calls of flash-attention, of its own package, of torch's varlen_attn, and through transformers.
+"""Attention calls of the flash_attn package, of torch's varlen_attn, and of transformers' interface to flash_attn.
 
-Shapes: B batch, H heads of queries, G heads of keys, T tokens, K head width; packed, all tokens lie on one axis.
+Shapes: B batch, H query heads, G key heads, T tokens, K head_dim; packed calls have one axis for all B * T tokens.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def of_flash(
     *rest: Any,
     **ignored: Any,
 ) -> Call:
-    """Of ``flash_attn::_flash_attn_forward``, the operator behind flash_attn_func and its kin."""
+    """Read ``flash_attn::_flash_attn_forward``, the operator behind flash_attn_func and its variants."""
     if q_BTHK.shape[1] != k_BTGK.shape[1]:
-        raise Unread(f"{q_BTHK.shape[1]} queries on {k_BTGK.shape[1]} keys")
+        raise Unread(f"{q_BTHK.shape[1]} queries but {k_BTGK.shape[1]} keys")
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
     call = Call(q, k, v, q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale))
     call.softcap = softcap or None
@@ -60,15 +60,15 @@ def of_flash_varlen(
     *rest: Any,
     **named: Any,
 ) -> Call:
-    """Of ``flash_attn::_flash_attn_varlen_forward``: packed documents, all tokens of the batch in one row."""
+    """Read ``flash_attn::_flash_attn_varlen_forward``: packed documents, the whole batch in one row."""
     if not rows or len(q) % rows or len(k) != len(q):
-        raise Unread(f"{len(q)} packed tokens in {rows} sequences")
+        raise Unread(f"{len(q)} packed tokens cannot be split into {rows} sequences of equal length")
     call = of_flash(rows, *(x.unflatten(0, (rows, -1)) for x in (q, k, v)), *rest, **named)
     document_BT = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True).view(
         rows, -1
     )
-    own = document_BT[:, None, :, None] == document_BT[:, None, None, :]
-    call.mask = own if call.mask is None else own & call.mask
+    same_document = document_BT[:, None, :, None] == document_BT[:, None, None, :]
+    call.mask = same_document if call.mask is None else same_document & call.mask
     return call
 
 
@@ -87,7 +87,7 @@ def of_torch_varlen(
     *rest: Any,
     **ignored: Any,
 ) -> Call:
-    """Of ``torch_attn::_varlen_attn``, the operator behind `torch.nn.attention.varlen.varlen_attn` (torch 2.10)."""
+    """Read ``torch_attn::_varlen_attn``, the operator behind `torch.nn.attention.varlen.varlen_attn` (torch 2.10)."""
     left, right = (-1, -1) if window_size is None else window_size
     return of_flash_varlen(
         rows, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
@@ -110,21 +110,21 @@ def of_transformers_flash(
     position_ids: Tensor | None = None,
     **ignored: Any,
 ) -> Call:
-    """Of transformers' attention interface to flash-attention: padding as (B, T), or positions that start anew."""
+    """Read transformers' flash-attention call; a mask (B, T) is padding, a falling position id starts a document."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # Their window counts the token itself, the kernel's does not.
+    # The window of transformers includes the token itself, the kernel's does not.
     left = sliding_window - 1 if sliding_window else -1
     right = left if left >= 0 and not causal else -1
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     call = of_flash(rows, q, k, v, 0.0, scaling, causal, left, right, softcap or 0.0)
     if s_aux is not None:
-        call.unsaid = "attention sinks"
-    own = None
+        call.no_weights = "attention sinks"
+    visible = None
     if attention_mask is not None:
-        own = attention_mask.bool()[:, None, None, :]
+        visible = attention_mask.bool()[:, None, None, :]
     elif position_ids is not None and position_ids.ndim == 2:
         document_BT = (position_ids.diff(dim=1, prepend=position_ids[:, :1]) < 0).cumsum(1)
-        own = document_BT[:, None, :, None] == document_BT[:, None, None, :]
-    if own is not None:
-        call.mask = own if call.mask is None else own & call.mask
+        visible = document_BT[:, None, :, None] == document_BT[:, None, None, :]
+    if visible is not None:
+        call.mask = visible if call.mask is None else visible & call.mask
     return call

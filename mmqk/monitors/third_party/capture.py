@@ -1,4 +1,10 @@
-"""Attention calls and modules, seen while a model's forward runs."""
+"""Intercepts the attention calls and modules of a third-party model while its forward runs.
+
+`Capture` is a TorchFunctionMode: torch passes it every torch function of the forward. It recognizes attention calls
+by their function (scaled_dot_product_attention, flex_attention, `nn.MultiheadAttention`) or operator (flash_attn,
+torch's varlen_attn). transformers' attention functions are patched during the forward, and global module hooks give
+the path of the running module. Attention built from matmul and softmax cannot be measured; its modules are reported.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ from mmqk.monitors.third_party.calls import Call, Unread
 from mmqk.monitors.third_party.origins import Origin, Origins, flat
 from mmqk.monitors.third_party.stream import Stream
 
-# Of wrappers, which are no part of a module's place in the model.
+# Path parts of wrappers.
 _WRAPPED = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 _OPERATORS: dict[str, Callable[..., Call]] = {
     "aten::scaled_dot_product_attention": calls.of_sdpa,
@@ -41,7 +47,7 @@ _PRODUCT = {
 
 
 def clean(path: str) -> str:
-    """A module's path without those of wrappers around it."""
+    """A module's path without the parts of wrappers."""
     return _WRAPPED.sub("", path).lstrip(".")
 
 
@@ -55,37 +61,39 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 class Capture(TorchFunctionMode):
-    """Tells of every attention call and every module that runs.
+    """Passes each attention call, embedding and module of a forward to a `Boundary`.
 
     Args:
         root: the model.
-        rows: sequences of the batch, to read calls without an axis for them.
-        seen: told of attention calls before they run, of what embeddings take, and of modules when they are done.
-        origins: of the tensors of this forward.
+        rows: number of sequences in the batch, to read packed calls, which have no batch axis.
+        boundary: gets attention calls before they run, the ids that embeddings read, and modules after they ran.
+        origins: origins of this forward's tensors.
 
     Attributes:
         stream: the residual stream.
-        ran: paths of the modules that ran.
-        softmaxes: paths of modules that took a softmax of square matrices outside an attention call.
-        products: paths of modules that multiplied activations to one number for each two tokens.
+        ran: modules that ran on the main side's tokens, by path.
+        softmaxes: paths of modules that computed a softmax of square matrices outside an attention call.
+        products: paths of modules that multiplied two activations to a matrix of token by token.
         kinds: types of the modules that made attention calls.
-        crossed: paths of modules that multiplied activations of different origins so.
+        crossed: as products, but for two activations of different origins: cross-attention.
     """
 
-    def __init__(self, root: nn.Module, rows: int, seen: Boundary, origins: Origins):
+    def __init__(self, root: nn.Module, rows: int, boundary: Boundary, origins: Origins):
         super().__init__()
         innermost = {clean(name): module for name, module in root.named_modules()}
         self.paths = {module: path for path, module in innermost.items()}
-        self.rows, self.tokens, self.seen = rows, seen.modality_BT.shape[1], seen
+        self.rows, self.tokens, self.boundary = rows, boundary.modality_BT.shape[1], boundary
         self.origins = origins
-        self.stream = Stream(origins, lambda x: seen.is_stream(x, origins.of(x)), lambda: seen.own_calls)
+        self.stream = Stream(
+            origins, lambda x: boundary.is_stream(x, origins.of(x)), lambda: boundary.main_calls
+        )
         self.crossed: set[str] = set()
         self.ran: dict[str, nn.Module] = {}
         self.softmaxes: set[str] = set()
         self.products: set[str] = set()
         self.kinds: set[type[nn.Module]] = set()
         self._stack: list[tuple[str, nn.Module, Tensor | None]] = [("", root, None)]
-        self._inside = False  # of a call that was told already
+        self._inside = False  # inside an attention call that was passed on already
         self._readers: dict[Any, Callable[..., Call] | None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,11 +105,12 @@ class Capture(TorchFunctionMode):
         if func in _SOFTMAX and args and isinstance(args[0], Tensor):
             shape = args[0].shape
             square = len(shape) >= 3 and shape[-1] == shape[-2] > 1
-            if square and self._stack[-1][0] not in self.crossed and self.seen.ours(self.origins.of(args[0])):
-                self.softmaxes.add(self._stack[-1][0])
+            path, origin = self._stack[-1][0], self.origins.of(args[0])
+            if square and path not in self.crossed and self.boundary.may_be_main(origin):
+                self.softmaxes.add(path)
         reader = self._readers[func] if func in self._readers else self._remember(func)
         if reader is not None:
-            call, origin = self._tell(reader, self._over(args, kwargs), *args, **kwargs)
+            call, origin = self._read(reader, self._over(args, kwargs), *args, **kwargs)
             if (
                 call is not None
                 and reader in (calls_flash.of_flash, calls_flash.of_flash_varlen)
@@ -115,7 +124,7 @@ class Capture(TorchFunctionMode):
             self.origins.put(out, origin)
             return out
         if func is F.embedding:
-            self.seen.see_ids(args[0], self.origins.of(args[0]))
+            self.boundary.see_ids(args[0], self.origins.of(args[0]))
         before = self.stream.before(func, args)
         out = func(*args, **kwargs)
         self.origins.see(func, args, kwargs, out)
@@ -131,21 +140,22 @@ class Capture(TorchFunctionMode):
         one, other = (self.origins.of(x) for x in factors[-2:])
         if one and other and one.inputs and other.inputs and one.inputs != other.inputs:
             self.crossed.add(self._stack[-1][0])
-        elif self.seen.ours(one):
+        elif self.boundary.may_be_main(one):
             self.products.add(self._stack[-1][0])
 
     def _of_two_tokens(self, args: Any, out: Any) -> list[Tensor]:
-        """Factors of a product that may be logits: of two activations, no outer product, two axes of all tokens."""
-        given = [x for arg in args for x in (arg if isinstance(arg, tuple | list) else (arg,))]
+        """The factors of a product that may be attention logits: two activations give a matrix of token by token."""
+        operands = [x for arg in args for x in (arg if isinstance(arg, tuple | list) else (arg,))]
         if self.tokens < 2 or not isinstance(out, Tensor):
             return []
         factors = [
-            x for x in given if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and x.ndim >= 3
+            x for x in operands if isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and x.ndim >= 3
         ]
-        two = len(factors) >= 2 and factors[-2].shape[-1] > 1 and list(out.shape).count(self.tokens) >= 2
-        return factors if two else []
+        is_logits = len(factors) >= 2 and factors[-2].shape[-1] > 1 and list(out.shape).count(self.tokens) >= 2
+        return factors if is_logits else []
 
     def _remember(self, func: Any) -> Callable[..., Call] | None:
+        """The function of `calls` that reads this torch function; None if it is no attention."""
         name = getattr(func, "_qualified_op_name", "") or ""
         if isinstance(func, torch._ops.OpOverload):
             name = func._schema.name
@@ -157,48 +167,49 @@ class Capture(TorchFunctionMode):
         self._readers[func] = reader
         return reader
 
-    def _tell(
+    def _read(
         self,
         reader: Callable[..., Call],
         over: tuple[Origin | None, Origin | None],
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Call | None, Origin | None]:
-        """The call, and the origin of what it gives."""
+        """Read a call and pass it to the boundary; returns it (None if unread) and the origin of its output."""
         path, module, _ = self._stack[-1]
         self.kinds.add(type(module))
         try:
             call = reader(self.rows, *args, **kwargs)
         except Unread as unread:
-            return None, self._told(path, unread, over)
-        return call, self._told(path, call, over)
+            return None, self._pass_on(path, unread, over)
+        return call, self._pass_on(path, call, over)
 
-    def _told(
+    def _pass_on(
         self, path: str, call: Call | Unread, over: tuple[Origin | None, Origin | None]
     ) -> Origin | None:
-        number = self.seen.see_call(path, call, over)
+        """Pass a call to the boundary; returns the origin of its output."""
+        number = self.boundary.see_call(path, call, over)
         return None if over[0] is None else Origin(over[0].inputs, number)
 
     def _over(self, args: Any, kwargs: Any) -> tuple[Origin | None, Origin | None]:
-        """Origins of queries and keys: those of the module around where torch's functions made neither."""
-        given = [*args[:2], *(kwargs[name] for name in ("query", "key", "q", "k") if name in kwargs)]
-        q, k = (self.origins.of(x) for x in given[:2])
+        """Origins of queries and keys; if neither is known, the origin of the surrounding module's input."""
+        operands = [*args[:2], *(kwargs[name] for name in ("query", "key", "q", "k") if name in kwargs)]
+        q, k = (self.origins.of(x) for x in operands[:2])
         if q is None and k is None:
             around = (self.origins.of(x) for _, _, x in reversed(self._stack) if x is not None)
             q = k = next((origin for origin in around if origin is not None and origin.inputs), None)
         return q, k
 
     def _torch_module(self, args: Any, kwargs: Any) -> Any:
-        """PyTorch's own module: its Python function ends in the fused call unless the weights are asked for."""
+        """`nn.MultiheadAttention`, whose function calls the fused kernel only if the weights are not requested."""
         fused = F.scaled_dot_product_attention
         over, origins = self._over(args, kwargs), []
 
-        def told(*a: Any, **k: Any) -> Any:
-            origins.append(self._tell(calls.of_sdpa, over, *a, **k)[1])
+        def read_and_run(*a: Any, **k: Any) -> Any:
+            origins.append(self._read(calls.of_sdpa, over, *a, **k)[1])
             return fused(*a, **k)
 
         with ExitStack() as stack:
-            _replace(stack, F, "scaled_dot_product_attention", told)
+            _replace(stack, F, "scaled_dot_product_attention", read_and_run)
             out = F.multi_head_attention_forward(*args, **{**kwargs, "need_weights": False})
         if kwargs.get("need_weights", True):
             out = F.multi_head_attention_forward(*args, **kwargs)
@@ -209,32 +220,32 @@ class Capture(TorchFunctionMode):
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if module in self.paths:
-            path, given = self.paths[module], first_tensor(args)
-            self._stack.append((path, module, given))
-            self.stream.enter(path, given)
+            path, module_input = self.paths[module], first_tensor(args)
+            self._stack.append((path, module, module_input))
+            self.stream.enter(path, module_input)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         path = self.paths.get(module)
         if path is None:
             return
-        _, _, given = self._stack.pop()
-        origin, made = self.origins.of(given), first_tensor(output)
-        if self.seen.ours(origin):
+        _, _, module_input = self._stack.pop()
+        origin, first_output = self.origins.of(module_input), first_tensor(output)
+        if self.boundary.may_be_main(origin):
             self.ran[path] = module
         for x in flat(output):
-            # Made out of sight: by an autograd.Function, by scripted code.
+            # An autograd.Function or scripted code made it, which torch does not pass to a TorchFunctionMode.
             if self.origins.of(x) is None and origin is not None and origin.inputs:
                 self.origins.put(x, origin)
-        self.stream.leave(path, module, given, made)
-        if self.seen.ours(self.origins.of(made)):
-            self.seen.see_module(path, given, made)
+        self.stream.leave(path, module, module_input, first_output)
+        if self.boundary.may_be_main(self.origins.of(first_output)):
+            self.boundary.see_module(path, module_input, first_output)
 
     # transformers
 
     def dense(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Of an ``eager_attention_forward``: told with the weights that it gives."""
+        """Wrap an ``eager_attention_forward``: read its calls, with the weights that it returns."""
 
-        def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.paths.get(module, self._stack[-1][0])
             self.kinds.add(type(module))
             self._inside, over = True, self._over(args, kwargs)
@@ -248,31 +259,32 @@ class Capture(TorchFunctionMode):
                         call.weights_BHTS = weights
                 except Unread as unread:
                     call = unread
-                self.origins.put(out, self._told(path, call, over))
+                self.origins.put(out, self._pass_on(path, call, over))
             finally:
                 self._inside = False
             return out
 
-        return told
+        return wrapped
 
     def flash(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """In place of a flash-attention interface, which refuses fp32 and takes padding apart."""
+        """Replace transformers' flash-attention function, which refuses fp32 and unpads the batch."""
 
-        def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.paths.get(module, self._stack[-1][0])
             self.kinds.add(type(module))
             self._inside, over = True, self._over(args, kwargs)
             try:
                 call = calls_flash.of_transformers_flash(self.rows, module, *args, **kwargs)
-                origin, out = self._told(path, call, over), (call.output().transpose(1, 2), None)
+                origin, out = self._pass_on(path, call, over), (call.output().transpose(1, 2), None)
             except Unread as unread:
-                origin, out = self._told(path, unread, over), forward(module, *args, **kwargs)
+                origin = self._pass_on(path, unread, over)
+                out = forward(module, *args, **kwargs)
             finally:
                 self._inside = False
             self.origins.put(out, origin)
             return out
 
-        return told
+        return wrapped
 
 
 def _refused(call: Call) -> bool:
@@ -280,7 +292,7 @@ def _refused(call: Call) -> bool:
 
 
 def _named(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by the names that the function has for them, whatever their order."""
+    """Arguments by the names of the function's parameters."""
     try:
         bound = inspect.signature(forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -290,14 +302,14 @@ def _named(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         kind = bound.signature.parameters[name].kind
         named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
     if not {"module", "query", "key", "value"} <= named.keys():
-        raise Unread(f"an attention function with the arguments {', '.join(named)}")
+        raise Unread(f"its attention function takes {', '.join(named)}, not module, query, key and value")
     named.setdefault("attention_mask", None)
     return named
 
 
 @contextmanager
 def watching(capture: Capture) -> Iterator[None]:
-    """Everything within is told to ``capture``."""
+    """Pass every torch function, module and transformers attention call inside the context to ``capture``."""
     with ExitStack() as stack:
         hook = nn_module.register_module_forward_pre_hook(capture._enter_module)
         stack.callback(hook.remove)
@@ -309,7 +321,7 @@ def watching(capture: Capture) -> Iterator[None]:
 
 
 def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
-    """Their dense attention is a function of each modeling file; their flash-attention an entry of a table."""
+    """Wrap the eager attention function of each modeling file, and the flash entries of transformers' table."""
     kinds = {kind for module in capture.paths for kind in type(module).__mro__}
     for name in {kind.__module__ for kind in kinds}:
         forward = getattr(sys.modules.get(name), "eager_attention_forward", None)
@@ -324,7 +336,7 @@ def _patch_transformers(capture: Capture, stack: ExitStack) -> None:
 
 
 def _patch_flex(stack: ExitStack) -> None:
-    """Uncompiled, on purpose: it warns of that, and some versions compile an eager wrapper of their own."""
+    """Run flex_attention uncompiled, without its warning; some versions would compile an eager wrapper."""
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     switch = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
     if hasattr(flex, switch):
@@ -334,6 +346,6 @@ def _patch_flex(stack: ExitStack) -> None:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Until the stack closes."""
+    """Set the attribute until the stack closes."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)

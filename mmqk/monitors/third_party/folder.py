@@ -1,4 +1,4 @@
-"""The run folder of a watch."""
+"""The run folder that `attach` writes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mmqk.store.metrics import MetricsWriter, last_metrics
 
 
 class Folder:
-    """``metrics.jsonl`` and ``status.json``, from the first step on; a run that resumes leaves out what came later.
+    """Writes ``metrics.jsonl`` and ``status.json``; a resumed run removes the lines after the step it resumes from.
 
     Args:
-        path: of the folder, made if it is not there.
-        started: step that the run goes on from.
+        path: the folder, created if missing.
+        started: step that the run resumes from; 0 for a new run.
 
     Raises:
-        UserError: later steps of another run are in it, or it cannot be written.
+        UserError: the folder has steps of another run, or cannot be written.
     """
 
     def __init__(self, path: Path, started: int):
@@ -27,8 +27,8 @@ class Folder:
         last = last_metrics(file).get("step")
         if last is not None and not started:
             raise UserError(
-                f"{file} holds a run up to step {last}: give another folder, or set watch.steps to the step that "
-                "this one resumes from"
+                f"{file} has a run up to step {last}: give another folder, or set watch.steps to the step that this "
+                "run resumes from"
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -40,13 +40,13 @@ class Folder:
         self._status("running", started)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One line, and how far the run is."""
+        """Write one line of metrics, and the step to the status."""
         self._writer.write(step, values)
         self._writer.flush()
         self._status("running", step)
 
     def close(self, step: int, status: str) -> None:
-        """The run ended here."""
+        """Close the metrics file and write the final status."""
         self._writer.close()
         self._status(status, step)
 

@@ -1,4 +1,4 @@
-"""The batch that a model was called with, and what in it are tokens, modalities and padding.
+"""Keeps the batch that a model was called with, and finds its token ids, modalities and padding.
 
 Shapes: B batch, T tokens.
 """
@@ -22,19 +22,19 @@ from mmqk.store.tags import tag
 
 Inputs = Mapping[str, Any]
 Ranges = range | Sequence[range]
-# Ranges of ids for each modality but text, or a function to (B, T) modality numbers.
+# Id ranges of each modality except text, or a function from the inputs to (B, T) modality numbers.
 Modality = Mapping[str, Ranges] | Callable[[Inputs], Tensor]
 
-# What ids are called, the most telling first.
+# Usual names of token ids, the most specific first.
 _IDS = ("input_ids", "ids_BT", "ids", "token_ids", "tokens", "idx", "x", "inputs", "input")
 _WRAPPER = "_fsdp_wrapped_module"
 
 
 class Catcher:
-    """A forward pre-hook that keeps the arguments of the last call with gradients, and so not of one that evaluates.
+    """A forward pre-hook that keeps the arguments of the last call with gradients, which excludes evaluation.
 
-    It does nothing else, so that torch.compile can trace it. A copy of the model (for a moving average) gets one of
-    its own, which nobody reads.
+    It does nothing else, so that torch.compile can trace it. A copy of the model (for a moving average) gets its own
+    copy of the hook, which is not read.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Catcher:
         return {"args": None, "kwargs": None, "autocast": False}
 
     def wrap(self, model: nn.Module) -> None:
-        """Stand before a forward that was compiled in place: hooks added to it afterwards are not run."""
+        """Wrap a forward that `Module.compile` compiled in place, which ignores hooks that are added later."""
         compiled = getattr(model, "_compiled_call_impl", None)
         if compiled is None or any(layer.catcher is self for layer in _catching(compiled)):
             return
@@ -66,7 +66,7 @@ class Catcher:
         model._compiled_call_impl = caught
 
     def unwrap(self, model: nn.Module) -> None:
-        """Undo `wrap`, whoever has wrapped it since."""
+        """Undo `wrap`, also if other catchers have wrapped the forward since."""
         outer: Any = None
         for layer in _catching(getattr(model, "_compiled_call_impl", None)):
             if layer.catcher is not self:
@@ -77,14 +77,14 @@ class Catcher:
                 outer.before = layer.before
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments of the last call, once; None without one."""
-        found = None if self.args is None or self.kwargs is None else (self.args, self.kwargs)
+        """Return and forget the arguments of the last call; None if there was none."""
+        arguments = None if self.args is None or self.kwargs is None else (self.args, self.kwargs)
         self.args = self.kwargs = None
-        return found
+        return arguments
 
 
 def _catching(called: Any) -> Iterator[Any]:
-    """What `Catcher.wrap` has put before a compiled forward, from the outside."""
+    """The wrappers that `Catcher.wrap` put around a compiled forward, outermost first."""
     while hasattr(called, "catcher"):
         yield called
         called = called.before
@@ -107,7 +107,7 @@ def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of nested mappings, sequences and dataclasses, with the innermost name it goes by."""
+    """Every tensor of nested mappings, sequences and dataclasses, with its innermost name."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -122,30 +122,30 @@ def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def find_ids(inputs: Inputs) -> Tensor | None:
-    """The token ids, (B, T): by their usual names, else the only integer matrix; None where neither is there."""
-    found = named_ids(inputs)
-    return None if found is None else found[1]
+    """The token ids, (B, T): the input with a usual name, else the only integer matrix, else None."""
+    ids = named_ids(inputs)
+    return None if ids is None else ids[1]
 
 
 def named_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
-    """The same with the name that they go by."""
-    found = [
+    """Name and tensor of the token ids, as `find_ids`."""
+    matrices = [
         (name, x)
         for name, x in tensors(inputs)
         if x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool
     ]
     for usual in _IDS:
-        for name, x in found:
+        for name, x in matrices:
             if name == usual:
                 return name, x
     others = [
-        (name, x) for name, x in found if "mask" not in name and "label" not in name and "target" not in name
+        (name, x) for name, x in matrices if "mask" not in name and "label" not in name and "target" not in name
     ]
     return others[0] if len(others) == 1 else None
 
 
 def sequences_of(inputs: Inputs) -> int:
-    """B: of the ids, else of the first tensor that has axes."""
+    """B: from the ids, else from the first tensor with at least two axes."""
     ids = find_ids(inputs)
     if ids is not None:
         return len(ids)
@@ -155,8 +155,8 @@ def sequences_of(inputs: Inputs) -> int:
 def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) -> Any:
     """The first ``rows`` of ``B`` sequences, in nested mappings, sequences and dataclasses.
 
-    Tensors are cut along their first axis where it has B entries, integers of three axes (positions in height, width
-    and time) along their second. ``dtype``: what half-precision inputs become.
+    Tensors are cut along the first axis if it has B entries; integers with three axes (positions in height, width and
+    time) along the second. ``dtype`` replaces half precision.
     """
     if isinstance(value, Tensor):
         if value.ndim == 3 and not value.is_floating_point() and value.shape[1] == B and value.shape[0] <= 4:
@@ -177,7 +177,7 @@ def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) 
         and len(value) == B
         and all(isinstance(x, Tensor) and len(x) != B for x in value)
     ):
-        value = value[:rows]  # images of their own size, one for each sequence
+        value = value[:rows]  # images of different sizes, one for each sequence
     if isinstance(value, tuple | list) and any(isinstance(x, Tensor | Mapping | tuple | list) for x in value):
         parts = [first_rows(x, B, rows, dtype) for x in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -190,20 +190,20 @@ def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) 
 
 
 class Modalities:
-    """Which modality each token is of.
+    """Maps tokens to modalities.
 
     Args:
-        given: ``{"image": range(a, b)}``, for each modality a range of ids or several, other ids being text; or a
-            function of the forward's inputs by name to modality numbers (B, T), one for each token that attention
-            sees, a number outside 0 to M - 1 meaning none.
-        names: of the numbers, where a function gives them.
+        given: ``{"image": range(a, b)}``, the id range or ranges of each modality, other ids being text; or a
+            function from the forward's inputs by name to modality numbers (B, T), one for each attended token; a
+            number outside 0 to M - 1 means no modality.
+        names: names of the numbers that a function returns.
 
     Attributes:
-        names: M of them.
-        ranges: of ids by modality, or None.
+        names: the M names.
+        ranges: id ranges by modality; None with a function.
 
     Raises:
-        UserError: ranges that overlap, are empty or have steps, or a name that no tag can have.
+        UserError: a range that overlaps another, is empty or has a step, or a name that is no valid tag.
     """
 
     def __init__(self, given: Modality, names: Sequence[str] = ("text", "image")):
@@ -231,25 +231,27 @@ class Modalities:
                 raise UserError(f"modality: {error}") from error
 
     def of(self, inputs: Inputs) -> Tensor:
-        """(B, T) numbers."""
+        """Modality numbers, (B, T)."""
         if self.function is not None:
             modality_BT = self.function(inputs)
             if not isinstance(modality_BT, Tensor) or modality_BT.ndim != 2:
-                said = (
-                    f"of shape {tuple(modality_BT.shape)}" if isinstance(modality_BT, Tensor) else "no tensor"
+                returned = (
+                    f"shape {tuple(modality_BT.shape)}"
+                    if isinstance(modality_BT, Tensor)
+                    else type(modality_BT).__name__
                 )
-                raise UserError(f"the modality function gave something {said}: it has to give numbers (B, T)")
+                raise UserError(f"the modality function returned {returned}: return modality numbers (B, T)")
             return modality_BT.long()
         ids_BT = find_ids(inputs)
         if ids_BT is None:
             raise UserError(
                 f"no token ids among the inputs {', '.join(inputs)}: "
-                "give modality as a function of the inputs to modality numbers (B, T)"
+                "give modality as a function from the inputs to modality numbers (B, T)"
             )
         return self.of_ids(ids_BT)
 
     def of_ids(self, ids: Tensor) -> Tensor:
-        """Of any shape, by the ranges."""
+        """Modality numbers of ids of any shape, by the ranges."""
         assert self.ranges is not None
         number = torch.zeros_like(ids, dtype=torch.long)
         for m, name in enumerate(self.names):
@@ -258,30 +260,30 @@ class Modalities:
         return number
 
     def tokens(self, modality_BT: Tensor, valid_BT: Tensor) -> Tensor:
-        """How many of each, (M,)."""
+        """Number of tokens of each modality, (M,)."""
         return selection(modality_BT, valid_BT, len(self.names)).sum((1, 2))
 
 
 def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
     if len(ranges) < 2:
         raise UserError(
-            'modality names none but text: give the ids of another, such as {"image": range(4, 8196)}'
+            'modality has no entry except text: give the ids of another modality, such as {"image": range(4, 8196)}'
         )
     for name, parts in ranges.items():
         if any(not isinstance(part, range) or part.step != 1 or part.start < 0 or not part for part in parts):
-            raise UserError(f"modality {name} is {parts}: give ranges of ids, in steps of 1 and not empty")
+            raise UserError(f"modality {name} is {parts}: give id ranges that are not empty and have step 1")
         if not parts and name != "text":
-            raise UserError(f"modality {name} has no ids: give a range of them")
+            raise UserError(f"modality {name} has no ids: give a range of ids")
     spans = sorted((part.start, part.stop, name) for name, parts in ranges.items() for part in parts)
     for (_, end, one), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise UserError(
-                f"modality: ids {start} to {end - 1} are both {one} and {other}: let them not overlap"
+                f"modality: ids {start} to {end - 1} are both {one} and {other}: give ranges that do not overlap"
             )
 
 
 def valid_of(inputs: Inputs, modality_BT: Tensor, mask: str = "attention_mask") -> Tensor:
-    """(B, T) bool, False at padding: from a mask (B, T) of this name among the inputs, else True everywhere."""
+    """(B, T) bool, False at padding: from the input ``mask`` if it is (B, T), else True everywhere."""
     for name, x in tensors(inputs):
         if name == mask and x.shape == modality_BT.shape:
             return x > 0

@@ -1,4 +1,4 @@
-"""What the first probe of somebody else's model says: one line, and a warning where a modality has no tokens."""
+"""The line that `attach` prints after the first probe, and its warning about modalities without tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmqk.store.tags import parsed_tag
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that says and writes things."""
+    """Whether this process prints and writes files: the one with rank 0."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
@@ -27,67 +27,67 @@ def introduction(
     gaps: Sequence[float],
     every_n_steps: int,
 ) -> str:
-    """The line: layers seen of how many, tokens by modality, cost, and what was left out.
+    """The line: layers with measured attention, tokens by modality, cost of a probe, and calls that were left out.
 
     Args:
-        layers: what was seen.
-        tokens: of each modality.
-        sections: what each call told.
-        seconds: of the probe.
+        layers: layers with and without measured attention.
+        tokens: number of tokens of each modality.
+        sections: the attention calls.
+        seconds: duration of the probe.
         gaps: seconds between optimizer steps so far.
-        every_n_steps: between probes.
+        every_n_steps: steps between probes.
     """
     cost = f"probe {plain(1000 * seconds)} ms"
     if gaps:
         share = seconds / statistics.median(gaps)
         cost += f", {percent(share, 3)} of a step, {percent(share / every_n_steps)} of training"
-    said = [
+    parts = [
         _layers_line(layers, sections),
         "tokens " + ", ".join(f"{n} {name}" for name, n in tokens.items()),
         cost,
     ]
-    return "mmqk: " + " · ".join(said + _notes(sections))
+    return "mmqk: " + " · ".join(parts + _notes(sections))
 
 
-# What a module or an addition gives, by layer but for the last.
+# Statistics that need more than the attention calls; all but the last are by layer.
 SERIES = (
     "attn_in_norm", "q_raw_norm", "k_raw_norm", "q_weight_gain", "k_weight_gain", "attn_out_norm", "mlp_out_norm",
     "resid_norm", "final_norm",
 )  # fmt: skip
 
 
-def missing_series(found: Collection[str], names: Collection[str]) -> str:
-    """Which series beyond the attention call are not there, or only for some layers; empty where all are.
+def missing_series(tags: Collection[str], names: Collection[str]) -> str:
+    """Names the `SERIES` that were not measured, or not in all layers; empty if none is missing.
 
     Args:
-        found: tags.
-        names: of the modalities.
+        tags: the measured tags.
+        names: names of the modalities.
     """
     by_statistic: dict[str, set[int | None]] = {}
-    for tag in map(parsed_tag, found):
+    for tag in map(parsed_tag, tags):
         if tag.modality in names:
             by_statistic.setdefault(tag.statistic, set()).add(tag.layer)
     layers = len(by_statistic.get("q_norm", ()))
     absent = [name for name in SERIES if name not in by_statistic]
     partly = [
-        f"{name} of {layers - len(there)} of {layers} layers"
+        f"{name} in {layers - len(measured)} of {layers} layers"
         for name in SERIES
-        if (there := by_statistic.get(name)) and name != "final_norm" and len(there) < layers
+        if (measured := by_statistic.get(name)) and name != "final_norm" and len(measured) < layers
     ]
     return (
-        f" · not found: {', '.join(absent + partly)} (an adapter names their modules)"
+        f" · not measured: {', '.join(absent + partly)} (pass an adapter that lists their modules)"
         if absent + partly
         else ""
     )
 
 
 def warn_of_absent(tokens: Mapping[str, int]) -> None:
-    """A share of 0 % (or 100 %) is more often a wrong range than a batch without the others."""
+    """Warn of modalities without tokens: a wrong range is more likely than a batch without that modality."""
     absent = [name for name, n in tokens.items() if not n]
     if absent:
         warnings.warn(
-            f"mmqk: no token of the first probe is {' or '.join(absent)}, {sum(tokens.values())} are others: "
-            "check the ranges or the function given as modality",
+            f"mmqk: no token of the first probe is {' or '.join(absent)} ({sum(tokens.values())} tokens are of other "
+            "modalities): check the ranges or the function that attach gets as modality",
             stacklevel=5,
         )
 
@@ -98,17 +98,17 @@ def _layers_line(layers: Layers, sections: Sequence[Section]) -> str:
         return "no attention call could be measured"
     if not layers.of:
         return (
-            "no attention call seen: torch's scaled_dot_product_attention and flex_attention are, flash_attn's, and "
-            "transformers' dense one"
+            "no attention call seen (attach sees torch's scaled_dot_product_attention, flex_attention and "
+            "varlen_attn, flash_attn, and transformers' eager attention)"
         )
     line = f"attention of {seen} of {layers.of} layers seen"
     if layers.hidden:
-        line += f", not that of {', '.join(layers.hidden)}: no maximum here is one over all layers"
+        line += f", not that of {', '.join(layers.hidden)} (maxima over layers leave these out)"
     return line
 
 
 def _notes(sections: Sequence[Section]) -> list[str]:
-    """Which calls were left out, and which have no weights, with the reason, once for each reason."""
+    """One note for each reason why calls were left out or have no weights."""
     reasons: dict[str, list[str]] = {}
     for section in sections:
         if section.cross and section.left_out is None:

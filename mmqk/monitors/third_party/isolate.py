@@ -1,4 +1,4 @@
-"""A second forward of somebody else's model that leaves no trace in it."""
+"""Runs a second forward of a third-party model and restores the model's state afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def wrapped_once(module: nn.Module) -> nn.Module | None:
-    """What torch.compile, DistributedDataParallel or DataParallel wraps; None for any other module."""
+    """The module inside a torch.compile, DistributedDataParallel or DataParallel wrapper; None for others."""
     inner = vars(module)["_modules"].get("_orig_mod")
     if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner = module.module
@@ -21,7 +21,7 @@ def wrapped_once(module: nn.Module) -> nn.Module | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module behind those wrappers. FSDP1's stays: it is what gathers the weights."""
+    """The module inside those wrappers. FSDP1's wrapper is kept, because it gathers the weights."""
     while (inner := wrapped_once(module)) is not None:
         module = inner
     return module
@@ -31,14 +31,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def untouched(
     root: nn.Module, device: torch.device, full_precision: bool = True, autocast: bool = False
 ) -> Iterator[None]:
-    """Everything below runs eagerly, in evaluation mode and without gradients; afterwards all is as it was.
+    """Inside the context the model runs eagerly, in evaluation mode and without gradients.
 
-    Put back: each submodule's mode, the buffers' values, the random numbers of torch (CPU and ``device``), of Python
-    and of NumPy. Nothing is compiled, and PyTorch's fused path for inference, which hides the attention call, is off.
+    Restored afterwards: each submodule's mode, the buffers' values, and the random state of torch (CPU and
+    ``device``), Python and NumPy. PyTorch's fused inference path, which hides the attention call, is off.
 
     Args:
-        full_precision: switch autocast off, wherever the model enters it.
-        autocast: else switch it on, as it was around the call.
+        full_precision: disable autocast, also where the model enters it.
+        autocast: if not full_precision, enable autocast, as in the training call.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -48,8 +48,8 @@ def untouched(
         elif autocast and not torch.is_autocast_enabled(device.type):
             low = {p.dtype for p in root.parameters()} & {torch.bfloat16, torch.float16}
             stack.enter_context(torch.autocast(device.type, dtype=min(low, key=str, default=torch.bfloat16)))
-        own = [] if device.type == "cpu" else [device]
-        stack.enter_context(torch.random.fork_rng(own, device_type=device.type if own else "cuda"))
+        devices = [] if device.type == "cpu" else [device]
+        stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
         stack.callback(random.setstate, random.getstate())
         if (numpy := sys.modules.get("numpy")) is not None:
             stack.callback(numpy.random.set_state, numpy.random.get_state())
@@ -61,19 +61,19 @@ def untouched(
         ):
             _as_checkpointed(root, stack)
         for module in root.modules():
-            # Not train(): a module may do more there, such as merge its adapters.
+            # Not train(): a module may override it, for example to merge its LoRA adapters.
             stack.callback(setattr, module, "training", module.training)
             module.training = False
         yield
         for module in root.modules():
-            # FSDP2 keeps the root's weights gathered after a forward, for the backward that does not follow here.
+            # After a forward FSDP2 keeps the root's weights gathered for the backward, but a probe has no backward.
             reshard = getattr(module, "reshard", None)
             if reshard is not None and hasattr(module, "unshard"):
                 reshard()
 
 
 def _as_checkpointed(root: nn.Module, stack: ExitStack) -> None:
-    """Without a cache of keys. transformers has one in evaluation mode, and then does not tell documents apart."""
+    """Disable the KV cache, as gradient checkpointing does; with a cache transformers ignores document borders."""
     for module in root.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
@@ -89,7 +89,7 @@ def _stance() -> Any:
 
 @contextmanager
 def _no_autocast(device: torch.device) -> Iterator[None]:
-    """Also where a model, or a trainer that has replaced its forward, enters autocast itself."""
+    """Disable autocast, also where the model, or a trainer that replaced its forward, enters it."""
     enter = torch.autocast.__enter__
 
     def enter_disabled(self: Any) -> Any:
@@ -109,10 +109,10 @@ def _no_autocast(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _buffers(root: nn.Module) -> Iterator[None]:
-    """Buffers that a forward writes (a cache of keys, running means) get their values back.
+    """Restore the buffers that a forward writes (a cache of keys, running means).
 
-    One that it replaced by another of the same shape is put back too; one that grew is a table that the model
-    extended, and stays.
+    A buffer that the forward replaced by one of the same shape is restored too. A replacement of another shape is a
+    table that the model extended, and stays.
     """
     kept = [
         (module, name, buffer, buffer.clone())
@@ -133,5 +133,5 @@ def _buffers(root: nn.Module) -> Iterator[None]:
 
 
 def parameters_of_one_dtype(root: nn.Module) -> bool:
-    """Whether a forward outside autocast can work: weights of several dtypes need it."""
+    """Whether all weights have one dtype; a model with several needs autocast."""
     return len({p.dtype for p in root.parameters() if p.is_floating_point()}) <= 1

@@ -1,4 +1,4 @@
-"""Numbers and names for the attention calls of a model that somebody else wrote."""
+"""Layer numbers and names for the attention calls of a third-party model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
 def layer_of(path: str) -> tuple[str, int] | None:
-    """Path up to its first integer, and that: ("model.layers", 3) of model.layers.3.self_attn; None without one."""
+    """Path before its first integer, and the integer: ("model.layers", 3) of model.layers.3.self_attn; or None."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -21,7 +21,7 @@ def layer_of(path: str) -> tuple[str, int] | None:
 
 
 def block_of(path: str) -> str:
-    """Path up to its last integer: stages.0.blocks.1 of stages.0.blocks.1.attn; all of it where there is none."""
+    """Path up to its last integer: stages.0.blocks.1 of stages.0.blocks.1.attn; the path if it has no integer."""
     parts = path.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts) - 1)
     return ".".join(parts[: last + 1])
@@ -29,13 +29,13 @@ def block_of(path: str) -> str:
 
 @dataclass(frozen=True)
 class Layers:
-    """What was found.
+    """The layers with attention.
 
     Attributes:
-        numbers: of the calls that could be measured, in their order.
-        hidden: names of layers whose attention is not among these, such as "layers.3"; of the module where another of
-            the same layer is.
-        of: how many there are, measured or not.
+        numbers: layer numbers of the measured calls, in call order.
+        hidden: names of layers without measured attention, such as "layers.3"; if another call of the layer was
+            measured, the path of the module.
+        of: number of layers with attention, measured or not.
     """
 
     numbers: list[int]
@@ -44,38 +44,41 @@ class Layers:
 
 
 def number(paths: Sequence[str]) -> list[int]:
-    """The layer of each call: the first integer of its path, or by order where that says the same of two."""
+    """The layer number of each call: the first integer of its path; if two are equal, the position in call order."""
     places = [layer_of(path) for path in paths]
-    found = [place[1] for place in places if place is not None]
-    return found if len(set(found)) == len(paths) else list(range(len(paths)))
+    numbers = [place[1] for place in places if place is not None]
+    return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
 
 
 def find_layers(
     measured: Sequence[str],
     unread: Collection[str],
-    told: Collection[str],
+    called: Collection[str],
     ran: Mapping[str, nn.Module],
     kinds: set[type[nn.Module]],
     softmaxes: Collection[str],
     products: Collection[str],
 ) -> Layers:
-    """Which layers have attention, and which of these was not measured.
+    """The layers that have attention, and those whose attention was not measured.
+
+    A layer has unmeasured attention if a call in it was left out, or if it ran without a call a module that has the
+    type of one that made a call, is named attention, or computes token-by-token products or softmaxes.
 
     Args:
-        measured: paths of the modules whose calls could be measured, one for each call.
-        unread: those of calls among the tokens that could not be.
-        told: those of all calls.
+        measured: paths of the modules whose calls were measured, one for each call.
+        unread: paths of calls over the watched tokens that were not measured.
+        called: paths of all calls.
         ran: modules that ran, by path.
-        kinds: types of the modules that made calls.
-        softmaxes: paths of modules that took a softmax of square matrices outside a call.
-        products: paths of modules that multiplied what every token gives with what every token gives.
+        kinds: types of the modules that made attention calls.
+        softmaxes: paths of modules that computed a softmax of square matrices outside a call.
+        products: paths of modules that multiplied two activations to a matrix of token by token.
     """
-    blocks = {block_of(path) for path in told}
+    blocks = {block_of(path) for path in called}
     hidden = {*unread, *softmaxes}
     for path, module in ran.items():
         like = type(module) in kinds or isinstance(module, nn.MultiheadAttention) or path in products
-        called = _ATTENTION.search(type(module).__name__) and block_of(path) not in blocks
-        if (like or called) and not any(_within(path, t) or _within(t, path) for t in told):
+        named = _ATTENTION.search(type(module).__name__) and block_of(path) not in blocks
+        if (like or named) and not any(_within(path, c) or _within(c, path) for c in called):
             hidden.add(path)
     outermost = {path for path in hidden if not any(_within(path, p) for p in hidden - {path, ""})}
     partly = {block_of(path) for path in measured}
@@ -89,5 +92,5 @@ def _within(path: str, outer: str) -> bool:
 
 
 def _as_numbers(path: str) -> list[tuple[int, str]]:
-    """To sort layers.2 before layers.10."""
+    """Sort key that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]

@@ -1,4 +1,4 @@
-"""What a forward of somebody else's model gave: its logits, and which of their targets are trained on.
+"""Finds the logits in the output of a third-party model, and its trained targets.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -15,14 +15,14 @@ from mmqk.monitors.third_party.inputs import Inputs, tensors
 
 
 def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:
-    """The logits (B, T, V) that a forward gave; None where none is told.
+    """The logits (B, T, V) in a forward's output, or None.
 
-    They go by the name of ``logits``, or are a tensor whose last axis has as many entries as an embedding has rows.
+    They are named ``logits``, or are a tensor whose last axis has as many entries as an embedding has rows.
 
     Args:
-        output: of the forward.
+        output: the forward's output.
         shape: (B, T).
-        least: how many ids there are at least.
+        least: the smallest possible V.
         root: the model.
     """
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -38,7 +38,7 @@ def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> 
 
 
 def targets_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
-    """(B, T) bool: positions whose next token is there, and by the labels of transformers is trained on."""
+    """(B, T) bool: positions with a next token that is no padding and, in transformers, has a label."""
     target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
     if type(output).__module__.partition(".")[0] == "transformers":
         for name, x in tensors(inputs):

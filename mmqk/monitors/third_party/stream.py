@@ -1,8 +1,8 @@
-"""The residual stream of a model, found by structure: what a layer adds to its input.
+"""Detects the residual stream of any model, by tracing the additions of a forward.
 
-The output of a numbered module (``layers.3``) is the stream after a layer when it is a sum of the module's input and
-other terms, also where norms follow the additions (post-norm). The term that depends on the attention call is the
-attention's output; the others together are the MLP's.
+A numbered module (``layers.3``) counts as a layer when its output is its input plus other terms; norms may follow the
+additions, as in a post-norm layer. The output is then the residual stream after the layer. The added term that
+depends on the layer's attention call is attn_out; the sum of the other added terms is mlp_out.
 
 Shapes: B batch, T tokens, D width.
 """
@@ -36,7 +36,7 @@ _SAME = {
     "bfloat16",
     "identity",
 }
-# Terms of a layer: more are several layers, and would keep the outputs of all of them.
+# Most terms of one layer. A longer sum spans several layers, and would keep all their outputs in memory.
 _MOST_TERMS = 8
 
 
@@ -45,9 +45,9 @@ class Term:
     """One term of a sum.
 
     Attributes:
-        tensor: None where nothing was added yet.
-        call: of its `Origin`.
-        parts: terms that this one was a sum of before a norm, or before a layer began.
+        tensor: its value; None before the first addition.
+        call: the ``call`` of its `Origin`.
+        parts: the terms whose sum went through a norm, or into the layer, to become this term.
     """
 
     tensor: Tensor | None
@@ -56,16 +56,16 @@ class Term:
 
 
 class Stream:
-    """Follows additions.
+    """Keeps, for each tensor of the stream's shape, the terms that were added to make it.
 
     Args:
-        origins: of the tensors.
-        is_stream: whether a tensor is (B, T, D) of the tokens that are watched.
-        calls: numbers of the self-attention calls among these tokens so far.
+        origins: origins of the forward's tensors.
+        is_stream: whether a tensor is (B, T, D) of the main side's tokens.
+        calls: returns the numbers of the main side's self-attention calls so far.
 
     Attributes:
-        layers: number of a layer's attention call to the lengths (B, T, 1) of attn_out, mlp_out and resid, of those
-            that were found.
+        layers: number of a layer's attention call -> L2 norms (B, T, 1) of attn_out, mlp_out and resid; a tensor that
+            was not detected has no entry.
     """
 
     def __init__(
@@ -78,22 +78,22 @@ class Stream:
         self.layers: dict[int, dict[str, Tensor]] = {}
         self._final: tuple[Tensor, int] | None = None
         self._terms = WeakTensorKeyDictionary()
-        self._after = WeakTensorKeyDictionary()  # a layer's output to its call
+        self._after = WeakTensorKeyDictionary()  # output of a layer -> number of its attention call
         self._open: list[tuple[str, Term | None, int]] = []
 
     @property
     def final(self) -> Tensor | None:
-        """What the final norm takes, (B, T, D): the output of the last layer, where a norm takes it."""
+        """The input of the final norm, (B, T, D): the last layer's output, if a norm follows it; else None."""
         calls = self.calls()
         return self._final[0] if self._final is not None and calls and self._final[1] == calls[-1] else None
 
     def of(self, x: Tensor) -> tuple[Term, ...]:
-        """The terms that a tensor is a sum of; itself where it is none."""
+        """The terms whose sum a tensor is; a single term if it is no traced sum."""
         origin = self.origins.of(x)
         return self._terms.get(x) or (Term(None, 0 if origin is None else origin.call),)
 
     def before(self, func: Any, args: Any) -> Any:
-        """What an addition in place overwrites, kept: to be handed to `see`."""
+        """Keep what an in-place addition will overwrite; pass the result to `see` as ``before``."""
         if getattr(func, "__name__", "") not in ("add_", "__iadd__") or len(args) < 2:
             return None
         x = args[0]
@@ -103,7 +103,7 @@ class Stream:
         return (terms, x.clone() if terms[0].tensor is None and not terms[0].parts else None)
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any, before: Any = None) -> None:
-        """A function of torch gave ``out``."""
+        """Trace one torch function, which returned ``out``."""
         if not isinstance(out, Tensor) or not args or not isinstance(args[0], Tensor):
             return
         name = getattr(func, "__name__", "")
@@ -118,9 +118,9 @@ class Stream:
             self._after.pop(out, None)
 
     def _same(self, x: Tensor, out: Tensor) -> None:
-        for known in (self._terms, self._after):
-            if (found := known.get(x)) is not None:
-                known[out] = found
+        for by_tensor in (self._terms, self._after):
+            if (entry := by_tensor.get(x)) is not None:
+                by_tensor[out] = entry
 
     def _add(self, args: Any, kwargs: Any, out: Tensor, before: Any) -> None:
         self._terms.pop(out, None)
@@ -130,9 +130,10 @@ class Stream:
         for place, x in enumerate(args[:2]):
             if not isinstance(x, Tensor) or x.shape != out.shape or not self.is_stream(x):
                 return
-            own, value = before if before is not None and not place else (self.of(x), x)
-            taken = own[0] in [frame[1] for frame in self._open]
-            terms += [Term(value, own[0].call, own[0].parts)] if _alone(own) and not taken else own
+            addends, value = before if before is not None and not place else (self.of(x), x)
+            is_layer_input = addends[0] in [frame[1] for frame in self._open]
+            keep = _alone(addends) and not is_layer_input
+            terms += [Term(value, addends[0].call, addends[0].parts)] if keep else addends
         if len(terms) <= _MOST_TERMS:
             self._terms[out] = tuple(terms)
 
@@ -146,35 +147,36 @@ class Stream:
 
     # Modules
 
-    def enter(self, path: str, given: Tensor | None) -> None:
-        """A module begins."""
+    def enter(self, path: str, module_input: Tensor | None) -> None:
+        """Make the input of a numbered module a single term, before the module runs."""
         if not _NUMBERED.fullmatch(path):
             return
-        taken = None
-        if given is not None and self.is_stream(given):
-            terms = self.of(given)
-            taken = Term(None, 0, terms if _count(terms) <= _MOST_TERMS else ())
-            self._terms[given] = (taken,)
-        self._open.append((path, taken, max(self.calls(), default=0)))
+        input_term = None
+        if module_input is not None and self.is_stream(module_input):
+            terms = self.of(module_input)
+            input_term = Term(None, 0, terms if _count(terms) <= _MOST_TERMS else ())
+            self._terms[module_input] = (input_term,)
+        self._open.append((path, input_term, max(self.calls(), default=0)))
 
-    def leave(self, path: str, module: nn.Module, given: Tensor | None, output: Tensor | None) -> None:
-        """And ends."""
+    def leave(self, path: str, module: nn.Module, module_input: Tensor | None, output: Tensor | None) -> None:
+        """If the module that ran is a layer with one attention call, store its norms in ``layers``."""
         is_norm = _NORM.search(type(module).__name__) and not any(True for _ in module.children())
-        if given is not None and output is not None and is_norm:
-            self._norm(given, output)
+        if module_input is not None and output is not None and is_norm:
+            self._norm(module_input, output)
         if not self._open or self._open[-1][0] != path:
             return
-        _, taken, first = self._open.pop()
-        own = [call for call in self.calls() if call > first]
-        if taken is None or output is None or len(own) != 1 or not self.is_stream(output):
+        _, input_term, last_before = self._open.pop()
+        layer_calls = [call for call in self.calls() if call > last_before]
+        if input_term is None or output is None or len(layer_calls) != 1 or not self.is_stream(output):
             return
-        terms = [term for part in self.of(output) for term in _to(part, taken)]
-        added = [term for term in terms if term is not taken]
+        call = layer_calls[0]
+        terms = [term for part in self.of(output) for term in _expanded(part, input_term)]
+        added = [term for term in terms if term is not input_term]
         if len(added) != len(terms) - 1:
             return
         sites = {"resid": output}
         for name, parts in (
-            ("attn_out", [term for term in added if term.call == own[0]]),
+            ("attn_out", [term for term in added if term.call == call]),
             ("mlp_out", [term for term in added if not term.call]),
         ):
             tensors = [term.tensor for term in parts if term.tensor is not None]
@@ -183,14 +185,14 @@ class Stream:
         lengths = {
             name: torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True) for name, x in sites.items()
         }
-        self.layers[own[0]] = lengths
-        self._after[output] = own[0]
-        if self._final is not None and self._final[1] == own[0]:
-            self._final = None  # a norm within the layer
+        self.layers[call] = lengths
+        self._after[output] = call
+        if self._final is not None and self._final[1] == call:
+            self._final = None  # that norm is inside the layer
 
 
 def _alone(terms: tuple[Term, ...]) -> bool:
-    """Whether a tensor is a single term whose value was not kept."""
+    """Whether the terms are a single one whose value is not kept."""
     return len(terms) == 1 and terms[0].tensor is None
 
 
@@ -198,9 +200,9 @@ def _count(terms: tuple[Term, ...]) -> int:
     return sum(_count(term.parts) if term.parts else 1 for term in terms)
 
 
-def _to(term: Term, taken: Term) -> list[Term]:
-    """The term in parts, if what the layer takes is among them."""
-    if term is taken or not term.parts:
+def _expanded(term: Term, input_term: Term) -> list[Term]:
+    """The parts of a term if the layer's input is one of them, else the term."""
+    if term is input_term or not term.parts:
         return [term]
-    parts = [found for part in term.parts for found in _to(part, taken)]
-    return parts if any(part is taken for part in parts) else [term]
+    parts = [inner for part in term.parts for inner in _expanded(part, input_term)]
+    return parts if any(part is input_term for part in parts) else [term]

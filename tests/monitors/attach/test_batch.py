@@ -71,7 +71,7 @@ def test_a_cache_of_the_loop_is_refused_and_left_alone():
     watch = attach(model, modality=IMAGE, every_n_steps=1)
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     with pytest.raises(
-        UserError, match="called with past_key_values, a cache that a second forward would add to"
+        UserError, match="gets past_key_values, a cache that the probe's forward would change"
     ):
         watch.step()
     assert cache.get_seq_length() == 16
@@ -240,12 +240,12 @@ def test_a_list_with_an_image_for_each_sequence_is_cut_like_the_sequences():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"modality": {"image": (4, 100)}}, r"image is \[4, 100\]: give ranges"),
-        ({"modality": {"image": 5}}, r"image is \[5\]: give ranges"),
+        ({"modality": {"image": (4, 100)}}, r"image is \[4, 100\]: give id ranges"),
+        ({"modality": {"image": 5}}, r"image is \[5\]: give id ranges"),
         ({"modality": lambda inputs: 0, "names": "text"}, "give two or more, each once"),
         ({"modality": lambda inputs: 0, "names": ("text", "text")}, "give two or more, each once"),
         ({"modality": lambda inputs: 0, "names": ("text",)}, "give two or more, each once"),
-        ({"modality": IMAGE, "every_n_steps": 2.5}, "in whole steps"),
+        ({"modality": IMAGE, "every_n_steps": 2.5}, "give a whole number of steps"),
     ],
 )
 def test_mistakes_of_a_call_are_one_sentence(options, says):

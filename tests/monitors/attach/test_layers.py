@@ -28,7 +28,7 @@ def test_layers_whose_attention_is_not_seen_are_named():
     assert (
         layers.numbers == [0, 1, 3, 4, 6, 7] and layers.hidden == ["layers.2", "layers.5"] and layers.of == 8
     )
-    assert "attention of 6 of 8 layers seen, not that of layers.2, layers.5: no maximum here" in line
+    assert "attention of 6 of 8 layers seen, not that of layers.2, layers.5 (maxima over layers" in line
     assert "attn_entropy/image/layer03" in found and not any("layer02" in name for name in found)
     everything, layers, line = probed(Net())
     assert layers.hidden == [] and "not that of" not in line and "attn_entropy/image/layer02" in everything
@@ -56,7 +56,7 @@ def test_a_mask_that_differs_between_heads_is_left_out_and_said():
     found, layers, line = probed(Net(["sdpa", "by head", "by head"]))
     assert layers.numbers == [0] and layers.hidden == ["layers.1", "layers.2"] and layers.of == 3
     assert not any("layer01" in name for name in found)
-    assert "attention of 1 of 3 layers seen, not that of layers.1, layers.2: no maximum here" in line
+    assert "attention of 1 of 3 layers seen, not that of layers.1, layers.2 (maxima over layers" in line
     assert "left out (a mask that differs between heads): layers.1.attention and 1 more" in line
 
 
@@ -70,7 +70,7 @@ def test_calls_of_other_lengths_are_left_out_and_said():
 
     found, layers, line = probed(Prefixed(["sdpa"] * 2))
     assert (
-        layers.numbers == layers.hidden == [] and "18 queries and 18 keys, where modality has 4 of 16" in line
+        layers.numbers == layers.hidden == [] and "18 queries and 18 keys; modality describes 4 of 16" in line
     )
     assert found.keys() >= {"out_log_z/text"} and not any(name.startswith("attn_e") for name in found)
 
@@ -127,7 +127,7 @@ def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
     whole = probed(model, input_ids=ids)[0]
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", louder)
     found, layers, line = probed(model, input_ids=ids)
-    assert "without entropy, mass and rank (weights that are not the softmax of its logits)" in line
+    assert "without entropy, mass and rank (its weights are not the softmax of its logits)" in line
     assert {
         name for name in whole if name.startswith(("attn_entropy", "attn_mass", "attn_rank"))
     } == whole.keys() - found.keys()

@@ -98,7 +98,7 @@ def test_a_decoder_as_long_as_its_encoder_is_not_counted_with_it(build):
     # Nor is the output softmax, which is the decoder's.
     assert not any(name.startswith(("out_", "cross_")) for name in found)
     source, line = next(iter(decoder)), told(watch)
-    assert f"left out (attention over {source}, where modality is of input_ids)" in line
+    assert f"left out (attention over the tokens of {source}; modality describes input_ids)" in line
     assert (
         f"left out (cross-attention from {source} to input_ids; declare the other side with sides=)" in line
     )
@@ -171,7 +171,7 @@ def test_a_vision_tower_is_no_part_of_the_text():
     modality = modality_of(ids)
     text = of_weights(dict(enumerate(own.text_model_output.attentions)), modality, modality, NAMES, NAMES)
     assert same(found, text) and watch.layers.numbers == list(range(LAYERS))
-    assert "left out (attention over pixel_values, where modality is of input_ids)" in told(watch)
+    assert "left out (attention over the tokens of pixel_values; modality describes input_ids)" in told(watch)
 
     watch = attach(model, modality=IMAGE, sides={"patch": "pixel_values"})
     both = watch.probe(input_ids=ids, pixel_values=images).flat()
@@ -208,7 +208,7 @@ def test_a_function_says_by_what_it_reads_which_side_it_is_of(watched, other):
     watch = attach(model, modality=modality)
     found = watch.probe(src=src, tgt=tgt).flat()
     line = told(watch)
-    assert f"attention over {other}, where modality is of {watched}" in line and "from tgt to src" in line
+    assert f"attention over the tokens of {other}; modality describes {watched}" in line and "from tgt to src" in line
     assert watch.layers.numbers == list(range(LAYERS))
     stack = "encoder" if watched == "src" else "decoder"
     paths = [s.path for s in watch._sections if s.call and s.left_out is None]
@@ -309,7 +309,7 @@ def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand)
     watch = attach(model, modality=IMAGE)
     watch.probe(ids=ids, pixels=torch.randn(3, 16, D))
     assert watch.layers.hidden == ["layers.1"] * by_hand
-    assert "left out (cross-attention, written out by hand): across.0 and 1 more" in told(watch)
+    assert "left out (cross-attention from plain matmul and softmax): across.0 and 1 more" in told(watch)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
     turned = {(site, L - 1 - n if n >= 0 else n): x for (site, n), x in arrays.items()}
     assert not same(measured, brute_force.streams(turned, modality, valid, NAMES))
     absent = WITHOUT if final else f"{WITHOUT}, final_norm"
-    assert missing_series(measured, NAMES) == f" · not found: {absent} (an adapter names their modules)"
+    assert missing_series(measured, NAMES) == f" · not measured: {absent} (pass an adapter that lists their modules)"
 
 
 class InPlace(Layer):
@@ -170,10 +170,10 @@ def test_a_model_without_a_residual_stream_has_none_and_the_line_says_so(capsys)
         lines.append(capsys.readouterr().out)
         assert any(name.startswith("resid") for name in logged[0]) == (kinds[0] is Layer)
     assert (
-        f"not found: {WITHOUT}, attn_out_norm, mlp_out_norm, resid_norm, final_norm (an adapter" in lines[0]
+        f"not measured: {WITHOUT}, attn_out_norm, mlp_out_norm, resid_norm, final_norm (pass an adapter" in lines[0]
     )
-    assert f"not found: {WITHOUT}, final_norm, mlp_out_norm of 1 of 2 layers (an adapter" in lines[1]
-    assert f"not found: {WITHOUT}, final_norm (an adapter" in lines[2]
+    assert f"not measured: {WITHOUT}, final_norm, mlp_out_norm in 1 of 2 layers (pass an adapter" in lines[1]
+    assert f"not measured: {WITHOUT}, final_norm (pass an adapter" in lines[2]
 
 
 def test_what_an_adapter_names_is_taken_from_there_and_nothing_is_missing(capsys):

@@ -222,7 +222,7 @@ def test_a_folder_is_one_run(tmp_path):
         watch.close()
 
     run()
-    with pytest.raises(UserError, match=r"holds a run up to step 3: give another folder"):
+    with pytest.raises(UserError, match=r"has a run up to step 3: give another folder"):
         run()
     run(start=2)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
@@ -233,11 +233,11 @@ def test_a_folder_is_one_run(tmp_path):
     [
         ({"image": range(4, 4)}, "not empty"),
         ({"image": range(4, 9), "audio": range(8, 12)}, "both image and audio"),
-        ({"image": range(4, 9, 2)}, "steps of 1"),
+        ({"image": range(4, 9, 2)}, "step 1"),
         ({"an-image": range(4, 9)}, "a modality's name"),
-        ({}, "names none but text"),
+        ({}, "has no entry except text"),
         (7, "give ranges of ids"),
-        (lambda inputs: torch.zeros(3), r"of shape \(3,\)"),
+        (lambda inputs: torch.zeros(3), r"returned shape \(3,\)"),
     ],
 )
 def test_mistakes_in_modality_are_one_sentence(modality, says):
