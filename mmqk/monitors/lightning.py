@@ -1,4 +1,4 @@
-"""NormMonitor: `attach` in somebody else's LightningModule, as a callback."""
+"""NormMonitor: `attach` as a Lightning callback, for any LightningModule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback
-except ImportError:  # the same under its other name
+except ImportError:  # the package's former name
     from pytorch_lightning import Callback  # type: ignore[assignment]
 
 from mmqk.monitors.adapters.adapter import Adapter
@@ -18,10 +18,10 @@ from mmqk.store.errors import UserError
 
 
 class NormMonitor(Callback):
-    """Watches a submodule of a LightningModule and logs to every logger of the Trainer.
+    """Measures a submodule of a LightningModule and logs to every logger of the Trainer.
 
     Args:
-        model: name of the attribute that holds it, such as "net" or "net.decoder".
+        model: path of the submodule's attribute, such as "net" or "net.decoder".
         modality: as in `attach`.
         every_n_steps: as in `attach`.
         sequences: as in `attach`.
@@ -51,13 +51,13 @@ class NormMonitor(Callback):
         self._step = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before the sanity check: a module compiled by then would not run a hook that comes later."""
-        found = pl_module
+        """Attach before the sanity check, since a compiled module ignores hooks that are added later."""
+        module = pl_module
         for name in self.model.split("."):
-            found = getattr(found, name, None)
-        if not hasattr(found, "register_forward_pre_hook"):
+            module = getattr(module, name, None)
+        if not hasattr(module, "register_forward_pre_hook"):
             raise UserError(
-                f"NormMonitor(model={self.model!r}): {type(pl_module).__name__} has no such module; name "
+                f"NormMonitor(model={self.model!r}): {type(pl_module).__name__} has no such module: name "
                 "the attribute whose forward the training step calls"
             )
 
@@ -65,28 +65,28 @@ class NormMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(values, step)
 
-        self.watch = attach(found, log=log, **self.options)
+        self.watch = attach(module, log=log, **self.options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Where a run that resumes goes on from."""
+        """Set the step that a resumed run starts from."""
         assert self.watch is not None
         self.watch.steps = self._step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """An optimizer step, or one of several batches that make one."""
+        """Count a step if the batch ended one; with gradient accumulation several batches make one step."""
         assert self.watch is not None
         if trainer.global_step > self._step:
             self._step = trainer.global_step
             self.watch.step(trainer.global_step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """The hook goes with the end of the run."""
+        """Remove the hook at the end of the run."""
         if self.watch is not None:
             self.watch.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Likewise, and the folder says so."""
+        """Remove the hook, and write the status interrupted or failed."""
         if self.watch is not None:
             self.watch.close("interrupted" if isinstance(exception, KeyboardInterrupt) else "failed")

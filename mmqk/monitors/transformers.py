@@ -16,7 +16,7 @@ from mmqk.monitors.third_party.sides import Sides
 
 
 class NormCallback(TrainerCallback):
-    """Watches the Trainer's model and logs to whatever its ``report_to`` names, W&B included.
+    """Measures the Trainer's model and logs to every integration in ``report_to``, such as W&B.
 
     ```python
     Trainer(model, args, train_dataset=ds, callbacks=[NormCallback(modality={"image": range(4, 8196)})])
@@ -24,12 +24,12 @@ class NormCallback(TrainerCallback):
 
     Args:
         modality: as in `mmqk.monitors.attach`.
-        every_n_steps: as there.
-        sequences: as there.
-        out: as there.
-        names: as there.
-        adapter: as there; None finds that of the model.
-        sides: as there.
+        every_n_steps: as in `attach`.
+        sequences: as in `attach`.
+        out: as in `attach`.
+        names: as in `attach`.
+        adapter: as in `attach`.
+        sides: as in `attach`.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class NormCallback(TrainerCallback):
         }  # fmt: skip
         self.watch: Watch | None = None
         self._reporters: list[TrainerCallback] = []
-        self._found: dict[str, float] | None = None
+        self._values: dict[str, float] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """The hook is in place before the model is first called, and so before it is compiled."""
+        """Attach before the first call of the model, and so before its compilation."""
         trainer = _calling_trainer()
         if trainer is not None:
             model = trainer.model_wrapped  # FSDP's wrapper gathers the weights
@@ -61,27 +61,27 @@ class NormCallback(TrainerCallback):
         self.watch.steps = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """A probe where one is due, and what it found to the reporters."""
+        """Probe if one is due, and pass its values to the reporters."""
         assert self.watch is not None
         self.watch.step(state.global_step)
-        if self._found is not None:
+        if self._values is not None:
             for reporter in self._reporters:
-                reporter.on_log(args, state, control, logs=dict(self._found), model=model)
-            self._found = None
+                reporter.on_log(args, state, control, logs=dict(self._values), model=model)
+            self._values = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The hook goes with the end of the run."""
+        """Remove the hook at the end of the run."""
         if self.watch is not None:
             self.watch.close()
 
     def _keep(self, values: dict[str, float], step: int) -> None:
-        self._found = values
+        self._values = values
 
 
 def _calling_trainer() -> Any:
-    """The Trainer that called the callback, which it does not hand over; None where it cannot be told.
+    """The Trainer that called the callback, from the call stack, since it is no argument; None if not on the stack.
 
-    Its own log would do, but that goes to the console as well, and a probe has hundreds of numbers.
+    `Trainer.log` would work too, but it also prints, and a probe has hundreds of numbers.
     """
     frame = inspect.currentframe()
     while frame is not None:
