@@ -1,11 +1,11 @@
-"""Alarms: rules over logged series, with a state that a checkpoint carries.
+"""Alarms: rules over logged series, with a state that checkpoints store.
 
-Used live by the training callback and afterwards by the report, so both see the same thing.
+The training callback applies them live and the report afterwards, with the same result.
 
 divergence     `DivergenceRule`, which ends a run
-steps          spike (OLMo 2), spike_median (Qwen), stall: a value a step
-probes         growth, collapse: a value a probe
-rules          `AlarmRules`, all of them and non_finite over every series of a run
+steps          spike (OLMo 2), spike_median (Qwen), stall: one value per step
+probes         growth, collapse: one value per probe
+rules          `AlarmRules`: all rules and non_finite over every series of a run
 """
 
 from mmqk.store.alarms.alarm import (

@@ -1,4 +1,4 @@
-"""One alarm, and ``alarms.jsonl``: one line an alarm, beside metrics.jsonl, in the order in which they came."""
+"""One alarm, and ``alarms.jsonl`` beside metrics.jsonl: one line for each alarm, in the order of their start."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NAMES = ("spike", "spike_median", "stall", "growth", "collapse", "divergence", "
 
 @dataclass(frozen=True)
 class Alarm:
-    """A rule that a series has broken.
+    """A series that broke a rule.
 
     Attributes:
         name: one of `NAMES`.
-        step: optimizer step at which it began; an alarm that goes on is not repeated.
+        step: optimizer step at which it began; an alarm that continues is not repeated.
         tag: the series, with its modality and layer.
-        value: what the rule looked at: the value, or a median or slope of it as the sentence says.
-        threshold: what it would have had to stay on the other side of.
-        sentence: what happened, for people.
+        value: the number that the rule compared: the value, or its median or slope, as named in the sentence.
+        threshold: the limit that the value crossed.
+        sentence: what happened, in words.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Alarm:
 
 
 def append_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
-    """Add lines to ``alarms.jsonl`` and make them durable; a file is made by the first alarm.
+    """Append lines to ``alarms.jsonl`` and fsync; the first alarm creates the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -65,22 +65,22 @@ def append_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
 
 
 def read_alarms(folder: str | os.PathLike[str], after: int | None = None) -> list[Alarm]:
-    """The alarms of a run folder, none without a file; a line that cannot be read is left out.
+    """The alarms of a run folder; empty without a file. Unreadable lines are skipped.
 
     Args:
         folder: the run folder.
-        after: leave out those up to this step.
+        after: return only alarms after this step.
     """
     try:
         content = read_regular(Path(folder) / ALARMS_NAME)
     except OSError:
         return []
-    found = [alarm for line in content.splitlines() if (alarm := alarm_of_line(line)) is not None]
-    return found if after is None else [alarm for alarm in found if alarm.step > after]
+    alarms = [alarm for line in content.splitlines() if (alarm := alarm_of_line(line)) is not None]
+    return alarms if after is None else [alarm for alarm in alarms if alarm.step > after]
 
 
 def truncate_alarms(folder: Path, step: int) -> None:
-    """Drop alarms later than ``step``, as a resume from the checkpoint of ``step`` needs."""
+    """Remove alarms after ``step``, for a resume from the checkpoint of ``step``."""
     path = folder / ALARMS_NAME
     if path.exists():
         kept = [alarm for alarm in read_alarms(folder) if alarm.step <= step]
@@ -97,7 +97,7 @@ def _encode(alarm: Alarm) -> bytes:
 
 
 def alarm_of_line(line: bytes) -> Alarm | None:
-    """The alarm of a line; None for a line that no run writes."""
+    """The alarm in a line; None if the line is damaged."""
     try:
         record = parse_json(line)
         return Alarm(

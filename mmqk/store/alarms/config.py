@@ -10,14 +10,14 @@ from mmqk.store.alarms.alarm import NAMES
 
 @dataclass(frozen=True)
 class AlarmConfig:
-    """What a run does when an alarm begins, beside reporting it: spike, spike_median, stall, growth, collapse or
-    non_finite (docs/alarms.md). Divergence always ends a run, and cannot stand here.
+    """What a run does besides reporting when an alarm begins: spike, spike_median, stall, growth, collapse or
+    non_finite (docs/alarms.md). Divergence always ends a run and cannot be listed here.
 
     Args:
-        checkpoint: alarms whose first one writes a checkpoint that is kept, ``alarm_<name>_step….ckpt``.
+        checkpoint: alarms that write a permanent checkpoint the first time, ``alarm_<name>_step….ckpt``.
         probe: alarms after which every step is probed, for `probe_steps` steps.
-        stop: alarms that stop the run, as interrupted: the same command goes on from there.
-        probe_steps: how many steps that is.
+        stop: alarms that stop the run as interrupted; the same command resumes it.
+        probe_steps: number of probed steps after such an alarm.
     """
 
     checkpoint: list[str] = field(default_factory=list)
@@ -33,11 +33,11 @@ class AlarmConfig:
                     raise ValueError(f"alarm.{action} has '{name}': the alarms are {', '.join(NAMES)}.")
                 if name == "divergence":
                     raise ValueError(
-                        f"alarm.{action} has 'divergence', which always ends a run, without a checkpoint of what it"
-                        " broke: leave it out."
+                        f"alarm.{action} has 'divergence', which always ends a run, without a checkpoint of the"
+                        " diverged weights: leave it out."
                     )
 
     @property
     def acts(self) -> bool:
-        """Whether any alarm does more than report: only then is this part of a run's identity."""
+        """Whether any alarm does more than report; only then this config is part of a run's identity."""
         return bool(self.checkpoint or self.probe or self.stop)

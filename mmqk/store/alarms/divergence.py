@@ -1,4 +1,4 @@
-"""Whether a run has diverged, from the loss of each modality."""
+"""The rule that decides from the loss of each modality whether a run has diverged."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from mmqk.store.alarms.alarm import Alarm
 from mmqk.store.tags import tag
 
-# All ours.
+# Thresholds without a published source.
 WINDOW = 50
 ABOVE_INITIAL_NATS = 0.1
 ABOVE_BEST_NATS = 0.5
 
 
 class _Series:
-    """What the rule remembers of one modality's loss."""
+    """State of the rule for one modality's loss."""
 
     def __init__(self) -> None:
         self.initial: float | None = None
@@ -28,17 +28,17 @@ class _Series:
 
 
 class DivergenceRule:
-    """Whether a run has diverged, from the loss of each modality (nats a token, one value a step).
+    """Decides from the loss of each modality (nats per token, one value per step) whether a run has diverged.
 
     Three ways to diverge, for any modality: the loss is not finite; it is more than 0.1 nat above its value
-    at initialisation (the first one seen) for 50 consecutive steps after warm-up; the median of its last 50
+    at initialization (the first value) for 50 consecutive steps after warm-up; the median of its last 50
     steps is more than 0.5 nat above the best such median of the run.
 
-    A modality that a step does not have is left as it was. Give only modalities whose loss is trained: one
-    that is switched off may rise without anything being wrong.
+    A step without a modality does not change that modality's state. Pass only modalities whose loss is trained: an
+    untrained loss may rise in a healthy run.
 
     Args:
-        warmup_steps: steps of learning-rate warm-up, which the second way leaves out.
+        warmup_steps: steps of learning-rate warm-up, which the second rule skips.
     """
 
     def __init__(self, warmup_steps: int):
@@ -46,19 +46,19 @@ class DivergenceRule:
         self._series: dict[str, _Series] = {}
 
     def update(self, step: int, losses: Mapping[str, float]) -> str | None:
-        """Take the losses of ``step``; the reason as a sentence if the run has diverged with it, or None."""
-        found = self.alarms(step, losses)
-        return found[0].sentence if found else None
+        """Add the losses of ``step``; returns the reason as a sentence if the run has diverged, or None."""
+        alarms = self.alarms(step, losses)
+        return alarms[0].sentence if alarms else None
 
     def alarms(self, step: int, losses: Mapping[str, float]) -> list[Alarm]:
-        """Take the losses of ``step``; one alarm for each modality that has diverged with it."""
-        found = []
+        """Add the losses of ``step``; returns one alarm for each modality that has diverged."""
+        alarms = []
         for modality, loss in losses.items():
             series = self._series.setdefault(modality, _Series())
             alarm = self._one(series, step, modality, float(loss))
             if alarm is not None:
-                found.append(alarm)
-        return found
+                alarms.append(alarm)
+        return alarms
 
     def _one(self, series: _Series, step: int, modality: str, loss: float) -> Alarm | None:
         def alarm(value: float, threshold: float, sentence: str) -> Alarm:
@@ -93,7 +93,7 @@ class DivergenceRule:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs, as plain data."""
+        """The state for a resume, as plain data."""
         return {
             modality: {"initial": s.initial, "above": s.above, "best": s.best, "window": list(s.window)}
             for modality, s in self._series.items()

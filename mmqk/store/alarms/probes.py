@@ -1,4 +1,4 @@
-"""Rules over series with a value a probe: norms and attention logits that grow, attention that collapses."""
+"""Rules over series with one value per probe: growing norms and attention logits, collapsing attention."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from mmqk.store.alarms.alarm import Alarm
 from mmqk.store.formatting import plain
 
-# What grows. Not norms before a QK-Norm, which may grow without anything growing with them, and not outputs of
-# sublayers, whose sum is the residual stream.
+# Series of the growth rule. Norms before QK-Norm are not among them, since the norm removes their growth, nor are
+# sublayer outputs, whose sum is the residual stream.
 LOGITS = "attn_logit_absmax"
 NORMS = ("q_norm", "k_norm", "resid_norm", "final_norm")
 
-# All ours. In the first fifth of a run every norm grows, many times over, and in healthy runs most; the slope is
-# that of five probes over at least a twentieth of the run, and of four standard errors; a logit below 50, where
-# Gemma 2 caps (arXiv 2408.00118), is no matter yet. How long norms grow at first is a number of steps and no share of
-# the run: the rule waits for longer than a fifth of a short run, and fits no line to a few steps.
+# Thresholds without a published source. In the first fifth of a run every norm grows many times over, most of all in
+# healthy runs. The slope is that of five probes over at least a twentieth of the run, and at least four standard
+# errors. Logits below 50, the cap of Gemma 2 (arXiv 2408.00118), do not count. Norms grow at first for a number of
+# steps, not for a share of the run, so in short runs the rule starts after more than a fifth.
 GROWTH_START_SHARE = 0.2
 GROWTH_START_STEPS = 100
 GROWTH_PROBES = 5
@@ -29,7 +29,7 @@ GROWTH_ERRORS = 4.0
 GROWTH_FACTOR = 2.0
 GROWTH_LOGIT = 50.0
 
-# Ours: attention that kept a tenth of its entropy looks at next to nothing.
+# Without a published source: at a tenth of its entropy, attention has nearly one key per query.
 COLLAPSE_SHARE = 0.1
 
 
@@ -38,10 +38,10 @@ class Growth:
 
     The rule starts at a fifth of the run, at the end of the warm-up or at step 100, whichever is latest. It fits a
     line by least squares to the logarithm of the last probes, five or more, over at least a twentieth of the run and
-    50 steps. Its slope has to be four standard errors above 0, and its end twice the median of the first three
-    probes after the start. A run of 150 steps or fewer has no alarm of this kind: its norms still grow as those of
-    every young model do. A run without an end is taken to go on for as long as it has gone. Values that are not
-    positive are left out.
+    50 steps. The slope must be four standard errors above 0, and the line's end twice the median of the first three
+    probes after the start. A run of 150 steps or fewer has no growth alarm, since its norms still grow as at the
+    start of every run. A run without a set length is assumed to
+    continue for as many steps as since the rule's start. Values that are not positive are skipped.
     """
 
     def __init__(self, warmup_steps: int, max_steps: int, fewest: float = 0.0):
@@ -53,11 +53,11 @@ class Growth:
         self.on = False
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
-        """Take a value; an alarm where growth begins."""
+        """Add a value; returns an alarm if growth begins."""
         if step < self.start or not math.isfinite(value) or value <= 0:
             return None
         if self.points and step - self.points[-1][0] < self.span / (4 * GROWTH_PROBES):
-            return None  # probes of every step would make the window too short, or too long to keep
+            return None  # skip probes closer than that, so that the window stays short
         if len(self.first) < GROWTH_FIRST:
             self.first.append(value)
         self.points.append((step, math.log(value)))
@@ -79,11 +79,11 @@ class Growth:
         if not began:
             return None
         doubling = math.log(2) / slope
-        said = (
+        sentence = (
             f"{tag} {plain(value, 4)} is {grown:.1f} times what it was at step {self.start} and doubles every"
             f" {doubling:.0f} steps, with {left} to go"
         )
-        return Alarm("growth", step, tag, value, GROWTH_FACTOR * first, said)
+        return Alarm("growth", step, tag, value, GROWTH_FACTOR * first, sentence)
 
     def state_dict(self) -> dict[str, Any]:
         points = [list(point) for point in self.points]
@@ -95,7 +95,7 @@ class Growth:
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float, float]:
-    """Slope of least squares, its standard error (inf below three points), and the height of the line at its end."""
+    """Least-squares slope, its standard error (inf below three points), and the line's value at the last point."""
     n = len(points)
     if n < 3:
         return 0.0, math.inf, points[-1][1]
@@ -107,10 +107,10 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float, float]:
 
 
 class Collapse:
-    """Attention entropy below a tenth of its value at the start: the queries look at next to nothing.
+    """Attention entropy below a tenth of its value at the start.
 
-    Low entropy alone can be benign, where each query looks at another key. The sentence says so with the rank of
-    the layer's attention where that is measured: it is collapse when the rank has fallen too.
+    Low entropy alone can be benign, if each query attends to a different key. It is collapse if the rank of the
+    layer's attention has fallen too, so the sentence gives the rank if it is measured.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Collapse:
         self.on = False
 
     def update(self, step: int, tag: str, value: float, rank: float | None = None) -> Alarm | None:
-        """Take an entropy and the rank of its layer; an alarm where it falls below."""
+        """Add an entropy and the rank of its layer; returns an alarm if the entropy falls below the threshold."""
         if not math.isfinite(value):
             return None
         if self.first is None:
@@ -128,10 +128,10 @@ class Collapse:
         began, self.on = low and not self.on, low
         if not began:
             return None
-        said = f"{tag} {plain(value)} nats is {value / self.first:.0%} of its {plain(self.first)} at the start"
+        sentence = f"{tag} {plain(value)} nats is {value / self.first:.0%} of its {plain(self.first)} at the start"
         if rank is not None and self.first_rank is not None:
-            said += f"; the rank of the layer's attention is {plain(rank)}, from {plain(self.first_rank)}"
-        return Alarm("collapse", step, tag, value, COLLAPSE_SHARE * self.first, said)
+            sentence += f"; the rank of the layer's attention is {plain(rank)}, from {plain(self.first_rank)}"
+        return Alarm("collapse", step, tag, value, COLLAPSE_SHARE * self.first, sentence)
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first, "first_rank": self.first_rank, "on": self.on}

@@ -1,4 +1,4 @@
-"""Every alarm over every series of a run: a pure function of its numbers, with a state that a checkpoint carries."""
+"""All rules over all series of a run: a pure function of the numbers, with a state that checkpoints store."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ R = TypeVar("R", Spike, SpikeOfMedian, Stall, Growth, Collapse)
 
 
 class AlarmRules:
-    """All rules. Give it the numbers of each step, by rising step, all of a step at once.
+    """All rules. Call `update` once for each step, in order, with all numbers of the step.
 
-    An alarm is given where it begins; the same one on the same series comes again only after it has ended.
+    An alarm is returned when it begins; the same alarm on the same series returns only after it has ended.
 
     Args:
-        warmup_steps: of the learning rate.
-        max_steps: length of the run in optimizer steps, 0 where it has no end.
-        trained: modalities whose loss is trained; None for all. The others' losses may do as they like.
+        warmup_steps: warm-up steps of the learning rate.
+        max_steps: length of the run in optimizer steps; 0 for a run without a set length.
+        trained: modalities whose loss is trained, None for all; the losses of others raise no alarm.
     """
 
     def __init__(self, warmup_steps: int = 0, max_steps: int = 0, trained: Iterable[str] | None = None):
@@ -36,29 +36,29 @@ class AlarmRules:
         self._rules: dict[str, dict[str, Any]] = {kind: {} for kind in self._makers()}
 
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
-        """Take the numbers of ``step`` by tag; the alarms that begin with it."""
-        found: list[Alarm | None] = [self._finite(step, values)]
+        """Add the numbers of ``step`` by tag; returns the alarms that begin at this step."""
+        alarms: list[Alarm | None] = [self._finite(step, values)]
         losses: dict[str, float] = {}
         for name, value in values.items():
             statistic, modality, layer, head = parsed_tag(name)
-            # Of the whole gradient: those of parameters come with probes, and a window of them is no 1000 steps.
+            # Only the norm of the whole gradient: norms by parameter are measured at probes, not at each step.
             if name == "grad_norm" or (statistic == "loss" and self._is_trained(modality)):
-                found.append(self._rule("spike", name, Spike).update(step, name, value))
+                alarms.append(self._rule("spike", name, Spike).update(step, name, value))
             if statistic == "loss" and self._is_trained(modality):
-                found.append(self._rule("spike_median", name, SpikeOfMedian).update(step, name, value))
+                alarms.append(self._rule("spike_median", name, SpikeOfMedian).update(step, name, value))
                 if modality is not None:
                     losses[modality] = value
-                    found.append(self._stalled(step, modality, values))
+                    alarms.append(self._stalled(step, modality, values))
             elif statistic == "val_unigram" and modality is not None:
                 self._unigram[modality] = value
             elif head is None and (statistic == LOGITS or statistic in NORMS):
                 kind = "logits" if statistic == LOGITS else "norms"
-                found.append(self._rule(kind, name, Growth).update(step, name, value))
+                alarms.append(self._rule(kind, name, Growth).update(step, name, value))
             elif head is None and statistic == "attn_entropy" and layer is not None:
                 rank = values.get(tag("attn_rank", layer=layer))
-                found.append(self._rule("collapse", name, Collapse).update(step, name, value, rank))
-        found += self._divergences(step, losses)
-        return [alarm for alarm in found if alarm is not None]
+                alarms.append(self._rule("collapse", name, Collapse).update(step, name, value, rank))
+        alarms += self._divergences(step, losses)
+        return [alarm for alarm in alarms if alarm is not None]
 
     def _makers(self) -> dict[str, Callable[[], Any]]:
         return {
@@ -74,16 +74,16 @@ class AlarmRules:
         rules = self._rules[kind]
         if name not in rules:
             rules[name] = self._makers()[kind]()
-        found = rules[name]
-        assert isinstance(found, of)
-        return found
+        rule = rules[name]
+        assert isinstance(rule, of)
+        return rule
 
     def _is_trained(self, modality: str | None) -> bool:
         return self.trained is None or modality is None or modality in self.trained
 
     def _finite(self, step: int, values: Mapping[str, float]) -> Alarm | None:
-        """Names the first bad series in the order of the forward: the lowest layer, and what it measures first."""
-        # The logarithm of nothing, as of logits that are all 0, is no accident.
+        """An alarm that names the first series that is not finite in the order of the forward, lowest layer first."""
+        # log 0 = -inf is valid: the logits may all be 0.
         bad = [
             name
             for name, value in values.items()
@@ -109,15 +109,15 @@ class AlarmRules:
         return self._rule("stall", name, Stall).update(step, name, values[name], ceiling)
 
     def _divergences(self, step: int, losses: Mapping[str, float]) -> list[Alarm]:
-        found = self._divergence.alarms(step, losses)
-        names = {alarm.tag for alarm in found}
-        began = [alarm for alarm in found if alarm.tag not in self._diverged]
-        # A step without the modality says nothing about it.
+        alarms = self._divergence.alarms(step, losses)
+        names = {alarm.tag for alarm in alarms}
+        began = [alarm for alarm in alarms if alarm.tag not in self._diverged]
+        # A step without a modality does not end that modality's alarm.
         self._diverged = names | {name for name in self._diverged if parsed_tag(name).modality not in losses}
         return began
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs, as plain data."""
+        """The state for a resume, as plain data."""
         return {
             "divergence": self._divergence.state_dict(),
             "diverged": sorted(self._diverged),
@@ -148,7 +148,7 @@ def alarms_of(
     max_steps: int = 0,
     trained: Iterable[str] | None = None,
 ) -> list[Alarm]:
-    """The alarms of a whole run from its `read_metrics`, the same ones that it gave while it trained."""
+    """The alarms of a whole run from its `read_metrics`; equal to those during training."""
     rules = AlarmRules(warmup_steps, max_steps, trained)
     return [
         alarm

@@ -1,4 +1,4 @@
-"""Rules over series with a value a step: spikes of loss and gradient norm, and a loss that has stalled."""
+"""Rules over series with one value per step: spikes of loss and gradient norm, and stalled losses."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from mmqk.store.alarms.window import RunningMoments, Window
 from mmqk.store.formatting import plain
 
 # Spike score of OLMo 2 (arXiv 2501.00656, section 3): values at least 7 standard deviations above the rolling mean
-# of the last 1000 values. Which values the deviation is of is not said there: here the same ones (ours).
+# of the last 1000 values. The paper does not name the values of the standard deviation; here they are the same 1000.
 SPIKE_WINDOW = 1000
 SPIKE_STDS = 7.0
-# Ours: with fewer values nothing is a spike.
+# Without a published source: no spike before this many values.
 SPIKE_FEWEST = 100
 
 # Spike rate of Qwen (arXiv 2608.30320, section 3.3): the loss exceeds its 201-step rolling median by more than 0.1.
 MEDIAN_WINDOW = 201
 ABOVE_MEDIAN_NATS = 0.1
-# Ours: with batches so small that the loss of healthy steps scatters by 0.1 nat, a spike is this many deviations.
+# Without a published source: this many deviations, if small batches make healthy losses scatter by 0.1 nat.
 ABOVE_MEDIAN_STDS = 6.0
 
-# Ours. A run that improves by less than 0.05 nat in a fifth of its length will not arrive.
+# Without a published source: a run that improves by less than 0.05 nat in a fifth of its length has stalled.
 STALL_MEDIAN = 50
 STALL_SHARE = 0.2
 STALL_FEWEST_STEPS = 200
 STALL_STEPS_OPEN_END = 1000
 STALL_NATS = 0.05
-# As far above what it could know as counts for nothing (the rule of divergence has the same).
+# A loss at most this far above its floor is not stalled (the divergence rule has the same value).
 STALL_ABOVE_NATS = 0.1
 
 
 class Spike:
     """A value at least 7 standard deviations above the mean of the last 1000 values before it (OLMo 2).
 
-    The standard deviation is the sample one of the same values. It needs 100 of them, and some scatter: after
-    values that are all equal there is no scale to judge by. Values that are not finite are left out.
+    The standard deviation is the sample one of the same values. The rule needs 100 values that are not all equal.
+    Values that are not finite are skipped.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Spike:
         self.on = False
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
-        """Take a value; an alarm where a spike begins."""
+        """Add a value; returns an alarm if a spike begins."""
         if not math.isfinite(value):
             return None
         alarm, mean, std = None, 0.0, 0.0
@@ -55,11 +55,11 @@ class Spike:
         threshold = mean + SPIKE_STDS * std
         spikes = std > 1e-9 * abs(mean) and value >= threshold
         if spikes and not self.on:
-            said = (
+            sentence = (
                 f"{tag} {plain(value, 4)} is {(value - mean) / std:.1f} standard deviations above the mean"
                 f" {plain(mean, 4)} of the last {len(self.window)} steps"
             )
-            alarm = Alarm("spike", step, tag, value, threshold, said)
+            alarm = Alarm("spike", step, tag, value, threshold, sentence)
         self.on = spikes
         self.window.push(value)
         return alarm
@@ -75,9 +75,9 @@ class Spike:
 class SpikeOfMedian:
     """A loss more than 0.1 nat above the median of its last 201 values, this one included (Qwen).
 
-    Live the window can only trail; `spike_rate` centres it. It has to be full. Where healthy steps scatter by more
-    than 0.1 nat the threshold is 6 deviations instead, by the window's quartiles (ours): with small batches the
-    source's would ring at every fifth step.
+    The window must be full, and during training it trails; `spike_rate` centers it. If healthy steps scatter by more
+    than 0.1 nat, the threshold is 6 standard deviations, from the window's quartiles (no published source): with
+    small batches Qwen's threshold would give an alarm at every fifth step.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class SpikeOfMedian:
         self.on = False
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
-        """Take a value; an alarm where a spike begins."""
+        """Add a value; returns an alarm if a spike begins."""
         if not math.isfinite(value):
             return None
         self.window.push(value)
@@ -98,11 +98,11 @@ class SpikeOfMedian:
         if not began:
             return None
         above_now = value - median
-        said = (
+        sentence = (
             f"{tag} {plain(value, 4)} is {above_now:.2f} above the median {plain(median, 4)} of the last"
             f" {MEDIAN_WINDOW} steps"
         )
-        return Alarm("spike_median", step, tag, value, median + above, said)
+        return Alarm("spike_median", step, tag, value, median + above, sentence)
 
     def state_dict(self) -> dict[str, Any]:
         return {"window": self.window.state_dict(), "on": self.on}
@@ -116,9 +116,9 @@ class Stall:
     """A loss that stays above what a model without context reaches, and no longer improves.
 
     The median of the last 50 values has not fallen by 0.05 nat in a fifth of the run (in 200 steps at least; in
-    1000 where the run has no end), all after warm-up, and it lies above a ceiling: 0.1 nat of excess where the floor
-    of the data is known, otherwise the unigram entropy of the modality less 0.1 nat, which takes no context to reach.
-    A loss at rest below its ceiling has converged as far as anybody can tell. Without a ceiling there is no alarm.
+    1000 in a run without a set length), all after warm-up, and it lies above a ceiling: 0.1 nat of excess loss if the
+    floor is known, otherwise the modality's unigram loss minus 0.1 nat, since the unigram loss takes no context.
+    A constant loss below its ceiling counts as converged. Without a ceiling there is no alarm.
     """
 
     def __init__(self, warmup_steps: int, max_steps: int):
@@ -132,7 +132,7 @@ class Stall:
         self.on = False
 
     def update(self, step: int, tag: str, value: float, ceiling: float | None) -> Alarm | None:
-        """Take a value and what it should come below; an alarm where a stall begins."""
+        """Add a value and its ceiling; returns an alarm if a stall begins."""
         if not math.isfinite(value):
             return None
         self.window.push(value)
@@ -144,11 +144,11 @@ class Stall:
         if self.on or ceiling is None or median <= ceiling or step - self.since < self.patience:
             return None
         self.on = True
-        said = (
+        sentence = (
             f"{tag} {median:.2f} has improved by less than {STALL_NATS} nat since step {self.since} and is still"
-            f" above the {ceiling:.2f} that a model reaches which learns something"
+            f" above the {ceiling:.2f} that a learning model reaches"
         )
-        return Alarm("stall", step, tag, median, ceiling, said)
+        return Alarm("stall", step, tag, median, ceiling, sentence)
 
     def state_dict(self) -> dict[str, Any]:
         return {"window": self.window.state_dict(), "level": self.level, "since": self.since, "on": self.on}
@@ -159,10 +159,10 @@ class Stall:
 
 
 def spike_score(values: Sequence[float]) -> float:
-    """Spike score of OLMo 2: per cent of the values that are spikes (see `Spike`); nan without values to judge.
+    """Spike score of OLMo 2: percentage of values that are spikes (see `Spike`); nan without values to judge.
 
-    The first `SPIKE_FEWEST` finite values are not judged and not counted (ours: the source does not state a shorter
-    window than its 1000 values).
+    The first `SPIKE_FEWEST` finite values are not judged and not counted (without a published source: OLMo 2 gives
+    no rule for fewer than 1000 values).
     """
     window, spikes, judged = RunningMoments(SPIKE_WINDOW), 0, 0
     for value in values:
@@ -176,9 +176,9 @@ def spike_score(values: Sequence[float]) -> float:
 
 
 def spike_rate(losses: Sequence[float]) -> float:
-    """Spike rate of Qwen: steps more than 0.1 above a centred 201-step median, per 10,000 steps; nan without any.
+    """Spike rate of Qwen: steps more than 0.1 above a centered 201-step median, per 10,000 steps; nan without any.
 
-    Its threshold is the source's alone: on losses of small batches it counts noise.
+    It uses Qwen's threshold only, so on losses of small batches it counts noise.
     """
     half = MEDIAN_WINDOW // 2
     finite = [value for value in losses if math.isfinite(value)]

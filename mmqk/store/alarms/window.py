@@ -1,6 +1,6 @@
-"""The last values of a series, with their median, quartiles and moments at a cost that does not grow with them.
+"""Sliding windows over a series: median and quartiles, mean and standard deviation, updated per value.
 
-Both carry their state as plain data and continue from it to the last bit.
+Both store their state as plain data and continue from it bit for bit.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-# Of a normal distribution.
+# Interquartile range over standard deviation of a normal distribution.
 QUARTILES_TO_STD = 1.349
 
 
 class Window:
-    """The last ``size`` values, sorted beside their order."""
+    """The last ``size`` values, in order and sorted."""
 
     def __init__(self, size: int):
         self.size = size
@@ -37,7 +37,7 @@ class Window:
         insort(self._sorted, value)
 
     def quantile(self, share: float) -> float:
-        """Interpolated between its neighbours."""
+        """The quantile, interpolated linearly."""
         at = share * (len(self._sorted) - 1)
         low = math.floor(at)
         high = min(low + 1, len(self._sorted) - 1)
@@ -49,7 +49,7 @@ class Window:
 
     @property
     def spread(self) -> float:
-        """Standard deviation by the quartiles, which a few outliers do not move."""
+        """Standard deviation estimated from the quartiles, which few outliers do not change."""
         return (self.quantile(0.75) - self.quantile(0.25)) / QUARTILES_TO_STD
 
     def state_dict(self) -> list[float]:
@@ -59,12 +59,12 @@ class Window:
         self._order, self._sorted = deque(state), sorted(state)
 
 
-# A value that leaves with more than this times the squares that stay has drowned them in rounding.
-DROWNED = 1e6
+# Recompute the sums if the square of the value that leaves is this many times the remaining sum of squares.
+RECOMPUTE_ABOVE = 1e6
 
 
 class RunningMoments:
-    """Mean and sample standard deviation of the last ``size`` values, from running sums about one of them."""
+    """Mean and sample standard deviation of the last ``size`` values, from running sums of differences."""
 
     def __init__(self, size: int):
         self.size = size
@@ -85,9 +85,9 @@ class RunningMoments:
         self._sum += value - self._about
         self._squares += (value - self._about) ** 2
         self._pushed += 1
-        # Rounding would add up over a long run, and a series moves away from where it began.
+        # Recompute from time to time: rounding errors add up, and the series moves away from the reference value.
         due = self._pushed % self.size == 0 or self._pushed == 1
-        if due or gone * gone > DROWNED * self._squares:
+        if due or gone * gone > RECOMPUTE_ABOVE * self._squares:
             self._about = value
             apart = [v - value for v in self._values]
             self._sum, self._squares = math.fsum(apart), math.fsum(a * a for a in apart)
