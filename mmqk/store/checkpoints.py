@@ -1,8 +1,8 @@
-"""Checkpoint files: their names, and the digest that tells whether any byte of one has changed.
+"""Checkpoint files: their names, and the digest that detects a changed byte.
 
-A checkpoint is what torch writes, then a footer of `FOOTER_BYTES` bytes with the sha256 of everything before it. The
-footer is in the file itself, so that a rename, a copy or a hard link keeps the two together, and a kill cannot
-separate them. torch and zip tools read the file as if there were no footer.
+A checkpoint is torch's file plus a footer of `FOOTER_BYTES` bytes with the sha256 of everything before it. The footer
+is part of the file, so a rename, a copy, a hard link or a kill cannot separate the two. torch and zip tools ignore
+the footer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHUNK = 1 << 20
 
 
 class DamagedError(ValueError):
-    """A checkpoint differs from what was written; the message continues "The checkpoint X"."""
+    """A checkpoint is not as it was written; the message continues "The checkpoint X"."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -36,16 +36,16 @@ def checkpoint_name(step: int) -> str:
 
 
 def named_step(path: Path) -> int | None:
-    """The step in the name of a checkpoint of a run; None for any other name."""
+    """The step in a checkpoint's file name; None for any other name."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps done at a checkpoint that `checkpoints_in` found, by its name.
+    """The step in the name of a checkpoint from `checkpoints_in`.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is not a checkpoint's.
     """
     step = named_step(checkpoint)
     if step is None:
@@ -54,17 +54,17 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Files with the name of a checkpoint, oldest first. Their content is another matter."""
+    """Files with a checkpoint's name, oldest first; their content is not checked."""
     return sorted((path for path in folder.glob("step*.ckpt") if named_step(path) is not None), key=step_of)
 
 
 def strays_in(folder: Path) -> list[Path]:
-    """Files that end in .ckpt under a name that mmqk does not write, sorted."""
+    """Files that end in .ckpt but have a name that mmqk does not write, sorted."""
     return sorted(p for p in folder.glob("*.ckpt") if named_step(p) is None and not _KEPT.fullmatch(p.name))
 
 
 class _Hashed:
-    """A file that is written front to back, and the sha256 of what was written."""
+    """A file that is written sequentially, and the sha256 of its bytes."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._digest = file, hashlib.sha256()
@@ -81,16 +81,16 @@ class _Hashed:
 
 
 def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
-    """Write a file with its digest, read it back from the disk, and only then give it its name.
+    """Write a file with its digest under a temporary name, read it back from the disk, then rename it.
 
     After this call a valid checkpoint exists, so an older one may be removed.
 
     Args:
-        path: replaced if it is there; its folder is made.
-        write: is given a file that takes bytes front to back.
+        path: replaced if it exists; its folder is created.
+        write: writes the content sequentially to the file that it gets.
 
     Raises:
-        OSError: the file cannot be written, or reads back otherwise; ``path`` is then as it was.
+        OSError: the file cannot be written, or reads back different; ``path`` is then unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(PARTIAL_SUFFIX)
@@ -121,34 +121,34 @@ def _write_and_read_back(partial: Path, path: Path, write: Callable[[_Hashed], N
 
 
 def has_digest(path: Path, footer: bytes | None = None) -> bool:
-    """Whether a file ends in a digest, which is then that of its content: reads the whole file.
+    """Whether a file ends in a digest; if so, checks it, which reads the whole file.
 
     Args:
-        path: of a file.
-        footer: that it has to end in; by default any that is true of its content.
+        path: the file.
+        footer: the footer that it must have; None for any footer that matches its content.
 
     Raises:
-        DamagedError: the content has another digest.
+        DamagedError: the digest does not match the content.
         OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size - FOOTER_BYTES
         file.seek(max(0, size))
-        found = file.read()
-        if footer is None and (size < 0 or not found.startswith(_PREFIX)):
+        ending = file.read()
+        if footer is None and (size < 0 or not ending.startswith(_PREFIX)):
             return False
         digest, left = hashlib.sha256(), size
         file.seek(0)
         while left > 0 and (chunk := file.read(min(left, _CHUNK))):
             digest.update(chunk)
             left -= len(chunk)
-    if found != _PREFIX + digest.hexdigest().encode() + b"\n" or found != (footer or found):
+    if ending != _PREFIX + digest.hexdigest().encode() + b"\n" or ending != (footer or ending):
         raise DamagedError("is damaged: its content is not that of its sha256")
     return True
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint that was refused, so that no run takes it and nothing is lost; its new path."""
+    """Rename a refused checkpoint, so that no run loads it and nothing is lost; returns its new path."""
     for number in range(1, 10**6):
         aside = path.with_name(path.name + REFUSED_SUFFIX + (f".{number}" if number > 1 else ""))
         if not aside.exists():
