@@ -1,4 +1,4 @@
-"""The user's mistakes, and how a front door says them: one sentence, an exit code, never a traceback."""
+"""User errors, and how commands print them: one sentence and an exit code, no traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 FAILED_EXIT = 1
 USER_ERROR_EXIT = 2
 INTERRUPTED_EXIT = 130
-# What a shell reports for a command whose reader went away (128 + SIGPIPE).
+# Exit code of a command whose output pipe was closed (128 + SIGPIPE).
 BROKEN_PIPE_EXIT = 141
 
 _WITHOUT_DASHES = re.compile(r"([A-Za-z_][\w.-]*)=")
@@ -23,11 +23,11 @@ Main = Callable[[list[str] | None], int]
 
 
 class UserError(Exception):
-    """A mistake of the user's. The message is one sentence that names the thing and says what to do."""
+    """A user error. The message is one sentence that names the file, key or sample and says what to do."""
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """A parser whose errors are a `UserError` that names ``--help``: no usage block, no exit of its own.
+    """A parser that raises a `UserError` naming ``--help``, instead of printing its usage and exiting.
 
     ``jobs=2`` is read as ``--jobs=2``.
     """
@@ -40,25 +40,25 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 
 def with_dashes(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The command line with ``name=value`` as ``--name=value``, where the parser has such an option or its group.
+    """The command line with ``name=value`` as ``--name=value``, if the parser has that option or its group.
 
-    The value of an option, as in ``--config a=b.yaml``, stays as it is.
+    The value of an option, as in ``--config a=b.yaml``, is not changed.
     """
     options = parser._option_string_actions
-    given: list[str] = []
+    words: list[str] = []
     for word in argv:
-        before = options.get(given[-1]) if given else None
-        found = _WITHOUT_DASHES.match(word)
-        if found and (before is None or before.nargs == 0):
-            parts = found[1].split(".")
+        before = options.get(words[-1]) if words else None
+        match = _WITHOUT_DASHES.match(word)
+        if match and (before is None or before.nargs == 0):
+            parts = match[1].split(".")
             if any(f"--{'.'.join(parts[:n])}" in options for n in range(1, len(parts) + 1)):
                 word = f"--{word}"
-        given.append(word)
-    return given
+        words.append(word)
+    return words
 
 
 def disk_sentence(error: OSError) -> str:
-    """The file, what is wrong with it, and what to do."""
+    """One sentence: the file, what is wrong with it, and what to do."""
     path = error.filename if isinstance(error.filename, str | os.PathLike) else "A file"
     # The message of a loader worker's error ends with the error itself.
     what = error.strerror or (str(error).strip().splitlines() or [type(error).__name__])[-1]
@@ -66,10 +66,10 @@ def disk_sentence(error: OSError) -> str:
 
 
 def cli_main(main: Main) -> Callable[..., int]:
-    """Wrap a ``main(argv) -> exit code`` so that a user's mistake is one sentence on stderr.
+    """Wrap a ``main(argv) -> exit code`` so that a user error or disk error is one sentence on stderr.
 
-    So is an error of the disk. Returns 2 for a `UserError`, 1 for an OSError, 130 for Ctrl-C, 141 when the reader of
-    the output went away. Anything else is a defect of ours and keeps its traceback.
+    Returns 2 for a `UserError`, 1 for an OSError, 130 for Ctrl-C, 141 for a closed output pipe. Any other exception
+    is a bug in mmqk and keeps its traceback.
     """
 
     @functools.wraps(main)
@@ -85,7 +85,7 @@ def cli_main(main: Main) -> Callable[..., int]:
             print("mmqk: interrupted", file=sys.stderr)
             return INTERRUPTED_EXIT
         except BrokenPipeError:
-            # The interpreter flushes stdout once more on its way out: give it somewhere to write to.
+            # The interpreter flushes stdout at exit: redirect it to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return BROKEN_PIPE_EXIT
         except OSError as error:
@@ -97,5 +97,5 @@ def cli_main(main: Main) -> Callable[..., int]:
 
 
 def run_main(main: Main) -> NoReturn:
-    """What a module's ``if __name__ == "__main__"`` calls: the front door, then the process's exit."""
+    """Run `cli_main` and exit the process; call it under ``if __name__ == "__main__"``."""
     sys.exit(cli_main(main)(None))
