@@ -1,6 +1,6 @@
-"""Files that are whole or absent: a reader never sees half a file, whatever kills the writer.
+"""Atomic writes and checked reads: a reader never sees a partly written file, even if the writer is killed.
 
-`read_json` is the one reader of mmqk's records (run.json, status.json, ablation.json, manifests).
+`read_json` reads all of mmqk's JSON records (run.json, status.json, ablation.json, manifests).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ TEMPORARY_SUFFIX = ".mmqk-tmp"
 
 MOST_BYTES = 32 * 2**20
 MOST_DEPTH = 64
-MOST_INTEGER = 2**63 - 1  # what numpy and torch hold
+MOST_INTEGER = 2**63 - 1  # largest int64
 RESTORE = "restore it from a copy, or remove it"
 
-# A type, `float` for any number, None for null; a tuple for one of several; a list for a list of one shape; a dict
-# for an object, whose "*" is the shape of every other value. Keys may be absent, and others are accepted.
+# A type, `float` for any number, None for null; a tuple for one of several shapes; [shape] for a list; a dict for an
+# object, with "*" for the shape of all other values. Keys may be missing, and other keys are accepted.
 Shape = Any
 _TYPES = {
     str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object", list: "a list",
@@ -36,7 +36,7 @@ _TYPES = {
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError names ``path``: a write to an open file names none, one to a temporary file another."""
+    """Name ``path`` in an OSError, since a write to an open or temporary file names none or another file."""
     try:
         yield
     except OSError as error:
@@ -45,10 +45,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace ``path`` by ``content`` in one step that survives a crash on either side of it.
+    """Replace ``path`` by ``content`` atomically and durably.
 
     Raises:
-        OSError: the folder cannot be written; ``path`` is then as it was.
+        OSError: the folder cannot be written; ``path`` is then unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
@@ -67,7 +67,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of readable JSON with keys in the order given; numbers that are not finite become text."""
+    """`write_atomic` of indented JSON, keys in order; numbers that are not finite become strings."""
     try:
         text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -76,12 +76,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_folder(out: Path, files: Mapping[str, bytes | str]) -> None:
-    """Write files into ``out`` by their names below it, all or, when one cannot be written, none.
+    """Write all ``files`` (by relative name) into ``out``, or none if one cannot be written.
 
-    What ``out`` held under other names stays.
+    Other files in ``out`` stay.
 
     Raises:
-        OSError: the folder cannot be written; it is then as it was, and absent where it was absent.
+        OSError: the folder cannot be written; it is then unchanged, and still absent if it was absent.
     """
     out = Path(os.path.abspath(out))
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -107,10 +107,10 @@ def write_folder(out: Path, files: Mapping[str, bytes | str]) -> None:
 
 
 class DamagedFile(UserError):
-    """A file that is there and cannot be used.
+    """A file that exists but cannot be used.
 
     Attributes:
-        path: of the file.
+        path: the file.
         why: what is wrong with it, in a few words without the path.
     """
 
@@ -120,10 +120,10 @@ class DamagedFile(UserError):
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a path whose content another library is about to open and that is not a file: reading a pipe may block.
+    """Refuse a path that is not a regular file, before a library opens it: reading a pipe may block.
 
     Raises:
-        UserError: it is a pipe, a device, a socket or a folder.
+        UserError: the path is a pipe, a device, a socket or a folder.
     """
     if path.exists() and not path.is_file():
         kind = "folder" if path.is_dir() else "pipe" if path.is_fifo() else "device or socket"
@@ -131,10 +131,10 @@ def check_regular(path: Path) -> None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading without waiting: a pipe or a device in its place is an error at once.
+    """Open a file for reading without blocking: a pipe or a device raises an error at once.
 
     Raises:
-        OSError: it cannot be opened, or is no file.
+        OSError: the path cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -154,10 +154,10 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """A JSON value whose numbers are finite and fit 64 bits, at most `MOST_DEPTH` levels deep, of valid text.
+    """Parse JSON; numbers must be finite and fit 64 bits, with at most `MOST_DEPTH` levels and valid Unicode.
 
     Raises:
-        ValueError: it is not, with the reason.
+        ValueError: with the reason.
     """
     try:
         value = json.loads(text, parse_int=_integer, parse_float=_finite, parse_constant=_not_finite)
@@ -170,16 +170,16 @@ def parse_json(text: bytes | str) -> Any:
 def read_json(
     path: Path, shape: Mapping[str, Shape] | None = None, advice: str = RESTORE, most: int = MOST_BYTES
 ) -> dict[str, Any] | None:
-    """The JSON object in ``path``, or None when nothing lies there.
+    """The JSON object in ``path``, or None if the file does not exist.
 
     Args:
-        path: of the file.
-        shape: what its values must be (`Shape`).
-        advice: how the error sentence ends.
-        most: bytes that the file may have.
+        path: the file.
+        shape: the types of its values (`Shape`).
+        advice: end of the error message: what to do.
+        most: largest file size in bytes.
 
     Raises:
-        DamagedFile: it is there and is no JSON object, not a file, too large, or has another shape.
+        DamagedFile: the path is not a regular file with a JSON object of this shape, or the file is too large.
     """
     try:
         with open_regular(path) as file:
@@ -202,10 +202,10 @@ def read_json(
 
 
 def misfit(value: Any, shape: Shape, where: str = "") -> str:
-    """What of a value does not have a shape, in a few words with its place; empty where all of it does."""
+    """The first part of a value that does not fit a shape, in a few words with its key; empty if all fits."""
     if isinstance(shape, tuple):
-        found = [misfit(value, one, where) for one in shape]
-        return "" if "" in found else found[-1]
+        misfits = [misfit(value, one, where) for one in shape]
+        return "" if "" in misfits else misfits[-1]
     if isinstance(shape, dict | list):
         kind = type(shape)
         if not isinstance(value, kind):
@@ -217,8 +217,8 @@ def misfit(value: Any, shape: Shape, where: str = "") -> str:
             wanted = shape[0] if isinstance(shape, list) else shape.get(name, shape.get("*", object))
             if wanted is not object:
                 dot = "." if where and isinstance(shape, dict) else ""
-                if said := misfit(inner, wanted, f"{where}{dot}{name}"):
-                    return said
+                if reason := misfit(inner, wanted, f"{where}{dot}{name}"):
+                    return reason
         return ""
     if shape is None:
         return "" if value is None else _unlike(value, None, where)
@@ -233,7 +233,7 @@ def _unlike(value: Any, kind: Any, where: str) -> str:
 
 
 def _reason(error: ValueError) -> str:
-    """Why a file is no JSON, without the library's own prose."""
+    """Why a file is not JSON, in mmqk's words."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not text"
     if isinstance(error, json.JSONDecodeError):
@@ -258,7 +258,7 @@ def _not_finite(name: str) -> NoReturn:
 
 
 def _check_levels(value: Any) -> None:
-    """Raise ValueError where a value has too many levels or half a character in it."""
+    """Raise ValueError if a value has too many levels or a string with an unpaired surrogate."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         deeper: list[Any] = []
@@ -280,7 +280,7 @@ def _check_levels(value: Any) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether ``path`` is what a killed `write_atomic` left behind."""
+    """Whether ``path`` is a temporary file of a killed `write_atomic`."""
     return path.name.startswith(".") and path.name.endswith(TEMPORARY_SUFFIX)
 
 
@@ -294,7 +294,7 @@ def _with_text(value: Any) -> Any:
 
 def sync_folder(folder: Path) -> None:
     """Make renames and removals in a folder durable."""
-    # The rename is durable only once the folder is; file systems that refuse this do not need it.
+    # A rename is durable only after an fsync of the folder; file systems that refuse it do not need it.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
