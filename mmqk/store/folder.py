@@ -1,9 +1,9 @@
-"""The run folder: who owns it, whose run it is, and how that run stands.
+"""The run folder: its lock, the identity of its run, and the status of that run.
 
 run.json        identity, its hash, the code's hash, details (versions, command, resolved config)
 status.json     status, step, reason, seconds
 metrics.jsonl   one line per step (`mmqk.store.metrics`)
-config.yaml     the resolved configuration, for people
+config.yaml     the resolved configuration, to read
 checkpoints/    and TensorBoard's event files
 run.lock        held while a process trains here
 """
@@ -30,10 +30,10 @@ EXIT_CODES = {"completed": 0, "failed": 1, "diverged": 3, "interrupted": 130}
 STATUSES = ("running", *EXIT_CODES)
 FINISHED = ("completed", "diverged")
 
-# What a run that was killed before it wrote run.json may have left, or the shell that started it.
+# Files that a run may have left if it was killed before it wrote run.json; train.log is from the shell.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
-# How long a process that ends at once waits for a status that is being written.
+# How long a process that must exit waits for another thread to write the status.
 _WAIT_SECONDS = 5.0
 STATUS_SHAPE = {"status": str, "step": int, "reason": str, "seconds": float, "lost": str}
 _CONFIG = {
@@ -63,14 +63,14 @@ RUN_SHAPE = {
 
 @dataclass(frozen=True)
 class Status:
-    """How a run stands.
+    """Status of a run.
 
     Attributes:
         status: running, completed, diverged, interrupted or failed.
         step: optimizer steps done when it was written.
         reason: one sentence, or empty.
         seconds: wall-clock seconds of training, over all resumes.
-        lost: which of its numbers were missing or changed at a resume, in words; empty for a whole run. It stays.
+        lost: which numbers were missing or changed at a resume, in words; empty if none were. It is never cleared.
     """
 
     status: str
@@ -81,17 +81,17 @@ class Status:
 
     @property
     def finished(self) -> bool:
-        """Whether the same command would train nothing more."""
+        """Whether the run is completed or diverged, so that the same command does not train further."""
         return self.status in FINISHED
 
 
 def read_status(folder: Path) -> Status | None:
-    """The status of a run folder, or None when it has none.
+    """The status of a run folder, or None if it has none.
 
     Raises:
-        DamagedFile: status.json is there and cannot be read.
+        DamagedFile: status.json exists but cannot be read.
     """
-    path, advice = folder / STATUS_NAME, "remove it, and the run goes on from its newest checkpoint"
+    path, advice = folder / STATUS_NAME, "remove it, and the run resumes from its newest checkpoint"
     record = read_json(path, STATUS_SHAPE, advice)
     if record is None:
         return None
@@ -109,22 +109,22 @@ def read_status(folder: Path) -> Status | None:
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
-    """The record in ``run.json`` of a run folder, or None when there is none.
+    """The record in ``run.json`` of a run folder, or None if there is none.
 
     Raises:
-        DamagedFile: it is there and cannot be read.
+        DamagedFile: run.json exists but cannot be read.
     """
     return read_json(folder / RUN_NAME, RUN_SHAPE, "restore it from a copy, or give another --out")
 
 
 class RunFolder:
-    """A run folder that this process owns. Made by `open`, given back by `close` (or a with statement).
+    """A run folder that this process has locked: `open` locks it, `close` (or a with statement) unlocks it.
 
     Attributes:
         path: the folder.
         id: hash of the identity.
-        state: "new"; "resume" when it was interrupted, failed or killed; "finished" when nothing is left.
-        stale: finished, by code that is not `same_code` as the present one.
+        state: "new"; "resume" if the run was interrupted, failed or killed; "finished" if completed or diverged.
+        stale: finished, with other code than the current one (`mmqk.store.code`).
     """
 
     def __init__(self, path: Path, lock: FolderLock, record: Mapping[str, Any], new: bool, code: str):
@@ -151,17 +151,17 @@ class RunFolder:
         details: Mapping[str, Any],
         code: str | None = None,
     ) -> RunFolder:
-        """Take the folder for the run of this identity; nothing in it is changed when it is refused.
+        """Lock the folder for the run of this identity; a refused folder is not changed.
 
         Args:
-            path: made if it does not exist.
-            identity: the fields that make the run that run, as plain data.
-            details: recorded beside it for a new run: versions, command, resolved configuration.
-            code: hash of the code, by default that of the mmqk that is running.
+            path: created if it does not exist.
+            identity: the fields that identify the run, as plain data.
+            details: stored with the identity of a new run: versions, command, resolved configuration.
+            code: hash of the code; None for that of the running mmqk.
 
         Raises:
-            UserError: the folder cannot be written, another process trains in it, it holds a run of another
-                identity, other files, or a record that cannot be read.
+            UserError: the folder cannot be written, another process trains in it, or it has a run of another
+                identity, other files, or an unreadable record.
         """
         path = Path(path)
         _check(path, identity)
@@ -171,7 +171,7 @@ class RunFolder:
             raise _unwritable(path, error) from error
         lock = FolderLock(path)
         try:
-            # Again, now that nobody else can write: another process may have been first.
+            # Check again under the lock: another process may have written before it was taken.
             record = _check(path, identity)
             code = code if code is not None else code_hash()
             new = record is None
@@ -185,7 +185,7 @@ class RunFolder:
                 (path / STATUS_NAME).unlink(missing_ok=True)
                 write_json(path / RUN_NAME, record)
             elif code not in record["code"].split("+") and not _finished(path):
-                # Part of the run was made by other code: it is like no run of either.
+                # Other code trained a part of this run, so the run matches neither version.
                 record["code"] = f"{record['code']}+{code}"
                 write_json(path / RUN_NAME, record)
             for leftover in filter(is_temporary, path.iterdir()):
@@ -210,15 +210,15 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints; whoever writes the first one makes it."""
+        """The folder of checkpoints; the first checkpoint creates it."""
         return self.path / "checkpoints"
 
     def status(self) -> Status:
-        """How the run stands; "running" at step 0 when nothing was written yet."""
+        """The run's status; "running" at step 0 if none was written yet."""
         return read_status(self.path) or Status("running")
 
     def set_status(self, status: str, step: int, reason: str = "") -> None:
-        """Write ``status.json``, whole or not at all, with the seconds trained so far.
+        """Write ``status.json`` atomically, with the seconds trained so far.
 
         Raises:
             ValueError: an unknown status.
@@ -229,12 +229,12 @@ class RunFolder:
             self._write_status(status, step, reason)
 
     def last_status(self, status: str, step: int, reason: str) -> bool:
-        """`set_status` for a process that exits at once: no other thread can write a status after it.
+        """`set_status` for a process that exits right after: no other thread can write a status after it.
 
-        False, with nothing written, when the run has finished.
+        Returns False and writes nothing if the run has finished.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the status cannot be written.
         """
         self._writing.acquire(timeout=_WAIT_SECONDS)
         if _finished(self.path):
@@ -251,18 +251,18 @@ class RunFolder:
         except OSError:
             if status == "running":
                 raise
-            # On a full disk the space of the old status can still be overwritten.
+            # On a full disk the old status can still be overwritten in place.
             _overwrite(self.path / STATUS_NAME, _record(now))
 
     def mark_lost(self, sentences: Iterable[str]) -> None:
-        """Record which numbers are missing, beside those that were missing before; the mark stays."""
-        known = [part for part in self._lost.split("; ") if part]
-        self._lost = "; ".join(dict.fromkeys([*known, *sentences]))
+        """Add sentences about missing numbers to the status; they are never cleared."""
+        earlier = [part for part in self._lost.split("; ") if part]
+        self._lost = "; ".join(dict.fromkeys([*earlier, *sentences]))
         now = self.status()
         self.set_status(now.status, now.step, now.reason)
 
     def close(self) -> None:
-        """Give the folder back; doing so twice does no harm."""
+        """Unlock the folder; a second call does nothing."""
         self._lock.release()
 
     def __enter__(self) -> RunFolder:
@@ -295,21 +295,20 @@ def _record(status: Status) -> dict[str, Any]:
 
 
 def mark_ended(path: Path, status: str, step: int, reason: str, before: Status | None = None) -> bool:
-    """Record how a run ended whose process died without saying so; False when the run's own word stands.
+    """Write the status of a run whose process died without writing one; returns False if it wrote nothing.
 
-    It stands when the run is finished, interrupted or failed by its own account, or when a living process
-    holds the folder. A status equal to ``before``, read as the process started, is not its word. A status.json that
-    cannot be read is left as it is.
+    It writes nothing if the run's process stored finished, interrupted or failed, if a living process has locked the
+    folder, or if status.json cannot be read. A status equal to ``before``, read when the process started, is old.
     """
     try:
         lock = FolderLock(path)
     except UserError:
         return False
     try:
-        own = read_status(path) or Status("running")
-        if own.status != "running" and (own != before or own.finished):
+        stored = read_status(path) or Status("running")
+        if stored.status != "running" and (stored != before or stored.finished):
             return False
-        _write_status(path, Status(status, step, reason, own.seconds, own.lost))
+        _write_status(path, Status(status, step, reason, stored.seconds, stored.lost))
         return True
     except DamagedFile:
         return False
@@ -318,7 +317,7 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
 
 
 def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The run record of this identity in ``path``, or None when a new run may start there."""
+    """The run record of this identity in ``path``, or None if a new run may start in it."""
     try:
         names = {p.name for p in path.iterdir() if not is_temporary(p)}
     except FileNotFoundError:
@@ -340,9 +339,9 @@ def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     read_status(path)
     fields = differing_fields(record["identity"], identity)
     if fields:
-        there, here = flatten(record["identity"]), flatten(identity)
+        stored, wanted = flatten(record["identity"]), flatten(identity)
         named = [
-            f"{name} ({_short(there, name)} there, {_short(here, name)} here)"
+            f"{name} ({_short(stored, name)} there, {_short(wanted, name)} here)"
             for name in fields[:_FIELDS_NAMED]
         ]
         more = f" and {len(fields) - _FIELDS_NAMED} more" if len(fields) > _FIELDS_NAMED else ""
