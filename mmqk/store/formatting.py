@@ -34,8 +34,8 @@ def percent(share: float, digits: int = 2) -> str:
 def dashboards(folder: str | os.PathLike[str]) -> str:
     """How to open the dashboards of a folder of runs.
 
-    TensorBoard samples 1,000 steps of a series unless it is told how many to keep, and a spike of one step would be
-    left out; 0, which its help calls all, shows nothing in 2.21.
+    By default TensorBoard samples 1,000 steps of a series, which can drop a spike of one step. The command sets a
+    large number, since 0, which its help describes as all, shows nothing in 2.21.
     """
     return (
         f"dashboards: python -m tensorboard.main --logdir {shlex.quote(os.fspath(folder))}"
@@ -44,29 +44,29 @@ def dashboards(folder: str | os.PathLike[str]) -> str:
 
 
 def relative(path: str | os.PathLike[str]) -> str:
-    """A path as a page prints it: relative to the repository or to the present folder.
+    """A path as pages print it: relative to the repository or to the current folder.
 
-    Of any other absolute path it is what follows its last folder of the repository's layout, or its name. A relative
-    path is returned as it is.
+    Any other absolute path is cut before its last folder named configs, runs, reports or data, else to its name. A
+    relative path is not changed.
     """
-    given = Path(path)
-    if not given.is_absolute():
+    full = Path(path)
+    if not full.is_absolute():
         return str(path)
     for base in (ROOT, Path.cwd()):
-        if given.is_relative_to(base):
-            return given.relative_to(base).as_posix()
-    known = [place for place, name in enumerate(given.parts) if name in _FOLDERS]
-    return Path(*given.parts[known[-1] :]).as_posix() if known else given.name
+        if full.is_relative_to(base):
+            return full.relative_to(base).as_posix()
+    places = [place for place, name in enumerate(full.parts) if name in _FOLDERS]
+    return Path(*full.parts[places[-1] :]).as_posix() if places else full.name
 
 
 def relative_word(word: str) -> str:
-    """A word of a command line, such as ``--out=/home/me/runs/a``, with its path as `relative` gives it."""
+    """A word of a command line, such as ``--out=/home/me/runs/a``, with its path made `relative`."""
     flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     return f"{flag}{equals}{relative(value) if value.startswith('/') else without_roots(value)}"
 
 
 def without_roots(value: Any) -> Any:
-    """Plain data with every absolute path in its texts as `relative` gives it; drawings and pictures as they are."""
+    """Plain data with every absolute path in its strings made `relative`; SVG and data URLs are not changed."""
     if isinstance(value, str):
         if value.startswith(("<svg", "data:")) or not _ABSOLUTE.search(value):
             return value
