@@ -11,10 +11,11 @@ HASH_DIGITS = 10
 
 
 def canonical(obj: Any) -> str:
-    """One text for one value: JSON with sorted keys and no spaces; tuples are lists.
+    """JSON with sorted keys and no spaces, so that equal values give equal text; tuples become lists.
 
     Raises:
-        ValueError: a float that is not finite. TypeError: something that is not plain data.
+        ValueError: a float is not finite.
+        TypeError: a value is not plain data.
     """
     return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
@@ -36,7 +37,7 @@ def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping by dotted name; an empty mapping is a value."""
+    """Nested mappings as one mapping by dotted name; an empty mapping counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in record.items():
         name = f"{prefix}{key}"
@@ -48,10 +49,10 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    # As the hash sees it: 1, 1.0 and True are three different values.
+    # As in the hash, 1, 1.0 and True differ.
     return type(a) is type(b) and a == b
 
 
 def hash_fraction(content: bytes) -> float:
-    """A number in [0, 1) that depends on the content alone: what decides which samples are held out."""
+    """A number in [0, 1) from the content alone; it decides which samples are held out."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
