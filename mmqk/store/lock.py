@@ -1,8 +1,8 @@
-"""One process per run folder.
+"""The lock that lets one process at a time train in a run folder.
 
-The lock is POSIX (`fcntl.lockf`): it ends with the process, however that ends, and forked loader workers
-that outlive a killed run do not inherit it. Two properties of such locks need care, and get it here: the
-same process may take a lock twice without noticing, and closing *any* descriptor of the file drops it.
+The lock is POSIX (`fcntl.lockf`): it ends with the process, even if it is killed, and forked loader workers that
+outlive a killed run do not inherit it. This file handles two properties of such locks: the same process can take a
+lock twice without an error, and closing *any* descriptor of the file drops the lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmqk.store.errors import UserError
 
 LOCK_NAME = "run.lock"
 
-# Locks of this process by file, with the process that took them: a forked child has the table, not the locks.
+# Locks by file, with the id of the process that took them: a forked child inherits this table, but not the locks.
 _held: dict[tuple[int, int], int] = {}
 
 
@@ -25,7 +25,7 @@ class FolderLock:
     """The lock of a run folder, held from construction to `release`.
 
     Raises:
-        UserError: another process, or this one, holds it; the lock file cannot be written.
+        UserError: this or another process holds the lock, or the lock file cannot be written.
     """
 
     def __init__(self, folder: Path):
@@ -33,7 +33,7 @@ class FolderLock:
         if _held_here(path):
             raise UserError(f"this process is already training in {folder}: give another --out")
         try:
-            # Not O_TRUNC: the holder's process id stands in the file.
+            # No O_TRUNC: the file has the process id of the lock's holder.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UserError(f"{path} cannot be written ({error.strerror}): give another --out") from error
@@ -54,12 +54,12 @@ class FolderLock:
         self._pid = os.getpid()
         self._key = _file_key(os.fstat(descriptor))
         _held[self._key] = self._pid
-        with contextlib.suppress(OSError):  # a full disk must not cost the run its lock
+        with contextlib.suppress(OSError):  # keep the lock on a full disk
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{self._pid}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let go of the folder; doing so twice, or in a forked child, does no harm."""
+        """Release the lock; a second call, or a call in a forked child, does nothing."""
         if self._descriptor is None:
             return
         os.close(self._descriptor)
@@ -87,7 +87,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _take(descriptor: int) -> None:
-    # `is_locked` holds the lock for an instant: a run that starts in that instant must not be refused.
+    # Try again, since `is_locked` takes the lock for an instant, which must not refuse a run.
     for _ in range(10):
         with contextlib.suppress(BlockingIOError, PermissionError):
             return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,7 +96,7 @@ def _take(descriptor: int) -> None:
 
 
 def _held_here(path: Path) -> bool:
-    # Asked by stat, not by open: opening and closing the file would drop the lock that is held.
+    # With stat, since opening and closing the file would drop the lock.
     try:
         return _held.get(_file_key(os.stat(path))) == os.getpid()
     except OSError:
