@@ -1,9 +1,9 @@
 """``metrics.jsonl``: one line per optimizer step, ``{"step": s, tag: number, ...}``.
 
-A step that an alarm is told of later has a second line; `read_metrics` joins them.
+A step that gets an alarm after its line was written has a second line; `read_metrics` joins them.
 
-An absent modality is an absent key. Values that are not finite are the strings "nan", "inf" and "-inf",
-which JSON has no numbers for.
+An absent modality has no key. Values that are not finite are the strings "nan", "inf" and "-inf", since JSON has no
+such numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, BinaryIO
 from mmqk.store.files import naming, open_regular, parse_json, read_regular, write_atomic
 
 METRICS_NAME = "metrics.jsonl"
-LAST_STEP = 2**53  # no run is this long, so a larger number is damage
+LAST_STEP = 2**53  # a larger step is damage
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsWriter:
-    """Appends to a metrics file. A line goes to the file when a later step arrives, or on `flush`.
+    """Appends to a metrics file. A step is written when a later step arrives, or on `flush`.
 
-    A file whose last line was cut by a kill is repaired on opening, so that no new line is glued to it.
+    Opening repairs a last line that a kill cut off, so that a new line does not continue it.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -51,15 +51,15 @@ class MetricsWriter:
         self._values.update({name: float(value) for name, value in values.items()})
 
     def flush(self) -> None:
-        """Write what was collected and make it durable: called before every checkpoint."""
+        """Write the collected values and fsync; called before every checkpoint."""
         self._emit()
         with naming(self.path):
             os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> None:
-        """Drop every line later than ``step``, as a resume from the checkpoint of ``step`` needs.
+        """Remove every line after ``step``, for a resume from the checkpoint of ``step``.
 
-        The lines kept are never at risk: the file is replaced whole, or stays as it was.
+        The file is replaced atomically, so the kept lines cannot be lost.
         """
         self._emit()
         lines = self.path.read_bytes().splitlines(keepends=True)
@@ -72,7 +72,7 @@ class MetricsWriter:
                 self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def close(self) -> None:
-        """Flush and close; doing so twice does no harm."""
+        """Flush and close; a second call does nothing."""
         if not self._file.closed:
             self.flush()
             self._file.close()
@@ -92,7 +92,7 @@ class MetricLines(list[dict[str, Any]]):
     """Records by rising step, each ``{"step": int, tag: float}``.
 
     Attributes:
-        truncated: some line, as a rule the last of a killed run, could not be read and is missing here.
+        truncated: a line could not be read and was skipped; usually the last line of a killed run.
     """
 
     truncated: bool = False
@@ -141,7 +141,7 @@ def _with_floats(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_json(value: float) -> float | str:
-    """A number as JSON has it: one that is not finite is a string."""
+    """A number for JSON: a string if it is not finite."""
     if math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
@@ -157,7 +157,7 @@ def from_json(value: float | str) -> float:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The record of a line, its numbers as JSON has them; None for a line that no run writes."""
+    """The record in a line, with numbers as in JSON; None if the line is damaged."""
     try:
         record = parse_json(line)
     except ValueError:
@@ -166,12 +166,12 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def is_record(record: Any) -> bool:
-    """Whether this is an object with the number of a step."""
+    """Whether this is an object with a valid step."""
     return isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < LAST_STEP
 
 
 def _repair_end(path: Path) -> None:
-    """Close a whole last line that lacks its newline; drop one that was cut."""
+    """Add the missing newline to a complete last line; remove an incomplete one."""
     try:
         file = open(path, "r+b")  # noqa: SIM115 (the with statement below closes it)
     except FileNotFoundError:
