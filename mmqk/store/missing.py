@@ -1,4 +1,4 @@
-"""What is missing of a run's records: steps of ``metrics.jsonl`` and alarms of ``alarms.jsonl`` that were written."""
+"""Detects lines that were written to ``metrics.jsonl`` and ``alarms.jsonl`` but are missing or changed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _MOST_ALARMS = 10**6  # on one step; a larger count is damage
 
 
 class Written:
-    """Length and sha256 of files that only grow; each call reads what is new."""
+    """Length and sha256 of the record files, which only grow; each call reads the new bytes only."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._known = {name: (0, hashlib.sha256()) for name in RECORDS}
+        self._read = {name: (0, hashlib.sha256()) for name in RECORDS}
 
     def now(self) -> dict[str, dict[str, Any]]:
-        """``{"bytes": length, "sha256": hex digits}`` by name of the file; a file that is not there is empty."""
-        found = {}
-        for name, (length, digest) in self._known.items():
+        """``{"bytes": length, "sha256": hex digits}`` by file name; a missing file counts as empty."""
+        by_name = {}
+        for name, (length, digest) in self._read.items():
             path = self._folder / name
             if path.exists():
                 with naming(path), open(path, "rb") as file:
@@ -37,14 +37,14 @@ class Written:
                     while chunk := file.read(1 << 20):
                         digest.update(chunk)
                         length += len(chunk)
-            self._known[name] = (length, digest)
-            found[name] = {"bytes": length, "sha256": digest.hexdigest()}
-        return found
+            self._read[name] = (length, digest)
+            by_name[name] = {"bytes": length, "sha256": digest.hexdigest()}
+        return by_name
 
 
-def lost_steps(found: Iterable[int], first: int, last: int) -> str:
+def lost_steps(present: Iterable[int], first: int, last: int) -> str:
     """A sentence when steps from ``first`` to ``last`` have no line in metrics.jsonl; empty when all have one."""
-    missing = sorted(set(range(first, last + 1)) - set(found)) if last > first else []
+    missing = sorted(set(range(first, last + 1)) - set(present)) if last > first else []
     if not missing:
         return ""
     spans: list[list[int]] = []
@@ -59,54 +59,54 @@ def lost_steps(found: Iterable[int], first: int, last: int) -> str:
     return f"{METRICS_NAME} lacks {len(missing)} step{plural} ({', '.join([*named, *more])})"
 
 
-def lost_alarms(told: Mapping[tuple[int, str], float], there: Iterable[tuple[int, str]]) -> str:
-    """A sentence when alarms are missing that metrics.jsonl counts; empty when none is.
+def lost_alarms(counted: Mapping[tuple[int, str], float], stored: Iterable[tuple[int, str]]) -> str:
+    """A sentence if alarms.jsonl lacks alarms that metrics.jsonl counts; else empty.
 
     Args:
-        told: by step and name of the alarm, the value of ``alarm/<name>``.
-        there: step and name of each alarm of alarms.jsonl.
+        counted: the value of ``alarm/<name>`` in metrics.jsonl, by step and name of the alarm.
+        stored: step and name of each alarm in alarms.jsonl.
     """
-    found = Counter(there)
-    missing = sum(max(0, int(count) - found[key]) for key, count in told.items() if 0 < count < _MOST_ALARMS)
+    present = Counter(stored)
+    missing = sum(max(0, int(count) - present[key]) for key, count in counted.items() if 0 < count < _MOST_ALARMS)
     return f"{ALARMS_NAME} lacks {missing} alarm{'s' if missing > 1 else ''}" if missing else ""
 
 
 def examine(folder: Path, first: int, step: int, written: Mapping[str, Any] | None) -> list[str]:
-    """What is missing up to a checkpoint, one sentence a file; damaged lines are kept in ``<file>.damaged``.
+    """One sentence for each file with missing lines up to a checkpoint; copies damaged lines to ``<file>.damaged``.
 
     Args:
-        folder: of the run.
-        first: step that the run began at.
-        step: of the checkpoint; later lines may be missing, as their steps come again.
-        written: what `Written.now` said when it was made; None of an older checkpoint.
+        folder: the run folder.
+        first: first step of the run.
+        step: the checkpoint's step; lines after it may be missing, since the resume repeats their steps.
+        written: `Written.now` when the checkpoint was written; None for a checkpoint without it.
 
     Raises:
-        OSError: a file cannot be read, or damaged lines cannot be kept.
+        OSError: a file cannot be read, or damaged lines cannot be copied.
     """
     metrics, alarms = (_read(folder / name) for name in RECORDS)
     records = [record for line in metrics if (record := parse_line(line)) is not None]
     records = [record for record in records if record["step"] <= step]
-    rang = [alarm for line in alarms if (alarm := alarm_of_line(line)) is not None]
-    told = {
+    stored = [alarm for line in alarms if (alarm := alarm_of_line(line)) is not None]
+    counted = {
         (record["step"], tag.partition("/")[2]): value
         for record in records
         for tag, value in record.items()
         if tag.startswith("alarm/") and isinstance(value, int | float)
     }
-    said = [
+    sentences = [
         lost_steps({record["step"] for record in records}, first, step),
-        lost_alarms(told, ((alarm.step, alarm.name) for alarm in rang)),
+        lost_alarms(counted, ((alarm.step, alarm.name) for alarm in stored)),
     ]
     for place, (name, lines) in enumerate(zip(RECORDS, (metrics, alarms), strict=True)):
-        if not said[place] and written is not None and _changed(lines, written.get(name)):
-            said[place] = f"{name} was changed after it was written"
+        if not sentences[place] and written is not None and _changed(lines, written.get(name)):
+            sentences[place] = f"{name} was changed after it was written"
         readable = parse_line if name == METRICS_NAME else alarm_of_line
         damaged = [line for line in lines if readable(line) is None]
-        # A line that a kill cut off is no damage: its step comes again.
-        if damaged and not said[place] and damaged[-1] is lines[-1] and not lines[-1].endswith(b"\n"):
+        # A last line that a kill cut off is no damage: the resume repeats its step.
+        if damaged and not sentences[place] and damaged[-1] is lines[-1] and not lines[-1].endswith(b"\n"):
             damaged.pop()
         _keep(folder / f"{name}{DAMAGED_SUFFIX}", damaged)
-    return [sentence for sentence in said if sentence]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _read(path: Path) -> list[bytes]:
@@ -124,9 +124,9 @@ def _changed(lines: Sequence[bytes], written: Any) -> bool:
 
 
 def _keep(path: Path, lines: Sequence[bytes]) -> None:
-    """Add lines that are not there yet, durably."""
-    known = set(_read(path))
-    new = [line for line in (line.rstrip(b"\n") + b"\n" for line in lines) if line not in known]
+    """Append lines that the file does not have yet, and fsync."""
+    present = set(_read(path))
+    new = [line for line in (line.rstrip(b"\n") + b"\n" for line in lines) if line not in present]
     if new:
         with naming(path), open(path, "ab") as file:
             file.write(b"".join(new))
