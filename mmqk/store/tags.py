@@ -62,7 +62,7 @@ def parse_tag(text: str) -> Tag:
     """The parts of ``text``, the inverse of `tag`.
 
     Raises:
-        ValueError: ``text`` is not of the form.
+        ValueError: ``text`` is not a tag.
     """
     statistic, *rest = text.split("/")
     head = layer = None
@@ -79,7 +79,7 @@ def parse_tag(text: str) -> Tag:
 
 @lru_cache(maxsize=65536)
 def parsed_tag(name: str) -> Tag:
-    """The parts of a tag; a name of another form is a statistic of its own."""
+    """The parts of a tag; a name that is no tag becomes the statistic."""
     try:
         return parse_tag(name)
     except ValueError:
