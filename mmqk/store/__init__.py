@@ -1,4 +1,4 @@
-"""The run folder, both ways: identity, lock, status, metrics, tags, alarms. Standard library only."""
+"""Reads and writes run folders: identity, lock, status, metrics, tags, alarms. Standard library only."""
 
 from mmqk.store.alarms import (
     Alarm,
