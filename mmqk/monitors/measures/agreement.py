@@ -1,7 +1,7 @@
-"""Do the modalities pull the shared weights the same way? From two disjoint halves of a batch.
+"""Cosine between the modalities' gradients, estimated from two disjoint halves of a batch.
 
-The gradient of one batch is mostly noise, so its plain cosine says little. Two disjoint halves A and B have
-independent noise, and a product across them has the signal alone.
+The gradient of one batch is mostly noise, which shrinks the plain cosine. Two disjoint halves A and B have
+independent noise, so the expected product of their gradients has only the signal.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Gradients = Sequence[Tensor | None]  # one for each parameter; None where the loss does not reach it
+Gradients = Sequence[Tensor | None]  # one for each parameter; None if the loss does not depend on it
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of M modalities, over the parameters given.
+    """Gradient statistics of M modalities over a group of parameters.
 
     Attributes:
         cosine: ``(<g_a^A, g_b^B> + <g_b^A, g_a^B>) / 2 / sqrt(<g_a^A, g_a^B> <g_b^A, g_b^B>)``, (M, M). Either
             product of the numerator has the same mean; their average has less noise and does not depend on which half
             is A. An estimate of the true gradients' cosine that noise does not shrink; it can leave [-1, 1], and is
-            NaN where a signal is not above 0, which says that the batch is too small to tell.
+            NaN if a signal is not above 0: the batch is then too small for an estimate.
         signal: ``<g^A, g^B>``, an unbiased estimate of the squared length of the true gradient, (M,).
-        noise: ``|g^A - g^B|^2 / 2``, of the variance of a half's gradient, (M,).
+        noise: ``|g^A - g^B|^2 / 2``, an estimate of the variance of a half's gradient, (M,).
     """
 
     cosine: Tensor
@@ -35,7 +35,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class HalfProducts:
-    """Products of gradients, summed over parameters: those of several groups of parameters add up.
+    """Products of gradients, summed over parameters; add them to combine groups of parameters.
 
     Attributes:
         cross_MM: ``<g_a^A, g_b^B>``.
@@ -53,8 +53,8 @@ class HalfProducts:
         signal = self.cross_MM.diagonal()
         length = signal.clamp_min(0).sqrt()
         cosine = (self.cross_MM + self.cross_MM.T) / 2 / (length[:, None] * length)
-        told = (signal > 0)[:, None] & (signal > 0)
-        return Agreement(torch.where(told, cosine, torch.nan), signal, self.noise)
+        positive = (signal > 0)[:, None] & (signal > 0)
+        return Agreement(torch.where(positive, cosine, torch.nan), signal, self.noise)
 
 
 def half_products(halves: Sequence[tuple[Gradients, Gradients]]) -> HalfProducts:
@@ -69,13 +69,13 @@ def agreement(halves: Sequence[tuple[Gradients, Gradients]]) -> Agreement:
     """Signal, noise and agreement of the modalities' gradients.
 
     Args:
-        halves: for each modality its gradients on half A and on half B, each normalised by its own half's targets.
+        halves: for each modality its gradients on half A and on half B, each normalized by its own half's targets.
     """
     return half_products(halves).agreement()
 
 
 def _flat(half: Gradients, halves: Sequence[tuple[Gradients, Gradients]]) -> Tensor:
-    """One vector; what a loss does not reach has gradient 0."""
+    """All gradients in one vector; 0 for parameters that the loss does not depend on."""
     parts = []
     for i, gradient in enumerate(half):
         if gradient is None:
