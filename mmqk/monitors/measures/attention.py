@@ -1,6 +1,6 @@
-"""Raw attention logits and attention entropy, exact over all visible pairs, a chunk of queries at a time.
+"""Statistics of attention logits and weights, exact over all visible pairs, computed in chunks of queries.
 
-Shapes: B batch, H heads, T query tokens (C of them in a chunk), S key tokens, K head width, M modalities.
+Shapes: B batch, H heads, T query tokens (C of them in a chunk), S key tokens, K head_dim, M modalities.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ ROW_WEIGHTS = ("entropy", "block_entropy", "within_entropy")
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """Of one layer, over all heads. Logits are raw: after scale and QK-Norm, before cap and mask.
+    """Statistics of one layer over all heads. Logits are raw: after scale and QK-Norm, before cap and mask.
 
-    What is said of a row (a query) leaves out rows that see fewer than 8 keys. A row's logits are
-    ``z_ij = mean_i + offset_i,block(j) + rest_ij``: the mean is a gauge that softmax cannot see, the offsets move
+    Statistics of rows (queries) leave out rows that see fewer than 8 keys. A row's logits are
+    ``z_ij = mean_i + offset_i,block(j) + rest_ij``: the softmax does not depend on the mean, the offsets move
     attention between key modalities, and the rest sharpens it within one. Variances add up exactly:
     ``variance = offset_variance + spread_variance``. So do entropies: ``entropy = block_entropy + within_entropy``.
 
     Attributes:
         count: visible pairs by query and key modality, (M, M).
-        max: largest signed logit, (M, M); -inf where there is no pair.
+        max: largest signed logit, (M, M); -inf without a pair.
         absmax: largest absolute logit, (M, M).
         tail: the largest absolute logits of each query and key modality, in that order: of at least one pair in a
             thousand, over all ranks if the pairs are `collective`.
-        rank: participation ratio of each attention matrix (`attention_rank`), (H, B); None where they are too large
-            for one chunk.
+        rank: participation ratio of each attention matrix (`attention_rank`), (H, B); None if the matrices are too
+            large for one chunk.
         square: sum of the squared logits, by query and key modality and head, (M, M, H).
-        rows: all that follows in one, (F, M): what is said of logits, then what is said of weights.
+        rows: all statistics below in one, (F, M): those of logits, then those of weights.
         mean: of a row's logits, by query modality.
         variance: of a row's logits, by query modality.
         offset_variance: of its block offsets, each weighted by its keys, by query modality.
@@ -46,7 +46,7 @@ class AttentionStatistics:
         offset: of a key block's mean from the row's mean, by query modality, one for each key modality.
         entropy: of the attention row, nats, by query modality.
         block_entropy: of the row's masses on the key blocks, nats, by query modality.
-        within_entropy: what is left, the entropy within each block weighted by its mass, nats.
+        within_entropy: the entropy within each block weighted by its mass, nats.
         mass: attention weight on a key block, by query modality, one for each key modality.
     """
 
@@ -69,7 +69,7 @@ class AttentionStatistics:
 
 
 def exceeded_by_one_in_a_thousand(tail_NP: Tensor, count_P: Tensor) -> Tensor:
-    """(P,), of each of P kinds of pairs the logit that one in a thousand of its `count` exceeds or equals."""
+    """(P,): for each of P kinds of pairs, the logit that one in a thousand of its `count` exceeds or equals."""
     place_P = (count_P * TAIL).round().clamp(min=1, max=len(tail_NP)).long() - 1
     return tail_NP.sort(dim=0, descending=True).values.gather(0, place_P[None])[0]
 
@@ -80,13 +80,13 @@ def attention_statistics(
     """Exact statistics of the attention logits ``scale * q.k`` over every visible pair.
 
     Args:
-        q_BHTK: queries as they enter the dot product: after QK-Norm and RoPE.
-        k_BHSK: keys likewise.
+        q_BHTK: queries of the dot product, after QK-Norm and RoPE.
+        k_BHSK: keys of the dot product.
         scale: factor on the dot product.
-        pairs: who sees whom, and the modalities.
-        softcap: applied before the softmax of the entropy; the logits reported are before it.
+        pairs: visible pairs, and the modalities.
+        softcap: cap before the softmax, or None; statistics of logits are from before the cap.
     """
-    # Heads first: what is told of a pair of tokens (B, C, S) then holds for a contiguous slice of each head.
+    # Heads first, so that an index into (B, C, S) selects from a contiguous slice of each head.
     q_HBTK, k_HBSK = scale * q_BHTK.float().transpose(0, 1), k_BHSK.float().transpose(0, 1)
     H, M = len(q_HBTK), pairs.n_modalities
     tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]
@@ -106,8 +106,8 @@ def attention_statistics(
         if weight_HBCS.shape[2] == q_HBTK.shape[2]:
             rank_HB = participation(chunk.mask.zero_(weight_HBCS), pairs.reach)
         square_MMH = square_MMH + _by_query(square_HBMC, chunk.queries_MBC)
-        found = _moments(values_FHBC, chunk)
-        rows = found if rows is None else rows + found
+        chunk_rows = _moments(values_FHBC, chunk)
+        rows = chunk_rows if rows is None else rows + chunk_rows
     assert rows is not None
     one = [Moments(*of) for of in zip(rows.count, rows.sum, rows.sum_sq, rows.max, strict=True)]
     none = q_HBTK.new_full((), -torch.inf)
@@ -130,7 +130,7 @@ def attention_statistics(
 def _largest(values_N: Tensor, n: int) -> Tensor:
     """The n largest (or all) of some numbers in descending order, exactly.
 
-    They lie in those n of the groups whose own largest are the largest, so that few numbers have to be sorted.
+    They lie in the n groups with the largest maxima, so that few numbers have to be sorted.
     """
     grouped = len(values_N) - len(values_N) % GROUP
     groups_GX = values_N[:grouped].view(-1, GROUP)
@@ -140,7 +140,7 @@ def _largest(values_N: Tensor, n: int) -> Tensor:
 
 
 def _merged(parts: list[Tensor], n: int, none: Tensor) -> Tensor:
-    """The n largest of some parts in descending order, with -inf where they are fewer than on other ranks."""
+    """The n largest of some parts in descending order, filled up with -inf if other ranks have more."""
     if len(parts) == 1 and len(parts[0]) == n:
         return parts[0]
     return torch.cat([*parts, none.expand(n)]).topk(n).values
@@ -149,13 +149,13 @@ def _merged(parts: list[Tensor], n: int, none: Tensor) -> Tensor:
 def _rows(logits_HBCS: Tensor, chunk: Chunk, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """The F statistics of every row, in the order of `AttentionStatistics.rows`, sums of squares by block, weights.
 
-    Passes over the T x T numbers are few and in place: they are what a probe takes its time for. The logits are lost.
+    Few passes over the T x T numbers, and in place, since they take most of a probe's time. Overwrites the logits.
     """
     of_key_BMS, n_BMC, share_BMC = chunk.of_key_BMS, chunk.n_BMC, chunk.share_BMC
     H, B, C, S = logits_HBCS.shape
     raw = chunk.mask.zero_(logits_HBCS)
     rough_HBMC = of_key_BMS @ raw.mT / n_BMC
-    # Once more about the first estimate, and in fp64: a spread of 1 beside a mean of 10,000 would be lost.
+    # Again relative to the first estimate, and in fp64: else a mean of 10,000 hides a spread of 1.
     of_key_XMS = of_key_BMS.expand(H, -1, -1, -1).flatten(0, 1)
     rest_XCS = torch.baddbmm(raw.flatten(0, 1), rough_HBMC.flatten(0, 1).mT, of_key_XMS, alpha=-1)
     rest = chunk.mask.zero_(rest_XCS.view(H, B, C, S))
@@ -170,7 +170,7 @@ def _rows(logits_HBCS: Tensor, chunk: Chunk, softcap: float | None) -> tuple[Ten
     if softcap is not None:
         raw.div_(softcap).tanh_().mul_(softcap)
     shifted = raw.add_(chunk.mask.fill)
-    shifted -= shifted.amax(-1, keepdim=True)  # or large logits would cancel in the entropy
+    shifted -= shifted.amax(-1, keepdim=True)  # else large logits cancel in the entropy
     weight = torch.softmax(shifted, -1, out=rest)
     mass_HBMC = of_key_BMS @ weight.mT
     log_z_HBC = -weight.amax(-1).log()
@@ -183,9 +183,9 @@ def _rows(logits_HBCS: Tensor, chunk: Chunk, softcap: float | None) -> tuple[Ten
 
 
 def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Tensor:
-    """(H, B): ``(tr W W^T)^2 / |W W^T|^2``; of the symmetric product a block beside the diagonal counts twice.
+    """(H, B): ``(tr W W^T)^2 / |W W^T|^2``; off-diagonal blocks of the symmetric product count twice.
 
-    A row that sees nothing has to be 0. `reach` is that of `Pairs`.
+    A row without visible keys must be 0. `reach` is `Pairs.reach`.
     """
     square_HB = weight_HBTS.new_zeros(weight_HBTS.shape[:2])
     for rows, keys in reach:
@@ -202,9 +202,9 @@ def _by_query(sums_HBMC: Tensor, queries_MBC: Tensor) -> Tensor:
 
 
 def _moments(values_FHBC: Tensor, chunk: Chunk) -> Moments:
-    """Of F statistics, each with rows of its own, (F, M)."""
+    """Moments (F, M) of F statistics, each over its selected rows."""
     selected, values = chunk.selected_FMBC[:, :, None], values_FHBC[:, None]
-    kept = torch.where(selected, values, 0.0)  # not a product: a NaN must not reach the other modalities
+    kept = torch.where(selected, values, 0.0)  # no product, which would spread a NaN to other modalities
     return Moments(
         count=chunk.count_FM * values_FHBC.shape[1],
         sum=kept.sum((2, 3, 4)),
