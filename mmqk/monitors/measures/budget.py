@@ -1,4 +1,4 @@
-"""The radial budget: which modality's gradients make a weight matrix longer."""
+"""The radial budget: how much each modality's gradients increase the norm of a weight matrix."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """What AdamW did to one tensor in one step.
+    """One AdamW step of one tensor.
 
     Attributes:
         before: the tensor before the step.
         after: the tensor after it.
         second_moment: Adam's v after the step, before bias correction.
-        step: updates done with this one; a tensor need not leave its device.
+        step: number of updates including this one; a tensor stays on its device.
         lr: learning rate of this step.
         betas: decays of the moments.
         eps: epsilon.
-        weight_decay: as torch's AdamW takes it: the tensor first shrinks by ``lr * weight_decay`` of itself.
+        weight_decay: as in torch's AdamW: the tensor first shrinks by ``lr * weight_decay`` of itself.
     """
 
     before: Tensor
@@ -38,24 +38,24 @@ class AdamUpdate:
 class RadialBudget:
     """Splits the change of ``|W|^2`` of one tensor over a window of AdamW steps.
 
-    Exactly, in every step: ``d|W|^2 = sum_a 2<W, U_a> + 2<W, U_decay> + |dW|^2`` where
+    Exact for every step: ``d|W|^2 = sum_a 2<W, U_a> + 2<W, U_decay> + |dW|^2`` where
     ``U_a = -lr m_a / (sqrt(v) + eps)`` with bias corrections, m_a the running mean of modality a's own gradients, and
-    v the one that Adam has: Adam's step is linear in m and not in v, so v is shared and never attributed. Summing
-    ``-<W, gradient_a>`` instead says nothing: under QK-Norm it is 0 whatever the weights do.
+    v Adam's own: the step is linear in m but not in v, so v is shared by the modalities. Summing
+    ``-<W, gradient_a>`` is no alternative: under QK-Norm it is always 0.
 
     Args:
-        first_moment: Adam's m before the window, whose part cannot be attributed and fades with beta1; None for a
-            tensor without a step yet.
+        first_moment: Adam's m before the window, whose part decays with beta1 and is not attributed to a modality;
+            None before the tensor's first step.
         modalities: number of modalities.
 
     Attributes:
         by_modality: sum of ``2<W, U_a>`` for each.
-        decay: of weight decay.
-        step: sum of ``|dW|^2``: a step at right angles to W makes it longer.
-        unattributed: of the first moment from before the window.
-        rest: what AdamW did not do: rounding, QK-Clip.
+        decay: part of weight decay.
+        step: sum of ``|dW|^2``: a step at right angles to W increases its norm.
+        unattributed: part of the first moment from before the window.
+        rest: changes that AdamW did not make: rounding, QK-Clip.
         total: the measured change of ``|W|^2``, the sum of all the others.
-        steps: in the window.
+        steps: number of steps in the window.
     """
 
     first_moment: Tensor | None
@@ -76,12 +76,12 @@ class RadialBudget:
         self._own: list[Tensor | float] = [0.0] * self.modalities
 
     def add(self, gradients: Sequence[Tensor | None], update: AdamUpdate) -> None:
-        """Count one step.
+        """Add one step.
 
         Args:
             gradients: of each modality's loss over the global denominator, clipped as the step's gradient was;
-                they sum to it. None where the loss does not reach the tensor.
-            update: what the step did.
+                they sum to it. None if the loss does not depend on the tensor.
+            update: the step.
         """
         beta1, beta2 = update.betas
         w, dw = update.before.double(), update.after.double() - update.before.double()
