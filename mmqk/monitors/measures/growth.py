@@ -1,6 +1,6 @@
 """Which part of the attention logits grew: queries, keys, or how they are aligned.
 
-Shapes: B batch, H heads, T query tokens, S key tokens, K head width, M modalities.
+Shapes: B batch, H heads, T query tokens, S key tokens, K head_dim, M modalities.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mmqk.monitors.measures.reduce import Moments, sum_of_squares
 
 @dataclass(frozen=True)
 class LogitGrowth:
-    """Of one layer, by query and key modality and head, (M, M, H): sums, which those of other batches add to.
+    """Sums of one layer, by query and key modality and head, (M, M, H); sums of several batches add up.
 
     Attributes:
-        q_sq: squared length of the query, over all pairs of a query and a key of one sequence, met or not.
-        k_sq: squared length of the key, over the same.
-        dot_sq: squared dot product, over the same.
-        pairs: how many, (M, M).
+        q_sq: squared length of the query, over all pairs of a query and a key of one sequence, visible or not.
+        k_sq: squared length of the key, over the same pairs.
+        dot_sq: squared dot product, over the same pairs.
+        pairs: number of these pairs, (M, M).
         seen_sq: squared dot product over the visible pairs.
-        seen: how many, (M, M).
+        seen: number of visible pairs, (M, M).
     """
 
     q_sq: Tensor
@@ -38,14 +38,14 @@ class LogitGrowth:
     seen: Tensor
 
     def parts(self) -> dict[str, Tensor]:
-        """Natural logarithms, means over heads, (M, M); NaN where there is no pair.
+        """Natural logarithms, means over heads, (M, M); NaN without a pair.
 
         ``log E[z^2] = 2 log scale + q_power + k_power + alignment + masked``, exactly, z the raw visible logit.
 
         q_power: log of the mean squared length of the queries.
         k_power: log of the mean squared length of the keys.
-        alignment: log of ``tr(C_q C_k) / (tr C_q tr C_k)``, C the uncentred second moments; ``-log K`` for directions
-            at random, 0 when all lie on one line.
+        alignment: log of ``tr(C_q C_k) / (tr C_q tr C_k)``, C the uncentered second moments; ``-log K`` for random
+            directions, 0 if all lie on one line.
         masked: log of E[z^2] over the visible pairs less that over all pairs: what the other parts do not explain.
         """
         pairs, seen = self.pairs[..., None], self.seen[..., None]
@@ -62,21 +62,21 @@ class LogitGrowth:
 def logit_growth(
     q_BHTK: Tensor, k_BHSK: Tensor, of_MBT: Tensor, pairs: Pairs, seen_sq_MMH: Tensor | None = None
 ) -> LogitGrowth:
-    """Second moments of queries and keys as they enter the dot product (after QK-Norm and RoPE), without its scale.
+    """Second moments of the queries and keys of the dot product (after QK-Norm and RoPE), without its scale.
 
     Args:
         q_BHTK: queries.
         k_BHSK: keys.
         of_MBT: which tokens belong to each modality, from `mmqk.monitors.measures.reduce.selection`.
-        pairs: who sees whom.
-        seen_sq_MMH: sums of squared dot products over the visible pairs, where they are known already.
+        pairs: visible pairs.
+        seen_sq_MMH: sums of squared dot products over the visible pairs; None to compute them.
     """
     n_MB = of_MBT.sum(-1).float()
     moments_2MBHKK = torch.stack([_second_moments(x, of_MBT) for x in (q_BHTK, k_BHSK)])
     moments_2HMBKK = moments_2MBHKK.permute(0, 3, 1, 2, 4, 5)
     trace_2HMB = moments_2HMBKK.diagonal(dim1=-2, dim2=-1).sum(-1)
     cq_HMX, ck_HMX = moments_2HMBKK.flatten(3).unbind(0)
-    # Weighted by pairs: a sequence says as much as it has pairs of the two modalities.
+    # Each sequence is weighted by its number of pairs of the two modalities.
     q_sq_HMM, k_sq_HMM = trace_2HMB[0] @ n_MB.T, (trace_2HMB[1] @ n_MB.T).mT
     if seen_sq_MMH is None:
         seen_sq_MMH = attention_statistics(q_BHTK, k_BHSK, 1.0, pairs).square
@@ -90,37 +90,37 @@ def logit_growth(
     )
 
 
-def _own(x_BHTK: Tensor, of_MBT: Tensor) -> Tensor:
-    """(M, B, H, T, K), 0 at the tokens of other modalities; no product, or a NaN of theirs would stay."""
+def _of_modality(x_BHTK: Tensor, of_MBT: Tensor) -> Tensor:
+    """(M, B, H, T, K), 0 at the tokens of other modalities; no product, which would keep their NaN."""
     return torch.where(of_MBT[:, :, None, :, None], x_BHTK.float(), 0.0)
 
 
 def _second_moments(x_BHTK: Tensor, of_MBT: Tensor) -> Tensor:
-    """(M, B, H, K, K), uncentred sums."""
-    # `_own` by the bits of the numbers, as in `Mask`, which takes a third of the time.
+    """(M, B, H, K, K), uncentered sums."""
+    # `_of_modality` with bit operations, as in `Mask`, which takes a third of the time.
     keep_MB1T1 = -of_MBT.int()[:, :, None, :, None]
-    own_MBHTK = (x_BHTK.float().contiguous().view(torch.int32) & keep_MB1T1).view(torch.float32)
-    return own_MBHTK.mT @ own_MBHTK
+    kept_MBHTK = (x_BHTK.float().contiguous().view(torch.int32) & keep_MB1T1).view(torch.float32)
+    return kept_MBHTK.mT @ kept_MBHTK
 
 
 def common_mode(k_BHSK: Tensor, of_MBT: Tensor) -> Moments:
-    """Share of the keys' squared length that all keys of a modality in a sequence have in common, by modality.
+    """Share of the keys' squared length in their mean over a modality's tokens of a sequence, by modality.
 
-    ``|mean k|^2 / mean |k|^2`` for each sequence and head: 1 when all keys are alike, 1/n for n at random. Logits
-    along the common direction shift a whole block of a row and do not tell its keys apart.
+    ``|mean k|^2 / mean |k|^2`` for each sequence and head: 1 if all keys are equal, 1/n for n random keys. The
+    mean key shifts the logits of a whole block of a row by one number.
     """
-    own_MBHSK = _own(k_BHSK, of_MBT)
+    k_MBHSK = _of_modality(k_BHSK, of_MBT)
     n_MB1 = of_MBT.sum(-1, keepdim=True)
-    own_sq_MBH = sum_of_squares(own_MBHSK)
-    share_MBH = own_MBHSK.sum(-2).square().sum(-1) / (n_MB1 * own_sq_MBH)
-    # Keys that are all 0 have no length to share.
-    there_MBH = (n_MB1 > 0) & (own_sq_MBH != 0)
-    kept = torch.where(there_MBH, share_MBH, 0.0)
+    k_sq_MBH = sum_of_squares(k_MBHSK)
+    share_MBH = k_MBHSK.sum(-2).square().sum(-1) / (n_MB1 * k_sq_MBH)
+    # If all keys are 0, the share is 0 / 0: leave it out.
+    defined_MBH = (n_MB1 > 0) & (k_sq_MBH != 0)
+    kept = torch.where(defined_MBH, share_MBH, 0.0)
     return Moments(
-        count=there_MBH.sum((1, 2)).float(),
+        count=defined_MBH.sum((1, 2)).float(),
         sum=kept.sum((1, 2)),
         sum_sq=kept.square().sum((1, 2)),
-        max=torch.where(there_MBH, share_MBH, -torch.inf).amax((1, 2)),
+        max=torch.where(defined_MBH, share_MBH, -torch.inf).amax((1, 2)),
     )
 
 
@@ -140,11 +140,11 @@ def attention_rank(
     sequence of padding alone.
 
     Args:
-        q_BHTK: queries as they enter the dot product.
-        k_BHSK: keys likewise.
+        q_BHTK: queries of the dot product.
+        k_BHSK: keys of the dot product.
         scale: factor on the dot product.
         visible_BTS: which keys each query may see.
-        softcap: between logits and softmax.
+        softcap: cap on the logits before the softmax, or None.
         reach: `Pairs.reach`, which saves most of the work of causal attention; None is all keys for every query.
     """
     q, k = scale * q_BHTK.float(), k_BHSK.float()
@@ -159,7 +159,7 @@ def attention_rank(
             logits_BhTS = q_BhTK @ k_BhSK.mT
             if softcap is not None:
                 logits_BhTS = softcap * torch.tanh(logits_BhTS / softcap)
-            weight_BhTS = mask.zero_(torch.softmax(mask.hide_(logits_BhTS), -1))  # padding sees nothing
+            weight_BhTS = mask.zero_(torch.softmax(mask.hide_(logits_BhTS), -1))  # rows of padding become 0
             of_heads.append(participation(weight_BhTS, reach or [(slice(0, T), k.shape[2])]))
         ranks.append(torch.cat(of_heads, 1))
     return torch.cat(ranks).T
