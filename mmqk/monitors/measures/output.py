@@ -1,4 +1,4 @@
-"""The output softmax by modality of the target: how large its normaliser is, and where its mass goes wrong.
+"""The output softmax by modality of the target: its log Z, and its probability on wrong modalities.
 
 Shapes: B batch, T tokens, V vocabulary, M modalities.
 """
@@ -17,11 +17,11 @@ from mmqk.monitors.measures.reduce import Moments, moments
 
 @dataclass(frozen=True)
 class OutputStatistics:
-    """By modality of the target. ``log_z = logit_mean + log V + logit_spread``: drift and sharpening apart.
+    """By modality of the target. ``log_z = logit_mean + log V + logit_spread``: drift and sharpening separately.
 
     Attributes:
-        log_z: log of the softmax's normaliser, nats.
-        logit_mean: mean logit over the vocabulary; adding a number to all logits moves it and nothing else.
+        log_z: log Z of the softmax, nats.
+        logit_mean: mean logit over the vocabulary; adding a constant to all logits changes only this.
         logit_spread: log Z less log V less the mean: 0 for equal logits.
         block_log_z: log Z of one modality's ids alone, one for each modality.
         wrong_mass: probability on ids of other modalities than the target's.
@@ -41,7 +41,7 @@ def output_statistics(
 
     Args:
         logits_BTV: in fp32.
-        target_modality_BT: of what each position predicts.
+        target_modality_BT: modality of each position's target.
         selected_MBT: which targets belong to each modality, from `mmqk.monitors.measures.reduce.selection`.
         blocks: number of ids of each modality, in id order.
     """
