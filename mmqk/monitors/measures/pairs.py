@@ -1,4 +1,4 @@
-"""Which query meets which key, by modality: worked out once for a probed batch and used by every layer.
+"""Visible pairs of query and key by modality, computed once for a probed batch and used by every layer.
 
 Shapes: B batch, H heads, T query tokens (C of them in a chunk), S key tokens, M modalities.
 """
@@ -16,28 +16,28 @@ from mmqk.distributed import summed
 from mmqk.model.backends import visible_keys
 from mmqk.monitors.measures.reduce import selection
 
-# Entropy is left out where a row can see fewer keys than this: it is bounded by their number.
+# Rows with fewer visible keys have no entropy statistic, since log of their number bounds the entropy.
 FEWEST_KEYS = 8
 CHUNK_ELEMENTS = 2**24  # logits of all heads at a time
 KEPT_ELEMENTS = (
     2**26
 )  # pairs whose chunks are kept for the next layer; of more they are made again, to save memory
-# Stands for minus infinity where nothing is visible: exp makes 0 of it, and it times 0 is 0.
+# In place of -inf at hidden keys: its exp is 0, and its product with 0 is 0.
 HIDDEN = -1e30
 ROW_BLOCKS, FEWEST_ROWS = 8, 32  # slices of `Pairs.reach`: at most so many, and not smaller
 
 
 def visible_pairs(valid_BT: Tensor, document_BT: Tensor | None = None, window: int = 0) -> Tensor:
-    """(B, T, S) bool: pairs that causal attention uses, padding left out on both sides; window 0 is none."""
+    """(B, T, S) bool: visible pairs of causal attention, without padding queries and keys; window 0 is no window."""
     causal = visible_keys(valid_BT.shape[1], valid_BT.device, window, document_BT)
     return (causal & valid_BT[:, None, :, None] & valid_BT[:, None, None, :])[:, 0]
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Puts something else where a query may not see a key, whatever stands there, NaN included; fp32, in place.
+    """Overwrites the values of hidden pairs, NaN included; fp32, in place.
 
-    By the bits of the numbers: `masked_fill_` takes five times as long, and a product would keep NaN.
+    It uses bit operations: `masked_fill_` takes five times as long, and a product would keep NaN.
     """
 
     keep: Tensor  # int32, all bits where visible, none elsewhere
@@ -49,32 +49,32 @@ class Mask:
         return cls(-visible.int(), fill)
 
     def zero_(self, x: Tensor) -> Tensor:
-        """0 where nothing is visible."""
+        """Set hidden pairs to 0."""
         x.view(torch.int32).bitwise_and_(self.keep)
         return x
 
     def hide_(self, x: Tensor) -> Tensor:
-        """`HIDDEN` where nothing is visible, for a softmax."""
+        """Set hidden pairs to `HIDDEN`, for a softmax."""
         return self.zero_(x).add_(self.fill)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A slice of queries, and the first S of the keys, which hold all that they see.
+    """A slice of queries, and the first S keys, which include all keys that they see.
 
-    F statistics of a row: four of the logits and M offsets, three of the weights and M masses.
+    A row has F statistics: four of the logits, M offsets, three of the weights, and M masses.
 
     Attributes:
-        rows: of the queries.
+        rows: the slice of queries.
         of_key_BMS: keys of each modality, fp32, as a matrix to multiply with.
         mask: of what is visible, (B, C, S).
         sees_BMC: how many keys of each modality a query sees, fp32.
-        n_BMC: the same, and 1 for 0, to divide by.
-        share_BMC: of all keys that it sees.
+        n_BMC: the same with 1 in place of 0, as a divisor.
+        share_BMC: the same as a share of all keys that the query sees.
         queries_MBC: queries of each modality.
-        selected_FMBC: those of them whose rows count: they see at least 8 keys, and of an offset's block at least 1.
-        count_FM: how many.
-        places: of the visible pairs in (B, C, S) flattened, for each query modality and in it each key modality.
+        selected_FMBC: queries whose rows count: they see at least 8 keys, and for an offset at least 1 of its block.
+        count_FM: number of these queries.
+        places: indices of the visible pairs in flattened (B, C, S), by query modality, then by key modality.
     """
 
     rows: slice
@@ -91,14 +91,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Of one batch.
+    """The pairs of one batch.
 
     Args:
-        modality_BT: of each token; a number outside 0 to M - 1 belongs to none.
+        modality_BT: modality of each token; a number outside 0 to M - 1 is no modality.
         visible_BTS: which keys each query may see.
         n_modalities: M.
         n_heads: H, which decides how many queries a chunk has.
-        collective: whether every rank works on pairs of its own at the same time, to be merged.
+        collective: whether every rank measures its own pairs at the same time, to merge them.
     """
 
     modality_BT: Tensor
@@ -116,7 +116,7 @@ class Pairs:
 
     @cached_property
     def of_key_BMS(self) -> Tensor:
-        """The same, fp32, as a matrix to multiply with."""
+        """`of_MBT` in fp32, to multiply with."""
         return self.of_MBT.transpose(0, 1).float()
 
     @cached_property
@@ -127,7 +127,7 @@ class Pairs:
 
     @cached_property
     def counts_everywhere(self) -> list[int]:
-        """The same over all ranks, if the pairs are collective, one after the other and on the host."""
+        """`count_MM` on the host, flattened; summed over ranks if the pairs are collective."""
         count_MM = self.count_MM.clone()
         if self.collective:
             count_MM = summed(count_MM)
@@ -135,12 +135,12 @@ class Pairs:
 
     @cached_property
     def seen_B(self) -> Tensor:
-        """Sequences in which any pair is visible: those that are not padding alone."""
+        """Sequences with a visible pair, which are those with more than padding."""
         return self.visible_BTS.any((1, 2))
 
     @cached_property
     def reach(self) -> list[tuple[slice, int]]:
-        """Slices of queries, and for each how many of the first keys hold all that any of them sees."""
+        """Slices of queries, each with the number of first keys that include all keys it sees."""
         seen_TS = self.visible_BTS.any(0)
         T, S = seen_TS.shape
         size = max(FEWEST_ROWS, -(-T // ROW_BLOCKS))
