@@ -1,4 +1,4 @@
-"""What low precision loses: additions to a bf16 residual, and steps under Adam's epsilon."""
+"""Losses from low precision: rounded additions to a bf16 residual stream, and steps below Adam's epsilon."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mmqk.monitors.measures.reduce import Moments, moments
 
 @dataclass(frozen=True)
 class Absorption:
-    """Of adding a sublayer's output y to a residual stream x kept in bf16, by modality of the token.
+    """Rounding error of adding a sublayer's output y to a bf16 residual stream x, by modality of the token.
 
     With ``e = bf16(x + y) - x - y`` over one token's channels:
 
     Attributes:
         error: ``|e| / |y|``; at 1 the addition is noise.
-        bias: ``-<e, y> / |y|^2``: the share of y that is lost along y itself; negative where rounding adds to it.
-        absorbed: share of y's energy in channels where ``bf16(x + y) == x``, which the addition leaves alone.
+        bias: ``-<e, y> / |y|^2``: the share of y that is lost along y; negative if rounding increases it.
+        absorbed: share of y's energy in channels where ``bf16(x + y) == x``, which the addition does not change.
     """
 
     error: Moments
@@ -28,12 +28,12 @@ class Absorption:
 
 
 def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption:
-    """What a bf16 residual stream would lose of y, whatever precision these are in; x is rounded to bf16 first.
+    """Rounding error of adding y in bf16, for inputs of any precision; x is rounded to bf16 first.
 
     Args:
         x_BTD: residual stream before the addition.
-        y_BTD: what is added.
-        selected_MBT: which tokens belong to each modality. A token whose y is 0 is left out.
+        y_BTD: the added tensor.
+        selected_MBT: which tokens belong to each modality. Tokens with y = 0 are left out.
     """
     x = x_BTD.bfloat16().double()
     y = y_BTD.double()
@@ -49,12 +49,12 @@ def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption
 
 
 def below_epsilon(second_moment: Tensor, step: int | Tensor, beta2: float, eps: float) -> Tensor:
-    """Share of a tensor's elements whose ``sqrt(v_hat)`` lies below Adam's epsilon, which then sets their step.
+    """Share of a tensor's elements whose ``sqrt(v_hat)`` is below Adam's epsilon, which then sets their step size.
 
     Args:
         second_moment: Adam's v, before bias correction.
-        step: updates that made it.
-        beta2: its decay.
+        step: number of updates so far.
+        beta2: decay of v.
         eps: Adam's epsilon.
     """
     corrected = second_moment.float() / (1 - beta2**step)
