@@ -1,7 +1,7 @@
 """Reductions by modality. Shapes: B batch, H heads, T query tokens, S key tokens, M modalities.
 
-A statistic is carried as (count, sum, sum of squares, max), so that parts add up exactly and an absent
-modality is a count of 0.
+A statistic is stored as (count, sum, sum of squares, max), so that parts add up exactly. An absent modality has
+count 0.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Moments:
 
 
 def selection(modality_BT: Tensor, keep_BT: Tensor, n_modalities: int) -> Tensor:
-    """(M, B, T) bool: tokens of each modality, of those kept. Every token belongs to one modality at most."""
+    """(M, B, T) bool: the kept tokens of each modality. A token has at most one modality."""
     modality_M11 = torch.arange(n_modalities, device=modality_BT.device)[:, None, None]
     return (modality_BT == modality_M11) & keep_BT
 
@@ -45,7 +45,7 @@ def moments(values_BHT: Tensor, selected_MBT: Tensor) -> Moments:
     """Moments by modality of one number for each head and token (a missing H is one head)."""
     values = values_BHT.float() if values_BHT.ndim == 3 else values_BHT.float()[:, None]
     selected_MBHT = selected_MBT[:, :, None].expand(-1, -1, values.shape[1], -1)
-    # where, not multiplication: a NaN in another modality's token must not spread.
+    # torch.where, since a product would spread a NaN from another modality's token.
     kept = torch.where(selected_MBHT, values, 0.0)
     return Moments(
         count=selected_MBHT.sum(dim=(1, 2, 3)).float(),
@@ -56,5 +56,5 @@ def moments(values_BHT: Tensor, selected_MBT: Tensor) -> Moments:
 
 
 def sum_of_squares(matrices: Tensor) -> Tensor:
-    """Of the numbers of each matrix (last two axes), writing none of them; row by row, or fp32 would lose some."""
+    """Sum of squares of each matrix (last two axes) without a copy; by rows, for fp32 accuracy."""
     return torch.linalg.vector_norm(matrices, dim=-1).square().sum(-1)
