@@ -1,1 +1,1 @@
-"""Tensors in, numbers out: the definitions of the statistics, apart from any model."""
+"""Definitions of the statistics, as functions of tensors that do not depend on a model."""
