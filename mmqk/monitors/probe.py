@@ -1,6 +1,6 @@
-"""The probe: one separate fp32 forward of the present weights, and every statistic of it.
+"""The probe: one separate fp32 forward with the current weights, and its statistics.
 
-It never touches training: no gradient, no random number, no buffer, and the model's mode is put back.
+It never changes training: no gradients, random numbers or buffers, and the model's mode is restored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NORMS = {
 
 
 def pairs_of(config: ModelConfig, batch: TokenBatch, collective: bool = False) -> dict[int, Pairs]:
-    """Who sees whom in each window size of the model's layers."""
+    """The visible pairs of query and key, for each window size of the model's layers."""
     return {
         window: Pairs(
             batch.modality_BT,
@@ -63,11 +63,11 @@ def probe(
     softmax that of the target.
 
     Args:
-        model: looked at in evaluation mode and fp32; left as it was.
+        model: runs in evaluation mode and fp32, and is not changed.
         batch: all of its sequences are used.
-        heads: also give attention logits and weights for each head.
-        collective: whether every rank probes a batch of its own now, for `Probe.merged`.
-        pairs: `pairs_of` this batch, where they are kept from one probe to the next.
+        heads: also add statistics of attention logits and weights for each head.
+        collective: whether every rank probes its own batch at the same time, for `Probe.merged`.
+        pairs: `pairs_of` this batch, if stored from an earlier probe.
     """
     c = model.config
     collector = Collector(c.modalities, batch.modality_BT, batch.valid_BT, heads)
@@ -99,8 +99,8 @@ def probe(
 
 @torch.no_grad()
 def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
-    """What the weights alone say: rows of embedding and head by vocabulary block, QK-Norm's gains and bound, and how
-    near σReparam's sigma is to the true one."""
+    """Statistics of the weights: row norms of embedding and head by vocabulary block, QK-Norm's gains and logit
+    bound, and the ratio of σReparam's sigma to the true one."""
     c = model.config
     for statistic, weight_VD in (
         ("embed_row_norm", model.embed.weight),
@@ -136,10 +136,10 @@ def sigma_ratio(block: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
-    """What no attention logit of this layer can exceed under QK-Norm, whatever the input.
+    """Upper bound on the attention logits of this layer under QK-Norm, for any input.
 
-    The scale times the greatest length of a query times that of a key (`Norm.longest`): with RMS over a head and
-    gains g, ``|g_q|_max |g_k|_max sqrt(head_dim)`` at the usual scale. RoPE keeps lengths.
+    It is the scale times the greatest length of a query times that of a key (`Norm.longest`): with RMS over a head
+    and gains g, ``|g_q|_max |g_k|_max sqrt(head_dim)`` at the usual scale. RoPE keeps lengths.
     """
     attention = cast(Block, model.blocks[layer]).attention
 
@@ -156,8 +156,8 @@ def _forward(
     for module in training:
         module.training = False
     try:
-        # Eagerly: a compiled model would be compiled once more for a forward that somebody watches. By the dense
-        # reference where that leaves no kernel: flex is fused only where it is compiled, the others want 16 bits.
+        # Eager: a compiled model would be compiled again for a forward with a sink. Dense attention for backends
+        # without an eager fp32 kernel: flex is fused only if compiled, and the others need 16 bits.
         eagerly = torch.compiler.set_stance("force_eager")
         has_none = model.backend in ("flex", "sdpa_flash", "sdpa_cudnn")
         dense = model.use_backend("math") if has_none else nullcontext()

@@ -1,4 +1,4 @@
-"""What a probe found, as sums that merge exactly with those of other ranks, and as numbers by tag in the end."""
+"""The statistics of a probe: sums that merge exactly over ranks, and from these the numbers by tag."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Finish = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
 @dataclass
 class StatisticPart:
-    """Some tags that are worked out together.
+    """Some tags that are computed together.
 
     Attributes:
         tags: names.
-        raw: tensors that merge: those whose name starts with ``max`` by their maximum, ``tail`` by keeping all, the
-            others by their sum.
-        finish: the numbers of the tags, and the count behind each; a tag of count 0 is left out.
+        raw: tensors to merge over ranks: names with ``max`` at the start by maximum, with ``tail`` by concatenation,
+            others by sum.
+        finish: computes the number and the count of each tag; tags with count 0 are left out.
     """
 
     tags: list[str]
@@ -37,8 +37,8 @@ class Probe:
     """Statistics of one batch, still on the device.
 
     Attributes:
-        sequences: how many sequences were looked at, over all ranks; maxima are exact over these.
-        parts: in the order in which the forward came by them.
+        sequences: number of probed sequences, over all ranks; maxima are exact over these.
+        parts: in the order of the forward.
     """
 
     sequences: int
@@ -48,23 +48,23 @@ class Probe:
         self.parts.append(StatisticPart(tags, raw, finish))
 
     def add_values(self, tags: list[str], values: Tensor) -> None:
-        """Numbers that are the same on every rank, such as those of weights."""
+        """Add numbers that are equal on every rank, such as those of weights."""
         self.add(tags, {"max": values.float()}, lambda raw: (raw["max"], torch.ones_like(raw["max"])))
 
-    def add_moments(self, mean: list[str], maximum: list[str] | None, found: Moments) -> None:
-        """Means, and maxima where they are named, of (M,) moments."""
-        raw = {"sum": found.sum, "count": found.count}
+    def add_moments(self, mean: list[str], maximum: list[str] | None, moments: Moments) -> None:
+        """Add the means, and the maxima if they have tags, of (M,) moments."""
+        raw = {"sum": moments.sum, "count": moments.count}
         if maximum is None:
             self.add(mean, raw, lambda raw: (raw["sum"] / raw["count"], raw["count"]))
             return
         self.add(
             [*mean, *maximum],
-            {**raw, "max": found.max},
+            {**raw, "max": moments.max},
             lambda raw: (torch.cat([raw["sum"] / raw["count"], raw["max"]]), raw["count"].repeat(2)),
         )
 
     def merged(self) -> Probe:
-        """Of all ranks together; a collective call. Every rank has to have probed the same tags."""
+        """The probe of all ranks together; a collective call. Every rank must have probed the same tags."""
         if (world := world_size()) == 1:
             return self
         for part in self.parts:
@@ -83,8 +83,8 @@ class Probe:
         """``{tag: number}``, in one transfer to the host."""
         if not self.parts:
             return {}
-        found = [part.finish(part.raw) for part in self.parts]
-        both = torch.stack([torch.cat([f[i].float().flatten() for f in found]) for i in (0, 1)])
+        finished = [part.finish(part.raw) for part in self.parts]
+        both = torch.stack([torch.cat([f[i].float().flatten() for f in finished]) for i in (0, 1)])
         values, counts = both.tolist()
         tags = [t for part in self.parts for t in part.tags]
         return {t: v for t, v, n in zip(tags, values, counts, strict=True) if n}

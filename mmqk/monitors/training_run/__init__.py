@@ -1,1 +1,1 @@
-"""Our own model while it trains: when a probe is due, and what only its optimizer and gradients can tell."""
+"""Monitors of mmqk's own runs: when to probe, and statistics from gradients and the optimizer."""
