@@ -48,7 +48,7 @@ from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
             "no gain or bias",
         ),
         ({"untie": UntieConfig(norms=True), "norm_gain": "none"}, "model.untie.norms has no gain or bias"),
-        ({"qk_norm": QKNormConfig("l2"), "attn_scale": "inverse"}, "on top of the learned scale"),
+        ({"qk_norm": QKNormConfig("l2"), "attn_scale": "inverse"}, "multiply the learned scale"),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(fields, sentence):
