@@ -186,7 +186,7 @@ def test_blocks_that_are_compiled_or_recomputed_and_qk_clip_want_flex():
         check_shown(True, True, backend, OptimConfig())
     check_shown(True, True, "flex", OptimConfig(qk_clip=1.0))
     for word, on in (("compile", (True, False)), ("recompute", (False, True))):
-        with pytest.raises(ValueError, match=rf"^optim\.qk_clip looks at queries.*flex.*or leave {word} off"):
+        with pytest.raises(ValueError, match=rf"^optim\.qk_clip reads queries.*flex.*or leave {word} off"):
             check_shown(*on, "sdpa", OptimConfig(qk_clip=1.0))
 
 
