@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--tokens is {options.tokens}: give at least 1.")
 
     from mmqk.config import resolve
-    from mmqk.data.inspection import page as inspect_page
+    from mmqk.inspection import page as inspect_page
 
     run = resolve(rest)
     command = "python -m mmqk.inspect " + shlex.join(map(relative_word, _as_given(parser, options, rest)))

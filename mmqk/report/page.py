@@ -30,7 +30,7 @@ from mmqk.report.run_table import anchor, run_rows, totals
 from mmqk.report.tables import arm_rows, claim_sections, data_rows, environment, used_marks, verdict_rows
 from mmqk.store import UserError, relative_word, without_roots, write_folder
 
-# mmqk.data.inspection uses the same style sheet.
+# mmqk.inspection uses the same style sheet.
 __all__ = ["TEMPLATES", "write_report"]
 
 SECTIONS = (

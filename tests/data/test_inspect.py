@@ -18,11 +18,11 @@ from PIL import Image
 
 from mmqk.config import resolve
 from mmqk.data.datamodule import MicroBatches, TokenDataModule
-from mmqk.data.inspection import page as inspect_page
-from mmqk.data.inspection.decode import Decoder, Originals, Pictures, shaded
 from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.folder import TokenWriter, layout_of
 from mmqk.inspect import main
+from mmqk.inspection import page as inspect_page
+from mmqk.inspection.decode import Decoder, Originals, Pictures, shaded
 from mmqk.shards.pairs import read_pairs
 from mmqk.store import cli_main
 from mmqk.tokenizers import ImageTokenizer, TextTokenizer, tokenizers_hash

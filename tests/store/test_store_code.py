@@ -70,7 +70,7 @@ def test_the_lists_name_what_exists():
         ("store/alarms/divergence.py", True),
         ("training/step/losses.py", True),
         ("training/logging/heatmaps.py", False),
-        ("data/inspection/page.py", False),
+        ("inspection/page.py", False),
         ("store/folder.py", False),
         ("report/page.py", False),
     ],

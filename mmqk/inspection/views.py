@@ -16,8 +16,8 @@ import numpy as np
 from PIL import Image
 
 from mmqk.data.batch import TokenBatch
-from mmqk.data.inspection.decode import Decoder, Pictures, shaded
 from mmqk.data.tokens.folder import SPECIAL_NAMES, Layout
+from mmqk.inspection.decode import Decoder, Pictures, shaded
 
 # Okabe and Ito's palette for color-blind readers; the first two colors also differ in gray.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")

@@ -14,12 +14,12 @@ from PIL import Image
 
 from mmqk.analysis.formatting import capital, listed, nats, number, plural
 from mmqk.data.datamodule import TokenDataModule
-from mmqk.data.inspection.decode import Decoder, Originals, Pictures
-from mmqk.data.inspection.reading import WINDOW, read, record
-from mmqk.data.inspection.tables import dial_rows, percent, statistics_rows, step_rows, table_lines
-from mmqk.data.inspection.views import SequenceView, Viewer
 from mmqk.data.mixture import CYCLE
 from mmqk.data.order.order import Content
+from mmqk.inspection.decode import Decoder, Originals, Pictures
+from mmqk.inspection.reading import WINDOW, read, record
+from mmqk.inspection.tables import dial_rows, percent, statistics_rows, step_rows, table_lines
+from mmqk.inspection.views import SequenceView, Viewer
 from mmqk.report.page import TEMPLATES as SHARED_TEMPLATES
 from mmqk.store import without_roots
 
