@@ -39,7 +39,7 @@ def write_tar(path, samples):
 
 
 def count_walks(monkeypatch):
-    from mmqk.data.tokens.folder import online
+    from mmqk.data.tokens import online
 
     walks, walk = [], online.index_tar
     monkeypatch.setattr(online, "index_tar", lambda path: walks.append(path) or walk(path))

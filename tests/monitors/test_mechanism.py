@@ -44,7 +44,7 @@ def take(model, optimizer, window, steps, after=lambda: None) -> None:
         optimizer.step()
         window.after_update(optimizer)
         after()
-        window.resolve_device()
+        window.settle()
 
 
 def adam(model):
@@ -147,7 +147,7 @@ def test_a_modality_without_a_target_is_an_absent_key():
     window.before_update(optimizer, None)
     optimizer.step()
     window.after_update(optimizer)
-    window.resolve_device()
+    window.settle()
     assert {
         tag for tag in window.values() if "/image" in tag
     } == set() and "w_q_growth/text/layer00" in window.values()
