@@ -1,6 +1,6 @@
 """Which backends of attention there are, and which attention each can compute. Needs no torch."""
 
-# Dense, torch's fused one by the kernel that fits or by a named one, and FlexAttention.
+# Dense; torch's scaled_dot_product_attention with a chosen or a named kernel; FlexAttention.
 BACKENDS = ("math", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex")
 BLOCK = 128  # tokens
 
