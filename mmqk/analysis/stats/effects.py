@@ -140,10 +140,11 @@ def paired_effect(
     arms, the interval is too wide; if negatively, too narrow.
 
     Args:
-        treatment: outcome of the treatment by seed. control: outcome of the control by seed. spread: pooled spread
-        over seeds. share_history: whether the two runs of a seed are identical until a fork. Differences between
-        seeds then affect
-            both, so the interval uses the differences by seed, with n - 1 degrees of freedom.
+        treatment: outcome of the treatment by seed.
+        control: outcome of the control by seed.
+        spread: pooled spread over seeds.
+        share_history: whether the two runs of a seed are identical until a fork. Differences between seeds then
+            affect both, so the interval uses the differences by seed, with n - 1 degrees of freedom.
     """
     seeds = sorted(treatment.keys() & control.keys())
     if not seeds:

@@ -132,8 +132,10 @@ class Counts:
         return float(min(1.0, 2 * min(above, below)))
 
     def detectable(self, threshold: float, alpha: float, power: float) -> float:
-        """The smallest true difference above ``threshold`` that is significant with this power, for the observed
-        share of the control (of the treatment for a threshold below 0, with signs reversed); NaN if there is none."""
+        """The smallest true difference above ``threshold`` that is significant with this power, or NaN.
+
+        The share of the control is the observed one. For a threshold below 0 the arms swap and the sign is reversed.
+        """
         if threshold < 0:
             return -Counts(self.b, self.m, self.a, self.n_treatment).detectable(-threshold, alpha, power)
         n, m = self.n_treatment, self.m

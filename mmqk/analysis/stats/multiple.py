@@ -1,12 +1,12 @@
 """Corrections of the level for several claims, and for several looks at one claim.
 
 The confirmatory claims of a family share a level of 5 % by Holm's rule (Scandinavian Journal of Statistics 6, 1979).
-The exploratory claims have a false discovery rate of 10 % by Benjamini and Hochberg's rule (JRSS B 57, 1995), with
-intervals at the corresponding confidence (Benjamini and Yekutieli, JASA 100, 2005), at least 95 %.
+The exploratory claims have a false discovery rate of 10 % by Benjamini and Hochberg's rule (JRSS B 57, 1995). Their
+intervals have the corresponding confidence (Benjamini and Yekutieli, JASA 100, 2005), at least 95 %.
 
-If seeds may be added, every number of seeds from the first to the last registered one is a look. All looks have
-the same nominal level, chosen for a total error of 5 % (Pocock, Biometrika 64, 1977). The total error is simulated
-once with t-tests of two arms: the limits for normal means give 5.6 % if 3 seeds may become 6.
+If seeds may be added, every number of seeds from the first to the last registered one is a look. All looks have the
+same nominal level, chosen for a total error of 5 % (Pocock, Biometrika 64, 1977). The total error is simulated once
+with t-tests of two arms: the limits for normal means give 5.6 % if 3 seeds may become 6.
 """
 
 from __future__ import annotations
