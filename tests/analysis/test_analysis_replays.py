@@ -74,7 +74,7 @@ def test_everything_else_is_undecided_and_says_why(changed, words):
     assert found.label == "undecided"
     assert words in found.sentence
     judged_without_a_survivor = "at least" not in words and None not in changed.get("fp32", ())
-    assert ("it does not take bf16" in found.sentence) == judged_without_a_survivor
+    assert ("does not need bf16" in found.sentence) == judged_without_a_survivor
 
 
 def test_every_depth_must_agree():
@@ -93,7 +93,7 @@ def test_a_step_of_difference_is_no_difference():
 
 def test_a_run_that_does_not_repeat_itself_is_not_judged():
     found = verdict(replays_of(SAME), control=("diverged", T_DIV + 1))
-    assert found.label == "undecided" and "does not repeat itself" in found.sentence
+    assert found.label == "undecided" and "is not reproducible" in found.sentence
     found = verdict(replays_of(SAME), control=("completed", HORIZON))
     assert found.label == "undecided"
 

@@ -1,7 +1,7 @@
-"""Run folders as plain records.
+"""Loads run folders.
 
-A run that was interrupted, half written or damaged is loaded as far as it goes, with a note that says what is
-missing: leaving it out would hide it.
+An interrupted or damaged run is loaded as far as possible, with a note that names what is missing; a run that is left
+out would go unnoticed.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ class Run:
     Attributes:
         path: the folder.
         name: its path inside the folder of the study, e.g. ``mixed-0123456789/seed0``.
-        arm: the arm it belongs to.
-        seed: its seed.
-        id: hash of its identity, empty without a readable run.json.
-        code: hash of the code that ran it.
-        identity: the fields that make the run that run.
+        arm: name of the arm.
+        seed: the seed.
+        id: hash of the identity; empty without a readable run.json.
+        code: hash of the code of the run.
+        identity: the fields that define the run.
         details: versions, command, machine and resolved configuration.
-        status: how it stands; "failed" with a reason where status.json cannot be read.
-        remarks: what is missing or odd about its records; `notes` has its numbers' too.
-        family: the arm before the axes of the grid were crossed with it; the arm itself without axes.
+        status: the status; "failed" with a reason if status.json cannot be read.
+        remarks: what is missing or unusual in its records; `notes` also covers its metrics.
+        family: name of the arm in the grid, before the axes; the arm itself without axes.
         point: the values of the axes by dotted field; empty without axes.
         role: "verdict", "selection" (of a learning rate: no verdict may use it) or "replay".
-        fork: ``{"parent": folder or id, "step": n}`` of a run that began in another one, or None.
-        replay: what a replay is one of, how deep and in which numerics, or None.
-        forked: content of its fork.json, empty without one.
+        fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.
+        replay: for a replay, the replayed run, its depth and its numerics, else None.
+        forked: content of fork.json; empty without one.
     """
 
     path: Path
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The resolved configuration, nested; the identity where no configuration was recorded."""
+        """The resolved configuration, nested; the identity if no configuration was recorded."""
         config = self.details.get("config")
         return config if isinstance(config, Mapping) else self.identity
 
@@ -114,37 +114,37 @@ class Run:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is missing or odd, one sentence each."""
+        """What is missing or unusual, one sentence each."""
         cut = (CUT,) if self._columns.truncated and not self.lost else ()
         return (*self.remarks, *self.lost, *self._data_notes, *cut)
 
     @cached_property
     def lost(self) -> tuple[str, ...]:
-        """Which of its numbers are missing, one sentence each; of a run that ended by its own account.
+        """Which metrics of a finished run are missing, one sentence each.
 
-        A run that was killed has what it wrote until then, and counts in no verdict.
+        A killed run has its metrics up to its end, and counts in no verdict.
         """
-        found = [part for part in self.status.lost.split("; ") if part]
+        sentences = [part for part in self.status.lost.split("; ") if part]
         trainer = self.identity.get("trainer")
-        if self.status.finished and isinstance(trainer, Mapping):  # a run of mmqk.train: one line a step
+        if self.status.finished and isinstance(trainer, Mapping):  # mmqk.train writes one line per step
             first = (_mapping(self.identity.get("fork")) or {}).get("step", 0)
             columns = self._columns
             steps = lost_steps(columns.steps, first, self.status.step)
-            told = {
+            logged = {
                 (int(step), name.partition("/")[2]): float(value)
                 for name in columns
                 if name.startswith("alarm/")
                 for step, value in zip(*columns[name], strict=True)
             }
-            found += [steps or (CUT if columns.truncated else "")]
-            found += [lost_alarms(told, ((alarm.step, alarm.name) for alarm in self.alarms))]
-        return tuple(dict.fromkeys(filter(None, found)))
+            sentences += [steps or (CUT if columns.truncated else "")]
+            sentences += [lost_alarms(logged, ((alarm.step, alarm.name) for alarm in self.alarms))]
+        return tuple(dict.fromkeys(filter(None, sentences)))
 
     @cached_property
     def tags(self) -> dict[str, Tag]:
-        """Every series of the run by name, with its parts."""
-        found = ((name, _parsed(name)) for name in self._columns)
-        return {name: tag for name, tag in found if tag is not None}
+        """The parsed tag of every series by name."""
+        parsed = ((name, _parsed(name)) for name in self._columns)
+        return {name: tag for name, tag in parsed if tag is not None}
 
     @cached_property
     def _by_statistic(self) -> dict[str, list[tuple[str, Tag]]]:
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """Statistics of its data by modality, as training wrote them; empty without data.json."""
+        """Statistics of the data by modality, from data.json; empty without the file."""
         return self._data_read[0]
 
     @property
@@ -169,16 +169,16 @@ class Run:
 
     @cached_property
     def alarms(self) -> list[Alarm]:
-        """Those that it gave while it trained, in their order."""
+        """The recorded alarms, in order."""
         return read_alarms(self.path)
 
     @property
     def last_step(self) -> int:
-        """The last step that any series reached."""
+        """The last step of all series."""
         return self._columns.last_step
 
     def series(self, tag: str) -> Series:
-        """(steps, values) of one series; both empty when the run does not have it."""
+        """(steps, values) of one series; both empty if the run does not have it."""
         return self._columns.get(tag, EMPTY)
 
     def combined(
@@ -225,13 +225,13 @@ def _parsed(name: str) -> Tag | None:
 
 
 def load_runs(folder: str | Path) -> list[Run]:
-    """Every run under ``folder``: that of an ablation, of one arm, or a run itself.
+    """All runs under ``folder``: an ablation folder, an arm folder, or a run folder.
 
-    With an ``ablation.json`` the runs are those that it lists, in its order; those without a folder are left
-    out. Otherwise they are found by their ``run.json`` or ``metrics.jsonl``, up to three folders down.
+    With an ``ablation.json``, the runs that it lists and that have a folder, in its order. Otherwise all folders with
+    a ``run.json`` or ``metrics.jsonl``, up to three levels down.
 
     Raises:
-        UserError: the folder does not exist, or holds no run.
+        UserError: the folder does not exist or has no run.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -243,24 +243,24 @@ def load_runs(folder: str | Path) -> list[Run]:
             for entry in ablation["runs"]
             if os.path.isdir(folder / entry["folder"])
         ]
-    found = sorted(
+    paths = sorted(
         path
         for pattern in (".", "*", "*/*", "*/*/*")
         for path in (folder.glob(pattern) if pattern != "." else [folder])
         if path.is_dir() and ((path / "run.json").exists() or (path / "metrics.jsonl").exists())
     )
-    if not found:
+    if not paths:
         raise UserError(f"{folder} holds no run (no run.json or metrics.jsonl): give a folder that has runs")
-    return [_load(path, *_names(path, folder)) for path in found]
+    return [_load(path, *_names(path, folder)) for path in paths]
 
 
 def _names(path: Path, root: Path) -> tuple[str, str, int]:
-    """(name, arm, seed) of a run of which no ablation says them."""
+    """(name, arm, seed) of a run that no ablation.json lists."""
     path, root = path.resolve(), root.resolve()
     parts = path.relative_to(root).parts or (path.name,)
     match = _SEED.fullmatch(path.name)
     seed = int(match[1]) if match else _seed_of_record(path)
-    # The folder above seed<k> is the arm, even when it is the one that was asked for.
+    # The folder above seed<k> is the arm, also if it is the root.
     arm = path.parent.name if match else path.name
     named = _ARM.fullmatch(arm)
     return "/".join(parts), named["arm"] if named else arm, seed
@@ -272,7 +272,7 @@ def _seed_of_record(path: Path) -> int:
 
 
 def _noted(read: Callable[[], _T | None], notes: list[str]) -> _T | None:
-    """What ``read`` reads; None, with a note, where the file cannot be read."""
+    """The result of ``read``; None, with a note, if the file is damaged."""
     try:
         return read()
     except DamagedFile as damaged:
@@ -288,11 +288,11 @@ def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] |
         record = {}
         if not notes:
             notes.append("its run.json is missing")
-    known = len(notes)
+    notes_before = len(notes)
     status = _noted(lambda: read_status(path), notes)
     if status is None:
         status = Status("failed", reason="no status was written")
-        if len(notes) > known:
+        if len(notes) > notes_before:
             status = Status("failed", reason=notes[-1])
         else:
             notes.append("its status.json is missing")
@@ -325,7 +325,7 @@ def _mapping(value: Any) -> Mapping[str, Any] | None:
 
 
 def _fork_of(forked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the run's own fork.json says of its parent."""
+    """Parent and step from the content of fork.json."""
     parent = forked.get("parent")
     if parent is None:
         return None

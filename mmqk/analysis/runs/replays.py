@@ -1,16 +1,16 @@
-"""What replays of a diverged run say about it: dynamics, numerics, or undecided.
+"""The verdict of the replays of a diverged run: dynamics, numerics, or undecided.
 
-A run that diverged is run again from several depths before its divergence, with weights changed by one part in a
-million, in bf16 with a fused and with a dense attention, and in fp32. One replay is chaos; several of each tell
-whether the precision matters.
+A diverged run is replayed from several depths before its divergence, with weights changed by one part in a million,
+in bf16 with fused and with dense attention, and in fp32. A single replay is chaotic; several of each show whether the
+precision matters.
 
-dynamics    at every depth every replay diverges, and the fp32 times lie among the bf16 times
-numerics    at every depth every bf16 replay diverges and every fp32 replay lives to the end of its horizon
-undecided   everything else
+dynamics    at every depth all replays diverge, and the fp32 times lie among the bf16 times
+numerics    at every depth all bf16 replays diverge and all fp32 replays reach the end of their horizon
+undecided   every other case
 
-"Among" is: not all of them earlier than the earliest bf16 time, nor all later than the latest, give or take
-`SLACK` of the distance from the fork to the divergence. With 3 fp32 and 6 bf16 times from one distribution that fails
-at a depth in 2 of 84 orders; with 3 and 3, where attention has no fused form (a cap, sigmoid), in 2 of 20.
+"Among" means: not all earlier than the earliest bf16 time and not all later than the latest, with a tolerance of
+`SLACK` times the distance from the fork to the divergence. With 3 fp32 and 6 bf16 times from one distribution, this
+fails at a depth in 2 of 84 orders; with 3 and 3 (attention without a fused form: a cap, sigmoid), in 2 of 20.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmqk.store import FINISHED
 SLACK = 0.05
 AT_LEAST = 3
 CONTROL = "control"
-FUSED = "bf16-fused"  # of an attention that has a fused form
+FUSED = "bf16-fused"  # only for attention with a fused form
 BF16 = (FUSED, "bf16-math")
 FP32 = "fp32"
 
@@ -35,16 +35,16 @@ Label = Literal["dynamics", "numerics", "undecided"]
 
 @dataclass(frozen=True)
 class Times:
-    """When the replays of one depth and one numerics diverged.
+    """The divergence steps of the replays with one depth and one numerics.
 
     Attributes:
-        depth: how far before the divergence they began, as a share of the run until then.
-        step: the step they began at.
+        depth: distance of their first step from the divergence, as a share of the run until the divergence.
+        step: their first step.
         numerics: bf16-fused, bf16-math or fp32.
-        diverged: the steps at which they diverged, sorted.
-        survived: how many lived to the end of the horizon.
-        horizon: the step at which it ends.
-        runs: their names.
+        diverged: sorted steps of their divergences.
+        survived: number of replays that reached the end of the horizon.
+        horizon: last step of the horizon.
+        runs: names of the replays.
     """
 
     depth: float
@@ -57,19 +57,19 @@ class Times:
 
     @property
     def count(self) -> int:
-        """Replays that finished."""
+        """Number of finished replays."""
         return len(self.diverged) + self.survived
 
 
 @dataclass(frozen=True)
 class ReplayVerdict:
-    """What the replays of one run say.
+    """The verdict of the replays of one run.
 
     Attributes:
-        of: name of the run.
+        of: name of the diverged run.
         label: dynamics, numerics or undecided.
-        sentence: why, in one or two sentences.
-        rows: times by depth and numerics, the nearest depth first.
+        sentence: the reason, in one or two sentences.
+        rows: times by depth and numerics, smallest depth first.
     """
 
     of: str
@@ -79,14 +79,14 @@ class ReplayVerdict:
 
 
 def replay_verdicts(runs: Iterable[Run]) -> list[ReplayVerdict]:
-    """A verdict for every run that has replays among ``runs``, in their order."""
+    """A verdict for every run with replays among ``runs``, in their order."""
     runs = list(runs)
     by_name = {run.name: run for run in runs}
     replays: dict[str, list[Run]] = {}
     for run in runs:
         if run.replay:
             replays.setdefault(str(run.replay.get("of")), []).append(run)
-    return [_verdict(name, by_name.get(name), found) for name, found in replays.items()]
+    return [_verdict(name, by_name.get(name), of_run) for name, of_run in replays.items()]
 
 
 def _verdict(name: str, original: Run | None, replays: Sequence[Run]) -> ReplayVerdict:
@@ -99,31 +99,32 @@ def _verdict(name: str, original: Run | None, replays: Sequence[Run]) -> ReplayV
     for row in rows:
         depths.setdefault(row.depth, {})[row.numerics] = row
     if all(_of_numerics(row) for row in depths.values()):
-        words = "Every bf16 replay diverged and every fp32 replay lived to the end of its horizon, from every depth."
+        words = "From every depth all bf16 replays diverged and all fp32 replays reached the end of their horizon."
         return ReplayVerdict(name, "numerics", words, rows)
     against = [f"{100 * depth:g} %: {why}" for depth, row in depths.items() if (why := _not_dynamics(row))]
     if not against:
-        words = "Every replay diverged, and the fp32 times lie among the bf16 times, from every depth."
+        words = "From every depth all replays diverged, and the fp32 times lie among the bf16 times."
         return ReplayVerdict(name, "dynamics", words, rows)
-    said = f"From {'; from '.join(against)}."
+    sentence = f"From {'; from '.join(against)}."
     if not any(row.survived for row in rows if row.numerics == FP32):
-        said += " Every fp32 replay diverged: it does not take bf16."
-    return ReplayVerdict(name, "undecided", said, rows)
+        sentence += " All fp32 replays diverged: the divergence does not need bf16."
+    return ReplayVerdict(name, "undecided", sentence, rows)
 
 
 def _not_judged(
     original: Run | None, replays: Sequence[Run], rows: Sequence[Times], unfinished: Sequence[Run]
 ) -> str:
-    """Why the replays cannot be judged at all; empty when they can."""
+    """Why the replays cannot be judged; empty if they can."""
     if unfinished:
         return f"{len(unfinished)} of {plural(len(replays), 'replay')} have not finished."
     control = next((run for run in replays if _replay(run)["numerics"] == CONTROL), None)
     if control is None or original is None:
-        return "There is no control replay, the run again without a change."
+        return "The control replay (the run again without a change) is missing."
     if (control.status.status, control.status.step) != (original.status.status, original.status.step):
         return (
-            f"The control replay, the run again without a change, {control.status.status} at step"
-            f" {control.status.step} and not at step {original.status.step}: the run does not repeat itself."
+            f"The control replay (the run again without a change) {control.status.status} at step"
+            f" {control.status.step}, the run {original.status.status} at step {original.status.step}: the run is not"
+            " reproducible."
         )
     depths = {row.depth for row in rows}
     wanted = [n for n in BF16 if n != FUSED or any(row.numerics == FUSED for row in rows)]
@@ -132,8 +133,8 @@ def _not_judged(
         for numerics in (*wanted, FP32):
             if counts.get(numerics, 0) < AT_LEAST:
                 done = plural(counts.get(numerics, 0), "replay")
-                return f"{done} of {numerics} from {100 * depth:g} %: it takes at least {AT_LEAST} of each."
-    return "" if depths else "No replay but the control was made."
+                return f"{done} of {numerics} from {100 * depth:g} %: at least {AT_LEAST} of each are needed."
+    return "" if depths else "There is no replay except the control."
 
 
 def _times(replays: Iterable[Run]) -> list[Times]:
@@ -158,7 +159,7 @@ def _of_numerics(row: Mapping[str, Times]) -> bool:
 
 
 def _not_dynamics(row: Mapping[str, Times]) -> str:
-    """Why the replays of one depth do not look like dynamics; empty when they do."""
+    """Why the replays of one depth contradict dynamics; empty if they do not."""
     survived = [
         f"{times.survived} of {times.count} {name} replays survived"
         for name, times in row.items()
@@ -170,9 +171,11 @@ def _not_dynamics(row: Mapping[str, Times]) -> str:
     fp32 = row[FP32].diverged
     slack = SLACK * (sum(bf16) / len(bf16) - row[FP32].step)
     if fp32[-1] < min(bf16) - slack:
-        return f"every fp32 replay diverged before every bf16 one (steps {_span(fp32)} against {_span(bf16)})"
+        return (
+            f"all fp32 replays diverged before every bf16 replay (steps {_span(fp32)} against {_span(bf16)})"
+        )
     if fp32[0] > max(bf16) + slack:
-        return f"every fp32 replay diverged after every bf16 one (steps {_span(fp32)} against {_span(bf16)})"
+        return f"all fp32 replays diverged after every bf16 replay (steps {_span(fp32)} against {_span(bf16)})"
     return ""
 
 
