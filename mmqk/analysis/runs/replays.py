@@ -175,7 +175,9 @@ def _not_dynamics(row: Mapping[str, Times]) -> str:
             f"all fp32 replays diverged before every bf16 replay (steps {_span(fp32)} against {_span(bf16)})"
         )
     if fp32[0] > max(bf16) + slack:
-        return f"all fp32 replays diverged after every bf16 replay (steps {_span(fp32)} against {_span(bf16)})"
+        return (
+            f"all fp32 replays diverged after every bf16 replay (steps {_span(fp32)} against {_span(bf16)})"
+        )
     return ""
 
 
