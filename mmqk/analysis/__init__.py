@@ -1,4 +1,4 @@
-"""Run folders to numbers and verdicts. Imports no torch and no matplotlib."""
+"""Metrics and verdicts from run folders. Imports no torch and no matplotlib."""
 
 from mmqk.analysis.runs.load import Run, load_runs
 from mmqk.analysis.verdicts.study import Study, load_study

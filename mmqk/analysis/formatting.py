@@ -1,4 +1,4 @@
-"""Numbers and words of a page."""
+"""Formats numbers and words for a page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DASH = "–"
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number for a reader: three significant digits, thousands apart; infinite, and "not measured"."""
+    """A number with three significant digits and thousands separators; "∞", or "not measured" for NaN."""
     if math.isnan(value):
         return "not measured"
     if math.isinf(value):
@@ -21,7 +21,7 @@ def number(value: float, digits: int = 3) -> str:
         return "0"
     size = math.floor(math.log10(abs(value)))
     rounded = round(value, digits - 1 - size)
-    # Rounding may have carried: 9.996 is 10.0.
+    # Rounding may add a digit: 9.996 is 10.0.
     size = math.floor(math.log10(abs(rounded)))
     if size >= digits - 1:
         return f"{rounded:,.0f}"
@@ -31,8 +31,8 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def decimals(error: float) -> int:
-    """How many decimals a number with this error deserves: two digits of an error that begins with less than 3.5, one
-    of others (Review of Particle Physics, section 5.3)."""
+    """Number of decimals for a number with this error: two digits of an error that begins below 3.5, else one digit
+    (Review of Particle Physics, section 5.3)."""
     if not (math.isfinite(error) and error > 0):
         return 2
     size = math.floor(math.log10(error))
@@ -40,7 +40,7 @@ def decimals(error: float) -> int:
 
 
 def fixed(value: float, places: int, sign: str = "-") -> str:
-    """A number with so many decimals, tens and hundreds rounded where they are fewer than none."""
+    """A number with this many decimals; a negative number of places rounds to tens, hundreds and so on."""
     rounded = round(value, places) + 0.0  # no "-0.00"
     return f"{rounded:{sign},.{max(0, places)}f}"
 
@@ -63,7 +63,7 @@ def listed(items: Sequence[str], last: str = "and") -> str:
 
 
 def capital(text: str) -> str:
-    """With a capital first letter."""
+    """The text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
@@ -74,7 +74,7 @@ def duration(seconds: float) -> str:
 
 
 def count(value: float) -> str:
-    """A large number for a reader: ``950``, ``12k``, ``2.36M``, ``1.2B``."""
+    """A large number in short form: ``950``, ``12k``, ``2.36M``, ``1.2B``."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{plain(value / size)}{letter}"
@@ -82,5 +82,5 @@ def count(value: float) -> str:
 
 
 def slug(text: str) -> str:
-    """Text as a part of an id."""
+    """The text as a part of an HTML id."""
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
