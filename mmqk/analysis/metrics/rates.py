@@ -59,7 +59,7 @@ def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended],
     if not names:
         return [], "the runs have no loss by modality"
     series = "excess" if all(has_floor(run, m) for run in runs for m in names) else "loss"
-    found, held_out = [], set()
+    ended_runs, held_out = [], set()
     for run in runs:
         diverged = divergence_step(run) is not None
         rate, total = learning_rate(run), sum(weight_of(run, m) for m in names)
@@ -78,9 +78,9 @@ def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended],
         first = sum(weight_of(run, m) * initial_loss(run, m, series) for m in names)
         if total <= 0 or math.isnan(final) or math.isnan(first):
             return [], f"{run.name} has no {series} of {' and '.join(names)} at its end or at initialization"
-        found.append(Ended(rate, final / total, first / total, diverged))
-    found.sort(key=lambda end: end.rate)
-    rates = [end.rate for end in found]
+        ended_runs.append(Ended(rate, final / total, first / total, diverged))
+    ended_runs.sort(key=lambda end: end.rate)
+    rates = [end.rate for end in ended_runs]
     if len(held_out) > 1:
         return [], "the final loss is on held-out data in some runs and on training data in others"
     if len(set(rates)) < len(rates):
@@ -91,7 +91,7 @@ def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended],
         )
     if len(rates) < 2:
         return [], "there is one learning rate: at least 2 are needed"
-    return found, ""
+    return ended_runs, ""
 
 
 def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured:
@@ -100,11 +100,11 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
     Wortsman et al. (arXiv 2309.14322, section 2.2), with equal weight for every learning rate. Infinite if no run
     ended below its loss at initialization: the formula would give 0, as for a perfect arm.
     """
-    found, why = ends(runs, modality)
+    ended_runs, why = ends(runs, modality)
     if why:
         return Measured(math.nan, why)
-    clipped = [min(end.final, end.initial) for end in found]
-    if all(end.final >= end.initial for end in found):
+    clipped = [min(end.final, end.initial) for end in ended_runs]
+    if all(end.final >= end.initial for end in ended_runs):
         return Measured(math.inf, "no run ended below its loss at initialization: ranked worst", 1)
     lowest = min(clipped)
     return Measured(sum(loss - lowest for loss in clipped) / len(clipped))
@@ -115,8 +115,8 @@ def first_diverging_lr(runs: Sequence[Run], modality: str | None = None) -> Meas
 
     If none did, the next learning rate that the grid would have, as a bound (`Measured.towards` is 1).
     """
-    found, why = ends(runs, modality)
-    return Measured(math.nan, why) if why else _first(found, lambda end: end.diverged)
+    ended_runs, why = ends(runs, modality)
+    return Measured(math.nan, why) if why else _first(ended_runs, lambda end: end.diverged)
 
 
 def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
@@ -125,21 +125,21 @@ def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measu
     Small models stall more often than they diverge. Below the best learning rate, a higher final loss means slower
     learning. If no learning rate is unstable, the bound of `first_diverging_lr`.
     """
-    found, why = ends(runs, modality)
+    ended_runs, why = ends(runs, modality)
     if why:
         return Measured(math.nan, why)
-    best = min(found, key=lambda end: end.final)
+    best = min(ended_runs, key=lambda end: end.final)
     return _first(
-        found,
+        ended_runs,
         lambda end: end.diverged or (end.rate > best.rate and end.final > best.final + UNSTABLE_NATS),
     )
 
 
-def _first(found: Sequence[Ended], unstable: Callable[[Ended], bool]) -> Measured:
-    for end in found:
+def _first(ended_runs: Sequence[Ended], unstable: Callable[[Ended], bool]) -> Measured:
+    for end in ended_runs:
         if unstable(end):
             return Measured(end.rate)
-    highest, before = found[-1].rate, found[-2].rate
+    highest, before = ended_runs[-1].rate, ended_runs[-2].rate
     return Measured(
         highest * highest / before,
         f"no learning rate up to {highest:g} was unstable: the next one of the grid is the bound",

@@ -104,13 +104,13 @@ def extrapolate(
         if size in by_rate.setdefault(rate, {}):
             return [], f"two runs have {size:g} parameters and the learning rate {rate:g}"
         by_rate[rate][size] = run, int(steps[at]), float(values[at])
-    found, why = [], "there are no runs"
+    predictions, why = [], "there are no runs"
     for rate, by_size in sorted(by_rate.items()):
         one, why = _one(rate, by_size)
         if one is None:
             return [], why
-        found.append(one)
-    return found, "" if found else why
+        predictions.append(one)
+    return predictions, "" if predictions else why
 
 
 def _one(rate: float, by_size: dict[float, tuple[Run, int, float]]) -> tuple[Extrapolation | None, str]:
@@ -140,12 +140,12 @@ def _one(rate: float, by_size: dict[float, tuple[Run, int, float]]) -> tuple[Ext
 def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Measured:
     """Predicted over actual largest logit of the held-out largest model; over learning rates, the ratio farthest
     from 1."""
-    found, why = extrapolate(runs, modality)
-    if not found:
+    predictions, why = extrapolate(runs, modality)
+    if not predictions:
         return Measured(math.nan, why)
-    lost = [one for one in found if math.isnan(one.ratio)]
+    lost = [one for one in predictions if math.isnan(one.ratio)]
     if lost:
         return Measured(
             math.nan, f"the largest model's logit is not finite at learning rate {lost[0].rate:g}"
         )
-    return Measured(max((one.ratio for one in found), key=lambda ratio: abs(math.log(ratio))))
+    return Measured(max((one.ratio for one in predictions), key=lambda ratio: abs(math.log(ratio))))

@@ -151,13 +151,13 @@ def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
     if match := _CALL.match(name):
         return _called(name, match[1], [part.strip() for part in match[2].split(",")], name[match.end() :])
     base, _, modality = name.partition("/")
-    found: Metric | FamilyMetric | None = METRICS.get(base) or FAMILY_METRICS.get(base)
-    if found is None:
-        known = ", ".join([*METRICS, *FAMILY_METRICS, *(f"{dose}(METRIC)" for dose in DOSE)])
-        raise UserError(f"metric {name!r} of a claim is unknown: use one of {known}")
-    if found.by_modality and not modality:
+    metric: Metric | FamilyMetric | None = METRICS.get(base) or FAMILY_METRICS.get(base)
+    if metric is None:
+        names = ", ".join([*METRICS, *FAMILY_METRICS, *(f"{dose}(METRIC)" for dose in DOSE)])
+        raise UserError(f"metric {name!r} of a claim is unknown: use one of {names}")
+    if metric.by_modality and not modality:
         raise UserError(f"metric {name!r} of a claim needs a modality: write {base}/text or the like")
-    return found, modality or None
+    return metric, modality or None
 
 
 def _called(name: str, base: str, given: list[str], rest: str) -> tuple[Metric | FamilyMetric, str | None]:
@@ -196,8 +196,8 @@ def _dose(base: str, inner: Metric, axis: str) -> FamilyMetric:
         return inner.on_scale(inner.measure(run, modality)) if run.status.finished else math.nan
 
     def compute(runs: Sequence[Run], modality: str | None = None) -> Measured:
-        found = dose_response(runs, lambda run: response(run, modality), axis)
-        return Measured(found.slope if slope else found.monotonicity, found.why)
+        dose = dose_response(runs, lambda run: response(run, modality), axis)
+        return Measured(dose.slope if slope else dose.monotonicity, dose.why)
 
     per = axis or "the axis"
     if not slope:

@@ -74,9 +74,9 @@ def _smallest(first: int, last: int) -> NDArray[np.float64]:
     arms = rng.standard_normal((2, last, PAIRS))
     smallest = np.ones(PAIRS)
     for n in range(first, last + 1):
-        seen = arms[:, :n]
-        error = np.sqrt(seen.var(axis=1, ddof=1).sum(axis=0) / n)
-        t = np.abs(seen[0].mean(axis=0) - seen[1].mean(axis=0)) / error
+        samples = arms[:, :n]
+        error = np.sqrt(samples.var(axis=1, ddof=1).sum(axis=0) / n)
+        t = np.abs(samples[0].mean(axis=0) - samples[1].mean(axis=0)) / error
         smallest = np.minimum(smallest, 2 * special.stdtr(2 * (n - 1), -t))
     return np.sort(smallest)
 

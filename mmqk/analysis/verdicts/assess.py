@@ -221,11 +221,11 @@ def _counted(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Asses
     counted = {name: [_counts(claim, run) for run in g.all] for name, g in compared.items()}
     unmeasured = [
         f"{compared[name].label} seed {run.seed}" + (f" ({lost_of([run])})" if run.lost else "")
-        for name, seen in counted.items()
-        for run, one in zip(compared[name].all, seen, strict=True)
+        for name, flags in counted.items()
+        for run, one in zip(compared[name].all, flags, strict=True)
         if one is None
     ]
-    counts = {name: (sum(one is True for one in seen), len(seen)) for name, seen in counted.items()}
+    counts = {name: (sum(one is True for one in flags), len(flags)) for name, flags in counted.items()}
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
     controls, rate_notes = _controls(study, claim, compared)
     holds, _, p = _side(claim, effect)

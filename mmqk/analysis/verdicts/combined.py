@@ -81,12 +81,14 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
     ids: set[str] = set()
     for name, (study, judged, replayed) in zip(names, parts, strict=True):
         new_runs: dict[str, str] = {}
-        mine: dict[str, set[Path]] = {}
+        paths_of_arm: dict[str, set[Path]] = {}
         for run in study.runs:
-            mine.setdefault(run.arm, set()).add(run.path.resolve())
+            paths_of_arm.setdefault(run.arm, set()).add(run.path.resolve())
         taken = {*arms, *families}
         arm_names = {
-            old: f"{name}/{old}" if old in taken and not _same(mine.get(old), members.get(old)) else old
+            old: f"{name}/{old}"
+            if old in taken and not _same(paths_of_arm.get(old), members.get(old))
+            else old
             for old in (*study.arms, *study.families)
         }
         for run in study.runs:
@@ -162,13 +164,13 @@ def _same(new: set[Path] | None, present: set[Path] | None) -> bool:
 
 def _distinct(names: Sequence[str]) -> list[str]:
     """The names, with a number appended to repeated ones."""
-    found: list[str] = []
+    distinct: list[str] = []
     for name in names:
         number, new = 2, name
-        while new in found:
+        while new in distinct:
             number, new = number + 1, f"{name}-{number}"
-        found.append(new)
-    return found
+        distinct.append(new)
+    return distinct
 
 
 def _renamed(claim: Claim, ids: Mapping[str, str], arms: Mapping[str, str]) -> Claim:

@@ -175,20 +175,26 @@ def spread_outcomes(
     metric, _ = find_metric(claim.metric)
     by_name = {name: outcomes.only_bounded(name) for name in compared}
     compared_names = {arm.name for members in compared.values() for arm in members.arms} | set(compared)
-    mine = compared[claim.treatment].arms[0]
+    treatment_arm = compared[claim.treatment].arms[0]
     if isinstance(metric, FamilyMetric):
-        others = [f for f in study.families.values() if f.block == mine.block]
+        others = [f for f in study.families.values() if f.block == treatment_arm.block]
     else:
-        others = [a for a in study.arms.values() if a.block == mine.block and a.point == mine.point]
+        others = [
+            a
+            for a in study.arms.values()
+            if a.block == treatment_arm.block and a.point == treatment_arm.point
+        ]
     runs = {run.name: run for run in study.runs}
     begun = {_origin(run, runs) for members in compared.values() for run in members.all}
     for other in others:
         if other.name not in compared_names:
-            beside = group(study, claim, other.name)
-            origins = {_origin(run, runs) for run in beside.all}
-            if beside.arms and not origins & begun:
+            other_group = group(study, claim, other.name)
+            origins = {_origin(run, runs) for run in other_group.all}
+            if other_group.arms and not origins & begun:
                 begun |= origins
-                by_name[other.name] = measure({other.name: beside}, claim.metric).only_bounded(other.name)
+                by_name[other.name] = measure({other.name: other_group}, claim.metric).only_bounded(
+                    other.name
+                )
     return by_name
 
 

@@ -68,11 +68,11 @@ def _value(run: Run, metric: str) -> float:
         named = [f"{base}/{m}" for m in modalities_of([run]) if is_trained(run, m)]
     values, worst = [], math.inf
     for name in named:
-        found, of = find_metric(name)
-        if isinstance(found, FamilyMetric):
+        metric_definition, of = find_metric(name)
+        if isinstance(metric_definition, FamilyMetric):
             raise UserError(f"lr.metric is {metric}, a metric of several runs: name a metric of a single run")
-        worst = math.inf if found.worst == "high" else -math.inf
-        values.append(found.measure(run, of))
+        worst = math.inf if metric_definition.worst == "high" else -math.inf
+        values.append(metric_definition.measure(run, of))
     value = float(np.mean(values)) if values else math.nan
     return worst if run.status.status == "diverged" or not math.isfinite(value) else value
 

@@ -104,8 +104,8 @@ class Study:
 
     def of_arm(self, arm: str) -> tuple[Run, ...]:
         """The verdict runs of an arm by seed, without selection runs and replays."""
-        mine = (run for run in self.runs if run.arm == arm and run.role == "verdict")
-        return tuple(sorted(mine, key=lambda run: run.seed))
+        of_arm = (run for run in self.runs if run.arm == arm and run.role == "verdict")
+        return tuple(sorted(of_arm, key=lambda run: run.seed))
 
     def finished(self, arm: str) -> tuple[Run, ...]:
         """The verdict runs that completed or diverged; only these count."""
@@ -221,19 +221,19 @@ def _families(named: Mapping[str, Any]) -> dict[str, Arm]:
 
 def _arms(families: Mapping[str, Arm], planned: Sequence[Mapping[str, Any]]) -> dict[str, Arm]:
     """The arms that run, one for each point of a family, in the order of the families."""
-    found: dict[str, Arm] = {}
+    arms: dict[str, Arm] = {}
     for family in families.values():
-        mine = [entry for entry in planned if (entry.get("family") or entry["arm"]) == family.name]
-        crossed = {entry["arm"]: entry.get("point") or {} for entry in mine} or {family.name: {}}
+        entries = [entry for entry in planned if (entry.get("family") or entry["arm"]) == family.name]
+        crossed = {entry["arm"]: entry.get("point") or {} for entry in entries} or {family.name: {}}
         for name, point in crossed.items():
             values = [f"{field.rpartition('.')[2]} {value}" for field, value in point.items()]
-            found[name] = Arm(
+            arms[name] = Arm(
                 name=name,
                 label=", ".join([family.label, *values]),
                 block=family.block,
-                seeds=tuple(int(entry["seed"]) for entry in mine if entry["arm"] == name),
+                seeds=tuple(int(entry["seed"]) for entry in entries if entry["arm"] == name),
                 settings={**family.settings, **point},
                 family=family.name,
                 point=point,
             )
-    return found
+    return arms
