@@ -67,14 +67,14 @@ class _Planner:
         for job in self.jobs.values():
             self._add(job)
         replayed: set[Path] = set()
-        for job in list(self.resolved.values()):
-            if not isinstance(job, ResolvedJob):
+        for resolved in list(self.resolved.values()):
+            if not isinstance(resolved, ResolvedJob):
                 continue
             # A run that several arms share is replayed if one of them has a replay rule.
-            if job.job.family.replay and job.folder not in replayed:
-                replayed.add(job.folder)
-                self._replay(job)
-            if job.folder in self.at and standing(again := self._beside(job, None)).finished:
+            if resolved.job.family.replay and resolved.folder not in replayed:
+                replayed.add(resolved.folder)
+                self._replay(resolved)
+            if resolved.folder in self.at and standing(again := self._beside(resolved, None)).finished:
                 self._note(again)
         choices = tuple(self.choices.values())
         return Plan(tuple(self.tasks.values()), tuple(self.waiting), tuple(self.entries), choices)
