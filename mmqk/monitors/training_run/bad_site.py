@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity came from: the first site of a forward, or of the backward pass, that has one."""
+"""Finds the first site of a forward or backward pass with a NaN or an infinity."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from mmqk.monitors.measures.reduce import selection
 def first_bad_site(
     model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Sink], Tensor] | None = None
 ) -> str | None:
-    """The first place with a number that is not finite, such as ``attn_logits of layer 3, at image tokens, is inf``.
+    """The first site with a number that is not finite, such as ``attn_logits of layer 3, at image tokens, is inf``.
 
-    Looked at in this order: the weights, the sites of a forward (`EarlyFusionTransformer.forward` lists them; and
-    the attention logits, by query) and the loss, then, with ``loss``, the gradients at the sites from the last to the
-    first and those of the parameters. In the mode and the precision that the caller has set; nothing is written into
-    ``.grad``. Synchronises with the host.
+    It checks in this order: the weights, the sites of a forward (`EarlyFusionTransformer.forward` lists them) with
+    the attention logits by query, and the loss; then, if ``loss`` is given, the gradients at the sites from last to
+    first, and those of the parameters. It runs in the caller's mode and precision, does not write to ``.grad``, and
+    synchronizes with the host.
 
     Args:
-        model: its weights as they are.
-        batch: what it read.
-        loss: runs ``model`` on ``batch`` with the sink that it is given, and returns what is differentiated.
+        model: the model with its current weights.
+        batch: the input.
+        loss: runs ``model`` on ``batch`` with the sink that it gets, and returns the loss.
 
     Returns:
-        None where everything is finite.
+        The description, or None if everything is finite.
     """
     for name, p in model.named_parameters():
-        if said := _kind(p.detach()):
-            return f"the weight {name} is {said}"
+        if kind := _kind(p.detach()):
+            return f"the weight {name} is {kind}"
     look = _Look(model, batch)
     if loss is None:
         with torch.no_grad():
@@ -46,15 +46,15 @@ def first_bad_site(
         look.unseen_logits()
         if look.first is not None:
             return look.first
-        if said := _kind(value.detach()):
-            return f"the loss is {said} though all logits are finite"
+        if kind := _kind(value.detach()):
+            return f"the loss is {kind} though all logits are finite"
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        found = torch.autograd.grad(value, [p for _, p in named], allow_unused=True)
+        gradients = torch.autograd.grad(value, [p for _, p in named], allow_unused=True)
     if look.first is not None:
         return look.first
-    for (name, _), gradient in zip(named, found, strict=True):
-        if gradient is not None and (said := _kind(gradient)):
-            return f"the gradient of {name} is {said}"
+    for (name, _), gradient in zip(named, gradients, strict=True):
+        if gradient is not None and (kind := _kind(gradient)):
+            return f"the gradient of {name} is {kind}"
     return None
 
 
@@ -65,14 +65,14 @@ def _kind(tensor: Tensor) -> str | None:
 
 
 class _Look:
-    """Receives the sites of a forward, and the gradients that come back to them; keeps the first bad one."""
+    """Checks the sites of a forward and their gradients, and keeps the first bad one."""
 
     def __init__(self, model: EarlyFusionTransformer, batch: TokenBatch) -> None:
         self.model, self.batch = model, batch
         self.first: str | None = None
         self.names = (*model.config.modalities, "padding")
-        own_MBT = selection(batch.modality_BT, batch.valid_BT, len(model.config.modalities))
-        self.of_MBT = torch.cat([own_MBT, ~batch.valid_BT[None]])
+        valid_MBT = selection(batch.modality_BT, batch.valid_BT, len(model.config.modalities))
+        self.of_MBT = torch.cat([valid_MBT, ~batch.valid_BT[None]])
         self.q_BHTK: Tensor | None = None
         self.final_BTD: Tensor | None = None
 
@@ -91,7 +91,7 @@ class _Look:
 
     @torch.no_grad()
     def unseen_logits(self) -> None:
-        """Those of a forward that stopped before the head, as for a loss in chunks, a sequence at a time."""
+        """Check the logits by sequence if the forward stopped before the head, as with a chunked loss."""
         if self.first is not None or self.final_BTD is None:
             return
         bad, nan = [], []
@@ -113,12 +113,12 @@ class _Look:
 
     def _name(self, site: str, layer: int, bad_BT: Tensor, nan: Tensor) -> None:
         present = (self.of_MBT & bad_BT).flatten(1).any(1).tolist()
-        at = " and ".join(name for name, there in zip(self.names, present, strict=True) if there)
+        at = " and ".join(name for name, is_bad in zip(self.names, present, strict=True) if is_bad)
         of = f" of layer {layer}" if layer >= 0 else ""
         self.first = f"{site}{of}, at {at} tokens, is {'NaN' if nan else 'infinite'}"
 
     def _logits(self, layer: int, k_BHTK: Tensor) -> None:
-        """Of visible pairs, a sequence at a time: finite queries and keys may have a product that is not."""
+        """Check the logits of visible pairs by sequence: finite queries and keys may have an infinite product."""
         assert self.q_BHTK is not None
         batch, window = self.batch, self.model.config.window_of(layer)
         visible_BTS = visible_pairs(batch.valid_BT, batch.document_BT, window)
