@@ -1,4 +1,4 @@
-"""RunMonitor: what is measured in a run of mmqk, as a Lightning callback."""
+"""RunMonitor: the Lightning callback that measures a run of mmqk."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from mmqk.monitors.training_run.halves import gradient_agreement
 from mmqk.monitors.training_run.mechanism import Mechanism
 from mmqk.monitors.training_run.residual import residual_absorption
 
-# Pairs of tokens that are listed once for all probes of the held-out batch; they take about 12 bytes each.
+# Most pairs of tokens to keep between probes of the held-out batch; a pair takes about 12 bytes.
 KEPT_PAIRS = 2**20
 
 
 class RunMonitor(L.Callback):
     """Probes the model every N optimizer steps, at the start and at the end, and logs to every logger.
 
-    On several ranks a probe looks at the sequences that it would look at on one: the first rank probes and logs,
-    while the others wait for it.
+    On several ranks a probe uses the same sequences as on one: the first rank probes and logs while the others wait.
 
-    Comes before whatever writes checkpoints: a window of the radial budget that is open then is saved and goes on
-    after a resume.
+    It must come before the callback that writes checkpoints, so that an open window of the radial budget is saved and
+    continues after a resume.
 
     Args:
         config: when and on which tokens.
-        heldout: the fixed batch, where ``config.batch`` is heldout.
-        step_rows: the first n sequences of micro-batch i of all ranks together, where there are several.
+        heldout: the fixed batch, if ``config.batch`` is heldout.
+        step_rows: with several ranks, returns the first n sequences of micro-batch i over all ranks.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class RunMonitor(L.Callback):
             self._mechanism.before_step(trainer.global_step + 1)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
-        # Between two micro-batches of a step there is nothing new to see.
+        # Weights change only after the last micro-batch of a step.
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         if self._mechanism is not None:
             _log(trainer, self._mechanism.after_step())
-            # Before the last checkpoint: a run killed after it only gets its last word.
+            # Close before the last checkpoint: a run killed after it resumes without another step.
             if trainer.global_step == trainer.max_steps:
                 _log(trainer, self._mechanism.close())
         step, every = trainer.global_step, self.config.every_n_steps
@@ -79,14 +78,14 @@ class RunMonitor(L.Callback):
             self._probe(trainer, pl_module, batch)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A run that ends early is probed where it ended, and its open window is what it is."""
+        """Probe a run that ends early at its last step, and log its open window."""
         if self._mechanism is not None:
             _log(trainer, self._mechanism.close())
         if self.config.batch == "heldout" and trainer.global_step != self._probed:
             self._probe(trainer, pl_module, None)
 
     def probe_now(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: TokenBatch) -> None:
-        """Probe after this step of ``batch``, due or not and even where none ever is; once a step."""
+        """Probe after this step, even if no probe is due or probes are off; at most once per step."""
         if trainer.global_step != self._probed:
             self._probe(trainer, pl_module, batch, asked=True)
 
@@ -106,7 +105,7 @@ class RunMonitor(L.Callback):
         assert isinstance(model, EarlyFusionTransformer)
         values: dict[str, float] = {}
         if trainer.is_global_zero:
-            values = self._values(trainer, model, self._looked_at(trainer, module, current))
+            values = self._values(trainer, model, self._probed_batch(trainer, module, current))
         if c.gradient_agreement and current is not None:
             values |= gradient_agreement(
                 model,
@@ -117,16 +116,16 @@ class RunMonitor(L.Callback):
             values |= self._mechanism.sizes()
         _log(trainer, values)
 
-    def _looked_at(
+    def _probed_batch(
         self, trainer: L.Trainer, module: L.LightningModule, current: TokenBatch | None
     ) -> TokenBatch:
         n = self.config.sequences
         if self.config.batch == "heldout":
             assert self.heldout is not None
-            looked_at = self.heldout.to(module.device).first(n)
-            if self._pairs is None and looked_at.ids_BT.numel() * looked_at.ids_BT.shape[1] <= KEPT_PAIRS:
-                self._pairs = pairs_of(module.model.config, looked_at)  # type: ignore[union-attr, arg-type]
-            return looked_at
+            heldout = self.heldout.to(module.device).first(n)
+            if self._pairs is None and heldout.ids_BT.numel() * heldout.ids_BT.shape[1] <= KEPT_PAIRS:
+                self._pairs = pairs_of(module.model.config, heldout)  # type: ignore[union-attr, arg-type]
+            return heldout
         assert current is not None
         if n <= len(current.ids_BT) or self.step_rows is None:
             return current.first(n)  # the first rank has the first sequences
@@ -136,11 +135,11 @@ class RunMonitor(L.Callback):
     def _values(
         self, trainer: L.Trainer, model: EarlyFusionTransformer, batch: TokenBatch
     ) -> dict[str, float]:
-        found = [probe(model, batch, self.config.heads, pairs=self._pairs)]
+        probes = [probe(model, batch, self.config.heads, pairs=self._pairs)]
         if self.config.precision:
             with trainer.precision_plugin.val_step_context():
-                found.append(residual_absorption(model, batch))
-        return flat(found)
+                probes.append(residual_absorption(model, batch))
+        return flat(probes)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._mechanism is None else self._mechanism.state_dict()
@@ -150,8 +149,8 @@ class RunMonitor(L.Callback):
 
 
 def flat(probes: list[Probe]) -> dict[str, float]:
-    """All their numbers by tag."""
-    return {name: value for found in probes for name, value in found.flat().items()}
+    """The numbers of all probes by tag."""
+    return {name: value for one in probes for name, value in one.flat().items()}
 
 
 def _log(trainer: L.Trainer, values: dict[str, float]) -> None:
