@@ -14,7 +14,7 @@ from mmqk.model import EarlyFusionTransformer
 from mmqk.monitors.measures.agreement import Agreement, Gradients, HalfProducts, half_products
 from mmqk.store.tags import tag
 
-# What the targets of each modality add to the loss of a batch, (M,), over its own `step_targets`.
+# Part of each modality's targets in the loss of a batch, (M,), divided by the batch's `step_targets`.
 LossParts = Callable[[TokenBatch], Tensor]
 
 
@@ -23,21 +23,20 @@ def gradient_agreement(
 ) -> dict[str, float]:
     """Cosine, signal and noise of the modalities' gradients by layer and over all parameters, as tags.
 
-    The halves are the even and the odd sequences of all ranks together, whose batches are of one size. Nothing of
-    training is touched: evaluation mode (so no dropout), no gradient into ``.grad``. A collective call on several
-    ranks. It costs two forwards and a backward pass for each half and modality, and keeps as many gradients of every
+    The halves are the even and the odd sequences of all ranks together, whose batches have one size. Training is
+    not changed: evaluation mode (so no dropout), no gradient in ``.grad``. It is a collective call on several ranks.
+    It costs two forwards and a backward pass for each half and modality, and stores as many gradients of every
     parameter.
 
-    A modality without a target in one of the halves is left out, and so is a cosine that the batch is too small to
-    tell (`Agreement.cosine`).
+    A modality without a target in one of the halves is left out, and so is a cosine that is NaN (`Agreement.cosine`).
 
     Args:
         model: its parameters of ``blocks.N`` are layer N.
-        batch: of at least 2 sequences.
-        loss_parts: runs ``model`` as training does.
+        batch: at least 2 sequences.
+        loss_parts: runs ``model`` as in training.
 
     Raises:
-        ValueError: one sequence cannot be halved.
+        ValueError: the batch has one sequence.
     """
     if len(batch.ids_BT) < 2:
         raise ValueError(
@@ -47,8 +46,8 @@ def gradient_agreement(
     before = rank() * len(batch.ids_BT)  # sequences of the ranks before this one
     halves = [_half(batch, (before + start) % 2) for start in (0, 1)]
     counts_2M = [summed(_targets(half, len(names))) for half in halves]
-    there = (torch.stack(counts_2M) > 0).all(0).nonzero()[:, 0].tolist()
-    if not there:
+    present = (torch.stack(counts_2M) > 0).all(0).nonzero()[:, 0].tolist()
+    if not present:
         return {}
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     training = model.training
@@ -56,7 +55,7 @@ def gradient_agreement(
     try:
         gradients = [  # by half, then modality
             _gradients(
-                loss_parts(replace(half, step_targets=count_M.sum())), there, [p for _, p in parameters]
+                loss_parts(replace(half, step_targets=count_M.sum())), present, [p for _, p in parameters]
             )
             for half, count_M in zip(halves, counts_2M, strict=True)
         ]
@@ -67,12 +66,12 @@ def gradient_agreement(
         groups.setdefault(_layer(name), []).append(i)
     products = {
         layer: half_products(
-            [tuple([half[m][i] for i in own] for half in gradients) for m in range(len(there))]  # type: ignore[misc]
+            [tuple([half[m][i] for i in group] for half in gradients) for m in range(len(present))]  # type: ignore[misc]
         )
-        for layer, own in groups.items()
-        if any(half[m][i] is not None for half in gradients for m in range(len(there)) for i in own)
+        for layer, group in groups.items()
+        if any(half[m][i] is not None for half in gradients for m in range(len(present)) for i in group)
     }
-    return _named(products, [names[m] for m in there])
+    return _named(products, [names[m] for m in present])
 
 
 def _half(batch: TokenBatch, start: int) -> TokenBatch:
@@ -86,14 +85,14 @@ def _targets(batch: TokenBatch, M: int) -> Tensor:
     return of_BTM.sum((0, 1))
 
 
-def _gradients(parts_M: Tensor, there: list[int], parameters: list[Tensor]) -> list[Gradients]:
-    found: list[Gradients] = []
-    for m in there:
-        own = torch.autograd.grad(
-            parts_M[m], parameters, retain_graph=m != there[-1], allow_unused=True, materialize_grads=False
+def _gradients(parts_M: Tensor, present: list[int], parameters: list[Tensor]) -> list[Gradients]:
+    gradients: list[Gradients] = []
+    for m in present:
+        of_modality = torch.autograd.grad(
+            parts_M[m], parameters, retain_graph=m != present[-1], allow_unused=True, materialize_grads=False
         )
-        found.append([None if g is None else summed(g) for g in own])
-    return found
+        gradients.append([None if g is None else summed(g) for g in of_modality])
+    return gradients
 
 
 def _layer(name: str) -> int | None:
@@ -108,9 +107,9 @@ def _named(products: dict[int | None, HalfProducts], names: list[str]) -> dict[s
     both = [(layer, of.agreement()) for layer, of in [*groups, (None, total)]]
     tags: list[str] = []
     values: list[Tensor] = []
-    for layer, found in both:
+    for layer, agreement in both:
         tags += _tags(names, layer)
-        values.append(_flat(found))
+        values.append(_flat(agreement))
     numbers = torch.cat(values).tolist()  # one transfer
     return {
         t: v for t, v in zip(tags, numbers, strict=True) if not (t.startswith("grad_agreement") and v != v)
@@ -127,7 +126,7 @@ def _tags(names: list[str], layer: int | None) -> list[str]:
     ]
 
 
-def _flat(found: Agreement) -> Tensor:
-    M = len(found.signal)
-    above = torch.triu_indices(M, M, 1, device=found.cosine.device)
-    return torch.cat([found.signal, found.noise, found.cosine[above[0], above[1]]])
+def _flat(agreement: Agreement) -> Tensor:
+    M = len(agreement.signal)
+    above = torch.triu_indices(M, M, 1, device=agreement.cosine.device)
+    return torch.cat([agreement.signal, agreement.noise, agreement.cosine[above[0], above[1]]])
