@@ -1,4 +1,4 @@
-"""What an optimizer step shows from inside: the radial budget in windows, and sizes by parameter.
+"""Measures optimizer steps: the radial budget in windows, and gradient and update sizes by parameter.
 
 The training module calls a `Mechanism` while a step runs (`mmqk.training.step.module.StepWatch`); it changes nothing.
 """
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Mechanism:
-    """Watches the steps that the configuration asks for, and holds what they showed until it is taken.
+    """Measures the configured steps, and stores the numbers until `after_step`, `close` or `sizes` returns them.
 
     Args:
-        model: the one that is trained.
-        config: ``budget_every_n_steps``, ``budget_steps``, ``parameters`` and ``every_n_steps`` count here.
-        max_steps: of the run; its last step is looked at too.
-        trained: places of the modalities that are trained on.
+        model: the trained model.
+        config: uses ``budget_every_n_steps``, ``budget_steps``, ``parameters`` and ``every_n_steps``.
+        max_steps: steps of the run; the last step is measured too.
+        trained: indices of the modalities whose loss is trained.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Mechanism:
         self.model, self.config, self.max_steps, self.trained = model, config, max_steps, trained
         self.window: BudgetWindow | None = None
         self.named: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self._open = False  # a step of the window is being taken
+        self._open = False  # a step of the window is running
         self._sizes_due = False
         self._before: dict[Tensor, tuple[Tensor, float]] = {}
         self._sizes: dict[str, Tensor] = {}
@@ -56,18 +56,18 @@ class Mechanism:
 
     @property
     def attributing(self) -> bool:
-        """Whether `before_backward` is wanted for this step."""
+        """Whether this step needs `before_backward`."""
         return self._open
 
     def before_backward(self, parts_M: Tensor) -> None:
-        """``parts_M`` is what each modality adds to the loss of a micro-batch."""
+        """``parts_M``: part of each modality in the loss of a micro-batch."""
         if self.window is not None:
             self.window.add_gradients(parts_M)
 
     def before_update(
         self, optimizer: Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
     ) -> None:
-        """Gradients are whole and clipped by ``factor``; ``grad_norms`` are those before, by parameter."""
+        """After clipping the gradients by ``factor``; ``grad_norms`` are the norms before it, by parameter."""
         if self.window is not None:
             self.window.before_update(optimizer, factor)
         if self._sizes_due:
@@ -92,7 +92,7 @@ class Mechanism:
         for p, (before, lr) in self._before.items():
             state, group, name = optimizer.state.get(p), groups[p], self.named[p]
             if not state:
-                continue  # no loss has ever reached it
+                continue  # no loss has depended on it yet
             over_lr, relative = update_size(before, p.detach(), lr)
             step = torch.as_tensor(state["step"], dtype=torch.float32)
             share = below_epsilon(state["exp_avg_sq"], step, group["betas"][1], group["eps"])
@@ -106,7 +106,7 @@ class Mechanism:
     # After a step --------------------------------------------------------------------------------------
 
     def after_step(self) -> dict[str, float]:
-        """What a window that this step closed says, by tag."""
+        """The numbers by tag of a window that ends with this step; empty if none ends."""
         if self.window is None or not self._open:
             return {}
         self.window.settle()
@@ -114,21 +114,21 @@ class Mechanism:
         return self.close() if self.window.steps == self.config.budget_steps else {}
 
     def close(self) -> dict[str, float]:
-        """What the open window says so far, whose steps are ``budget_window``; it ends here."""
+        """End the open window and return its numbers; ``budget_window`` is its number of steps."""
         window, self.window = self.window, None
         return window.values() if window is not None and window.steps else {}
 
     def sizes(self) -> dict[str, float]:
-        """Gradient and update sizes of the latest step that was looked at, by parameter; once.
+        """Return and forget the gradient and update sizes by parameter of the last measured step.
 
-        A parameter that was all zeros before the step, as gains about 0 are at first, has no `update_ratio`.
+        A parameter that was all zeros before the step, such as initial gains around 0, has no `update_ratio`.
         """
-        found, self._sizes = self._sizes, {}
-        if not found:
+        measured, self._sizes = self._sizes, {}
+        if not measured:
             return {}
-        device = next(iter(found.values())).device
-        numbers = torch.stack([value.float().to(device) for value in found.values()]).tolist()
-        sizes = dict(zip(found, numbers, strict=True))
+        device = next(iter(measured.values())).device
+        numbers = torch.stack([value.float().to(device) for value in measured.values()]).tolist()
+        sizes = dict(zip(measured, numbers, strict=True))
         for name in self.named.values():
             ratio, size = tag("update_ratio", name), tag("update_rms", name)
             if ratio in sizes and math.isfinite(sizes[size]) and not math.isfinite(sizes[ratio]):
@@ -136,11 +136,11 @@ class Mechanism:
         return sizes
 
     def state_dict(self) -> dict[str, Any]:
-        """The window that is open between two steps; empty without one."""
+        """The state of the open window; empty without one."""
         return {} if self.window is None or not self.window.steps else {"window": self.window.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the window of `state_dict`."""
+        """Continue the window of a `state_dict`."""
         if "window" in state:
             self.window = BudgetWindow(self.model, self.trained)
             self.window.load_state_dict(state["window"])
