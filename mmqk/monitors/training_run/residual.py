@@ -1,4 +1,4 @@
-"""What the residual stream loses, or would lose, to bf16."""
+"""Rounding error of the residual stream in bf16."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ STATISTICS = {"absorb_error": "error", "absorb_bias": "bias", "absorbed": "absor
 
 @torch.no_grad()
 def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
-    """`Absorption` by modality of the token and layer, the additions of attention and MLP taken together.
+    """`Absorption` by modality of the token and layer, over the additions of both attention and MLP.
 
-    Where the stream is not bf16 it is what bf16 would lose, and the tags end in ``_if_bf16``. One forward, in the
-    precision that the caller sets up, in evaluation mode; the model is left as it was.
+    If the stream is not bf16, it is the error that bf16 would have, and the tags end in ``_if_bf16``. It takes one
+    forward in the caller's precision, and does not change the model.
 
     Args:
-        model: looked at in evaluation mode.
+        model: runs in evaluation mode.
         batch: all of its sequences are used.
     """
     names = model.config.modalities
     selected_MBT = selection(batch.modality_BT, batch.valid_BT, len(names))
-    found = Probe(sequences=len(batch.ids_BT))
+    probe = Probe(sequences=len(batch.ids_BT))
     stream: dict[str, Tensor] = {}
     first: dict[int, Absorption] = {}
 
@@ -41,14 +41,14 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
         if site not in ("attn_out", "mlp_out"):
             return
         x_BTD = stream["x"]
-        here = absorption(x_BTD, tensor, selected_MBT)
+        of_site = absorption(x_BTD, tensor, selected_MBT)
         if site == "attn_out":
-            first[layer], stream["x"] = here, x_BTD + tensor
+            first[layer], stream["x"] = of_site, x_BTD + tensor
             return
         ending = "" if x_BTD.dtype == torch.bfloat16 else "_if_bf16"
         for statistic, part in STATISTICS.items():
-            both = getattr(first[layer], part) + getattr(here, part)
-            found.add_moments([tag(statistic + ending, n, layer=layer) for n in names], None, both)
+            both = getattr(first[layer], part) + getattr(of_site, part)
+            probe.add_moments([tag(statistic + ending, n, layer=layer) for n in names], None, both)
 
     hooks = [block.register_forward_pre_hook(before) for block in model.blocks]
     training = model.training
@@ -61,4 +61,4 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return found
+    return probe
