@@ -1,4 +1,4 @@
-"""The radial budget of W_q and W_k over a window of a run's own optimizer steps. M modalities."""
+"""The radial budget of W_q and W_k over a window of a run's optimizer steps. M modalities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], list[nn.Parameter]]:
-    """The weights behind W_q and W_k of each layer: one, or a copy for every modality; under σReparam the raw one."""
+    """The weights behind W_q and W_k of each layer: one, or one for each modality; under σReparam the raw weight."""
     return {
         (name, layer): [
             cast(nn.Parameter, m.weight)
@@ -32,27 +32,27 @@ def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], lis
 
 
 class BudgetWindow:
-    """`RadialBudget` of every W_q and W_k, fed by a step in this order, once for each optimizer step:
+    """`RadialBudget` of every W_q and W_k. Each optimizer step calls, in this order:
 
     `add_gradients` (each micro-batch, before its backward pass), `before_update`, `after_update`, `settle`.
 
-    The modality is that of the target whose loss is followed back. Nothing is synchronised with the host, and no
-    gradient goes into ``.grad``. What changes the weights after the optimizer's update (QK-Clip) is whole in `rest`,
-    so that the parts sum to the measured change; `step` is the optimizer's own.
+    The modality of a gradient is that of the target. Nothing synchronizes with the host or writes ``.grad``.
+    Changes after the optimizer's update (QK-Clip) are in `rest`, so that the parts sum to the measured change; `step`
+    is the optimizer's update only.
 
     Args:
-        model: the one that is trained.
-        trained: places of the modalities whose loss is not switched off.
+        model: the trained model.
+        trained: indices of the modalities whose loss is trained.
     """
 
     def __init__(self, model: EarlyFusionTransformer, trained: list[int]) -> None:
         self.names, self.trained = model.config.modalities, trained
         self.matrices = watched_matrices(model)
-        self.parameters = [p for own in self.matrices.values() for p in own]
+        self.parameters = [p for weights in self.matrices.values() for p in weights]
         self.budgets: list[RadialBudget] = []
         self.steps = 0
         self.clip_sum: Tensor | float = 0.0
-        self.there_M: Tensor | None = None  # modalities that had a part in the loss
+        self.there_M: Tensor | None = None  # modalities with a part in the loss
         self._gradients: list[dict[int, Tensor]] = [{} for _ in self.parameters]
         self._factor: Tensor | float = 1.0
         self._before: list[Tensor] = []
@@ -60,20 +60,20 @@ class BudgetWindow:
         self._groups: dict[Tensor, dict[str, Any]] = {}
 
     def add_gradients(self, parts_M: Tensor) -> None:
-        """Follow the parts of the loss back to the matrices, all but one; the graph stays for the backward pass.
+        """Add the gradients of all modalities but the last, and keep the graph for the backward pass.
 
-        The last modality's gradient is what the whole gradient has beyond the others.
+        The last modality's gradient is the whole gradient minus the others.
         """
         self._met(parts_M.detach() != 0)
         for m in self.trained[:-1]:
-            found = torch.autograd.grad(parts_M[m], self.parameters, retain_graph=True, allow_unused=True)
-            for own, gradient in zip(self._gradients, found, strict=True):
+            gradients = torch.autograd.grad(parts_M[m], self.parameters, retain_graph=True, allow_unused=True)
+            for sums, gradient in zip(self._gradients, gradients, strict=True):
                 if gradient is not None:
-                    own[m] = gradient if m not in own else own[m] + gradient
+                    sums[m] = gradient if m not in sums else sums[m] + gradient
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer, factor: Tensor | None) -> None:
-        """Remember the weights; ``factor`` is what clipping scaled the step's gradients by, None without it."""
+        """Store the weights; ``factor`` is the scale of gradient clipping, None without clipping."""
         self._factor = 1.0 if factor is None else factor.double()
         if not self.budgets:
             for p in self.parameters:
@@ -86,13 +86,13 @@ class BudgetWindow:
 
     @torch.no_grad()
     def after_update(self, optimizer: Optimizer) -> None:
-        """Count what the optimizer did, before anything else touches the weights."""
+        """Add the optimizer's update, before anything else changes the weights."""
         for budget, p, before, gradients in zip(
             self.budgets, self.parameters, self._before, self._gradients, strict=True
         ):
             state = optimizer.state.get(p)
             if not state:
-                continue  # no loss has ever reached it
+                continue  # no loss has depended on it yet
             step = torch.as_tensor(state["step"], dtype=torch.float64)
             shared = state["exp_avg"].shape == p.shape
             update = AdamUpdate(before, p.detach(), state["exp_avg_sq"], step, **self._groups[p])
@@ -106,13 +106,13 @@ class BudgetWindow:
         self._gradients = [{} for _ in self.parameters]
         self._before = []
         if self.there_M is not None:
-            self.there_M = summed(self.there_M.long()) > 0  # the batches of other ranks have others
+            self.there_M = summed(self.there_M.long()) > 0  # other ranks may have other modalities
 
-    def _by_modality(self, p: Tensor, known: dict[int, Tensor]) -> list[Tensor | None]:
-        """Clipped, in fp64, of all ranks; they sum to the gradient that the optimizer took."""
+    def _by_modality(self, p: Tensor, summed_by_m: dict[int, Tensor]) -> list[Tensor | None]:
+        """Clipped fp64 gradients over all ranks; they sum to the optimizer's gradient."""
         gradients: list[Tensor | None] = [None] * len(self.names)
         rest = None if p.grad is None else p.grad.double()
-        for m, gradient in known.items():
+        for m, gradient in summed_by_m.items():
             clipped = self._factor * summed(gradient).double()
             gradients[m], rest = clipped, None if rest is None else rest - clipped
         if self.trained:
@@ -120,9 +120,9 @@ class BudgetWindow:
         return gradients
 
     def _add_split(self, budget: RadialBudget, update: AdamUpdate, moments: Tensor) -> None:
-        """SplitAdamW: each modality's step stands in its state, and nothing is left unattributed.
+        """Add a step of SplitAdamW, whose state has each modality's moment, so that nothing is unattributed.
 
-        Given to the budget as gradients of an optimizer without memory whose root of v is 0 and epsilon 1.
+        The steps are passed to the budget as gradients of an optimizer with betas 0, v = 0 and epsilon 1.
         """
         beta1, beta2 = update.betas
         root_v = (update.second_moment.double() / (1 - beta2**update.step)).sqrt()
@@ -133,7 +133,7 @@ class BudgetWindow:
             gradients[m] = steps[place]
             there_M[m] = (steps[place] != 0).any()
         self._met(there_M)
-        known = AdamUpdate(
+        as_gradients = AdamUpdate(
             before=update.before,
             after=update.after,
             second_moment=torch.zeros_like(update.before),
@@ -143,49 +143,49 @@ class BudgetWindow:
             eps=1.0,
             weight_decay=update.weight_decay,
         )
-        budget.add(gradients, known)
+        budget.add(gradients, as_gradients)
 
     def _met(self, there_M: Tensor) -> None:
         self.there_M = there_M if self.there_M is None else self.there_M | there_M
 
     @torch.no_grad()
     def settle(self) -> None:
-        """After everything that follows the update: what that changed is part of `rest`."""
+        """Add the changes since the optimizer's update to `rest`."""
         for budget, p, square in zip(self.budgets, self.parameters, self._squares, strict=True):
             more = p.detach().double().square().sum() - square
             budget.rest, budget.total = budget.rest + more, budget.total + more
         self._squares = []
 
     def values(self) -> dict[str, float]:
-        """The window's sums by tag, copies of a layer's matrix together; a modality without a part in the loss is an
-        absent key."""
+        """The window's sums by tag, over all copies of a layer's matrix; a modality without a part in the loss has no
+        key."""
         assert self.there_M is not None
-        there = self.there_M.tolist()
+        present = self.there_M.tolist()
         tags: list[str] = []
         values: list[Tensor] = []
         budgets = iter(self.budgets)
-        for (name, layer), own in self.matrices.items():
-            of_it = [next(budgets) for _ in own]
-            for m in (m for m, n in enumerate(there) if n):
+        for (name, layer), weights in self.matrices.items():
+            of_matrix = [next(budgets) for _ in weights]
+            for m in (m for m, n in enumerate(present) if n):
                 modality = self.names[m]
                 tags.append(tag(f"{name}_growth", modality, layer=layer))
-                values.append(_sum([b.by_modality[m] for b in of_it], own[0]))
+                values.append(_sum([b.by_modality[m] for b in of_matrix], weights[0]))
             for part in ("decay", "step", "unattributed", "rest", "total"):
                 tags.append(tag(f"{name}_growth_{part}", layer=layer))
-                values.append(_sum([getattr(b, part) for b in of_it], own[0]))
+                values.append(_sum([getattr(b, part) for b in of_matrix], weights[0]))
             tags.append(tag(f"{name}_sq", layer=layer))
-            values.append(_sum([p.detach().double().square().sum() for p in own], own[0]))
+            values.append(_sum([p.detach().double().square().sum() for p in weights], weights[0]))
         tags.append("budget_clip_factor")
         values.append(_sum([torch.as_tensor(self.clip_sum)], values[0]) / self.steps)
         return dict(zip(tags, torch.stack(values).tolist(), strict=True)) | {"budget_window": self.steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two steps: all that the rest of the window needs."""
-        own = {"steps": self.steps, "clip_sum": self.clip_sum, "there_M": self.there_M}
-        return own | {"budgets": [dict(vars(b)) for b in self.budgets]}
+        """The state between two steps, for the rest of the window."""
+        state = {"steps": self.steps, "clip_sum": self.clip_sum, "there_M": self.there_M}
+        return state | {"budgets": [dict(vars(b)) for b in self.budgets]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue from a `state_dict`."""
         device = self.parameters[0].device
         self.steps = state["steps"]
         self.clip_sum, self.there_M = (_moved(state[name], device) for name in ("clip_sum", "there_M"))
