@@ -63,7 +63,7 @@ def measure(which: list[int], collective: bool) -> dict[str, float]:
     window.before_update(optimizer, None)
     optimizer.step()
     window.after_update(optimizer)
-    window.resolve_device()
+    window.settle()
     return values | window.values() | {"sequences": float(found[0].sequences)}
 
 
