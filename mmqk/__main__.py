@@ -16,7 +16,7 @@ COMMANDS = {
     "python -m mmqk.data.tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine": "your own shards to tokens",
     "python -m mmqk.data.ids --train 'ids/*.npy' --blocks text=65536,image=8192 --out tokens/mine": "ids of others",
     "python -m mmqk.inspect --config configs/demo.yaml": "what a model will see, on one page",
-    "python -m mmqk.shards.manifest FOLDER": "write the manifest of shards of your own",
+    "python -m mmqk.shards FOLDER": "write the manifest of shards of your own",
     "python -m mmqk.tokenizers.train": "train the text and the image tokenizer",
     "python -m mmqk.tokenizers.report": "how good the tokenizers are, on held-out data",
     "python -m mmqk.training.caption_gain --run runs/cpu/<id>": "do image tokens gain from their captions",

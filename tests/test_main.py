@@ -19,7 +19,7 @@ REQUIRED = {
     "mmqk.ablate": ["--config", "grid.yaml"],
     "mmqk.report": ["runs/demo"],
     "mmqk.interop": ["--from=a", "--to=b"],
-    "mmqk.shards.manifest": ["folder"],
+    "mmqk.shards": ["folder"],
     "mmqk.data.ids": ["--train=a", "--blocks=text=9", "--out=b"],
     "mmqk.data.tokenize": ["--shards=a", "--out=b"],
     "mmqk.training.caption_gain": ["--run", "runs/demo"],

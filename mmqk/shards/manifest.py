@@ -1,6 +1,6 @@
-"""What a folder of shards should hold: by split, each file with its sample count and sha256.
+"""The manifest of a folder of shards: by split, each file with its sample count and sha256.
 
-``python -m mmqk.shards.manifest FOLDER`` writes one for your own shards (``train-*.tar``, ``val-*.tar``).
+``python -m mmqk.shards FOLDER`` writes one for your own shards (``train-*.tar``, ``val-*.tar``).
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmqk.shards.unread import UNUSED, Unread
 from mmqk.store import (
     DamagedFile,
-    OneSentenceParser,
     UserError,
     check_regular,
     identity_hash,
     read_json,
-    run_main,
     write_json,
 )
 
@@ -69,7 +66,7 @@ def load_manifest(folder: Path | str) -> Manifest:
     record = read_json(path, {"splits": {"*": [{"file": str, "samples": int, "sha256": str}]}}, RESTORE)
     if record is None:
         raise UserError(
-            f"{path} is missing: {RESTORE}; for your own shards run python -m mmqk.shards.manifest {folder}"
+            f"{path} is missing: {RESTORE}; for your own shards run python -m mmqk.shards {folder}"
         )
     try:
         splits = {
@@ -115,46 +112,3 @@ def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
             )
         found.append((path, shard))
     return found
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Write the manifest of a folder of WebDataset shards."""
-    parser = OneSentenceParser(
-        prog="python -m mmqk.shards.manifest",
-        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar, each sample "
-        "a 64x64 image (webp, png or jpg) and a caption (json with 'caption', or txt).",
-    )
-    parser.add_argument("folder", type=Path, help="the folder with the shards")
-    folder: Path = parser.parse_args(argv).folder
-    # Imported here because shards imports this module.
-    from mmqk.shards.pairs import iterate_shard
-    from mmqk.shards.samples import unread_fields, unread_reason
-    from mmqk.shards.tars import index_tar
-
-    unread, files = Unread(), 0
-    splits: dict[str, tuple[Shard, ...]] = {}
-    for path in sorted(folder.glob("*-*.tar")):
-        shard = Shard(path.name, sum(1 for _ in iterate_shard(path)), sha256_file(path))
-        split = path.name.rsplit("-", 1)[0]
-        splits[split] = (*splits.get(split, ()), shard)
-        index = index_tar(path)
-        for key, sample in index:
-            for field in unread_fields("pair", sample):
-                index.unread.add(unread_reason("pair", field, UNUSED), f"{key}.{field}")
-        unread.take(index.unread, f"{path.name}: ")
-        files += index.files
-    if not splits:
-        raise UserError(f"{folder} holds no shards: name them SPLIT-NUMBER.tar, such as train-00000.tar")
-    manifest = Manifest(splits, {})
-    try:
-        write_manifest(folder, manifest)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}): make it writable") from None
-    print(f"{folder / MANIFEST}: " + ", ".join(f"{split} {manifest.count(split)}" for split in splits))
-    for line in unread.lines(files):
-        print(line)
-    return 0
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -107,7 +107,7 @@ def test_arrays_are_compared_with_their_hashes(tmp_path, what, cached):
 
 
 def test_arrays_that_have_not_changed_are_read_once(tmp_path, monkeypatch):
-    from mmqk.data.tokens.folder import folder as tokens
+    from mmqk.data.tokens import folder as tokens
 
     hashed, sha256_file = [], tokens.sha256_file
     folder = write(tmp_path / "t", some(9))
@@ -164,12 +164,13 @@ def within_a_minute(do):
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     from mmqk.data import ids
+    from mmqk.shards import __main__ as write_manifest
     from mmqk.shards import manifest, tars
 
     pipe = tmp_path / "train-0.tar"
     os.mkfifo(pipe)
     refused = [lambda: tars.expand([str(pipe)]), lambda: tars.expand([f"{tmp_path}/*.tar"]),
-               lambda: manifest.main([str(tmp_path)]), lambda: ids._load(pipe)]  # fmt: skip
+               lambda: write_manifest.main([str(tmp_path)]), lambda: ids._load(pipe)]  # fmt: skip
     for name in ("tokens.json", "train/00001.ids.npy"):
         folder = write(tmp_path / name.replace("/", "-"), some(9))
         (folder / name).unlink()

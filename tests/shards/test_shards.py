@@ -14,6 +14,7 @@ import webdataset as wds
 from PIL import Image
 
 from mmqk.shards import manifest as manifest_module
+from mmqk.shards.__main__ import main as write_manifest_main
 from mmqk.shards.manifest import Manifest, checked_shards, load_manifest, write_manifest
 from mmqk.shards.pairs import (
     manifest_hash,
@@ -223,17 +224,17 @@ def test_own_shards_get_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture
     Image.new("L", (64, 64), 7).save(png, "PNG")
     raw_tar(tmp_path / "train-0.tar", [("a.png", png.getvalue()), ("a.txt", "größer".encode())])
     write_shard(tmp_path / "val-0.tar", samples(2))
-    assert manifest_module.main([str(tmp_path)]) == 0
+    assert write_manifest_main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "train 1, val 2" in printed and "not read" not in printed
     (pair,) = read_pairs(tmp_path, "train")
     assert pair.caption == "größer" and pair.image.getpixel((0, 0)) == (7, 7, 7) and pair.meta == {}
     with pytest.raises(UserError, match="holds no shards"):
-        manifest_module.main([str(tmp_path / "nowhere")])
+        write_manifest_main([str(tmp_path / "nowhere")])
     # Files that no pair is made of are counted.
     more = [("a.1.png", png.getvalue()), (".hidden", b""), ("README", b"")]
     raw_tar(tmp_path / "train-0.tar", [("a.png", png.getvalue()), ("a.txt", b"a"), *more])
-    assert manifest_module.main([str(tmp_path)]) == 0
+    assert write_manifest_main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "3 of 9 files were not read" in printed and "a.1.png is the file 1.png of the sample a" in printed
 

@@ -277,7 +277,7 @@ def _of_manifest(folder: Path, split: str, cache: Path) -> list[TarIndex]:
         if len(new.index) != shard.samples:
             raise UserError(
                 f"shard {path} holds {len(new.index)} samples, but its manifest says {shard.samples}: write the"
-                f" manifest again with python -m mmqk.shards.manifest {folder}"
+                f" manifest again with python -m mmqk.shards {folder}"
             )
         if place is not None and new.sha256 != shard.sha256:
             _save(replace(new, sha256=shard.sha256), place)

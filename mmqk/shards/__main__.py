@@ -1,0 +1,50 @@
+"""Write the manifest of your own shards: ``python -m mmqk.shards FOLDER``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmqk.shards.manifest import MANIFEST, Manifest, Shard, sha256_file, write_manifest
+from mmqk.shards.pairs import iterate_shard
+from mmqk.shards.samples import unread_fields, unread_reason
+from mmqk.shards.tars import index_tar
+from mmqk.shards.unread import UNUSED, Unread
+from mmqk.store import OneSentenceParser, UserError, run_main
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the manifest of a folder of WebDataset shards."""
+    parser = OneSentenceParser(
+        prog="python -m mmqk.shards",
+        description="Write manifest.json for your own shards: tar files named SPLIT-NUMBER.tar, each sample "
+        "a 64x64 image (webp, png or jpg) and a caption (json with 'caption', or txt).",
+    )
+    parser.add_argument("folder", type=Path, help="the folder with the shards")
+    folder: Path = parser.parse_args(argv).folder
+    unread, files = Unread(), 0
+    splits: dict[str, tuple[Shard, ...]] = {}
+    for path in sorted(folder.glob("*-*.tar")):
+        shard = Shard(path.name, sum(1 for _ in iterate_shard(path)), sha256_file(path))
+        split = path.name.rsplit("-", 1)[0]
+        splits[split] = (*splits.get(split, ()), shard)
+        index = index_tar(path)
+        for key, sample in index:
+            for field in unread_fields("pair", sample):
+                index.unread.add(unread_reason("pair", field, UNUSED), f"{key}.{field}")
+        unread.take(index.unread, f"{path.name}: ")
+        files += index.files
+    if not splits:
+        raise UserError(f"{folder} holds no shards: name them SPLIT-NUMBER.tar, such as train-00000.tar")
+    manifest = Manifest(splits, {})
+    try:
+        write_manifest(folder, manifest)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}): make it writable") from None
+    print(f"{folder / MANIFEST}: " + ", ".join(f"{split} {manifest.count(split)}" for split in splits))
+    for line in unread.lines(files):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
