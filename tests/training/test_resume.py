@@ -119,5 +119,5 @@ def test_a_run_partly_made_by_other_code_says_so(whole, tmp_path, capsys):
     record = json.loads((out / "run.json").read_text())
     (out / "run.json").write_text(json.dumps({**record, "code": "0123456789"}))
     assert main([*args, f"--out={out}"]) == 0
-    assert "made by other code" in capsys.readouterr().err
+    assert "other code computed part of it" in capsys.readouterr().err
     assert json.loads((out / "run.json").read_text())["code"] == f"0123456789+{record['code']}"

@@ -119,7 +119,7 @@ def _not_judged(
         return f"{len(unfinished)} of {plural(len(replays), 'replay')} have not finished."
     control = next((run for run in replays if _replay(run)["numerics"] == CONTROL), None)
     if control is None or original is None:
-        return "The control replay (the run again without a change) is missing."
+        return "There is no control replay (the run again without a change)."
     if (control.status.status, control.status.step) != (original.status.status, original.status.step):
         return (
             f"The control replay (the run again without a change) {control.status.status} at step"
