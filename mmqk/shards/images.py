@@ -1,4 +1,4 @@
-"""Any image file to an RGB square: handled right, or dropped for a reason that can be counted.
+"""Convert any image file to an RGB square, or drop it with a reason that can be counted.
 
 ```
 bytes ── open ── pixel cap ── draft (JPEG) ── decode ── 8 bit ── upright ── resize ── white ground ──> RGB
@@ -27,13 +27,13 @@ NOT_FINITE = "image has infinite or undefined pixels"
 IMAGE_REASONS = (EMPTY, UNKNOWN, TOO_LARGE, BROKEN, NOT_FINITE)
 
 MAX_PIXELS = 2**26
-# A closed list: others of Pillow's start programs (EPS), hold larger images than they announce (ICO) or
-# depend on its version (AVIF).
+# Other Pillow formats are excluded: EPS starts programs, ICO may contain larger images than its header states,
+# AVIF depends on the Pillow version.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 # How far above the target the fast integer reductions (JPEG's DCT scaling, a box filter) stop, after which
-# the antialiased bicubic filter does the rest. At 3 a photo differs from the exact one by less than a grey level
-# in the mean.
+# the antialiased bicubic filter does the rest. At 3 the mean difference from the exact result is below one gray
+# level for a photo.
 _GAP = 3.0
 _ORIENTATION = 0x0112  # Exif; 1 is upright
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF
@@ -64,13 +64,13 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
     """Decode an image file and fit it into a square; an RGB image of that size comes back bit for bit.
 
     Exif orientation is applied, transparent parts show white, the first frame of an animation counts. Deep
-    grey images are scaled, never clipped: 16 bit from 0 to 65535, floats from 0 to 1 or else 0 to 255, and
-    whatever exceeds these from its own least to its own greatest value. Colour profiles are ignored.
+    gray images are scaled, never clipped: 16 bit from 0 to 65535, floats from 0 to 1 or else 0 to 255, and
+    images outside these ranges from their minimum to their maximum. Color profiles are ignored.
 
     Args:
-        content: the file's bytes; the format is told from them.
+        content: the file's bytes; the format is detected from them.
         size: side of the result in pixels.
-        fit: "crop" scales the shorter side to `size` and keeps the centre, "pad" scales the longer side and
+        fit: "crop" scales the shorter side to `size` and keeps the center, "pad" scales the longer side and
             adds white, "stretch" scales both.
         max_pixels: images with more (width x height of the header) are dropped without being decoded.
             Above twice `PIL.Image.MAX_IMAGE_PIXELS` (179 million unless set) Pillow's own cap holds.
@@ -79,8 +79,8 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
         RGB, size x size.
 
     Raises:
-        Dropped: the file is empty, no image, too large, damaged or cut short.
-        ValueError: there is no such `fit`, or `size` is below 1.
+        Dropped: the file is empty, not an image, too large, damaged or truncated.
+        ValueError: `fit` is unknown, or `size` is below 1.
     """
     if fit not in get_args(Fit) or size < 1:
         raise ValueError(f"fit={fit!r} of size={size}: fit is {' | '.join(get_args(Fit))}, size is 1 or more")
@@ -116,7 +116,7 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
         raise Dropped(TOO_LARGE)
     side = max(width, height) if fit == "pad" else min(width, height)
     if side > size:
-        # JPEG alone heeds this: its decoder can halve an image up to three times at almost no cost.
+        # Only JPEG supports this: its decoder can halve an image up to three times at almost no cost.
         shrink = min(1.0, _GAP * size / side)
         image.draft(None, (math.ceil(width * shrink), math.ceil(height * shrink)))
     image.load()
@@ -126,7 +126,7 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
 
 
 def _tile_pixels(image: Image.Image) -> int:
-    # A TIFF is decoded by tiles, which may be far larger than the image that they hold.
+    # A TIFF is decoded tile by tile, and a tile may be far larger than the image.
     tags = getattr(image, "tag_v2", {})
     return int(tags.get(_TILE_WIDTH, 0)) * int(tags.get(_TILE_LENGTH, 0))
 
@@ -134,7 +134,7 @@ def _tile_pixels(image: Image.Image) -> int:
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # damaged metadata is no reason to lose the picture
+    except Exception:  # keep the image if only its metadata is damaged
         return 1
 
 
