@@ -1,4 +1,4 @@
-"""Lines of text files, plain or packed, with the place in the file; a file that ends early is an error."""
+"""Read lines of plain or compressed text files, with the position in the file; a truncated file is an error."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import IO
 
 from mmqk.store import UserError
 
-# Of a longer line only so much, and one byte more, is read into memory.
+# In bytes. Of a longer line only this many bytes plus one are read into memory.
 LONGEST_LINE = 2**24
 _REWRITE = "copy or download it again, or write it again"
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
-    """Number from 1, line, and share of the file that was read, of a plain, gzip or xz file.
+    """Yield line number (from 1), line, and share of the file read so far, from a plain, gzip or xz file.
 
-    How it is packed is told from its first bytes. A line of more than `LONGEST_LINE` bytes is cut after one byte
-    more, so that memory has a bound, also for a packed file.
+    The first bytes give the compression. A line of more than `LONGEST_LINE` bytes is cut after one byte more, which
+    bounds memory, also for a compressed file.
 
     Raises:
-        UserError: it cannot be read, is packed in another way, damaged or cut short (a plain file may end
+        UserError: the file cannot be read, has another compression, is damaged or truncated (a plain file may end
             anywhere).
     """
     try:
