@@ -1,4 +1,4 @@
-"""Samples of an archive to what a document is made of: image files and texts, not yet decoded.
+"""Turn samples of an archive into the parts of a document: image files and texts, not yet decoded.
 
 Two layouts: pairs as `img2dataset` writes them (`{key}.jpg .txt .json`), and interleaved documents with the
 two equally long lists of OBELICS (Laurençon et al., 2306.16527) in `{key}.json` and `{key}.0.webp, ...`.
@@ -15,9 +15,9 @@ from mmqk.shards.images import IMAGE_REASONS, Dropped
 from mmqk.shards.lines import LONGEST_LINE
 from mmqk.shards.unread import DOTTED
 
-# Of the text of a document, in bytes of UTF-8; the tokenizer takes some 150 times as much memory.
+# Longest text of a document, in bytes of UTF-8; the tokenizer takes some 150 times as much memory.
 MAX_TEXT = 2**22
-# A json may hold escapes and other fields beside the text.
+# A json may contain escapes and other fields beside the text.
 MAX_JSON = LONGEST_LINE
 
 IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
@@ -45,35 +45,35 @@ _DOTTED = {(".", field) for field in IMAGE_FIELDS}
 
 
 def unread_fields(kind: str, fields: Iterable[str]) -> list[str]:
-    """Files of a sample that a pair or an interleaved document is not made of; json and txt of a pair always are.
+    """Return the files of a sample that a document does not use; json and txt of a pair always count as used.
 
     Args:
         kind: pair or interleaved.
-        fields: of the sample.
+        fields: the fields of the sample.
     """
-    there = list(fields)
+    fields = list(fields)
     if kind == "interleaved":
-        return [field for field in there if field != "json" and not _NUMBERED.fullmatch(field)]
-    image = next((field for field in IMAGE_FIELDS if field in there), None)
-    return [field for field in there if field not in (image, "json", TEXT_MEMBER)]
+        return [field for field in fields if field != "json" and not _NUMBERED.fullmatch(field)]
+    image = next((field for field in IMAGE_FIELDS if field in fields), None)
+    return [field for field in fields if field not in (image, "json", TEXT_MEMBER)]
 
 
 def unread_reason(kind: str, field: str, otherwise: str) -> str:
-    """Why a file is not read: for its name, or for another reason of `mmqk.shards.unread`."""
+    """Why a file is not read: because of its name, or for the reason ``otherwise`` of `mmqk.shards.unread`."""
     numbered = kind == "interleaved" and _NUMBERED.fullmatch(field)
     return DOTTED if "." in field and not numbered else otherwise
 
 
 def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tuple[bytes, str]:
-    """The image file and the caption of a sample.
+    """Return the image file and the caption of a sample.
 
     Args:
-        sample: content by field, as `TarIndex.read` gives it.
+        sample: content by field, as returned by `TarIndex.read`.
         caption_field: the field of the json that holds the caption, or "txt" for the text file. None takes
-            "caption" of the json and, where that is missing, the text file.
+            "caption" of the json or, if that is missing, the text file.
 
     Raises:
-        Dropped: there is no image file or no caption, or the caption is blank, too long or no valid Unicode.
+        Dropped: the image file or the caption is missing, or the caption is blank, too long or not valid Unicode.
     """
     image = next((sample[field] for field in IMAGE_FIELDS if field in sample), None)
     if image is None:
@@ -92,15 +92,15 @@ def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tu
 
 
 def interleaved_of(sample: Mapping[str, bytes]) -> list[bytes | str]:
-    """The places of an interleaved document in order: an image file's bytes, or a text.
+    """Return the places of an interleaved document in order: an image file's bytes, or a text.
 
-    `images` and `texts` hold exactly one non-null a place. An image file is found by its name, if `images`
-    holds the names of all of them; otherwise by its number, which counts the images (0, 1, 2, ...) or is
-    the place in the lists.
+    At each place exactly one of `images` and `texts` is not null. An image file is matched by name if `images`
+    has the names of all image files; otherwise by its number, which counts the images (0, 1, 2, ...) or is the place
+    in the lists.
 
     Raises:
-        Dropped: the lists are missing, of different length, empty or ill-formed, the image files are not
-            exactly those that the lists speak of, or a text is no valid Unicode or the texts are too long.
+        Dropped: the lists are missing, of different length, empty or malformed, the image files are not
+            exactly those in the lists, a text is not valid Unicode, or the texts are too long.
     """
     record = _json_object(sample)
     images, texts = record.get("images"), record.get("texts")
@@ -120,10 +120,10 @@ def interleaved_of(sample: Mapping[str, bytes]) -> list[bytes | str]:
 
 
 def text_of(line: bytes) -> str:
-    """The field "text" of a line of JSON.
+    """Return the field "text" of a line of JSON.
 
     Raises:
-        Dropped: the line is no JSON object in UTF-8, or its text is missing, blank or too long.
+        Dropped: the line is not a JSON object in UTF-8, or its text is missing, blank or too long.
     """
     if len(line) > MAX_JSON:
         raise Dropped(TOO_LONG)
@@ -143,10 +143,10 @@ def text_of(line: bytes) -> str:
 
 
 def checked_text(text: str) -> str:
-    """The text itself.
+    """Return the text unchanged if it can be used.
 
     Raises:
-        Dropped: it is too long, or holds half a surrogate pair, which JSON can write but no encoding of Unicode can.
+        Dropped: the text is too long, or contains half a surrogate pair: JSON can write it, no Unicode encoding can.
     """
     try:
         size = len(text.encode("utf-8"))
@@ -161,7 +161,7 @@ def _image_files(images: list[Any], sample: Mapping[str, bytes]) -> dict[int, by
     """Image files by place."""
     places = [place for place, image in enumerate(images) if image is not None]
     numbers = {field: int(m[1]) for field in sample if (m := _NUMBERED.fullmatch(field))}
-    # The three ways in which places can name fields; only one that uses every file and no other will do.
+    # Three ways to match places with fields; a match must use every file exactly once.
     by_name = [_field_named(images[place]) for place in places]
     by_number = {number: field for field, number in numbers.items()}
     by_count = [by_number.get(count) for count in range(len(places))]
@@ -173,7 +173,7 @@ def _image_files(images: list[Any], sample: Mapping[str, bytes]) -> dict[int, by
 
 
 def _field_named(image: Any) -> str | None:
-    # "0.webp" or "key.0.webp", the latter also with its folder; an address is no name of a member.
+    # "0.webp" or "key.0.webp", the latter also with its folder; a URL does not name a member.
     if not isinstance(image, str) or "://" in image:
         return None
     base = image.rsplit("/", 1)[-1].lower()
