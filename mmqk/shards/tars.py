@@ -1,8 +1,8 @@
-"""Tar archives of samples by member offset: what is where, found by one walk over the headers.
+"""Index tar archives of samples: one pass over the headers gives the offset of each member.
 
-Nothing is ever extracted, so a member's name (``../x``, ``/etc/x``) is a key and nothing else. Members are
-grouped as webdataset does it: the key is the path up to the first dot of the last part, and the rest names
-the field. Unlike webdataset, an archive that ends early is an error.
+Nothing is extracted, so a member's name (``../x``, ``/etc/x``) serves only as a key. Members are grouped as in
+webdataset: the key is the path up to the first dot of the last part, and the rest names the field. Unlike in
+webdataset, a truncated archive is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PACKED = {
     b"\xfd7zXZ\x00": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
-# As webdataset splits a name; a file without a dot, or that begins with one, is no part of a sample.
+# Splits a name as webdataset does; a file without a dot, or whose name begins with one, is not part of a sample.
 _SPLIT = re.compile(r"((?:.*/|)[^/.]+)\.([^/]*)", re.DOTALL)
 _BRACES = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}|\{([^{}]*,[^{}]*)\}")
 
@@ -38,8 +38,8 @@ class Member:
     """One file of a sample.
 
     Attributes:
-        field: what follows the first dot of the file's name, in lower case.
-        offset: where its content begins in the archive, in bytes.
+        field: the part of the file's name after the first dot, in lower case.
+        offset: start of its content in the archive, in bytes.
         size: length of its content in bytes.
     """
 
@@ -50,21 +50,21 @@ class Member:
 
 @dataclass
 class TarIndex:
-    """The samples of one archive. It holds no open file and can be sent to other processes.
+    """The samples of one archive. The index keeps no file open and can be sent to other processes.
 
     Attributes:
         path: the archive.
-        keys: by sample, in the order of the archive.
+        keys: key of each sample, in the order of the archive.
         length: size of the archive in bytes.
-        unread: files that are part of no sample.
+        unread: files that belong to no sample.
         files: number of files in the archive.
     """
 
     path: Path
     keys: list[str]
     length: int
-    # Flat arrays, not objects: an index of millions of samples must fit into memory. Sample i has the members
-    # first[i] to first[i + 1].
+    # Flat arrays, not objects: an index of millions of samples must fit into memory. The members of sample i
+    # are first[i] to first[i + 1].
     _fields: list[str] = field(repr=False)
     _extent_N2: np.ndarray = field(repr=False)  # offset, size
     _first: np.ndarray = field(repr=False)
@@ -75,17 +75,17 @@ class TarIndex:
         return len(self.keys)
 
     def members(self, i: int) -> list[Member]:
-        """Where the files of sample i lie."""
+        """The files of sample i with their offsets."""
         return [
             Member(self._fields[m], int(self._extent_N2[m, 0]), int(self._extent_N2[m, 1]))
             for m in range(self._first[i], self._first[i + 1])
         ]
 
     def read(self, i: int) -> dict[str, bytes]:
-        """The files of sample i: content by field.
+        """Read the files of sample i: content by field.
 
         Raises:
-            UserError: the archive is gone or shorter than it was.
+            UserError: the archive is missing or has become shorter.
         """
         sample = {}
         try:
@@ -106,14 +106,14 @@ class TarIndex:
 
 
 def index_tar(path: Path | str) -> TarIndex:
-    """Index an archive by its headers, to the last block.
+    """Index an archive from its headers, up to the last block.
 
-    Files without a dot in their name and those whose name begins with one belong to no sample and are counted, as
-    are links and devices, which have no content: their sample lacks the field. Folders are not counted.
+    Files whose name has no dot or begins with one belong to no sample and are counted. Links and devices have no
+    content and are counted too; their sample lacks the field. Folders are not counted.
 
     Raises:
-        UserError: the file is missing, compressed, no tar, damaged, cut short or continued after its end, or
-            it holds a member twice or a sample in two places.
+        UserError: the file is missing, compressed, not a tar, damaged, truncated or continued after its end, or
+            contains a member twice or a sample in two places.
     """
     path = Path(path)
     try:
@@ -131,21 +131,20 @@ def index_tar(path: Path | str) -> TarIndex:
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
-    """The files that patterns name, in their order: brace ranges (``a{000..012}b``), lists, and globs.
+    """Return the files that patterns name, in order: brace ranges (``a{000..012}b``), lists, and globs.
 
     Raises:
-        UserError: a pattern names no file, a file that is missing, a folder, a pipe or an address; a file is named
-            twice.
+        UserError: a pattern names no file, a missing file, a folder, a pipe or a URL, or a file is named twice.
     """
-    found: dict[Path, Path] = {}
+    files: dict[Path, Path] = {}
     for pattern in patterns:
         for path in _files_of(pattern):
             check_regular(path)
-            if found.setdefault(path.resolve(), path) is not path:
+            if files.setdefault(path.resolve(), path) is not path:
                 raise UserError(f"{path} is named twice: name each file once")
-    if not found:
+    if not files:
         raise UserError("no files are named: give at least one path, such as 'shards/{00000..00099}.tar'")
-    return list(found.values())
+    return list(files.values())
 
 
 def _walk(path: Path, file) -> tuple[list[str], list[Member], list[int], Unread]:
@@ -154,7 +153,7 @@ def _walk(path: Path, file) -> tuple[list[str], list[Member], list[int], Unread]
     members: list[Member] = []
     first = [0]
     seen: set[str] = set()
-    fields: set[str] = set()  # of the sample at hand
+    fields: set[str] = set()  # of the current sample
     for info in _headers(path, file):
         if info.isdir():
             continue
@@ -186,18 +185,18 @@ def _walk(path: Path, file) -> tuple[list[str], list[Member], list[int], Unread]
 
 
 def _headers(path: Path, file) -> Iterator[tarfile.TarInfo]:
-    """Every header, after which the archive must end as an archive ends."""
+    """Yield every header, then check that the archive ends with its end blocks."""
     try:
-        # A name that is no UTF-8 stays printable.
+        # A name that is not UTF-8 stays printable.
         with tarfile.open(fileobj=file, mode="r:", errors="backslashreplace") as tar:
             end = 0
             while (info := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
+                tar.members = []  # type: ignore[attr-defined]  # tarfile would keep all members
                 if tar.offset <= end or info.size < 0:
                     raise tarfile.ReadError("a header leads backwards")
                 end = tar.offset
                 yield info
-            # tarfile takes a damaged or missing header for the end.
+            # tarfile treats a damaged or missing header as the end.
             _check_end(path, file, tar.offset)
     except UserError:
         raise
@@ -257,7 +256,7 @@ def _files_of(pattern: str) -> Iterator[Path]:
 
 
 def _spelt_out(pattern: str) -> Iterator[str]:
-    # One name at a time: a range with a digit too many ends at the first name that is missing.
+    # Lazy, so that a range with a digit too many stops at the first missing name.
     if (braces := _BRACES.search(pattern)) is None:
         yield pattern
         return
