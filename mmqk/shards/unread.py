@@ -1,4 +1,4 @@
-"""Files of archives that no document uses, counted by reason, with a few names of each."""
+"""Count files of archives that no document uses, by reason, with a few example names."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DOTTED = "with a further dot in the name"
 
 @dataclass
 class Unread:
-    """An account of files.
+    """Counts of unread files.
 
     Attributes:
-        counts: files by reason.
+        counts: number of files by reason.
         examples: the first few names by reason.
     """
 
@@ -42,7 +42,7 @@ class Unread:
             examples.append(name)
 
     def take(self, other: Unread | Mapping[str, Any], source: str = "") -> None:
-        """Add another account, or one as plain data; ``source`` is put before its names."""
+        """Add other counts, an `Unread` or the same as plain data; ``source`` is a prefix of its names."""
         counts, examples = (
             (other.counts, other.examples)
             if isinstance(other, Unread)
@@ -54,7 +54,7 @@ class Unread:
             kept += [source + name for name in examples[reason][: EXAMPLES - len(kept)]]
 
     def lines(self, total: int) -> Iterator[str]:
-        """What to print about it, of so many files; nothing if all were read."""
+        """Yield the lines to print, given the total number of files; none if all files were read."""
         if not self.total:
             return
         yield f"{self.total:,} of {total:,} files were not read:"
@@ -64,7 +64,7 @@ class Unread:
             yield self.key_rule()
 
     def key_rule(self) -> str:
-        """A sentence on the key of a file with a second dot in its name, and a better name for it."""
+        """A sentence that explains the key of a file with a second dot in its name and suggests another name."""
         path = printable(self.examples[DOTTED][0].rpartition(": ")[2])
         folder, slash, name = path.rpartition("/")
         key, _, rest = name.partition(".")
@@ -76,5 +76,5 @@ class Unread:
 
 
 def printable(text: str) -> str:
-    """The text without control characters: a name in an archive may hold terminal commands."""
+    """The text without control characters: a name in an archive may contain terminal commands."""
     return "".join(c if c.isprintable() else "?" for c in text)
