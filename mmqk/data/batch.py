@@ -1,4 +1,4 @@
-"""TokenBatch: what every part of mmqk agrees a batch is. B sequences, T tokens."""
+"""TokenBatch: the batch that every part of mmqk uses. B sequences, T tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class TokenBatch:
     Attributes:
         ids_BT: token ids, int64.
         modality_BT: modality of each token by vocabulary block (0 text, 1 image; more are allowed), int64.
-        target_mask_BT: whether the *next* token (this position's target) is trained on, bool.
-            The last position never is: it has no target.
-        valid_BT: False at padding, which no statistic may count, bool.
+        target_mask_BT: whether the *next* token (this position's target) is a trained target, bool.
+            Always False at the last position, which has no target.
+        valid_BT: False at padding, which every statistic must leave out, bool.
         step_targets: trained positions in the whole optimizer step, over all micro-batches and ranks: the
             denominator of the loss, so that accumulation and data parallelism equal one large batch.
-        document_BT: number of the packed document a token belongs to, -1 at padding; None where attention
-            need not know.
-        surprise_BT: -log probability of each *token* under the source, nats, fp32; None where nobody knows it.
+        document_BT: number of the packed document of each token, -1 at padding; None if attention does not
+            use it.
+        surprise_BT: -log probability of each *token* under the source, nats, fp32; None if unknown.
     """
 
     ids_BT: Tensor
@@ -41,7 +41,7 @@ class TokenBatch:
 
     @property
     def target_modality_BT(self) -> Tensor:
-        """Modality of the next token: the modality of a *prediction* is its target's."""
+        """Modality of the next token: a *prediction* has the modality of its target."""
         return self.modality_BT.roll(-1, dims=1)
 
     @property
@@ -50,8 +50,8 @@ class TokenBatch:
         return None if self.surprise_BT is None else self.surprise_BT.roll(-1, dims=1)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> TokenBatch:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TokenBatch(**{name: function(t) for name, t in given.items() if t is not None})
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TokenBatch(**{name: function(t) for name, t in tensors.items() if t is not None})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
@@ -60,7 +60,7 @@ class TokenBatch:
         return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Tell the allocator that work on this stream reads the tensors, which another stream made."""
+        """Record with the allocator that this stream reads the tensors, which another stream made."""
         for f in fields(self):
             if (tensor := getattr(self, f.name)) is not None:
                 tensor.record_stream(stream)
