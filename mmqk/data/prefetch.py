@@ -1,4 +1,4 @@
-"""Batches on the device one ahead: the copy of the next one runs beside the step of this one."""
+"""Prefetch batches to the device: the next batch is copied while the current step runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmqk.data.batch import TokenBatch
 
 
 def prefetched(batches: Iterable[TokenBatch], device: torch.device) -> Iterator[TokenBatch]:
-    """The same batches on a GPU, in order; each is copied, from pinned memory, while the one before is trained on."""
+    """The same batches on a GPU, in order; each is copied from pinned memory while the previous batch trains."""
     beside = torch.cuda.Stream(device)
     ahead: tuple[TokenBatch, torch.cuda.Event] | None = None
     for batch in batches:
@@ -23,7 +23,7 @@ def prefetched(batches: Iterable[TokenBatch], device: torch.device) -> Iterator[
 
 
 def _arrived(batch: TokenBatch, copied: torch.cuda.Event, device: torch.device) -> TokenBatch:
-    """The step waits for the copy on the device, not here, and the memory is kept until the step has read it."""
+    """Make the step wait for the copy on the device, not on the host, and keep the memory until the step has read it."""
     step = torch.cuda.current_stream(device)
     step.wait_event(copied)
     batch.record_stream(step)
