@@ -1,9 +1,9 @@
-"""Which sample stands at which place: a pure function of (weights, seed, index).
+"""The order of samples: a pure function of (weights, seed, index).
 
-A *slot cycle* of 240 places holds every kind in its exact proportion and evenly spread, in an order drawn anew
-for each cycle, so that any stretch of samples holds each kind to within a few of its share. The n-th draw of a
-kind is the n-th item of that kind's own shuffled epochs, so changing one weight leaves each kind's own order
-alone.
+A *slot cycle* of 240 places contains every kind in its exact proportion, evenly spread, in an order drawn anew for
+each cycle. In any stretch of samples the count of each kind is within a few of its share. The n-th draw of a
+kind is the n-th item of the shuffled epochs of that kind, so a change of one weight does not change the order within
+a kind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLOTS = ("image_first", "caption_first", *KINDS[1:])
 
 
 class Draw(NamedTuple):
-    """One place of the order: ``slot`` names what is built there, ``nth`` counts draws of that source."""
+    """One place of the order: ``slot`` names the kind of row, ``nth`` counts draws of that source."""
 
     slot: str
     nth: int
@@ -32,12 +32,12 @@ def kind_of(slot: str) -> str:
 
 
 def random_stream(*key: int) -> np.random.Generator:
-    """A generator that is a function of its key alone."""
+    """A random generator that depends on its key only."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
 def apportion(weights: dict[str, float], places: int) -> dict[str, int]:
-    """Whole places by largest remainder; the counts add up to ``places``."""
+    """Distribute whole places by largest remainder; the counts add up to ``places``."""
     total = sum(weights.values())
     exact = {k: w / total * places for k, w in weights.items()}
     counts = {k: int(v) for k, v in exact.items()}
@@ -48,7 +48,7 @@ def apportion(weights: dict[str, float], places: int) -> dict[str, int]:
 
 
 class IndexedCache:
-    """Keeps the last results of ``_make``; a copy that is sent to another process starts without any."""
+    """Caches the last results of ``_make``; a copy in another process starts with an empty cache."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -71,10 +71,10 @@ class Mixture(IndexedCache):
     Args:
         weights: relative weight of each kind of `KINDS`; kinds left out have weight 0.
         image_first: share of pairs in which the image comes before its caption.
-        seed: of the run's data.
+        seed: seed of the run's data.
 
     Raises:
-        ValueError: an unknown kind, a negative weight, no weight at all, or one too small for the cycle.
+        ValueError: an unknown kind, a negative weight, no positive weight, or a weight too small for the cycle.
     """
 
     def __init__(self, weights: dict[str, float], image_first: float, seed: int):
@@ -105,10 +105,10 @@ class Mixture(IndexedCache):
         super().__init__(64)
 
     def _make(self, cycle: int) -> tuple[np.ndarray, np.ndarray]:
-        # The k-th of a kind's c places falls somewhere in the k-th c-th of the cycle.
+        # The k-th of the c places of a kind is random within the k-th of c equal parts of the cycle.
         where = (self._kth + random_stream(self.seed, 0, cycle).random(CYCLE)) / self._counts[self._slots]
         slots = self._slots[np.argsort(where, kind="stable")]
-        # Both orders of a pair draw from the one stream of pairs.
+        # Both orders of a pair draw from the same stream of pairs.
         source = np.where(slots <= 1, 0, slots)
         nth = np.empty(CYCLE, dtype=np.int64)
         for s in np.unique(source):
@@ -117,14 +117,14 @@ class Mixture(IndexedCache):
         return slots, nth
 
     def draw(self, index: int) -> Draw:
-        """What stands at place ``index`` of the run's order (from 0)."""
+        """The draw at place ``index`` of the run's order (from 0)."""
         slots, nth = self._kept(index // CYCLE)
         place = index % CYCLE
         return Draw(SLOTS[slots[place]], int(nth[place]))
 
 
 class Epochs(IndexedCache):
-    """Endless reshuffled passes over ``n`` items: the n-th draw as (epoch, item)."""
+    """Endless reshuffled passes over ``n`` items; ``item`` gives the n-th draw as (epoch, item)."""
 
     def __init__(self, n: int, seed: int, stream: int):
         if n < 1:
