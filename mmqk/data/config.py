@@ -1,4 +1,4 @@
-"""What a run reads, as fields: sources, mixture, lengths; and what of it makes the run that run."""
+"""Configuration of the data of a run: sources, mixture, lengths; and the fields that identify its samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmqk.data.tokens.online import online_hash
 from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_numbers, number
 from mmqk.store import UserError
 
-# Kinds of data.mix that share a vocabulary: mmqk's tokenizers', that of the user's own ids, the dial's.
+# Kinds of data.mix that share a vocabulary: of mmqk's tokenizers, of the user's ids, of the dial.
 FAMILIES = (("pair", "text", "image", "interleaved"), ("tokens",), ("dial",))
 # Fields of DataConfig that name a source, by kind.
 SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}
@@ -22,29 +22,29 @@ SOURCE_FIELDS = {"pair": "pairs", "text": "text", "interleaved": "interleaved"}
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What the model reads.
+    """The data of a run.
 
     Args:
         pairs: image+caption pairs: shards with their manifest, or a folder made by mmqk.data.tokenize; empty: none.
-        read: tokens reads pairs from token arrays, made once; shards reads and tokenizes them while training, from
+        read: tokens reads pairs from token arrays, made once; shards reads and tokenizes pairs while training, from
             a folder with a manifest or a pattern such as path/{00000..00099}.tar.
         val_share: share of the pairs held out under such a pattern, by a hash of the image file.
-        text: text-only documents: likewise.
+        text: text-only documents: shards with their manifest or a token folder; empty: none.
         interleaved: documents of text and images: a folder made by mmqk.data.tokenize --interleaved.
         tokens: documents of ids of other tokenizers: a folder made by mmqk.data.ids.
         tokenizers: folder with text.json and image.safetensors.
-        cache: where shards are kept as token arrays after they were tokenized once.
+        cache: folder for the token arrays of shards that were tokenized.
         seq_len: tokens in a sequence.
         batch_size: sequences in an optimizer step, over all micro-batches and devices.
         mix: relative weight of each kind of sequence: pair, text, image, interleaved; or tokens alone; or dial alone.
             {"text": 1} is text only.
         image_first: share of the pairs in which the image comes before its caption.
-        pack: documents fills a sequence with several of them, none puts one document (or a window of text) in each.
+        pack: documents packs several documents into a sequence, none puts one document (or a window of text) in each.
         document_mask: attention stays inside each packed document.
-        dial: the synthetic source whose entropies are known, for mix {"dial": 1}.
+        dial: the synthetic source with known entropies, for mix {"dial": 1}.
         val_sequences: size of the validation set, which is the same for every arm and seed.
-        val_every_n_steps: optimizer steps between two validations; 0 validates at the end only, as all do.
-        workers: loader processes; 0 is fastest for token arrays, some help read shards. Does not change what is read.
+        val_every_n_steps: optimizer steps between two validations; 0 validates only at the end, as every run does.
+        workers: loader processes; 0 is fastest for token arrays, a few speed up read shards. The samples stay the same.
     """
 
     pairs: str = "data/emoji"
@@ -72,15 +72,15 @@ class DataConfig:
             raise ValueError(
                 "data.read shards knows no lengths to pack by: set data.pack none, or tokenize first."
             )
-        Mixture(self.mix, self.image_first, seed=0)  # refuses what cannot be mixed
-        wanted = [kind for kind, weight in self.mix.items() if weight > 0]
-        if sum(any(kind in family for kind in wanted) for family in FAMILIES) > 1:
+        Mixture(self.mix, self.image_first, seed=0)  # raises for an invalid mixture
+        kinds = [kind for kind, weight in self.mix.items() if weight > 0]
+        if sum(any(kind in family for kind in kinds) for family in FAMILIES) > 1:
             raise ValueError(
-                f"data.mix cannot mix {', '.join(wanted)}: tokens and dial have vocabularies of their own, so each"
+                f"data.mix cannot mix {', '.join(kinds)}: tokens and dial have vocabularies of their own, so each"
                 " stands alone."
             )
         sources = {"image": "pairs", **SOURCE_FIELDS, "tokens": "tokens"}
-        for kind in wanted:
+        for kind in kinds:
             if kind in sources and not getattr(self, sources[kind]):
                 raise ValueError(
                     f"data.mix asks for {kind}, but data.{sources[kind]} is empty: name its folder."
@@ -88,7 +88,7 @@ class DataConfig:
 
     @property
     def documents_apart(self) -> bool:
-        """Whether a sequence holds several documents that do not see each other."""
+        """Whether a sequence has several documents that do not attend to each other."""
         return self.pack == "documents" and self.document_mask
 
     @property
@@ -98,16 +98,16 @@ class DataConfig:
 
     @property
     def sources(self) -> dict[str, Path]:
-        """Folders by kind of what data.mix asks for, tokens apart; nothing else is read, also not for validation."""
+        """Folders of the kinds in data.mix, except tokens; training and validation read no other folder."""
         wanted = {"pair" if kind == "image" else kind for kind, weight in self.mix.items() if weight > 0}
         return {kind: Path(getattr(self, name)) for kind, name in SOURCE_FIELDS.items() if kind in wanted}
 
 
 def layout(config: DataConfig) -> Layout:
-    """How the ids are laid out that a configuration leads to.
+    """The layout of the ids of a configuration.
 
     Raises:
-        UserError: tokenizers or a token folder are missing or damaged. ValueError: a dial that cannot be.
+        UserError: tokenizers or a token folder are missing or damaged. ValueError: an impossible dial.
     """
     if "dial" in config.family:
         return Layout(Dial(config.dial).blocks)
@@ -123,7 +123,7 @@ def layout(config: DataConfig) -> Layout:
 
 
 def data_identity(config: DataConfig) -> dict[str, Any]:
-    """The fields that make the samples what they are: sources by their hashes, without what is not read.
+    """The fields that determine the samples: sources by their hashes, without fields that no sample depends on.
 
     Raises:
         UserError: a source is missing or damaged.
@@ -131,7 +131,7 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     from mmqk.tokenizers import tokenizers_hash
 
     fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial")}
-    # What changes no sample here is no part of it.
+    # Fields that change no sample here get a constant.
     online = config.read == "shards" and "pair" in config.sources
     fields |= {} if online else {"read": "tokens", "val_share": 0.0}
     fields |= {} if config.mix.get("pair", 0) > 0 else {"image_first": 0.0}
@@ -143,7 +143,7 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
         else:
             fields[SOURCE_FIELDS[kind]] = source_hash(path, kind)
     if "dial" in config.family:
-        # The hash of an identity sorts names, and the order of modalities matters.
+        # identity_hash sorts keys, but the order of modalities matters.
         fields["dial"] = {**asdict(config.dial), "modalities": list(config.dial.names)}
     elif "tokens" in config.family:
         fields["tokens"] = tokens_hash(config.tokens)
