@@ -1,4 +1,4 @@
-"""Arrays of ids of other tokenizers -> a token folder: `python -m mmqk.data.ids`."""
+"""Make a token folder from arrays of ids of other tokenizers: `python -m mmqk.data.ids`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mmqk.data.tokens.folder import TOKENS, Layout, TokenWriter
 from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fraction, run_main, tag
 
 EPILOG = """\
-An array is .npy: of two dimensions, each row a document; or of one, with the documents' lengths in NAME.lengths.npy
-beside NAME.npy, or without it all one document. Ids of a modality must lie in one range, and the ranges follow each
-other from id 0 in the order of --blocks. Nothing is added to a document; one longer than data.seq_len is trained on
-in pieces. Train on the result with --data.tokens FOLDER --data.mix '{"tokens": 1}'.
+An array is a .npy file. In a 2-D array each row is a document. A 1-D array NAME.npy takes the documents' lengths from
+NAME.lengths.npy; without that file it is one document. Ids of a modality must lie in one range, and the ranges follow
+each other from id 0 in the order of --blocks. Nothing is added to a document; one longer than data.seq_len is cut
+into pieces. Train on the result with --data.tokens FOLDER --data.mix '{"tokens": 1}'.
 
 example:
   python -m mmqk.data.ids --train 'ids/train-*.npy' --val 'ids/val-*.npy' --blocks text=65536,image=8192 --out tokens
@@ -41,21 +41,23 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--train", required=True, help="arrays, a path or pattern")
     parser.add_argument(
-        "--val", default="", help="held-out arrays; without them --val-share of the documents"
+        "--val", default="", help="held-out arrays; by default --val-share of the training documents"
     )
-    parser.add_argument("--val-share", type=float, default=0.01, help="by a hash of the document (0.01)")
+    parser.add_argument(
+        "--val-share", type=float, default=0.01, help="share held out, by a hash of the document (0.01)"
+    )
     parser.add_argument(
         "--blocks", required=True, help="modalities and their numbers of ids: text=65536,image=8192"
     )
     parser.add_argument(
         "--pad",
         type=int,
-        help="an id that no document uses, to fill sequences with (without it 0, which is never attended to)",
+        help="an id that no document uses, for padding (default: 0, which is never attended to)",
     )
     parser.add_argument(
         "--begin-image", type=int, help="id before an image's codes: documents are not cut inside one"
     )
-    parser.add_argument("--end-image", type=int, help="id after them")
+    parser.add_argument("--end-image", type=int, help="id after an image's codes")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)
     layout = Layout(
@@ -81,12 +83,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
-    """Write the folder elsewhere and move it to --out when it is whole; the documents by split."""
+    """Write the folder elsewhere and move it to --out when complete; return the document counts by split."""
     out = args.out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{out.name}-", dir=out.parent))
     try:
-        # A folder inside, as mkdtemp's own can be read by nobody else.
+        # A subfolder, as only its owner can read a folder of mkdtemp.
         writer = TokenWriter(scratch / "tokens", "tokens", layout)
         counts = {"train": 0, "val": 0}
         for split, pattern in (("train", args.train), ("val", args.val)):
@@ -141,10 +143,10 @@ def _blocks(text: str) -> dict[str, int]:
 def _files(pattern: str) -> list[Path]:
     if not pattern:
         return []
-    found = sorted(Path(p) for p in glob.glob(pattern) if not p.endswith(".lengths.npy"))
-    if not found:
+    paths = sorted(Path(p) for p in glob.glob(pattern) if not p.endswith(".lengths.npy"))
+    if not paths:
         raise UserError(f"{pattern} names no file: give a path or pattern of .npy arrays.")
-    return found
+    return paths
 
 
 def _documents(path: Path) -> Iterator[np.ndarray]:
