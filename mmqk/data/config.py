@@ -44,7 +44,7 @@ class DataConfig:
         dial: the synthetic source with known entropies, for mix {"dial": 1}.
         val_sequences: size of the validation set, which is the same for every arm and seed.
         val_every_n_steps: optimizer steps between two validations; 0 validates only at the end, as every run does.
-        workers: loader processes; 0 is fastest for token arrays, a few speed up read shards. The samples stay the same.
+        workers: loader processes; 0 is fastest for token arrays, some speed up read shards. Samples do not change.
     """
 
     pairs: str = "data/emoji"
