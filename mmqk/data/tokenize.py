@@ -1,4 +1,4 @@
-"""Shards through the tokenizers, once: `python -m mmqk.data.tokenize`."""
+"""Tokenize shards once into a token folder: `python -m mmqk.data.tokenize`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmqk.shards.tars import expand
 from mmqk.shards.unread import DOTTED, EXAMPLES, Unread, printable
 from mmqk.store import DamagedFile, OneSentenceParser, UserError, read_json, run_main, write_json
 
-# Beside the parts until all are there: what was asked for, and a record of each shard that is done.
+# Subfolder until all parts are written: the options of the command, and a record of each finished shard.
 UNFINISHED = "unfinished"
 OPTIONS = "options.json"
 BEGIN_AGAIN = "remove the folder and run the command again"
@@ -42,9 +42,9 @@ JSON lines with a field "text", plain or packed with gzip or xz. Patterns are br
 
 A sample that cannot be used is dropped and counted by reason, and so is a document of more than 4 MiB of text; a
 shard that cannot be read to its end is an error.
-What was done is kept: after an interruption, or once a shard is repaired, the same command goes on. Samples with
-equal images (documents with equal content) fall into the same split. Images come out as the tokenizer's square:
---fit crop keeps the centre, pad adds white, stretch distorts.
+Finished shards are kept: after an interruption or a repair of a shard, the same command continues. Samples with
+equal images (documents with equal content) fall into the same split. Images are fitted into the tokenizer's square:
+--fit crop keeps the center, pad adds white, stretch distorts.
 
 examples:
   python -m mmqk.data.tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine
@@ -70,27 +70,36 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--tokenizers", type=Path, default=Path("data/tokenizers"), help="(data/tokenizers)")
     p.add_argument(
-        "--workers", type=int, help="processes, each at one shard (one a core); 0: none of their own"
+        "--workers",
+        type=int,
+        help="worker processes, one shard at a time each (default: one per core); 0: run in this process",
     )
     p.add_argument(
-        "--val-share", type=float, default=0.01, help="of the documents, held out by a hash (0.01)"
-    )
-    p.add_argument("--fit", choices=get_args(Fit), default="crop", help="of images into the square (crop)")
-    p.add_argument(
-        "--max-pixels", type=int, default=MAX_PIXELS, help=f"of an image, larger is dropped ({MAX_PIXELS})"
+        "--val-share", type=float, default=0.01, help="share of the documents held out, by a hash (0.01)"
     )
     p.add_argument(
-        "--caption-field", metavar="NAME", help="of the json; txt: the text file (caption, else txt)"
+        "--fit", choices=get_args(Fit), default="crop", help="how an image fits into the square (crop)"
+    )
+    p.add_argument(
+        "--max-pixels",
+        type=int,
+        default=MAX_PIXELS,
+        help=f"most pixels of an image; larger images are dropped ({MAX_PIXELS})",
+    )
+    p.add_argument(
+        "--caption-field",
+        metavar="NAME",
+        help="field of the json with the caption; txt: the text file (caption, else txt)",
     )
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Tokenize what is not done yet, and finish the folder once all of it is.
+    """Tokenize the shards that are not done yet, and finish the folder when all are.
 
     Raises:
-        UserError: options that make no sense or that differ from those the folder was begun with, shards that
-            cannot be read, nothing to show for it, or a folder that cannot be written.
+        UserError: options are invalid or differ from those in the folder, a shard cannot be read, no sample can be
+            used, or the folder cannot be written.
     """
     args = parser().parse_args(argv)
     _check(args)
@@ -99,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     job = Job(kind, args.tokenizers, args.out, args.val_share, args.fit, args.max_pixels, args.caption_field)
     width = max(5, len(str(len(paths) - 1)))
     shards = [ShardPart(f"{i:0{width}d}", path) for i, path in enumerate(paths)]
-    layout_of(job.tokenizers)  # refuses tokenizers that are missing before anything is made
+    layout_of(job.tokenizers)  # raises for missing tokenizers before anything is written
     options = _options(args, kind, paths)
     if is_token_folder(job.out):
         return _already_finished(job.out, options)
@@ -132,7 +141,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace, kind: str, paths: list[Path]) -> dict[str, Any]:
-    """What the documents depend on, by the flag that sets it."""
+    """The options that the documents depend on, by flag."""
     from mmqk.tokenizers import tokenizers_hash  # takes seconds, which --help does not need
 
     return {
@@ -147,12 +156,12 @@ def _options(args: argparse.Namespace, kind: str, paths: list[Path]) -> dict[str
 
 
 def _refuse_others(out: Path, begun: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    def said(value: Any) -> str:
+    def shown(value: Any) -> str:
         return f"{len(value)} files to {value[-1]}" if isinstance(value, list) else str(value)
 
     names = [*options, *(name for name in begun if name not in options)]
     differing = [
-        f"--{name.replace('_', '-')} ({said(begun.get(name, 'none'))}, now {said(options.get(name, 'none'))})"
+        f"--{name.replace('_', '-')} ({shown(begun.get(name, 'none'))}, now {shown(options.get(name, 'none'))})"
         if name != "kind"
         else f"documents ({begun.get(name)}, now {options[name]})"
         for name in names
@@ -176,7 +185,7 @@ def _already_finished(out: Path, options: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
-    """Hold the folder: nobody else writes it, and it was begun with these options."""
+    """Lock the folder against other processes, after a check that it was begun with these options."""
     unfinished = out / UNFINISHED
     if out.exists() and not unfinished.is_dir() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is no token folder: give another --out")
@@ -195,18 +204,18 @@ def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _tokenize(job: Job, shards: list[ShardPart], workers: int | None) -> list[dict[str, Any]]:
-    """The records of all shards, those of earlier runs included."""
+    """Tokenize the shards; return the records of all, including those of earlier runs."""
     unfinished = job.out / UNFINISHED
     stats = {shard.part: shard.path.stat() for shard in shards}
     states = {part: [stat.st_size, stat.st_mtime_ns] for part, stat in stats.items()}
-    known = ((shard.part, _known(unfinished / f"{shard.part}.json")) for shard in shards)
-    # A shard that has changed since is done again.
-    records = {part: k["record"] for part, k in known if k.get("state") == states[part] and "record" in k}
+    kept = ((shard.part, _kept_record(unfinished / f"{shard.part}.json")) for shard in shards)
+    # A shard that has changed since then is tokenized again.
+    records = {part: k["record"] for part, k in kept if k.get("state") == states[part] and "record" in k}
     left = [shard for shard in shards if shard.part not in records]
     _remove_parts(job.out, {shard.part for shard in left})
     broken: list[str] = []
     if records and left:
-        print(f"going on with {len(left)} of {len(shards)} shards", flush=True)
+        print(f"continuing with {len(left)} of {len(shards)} shards", flush=True)
     progress = TokenizeProgress(
         {shard.part: states[shard.part][0] for shard in left},
         len(shards),
@@ -222,7 +231,7 @@ def _tokenize(job: Job, shards: list[ShardPart], workers: int | None) -> list[di
                 f"{job.out} cannot be written ({content}): make room and run the same command again"
             )
         if kind == "done" and shard is not None:
-            # The last write of a shard: it is done when its record is there.
+            # The last write of a shard: it is done when its record exists.
             write_json(unfinished / f"{shard.part}.json", {"state": states[shard.part], "record": content})
             records[shard.part] = content
         elif kind == "broken":
@@ -235,7 +244,7 @@ def _tokenize(job: Job, shards: list[ShardPart], workers: int | None) -> list[di
             run_shards(job, left, min(cores if workers is None else workers, len(left)), handle)
     except KeyboardInterrupt:
         progress.close()
-        print(f"{len(records)} of {len(shards)} shards are kept in {job.out}: the same command goes on")
+        print(f"{len(records)} of {len(shards)} shards are kept in {job.out}: the same command continues")
         raise
     finally:
         progress.close()
@@ -243,20 +252,20 @@ def _tokenize(job: Job, shards: list[ShardPart], workers: int | None) -> list[di
         more = f"; and {len(broken) - 3} more" if len(broken) > 3 else ""
         raise UserError(
             f"{len(broken)} of {len(shards)} shards cannot be used ({'; '.join(broken[:3])}{more}): "
-            "the others are kept, and the same command goes on once these are repaired"
+            "the others are kept, and the same command continues once these are repaired"
         )
     return [records[shard.part] for shard in shards]
 
 
-def _known(path: Path) -> dict[str, Any]:
-    """The record of a shard that was done; empty where there is none, or none that can be read: it is done again."""
+def _kept_record(path: Path) -> dict[str, Any]:
+    """The record of a finished shard; empty if it is missing or unreadable, so that the shard is tokenized again."""
     with suppress(DamagedFile):
         return read_json(path, _RECORD) or {}
     return {}
 
 
 def _remove_parts(out: Path, parts: set[str]) -> None:
-    # Left by attempts that did not end, or made of another state of a shard.
+    # Parts of interrupted attempts, or of another state of a shard.
     for split in SPLITS:
         if (out / split).is_dir():
             for path in list((out / split).iterdir()):
@@ -269,7 +278,7 @@ def _finish(job: Job, options: Mapping[str, Any], records: list[dict[str, Any]])
     examples: dict[str, list[str]] = {}
     unread = Unread()
     for record in records:
-        if "unread" in record:  # not in one that an older version made
+        if "unread" in record:  # older versions wrote none
             unread.take(record["unread"], f"{record['file']}: ")
         dropped.update(record["dropped"])
         for reason, keys in record["examples"].items():
@@ -278,13 +287,13 @@ def _finish(job: Job, options: Mapping[str, Any], records: list[dict[str, Any]])
     samples = sum(record["samples"] for record in records)
     reasons = dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
     if sum(dropped.values()) == samples:
-        shutil.rmtree(job.out / UNFINISHED)  # nothing was made, so nothing binds the next attempt
+        shutil.rmtree(job.out / UNFINISHED)  # so that the next attempt may use other options
         if not samples:
             why = ", ".join(f"{reason}: {count:,}" for reason, count in unread.counts.items())
             raise UserError(f"the shards hold no samples{f' ({why})' * bool(why)}: check what they are")
-        said = ", ".join(f"{reason}: {count}" for reason, count in list(reasons.items())[:3])
+        most = ", ".join(f"{reason}: {count}" for reason, count in list(reasons.items())[:3])
         raise UserError(
-            f"all {samples:,} samples were dropped ({said}; such as {printable(next(iter(examples.values()))[0])}): "
+            f"all {samples:,} samples were dropped ({most}; such as {printable(next(iter(examples.values()))[0])}): "
             "check the layout of the shards, --interleaved and --caption-field"
             + (f"; {unread.key_rule()}" if DOTTED in unread.counts else "")
         )

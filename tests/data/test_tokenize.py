@@ -399,7 +399,7 @@ def test_broken_shards_are_named_after_the_others_are_done(run: Any, shards: Pat
     expected = content(run(*pattern(shards), out="expected")[0])
     whole = cut_short(shards / "00001.tar")
     message = refused(run, *pattern(shards))
-    assert "1 of 4 shards" in message and "00001.tar is cut short" in message and "goes on" in message
+    assert "1 of 4 shards" in message and "00001.tar is cut short" in message and "continues" in message
     out = shards.parent / "out"
     kept = sorted(p.name for p in (out / "unfinished").glob("0*.json"))
     assert kept == ["00000.json", "00002.json", "00003.json"]
@@ -410,7 +410,7 @@ def test_broken_shards_are_named_after_the_others_are_done(run: Any, shards: Pat
     assert "1 of 4 shards" in refused(run, *pattern(shards))
     (shards / "00001.tar").write_bytes(whole)
     folder, said = run(*pattern(shards))
-    assert content(folder) == expected and "going on with 1 of 4 shards" in said
+    assert content(folder) == expected and "continuing with 1 of 4 shards" in said
 
 
 def test_the_first_three_broken_shards_are_named(run: Any, shards: Path) -> None:
@@ -427,7 +427,7 @@ def test_a_shard_that_changed_is_done_again(run: Any, shards: Path) -> None:
     write_tar(shards / "00000.tar", [m for s in range(50, 53) for m in pair(s)])
     (shards / "00003.tar").write_bytes(whole)
     folder, said = run(*pattern(shards))
-    assert "going on with 2 of 4" in said and len(documents(folder)) == 30
+    assert "continuing with 2 of 4" in said and len(documents(folder)) == 30
     assert content(folder) == content(run(*pattern(shards), out="fresh")[0])
 
 
@@ -497,7 +497,7 @@ def test_killed_in_the_middle_and_resumed_with_other_workers(run: Any, shards: P
         time.sleep(0.1)
     assert not any(map(alive, pids))
     _, said = run(*pattern(shards), workers=1)
-    assert "going on with 2 of 4 shards" in said
+    assert "continuing with 2 of 4 shards" in said
     assert content(out) == expected
 
 
@@ -526,7 +526,7 @@ def test_a_worker_that_is_killed_costs_one_shard(
     held.unlink()
     held.write_bytes(whole)
     folder, said = run(*pattern(shards))
-    assert content(folder) == expected and "going on with 1 of 4" in said
+    assert content(folder) == expected and "continuing with 1 of 4" in said
 
 
 def test_other_options_for_a_folder_that_was_begun(
@@ -551,7 +551,7 @@ def test_other_options_for_a_folder_that_was_begun(
         assert "--shards (4 files to 00003.tar, now 3 files to 00002.tar)" in message
         with pytest.raises(UserError, match="--tokenizers"):
             tokenize.main([*pattern(shards), "--out", str(tmp_path / "out"), "--tokenizers", str(other)])
-        assert "goes on" in message or "give the same again, or another --out" in message
+        assert "continues" in message or "give the same again, or another --out" in message
         (shards / "00001.tar").write_bytes(whole)
         folder, said = run(*pattern(shards))
     assert "is finished: train" in said
