@@ -1,10 +1,10 @@
-"""One shard to one part of a token folder: what `mmqk.data.tokenize` does in each of its processes.
+"""Turn one shard into one part of a token folder, in each process of `mmqk.data.tokenize`.
 
 ```
 sample ── places (image bytes, texts) ── squares, ids ── batches of images ── documents by split ──> part
 ```
 
-A part depends on its shard and the job alone, not on which process makes it or what was made before.
+A part depends only on its shard and the job, not on the process or on earlier parts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mmqk.shards.unread import EXAMPLES, OF_DROPPED, UNUSED, Unread
 from mmqk.store import hash_fraction
 
 IMAGES_A_BATCH = 64
-# Beyond this many tokens a part goes on in a further file, so that memory has a bound.
+# Beyond this many tokens a part continues in another file, which bounds memory.
 TOKENS_A_FILE = 2**25
 REPORT_EVERY_SECONDS = 0.2
 
@@ -45,14 +45,14 @@ Report = Callable[[int, int, float], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What holds for all shards.
+    """Settings of all shards.
 
     Attributes:
         kind: pair, interleaved or text.
-        tokenizers: their folder.
+        tokenizers: folder of the tokenizers.
         out: the token folder.
-        val_share: share of the documents that go to val, by a hash of what they are made of.
-        fit: of images into the square, see `load_image`.
+        val_share: share of the documents that go to val, by a hash of their content.
+        fit: how images fit into the square, see `load_image`.
         max_pixels: cap on a decoded image.
         caption_field: see `pair_of`.
     """
@@ -68,19 +68,19 @@ class Job:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """A file and the name of the part that is made of it."""
+    """A file and the name of its part."""
 
     part: str
     path: Path
 
 
 def split_of(identity: bytes, val_share: float) -> str:
-    """Equal content falls into the same split, in whichever shard it lies."""
+    """The split of a document; equal content falls into the same split in every shard."""
     return "val" if hash_fraction(identity) < val_share else "train"
 
 
 class Encoder:
-    """The tokenizers at work for one job.
+    """The tokenizers and the writer of one job.
 
     Raises:
         UserError: the tokenizers are missing or damaged.
@@ -101,11 +101,11 @@ class Encoder:
 
         Args:
             shard: the file.
-            report: told now and then, and before each write: samples, dropped samples, share of the file.
+            report: called at intervals and before each write with samples, dropped samples, share of the file read.
 
         Returns:
             The shard's record: file, size, sha256, samples, documents by split, dropped by reason, examples; of an
-            archive also how many files it has, and which of them no document is made of.
+            archive also the number of its files, and the files that no document uses.
 
         Raises:
             UserError: the shard cannot be read to its end. OSError: the part cannot be written.
@@ -144,7 +144,7 @@ class Encoder:
         return np.asarray(load_image(content, self._images.image_size, self.job.fit, self.job.max_pixels))
 
     def images(self, squares: list[np.ndarray]) -> np.ndarray:
-        """Squares to documents' ids, the marks around each image included: (images, codes + 2)."""
+        """Encode squares to ids with the marks around each image: (images, codes + 2)."""
         import torch
 
         assert self._images is not None
@@ -161,7 +161,7 @@ class Encoder:
 
 
 class _Part:
-    """The documents of one shard on their way to the disk."""
+    """The documents of one shard that are not written yet."""
 
     def __init__(self, encoder: Encoder, name: str, report: Report) -> None:
         self._encoder, self._name, self._report = encoder, name, report
@@ -171,14 +171,14 @@ class _Part:
         self.examples: dict[str, list[str]] = {}
         self._pending: list[tuple[str, list[np.ndarray]]] = []  # split, pieces of a document
         self._squares: list[np.ndarray] = []
-        self._slots: list[tuple[list[np.ndarray], int]] = []  # where the squares' ids belong
+        self._slots: list[tuple[list[np.ndarray], int]] = []  # destinations of the squares' ids
         self._tokens = 0
         self._files = 0
         self._share = 0.0
         self._reported = time.monotonic()
 
     def add(self, split: str, places: list[Place]) -> None:
-        """Take a document; it is dropped as a whole if one of its images is."""
+        """Add a document; it is dropped as a whole if one of its images is dropped."""
         encoder = self._encoder
         loaded = [encoder.square(p) if isinstance(p, bytes) else encoder.text(p) for p in places]
         if not any(map(len, loaded)):
@@ -205,16 +205,16 @@ class _Part:
             examples.append(key)
 
     def report(self, share: float) -> None:
-        """Say how far the shard is, if it is time to."""
+        """Report the progress of the shard if the interval has passed."""
         self._share = share
         if (now := time.monotonic()) - self._reported >= REPORT_EVERY_SECONDS:
             self._reported = now
             self._report(self.samples, sum(self.dropped.values()), share)
 
     def write(self) -> None:
-        """Write what is pending as one file a split."""
+        """Write the pending documents as one file per split."""
         self._encode()
-        # A process whose parent was killed learns it here, and must not write beside the next run.
+        # If the parent was killed this raises, so that the process does not write at the same time as the next run.
         self._report(self.samples, sum(self.dropped.values()), self._share)
         # "_" sorts after ".", so that files are read in the order in which they were written.
         name = f"{self._name}_{self._files:06d}" if self._files else self._name
