@@ -1,4 +1,4 @@
-"""Shards to worker processes, their messages back, and one line about how far they are."""
+"""Send shards to worker processes, receive their messages, and show one line of progress."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ PLAIN_EVERY_SECONDS = 10.0
 _MEMORY = "if memory ran out, give fewer --workers or a smaller --max-pixels"
 
 # A shard and a message about it: ("ready", None) when its worker begins, ("progress", (samples, dropped, share)),
-# ("done", record), ("broken", sentence), ("unwritable", why); or no shard and a moment to look at the clock.
+# ("done", record), ("broken", sentence), ("unwritable", why); or no shard and ("tick", None) to update the line.
 Handle = Callable[[ShardPart | None, tuple[str, Any]], None]
 
 
 def run_shards(job: Job, shards: Sequence[ShardPart], workers: int, handle: Handle) -> None:
-    """Tokenize shards in processes of their own, or in this one for 0 workers.
+    """Tokenize shards in worker processes, or in this process if workers is 0.
 
-    A worker that is killed costs its shard, which is reported as broken, and is replaced.
+    If a worker is killed, its shard is reported as broken and a new worker replaces it.
 
     Raises:
         UserError: the tokenizers cannot be used.
-        RuntimeError: a defect of ours in a worker, with its traceback. Whatever `handle` raises.
+        RuntimeError: a bug in a worker, with its traceback. Errors of `handle` are passed on.
     """
     if workers == 0:
         with one_thread():
@@ -103,7 +103,7 @@ def _start(job: Job) -> tuple[Connection, BaseProcess]:
 
 
 def _send(connection: Connection, shard: ShardPart) -> None:
-    # A worker that has just died is noticed when its messages end.
+    # If the worker has just died, `run_shards` gets EOFError from its connection.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send(shard)
 
@@ -115,7 +115,7 @@ def _how(process: BaseProcess) -> str:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch on one thread: the workers share the cores, and sums are the same on any number of them."""
+    """Run torch on one thread: the workers share the cores, and sums do not depend on the number of cores."""
     import torch
 
     threads = torch.get_num_threads()
@@ -127,7 +127,7 @@ def one_thread() -> Iterator[None]:
 
 
 def attempt(encoder: Encoder, shard: ShardPart, report: Report) -> tuple[str, Any]:
-    """``done`` and the record; ``broken``, a shard that cannot be read; or ``unwritable``: the output."""
+    """Return ``done`` and the record, ``broken`` if the shard cannot be read, or ``unwritable`` for the output."""
     try:
         return "done", encoder.shard(shard, report)
     except UserError as error:
@@ -139,11 +139,11 @@ def attempt(encoder: Encoder, shard: ShardPart, report: Report) -> tuple[str, An
 
 
 def work(connection: Connection, job: Job) -> None:
-    """The life of a worker process: shards come through the connection, messages go back.
+    """Main loop of a worker process: receive shards through the connection, send messages back.
 
-    It ends when the connection does, so that it never outlives its parent for long.
+    The process ends when the connection closes, so that it does not outlive its parent for long.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         with one_thread():
@@ -164,18 +164,18 @@ def work(connection: Connection, job: Job) -> None:
 
 @dataclass
 class TokenizeProgress:
-    """How far the shards are: rewritten in place on a terminal, otherwise a line every ten seconds.
+    """Progress of the shards: rewritten in place on a terminal, otherwise a line every ten seconds.
 
     ``3 of 100 shards · 30,120 samples · 512 samples/s · 12 dropped · about 1:45 left``
 
-    The rate counts from when the first worker is ready; time left comes from the bytes that were read.
+    The rate counts from the time when the first worker is ready; the time left is estimated from the bytes read.
 
     Attributes:
         sizes: bytes of the shards still to do, by part.
         total: all shards.
         shards: shards that are done.
-        samples: samples of those.
-        dropped: dropped samples of those.
+        samples: samples of the done shards.
+        dropped: dropped samples of the done shards.
         stream: stderr by default.
     """
 
@@ -197,7 +197,7 @@ class TokenizeProgress:
         self._written = False
 
     def __call__(self, shard: ShardPart | None, message: tuple[str, Any]) -> None:
-        """Take a message of `run_shards` and show the line if it is time to."""
+        """Handle a message of `run_shards` and show the line if an interval has passed."""
         kind, content = message
         if kind == "ready" and self._began is None:
             self._began = time.monotonic()
@@ -223,7 +223,7 @@ class TokenizeProgress:
             self.stream.flush()
 
     def line(self, now: float) -> str:
-        """The line as it stands at ``now`` (seconds of a monotonic clock)."""
+        """The line at time ``now`` (seconds of a monotonic clock)."""
         samples = self.samples + sum(running[0] for running in self._running.values())
         parts = [f"{self.shards} of {self.total} shards"]
         if self._began is None or not (self._running or self._read):
