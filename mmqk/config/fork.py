@@ -32,15 +32,15 @@ class Parent:
 
 @dataclass(frozen=True)
 class ForkConfig:
-    """Where a run goes on from another one's checkpoint, and what happens to it on the way.
+    """The checkpoint that a fork starts from, and the changes at its start.
 
     Attributes:
-        parent: the run it leaves.
-        given: the checkpoint or run folder as it was named; empty where only the parent is known.
-        checkpoint: the file; None where it does not exist yet.
-        skip: batches of an optimizer step that are left out before the first one.
-        perturb: size of the random change of each weight matrix as a share of the matrix's own RMS.
-        draw: number of that random change.
+        parent: the run that wrote the checkpoint.
+        given: the checkpoint or run folder on the command line; empty if only the parent is known.
+        checkpoint: the file; None if it does not exist yet.
+        skip: number of batches (of an optimizer step) to skip before the first step.
+        perturb: noise added to each weight matrix, as a share of its RMS.
+        draw: seed of that noise.
     """
 
     parent: Parent

@@ -32,7 +32,7 @@ from mmqk.model.config import ModelConfig
 from mmqk.ranges import MOST_SEED, Range, decimal_numbers
 from mmqk.store import UserError, identity_hash, with_dashes
 
-# The numbers that are no field of a section.
+# Ranges of the numbers outside of the sections.
 RANGES = {"seed": Range(0, MOST_SEED), "threads": Range(0, 1024)}
 
 # jsonargparse reads every file and every value with this loader.
@@ -40,7 +40,7 @@ loaders.yaml_default_loader = decimal_numbers(loaders.get_yaml_default_loader())
 
 
 class Parser(ArgumentParser):
-    """Raises what argparse would print and exit on, so that a mistake is one sentence."""
+    """Raises a UserError with one sentence where argparse would print its usage and exit."""
 
     def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
         raise UserError(sentence_of(message, self)) from ex
@@ -58,30 +58,30 @@ def build_parser(help_all: bool = False) -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", action="config", help="YAML file of a run; repeat it to merge several.")
-    parser.add_argument("--help-all", action="store_true", help="Show Trainer's flags too, and exit.")
+    parser.add_argument("--help-all", action="store_true", help="Show all fields of trainer too, and exit.")
     parser.add_argument("--out", type=str, default=None, help="Run folder (default: runs/NAME/<id>).")
-    parser.add_argument("--seed", type=int, default=0, help="Of initial weights, dropout and data order.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of initial weights, dropout and data order.")
     parser.add_argument(
         "--backend", type=str, default="sdpa", help=f"Attention backend: {', '.join(BACKENDS)}."
     )
     parser.add_argument(
         "--compile", type=bool, default=False,
-        help="Compile blocks, norms and loss (torch.compile): a run starts later, and its steps are fused; for GPUs.",
+        help="Compile blocks, norms and loss (torch.compile), for GPUs: a later start and faster steps.",
     )  # fmt: skip
     parser.add_argument(
         "--recompute", type=bool, default=False,
-        help="Forget each block's activations and compute them again in the backward pass: less memory, more work.",
+        help="Compute the activations of each block again in the backward pass: less memory, more computation.",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: torch's own choice).")
     parser.add_argument(
         "--fork", type=str, default=None, metavar="CKPT",
-        help="Go on from this checkpoint (or the newest of a run folder) with its run's configuration, of which only"
-        " the fields given here differ.",
+        help="Start from this checkpoint (or the newest one of a run folder) with the configuration of its run; the"
+        " fields given here replace those of that run.",
     )  # fmt: skip
-    parser.add_argument("--fork_skip", type=int, default=0, help="Of a fork: leave out the next N batches.")
-    perturb = "Of a fork: change each weight matrix by a random one of this share of its RMS."
+    parser.add_argument("--fork_skip", type=int, default=0, help="Fork: skip the next N batches.")
+    perturb = "Fork: add noise to each weight matrix, with this share of its RMS."
     parser.add_argument("--fork_perturb", type=float, default=0.0, help=perturb)
-    parser.add_argument("--fork_draw", type=int, default=0, help="Of a fork: number of that random change.")
+    parser.add_argument("--fork_draw", type=int, default=0, help="Fork: seed of that noise.")
     parser.add_argument("--quiet", action="store_true", help="Print one line: how the run ended and where.")
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
@@ -98,11 +98,11 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
 
     Args:
         argv: the command line.
-        parent: what the run is forked from, where its checkpoint does not exist yet; else ``--fork`` says it.
+        parent: the parent of a fork whose checkpoint does not exist yet; otherwise ``--fork`` names it.
 
     Raises:
-        UserError: an unknown field, a wrong type, an impossible value, data and tokenizers that are missing, or a
-            fork that cannot be.
+        UserError: an unknown field, a wrong type, an impossible value, missing data or tokenizers, or an impossible
+            fork.
         SystemExit: after printing help.
     """
     if "--help-all" in argv:
@@ -175,7 +175,7 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
     identity = identity_of(
         sections, trainer, backend=parsed.backend, compile=parsed.compile, seed=parsed.seed, fork=fork
     )
-    files = [str(path) for path in parsed.config or [] if path is not None]  # None: a parent's
+    files = [str(path) for path in parsed.config or [] if path is not None]  # None: the configuration of a parent
     name = Path(files[-1]).stem if files else "run" if fork is None else "fork"
     out = Path(parsed.out) if parsed.out else Path("runs") / name / identity_hash(identity)
     return RunConfig(
@@ -194,7 +194,7 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
 
 
 def _check_ranges(parsed: Namespace) -> None:
-    """The numbers that are no field of a section."""
+    """Check the numbers outside of the sections."""
     for name, wanted in RANGES.items():
         try:
             wanted.check(name, parsed[name])
@@ -203,7 +203,7 @@ def _check_ranges(parsed: Namespace) -> None:
 
 
 def _build(section: type, values: Any, path: str) -> Any:
-    """A frozen dataclass from the parser's namespace, nested ones included; it checks itself."""
+    """Build a frozen dataclass and its nested ones from the parser's namespace; each checks its own fields."""
     plain = vars(values) if isinstance(values, Namespace) else values
     if not isinstance(plain, dict) or any(f.name not in plain for f in dataclasses.fields(section)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a run is: its resolved configuration, its identity and its record."""
+"""A run: its resolved configuration, its identity and its record."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A resolved run: every section, Trainer's flags, and where it goes.
+    """The resolved configuration of a run.
 
     Attributes:
-        trainer: the fields of `TrainerConfig`, as Lightning takes them.
-        identity: the fields that make it this run and no other (see `mmqk.store.identity`); plain data.
+        trainer: the fields of `TrainerConfig`, as arguments of Lightning's Trainer.
+        identity: the fields that identify the run (see `mmqk.store.identity`), as plain data.
         out: the run folder.
-        fork: what the run starts from where it starts from another one's checkpoint.
+        fork: the start of a fork; None for a run from initial weights.
     """
 
     model: ModelConfig
@@ -61,16 +61,16 @@ class RunConfig:
 
     @property
     def processes(self) -> int:
-        """How many train it together."""
+        """Number of processes that train the run."""
         return self.trainer["devices"] * self.trainer["num_nodes"]
 
     @property
     def ranks(self) -> dict[str, Any]:
-        """How many processes, and how; a resume is exact among the same."""
+        """Strategy and number of processes; a resume with the same ones is exact."""
         return {"strategy": self.trainer["strategy"], "processes": self.processes}
 
     def nested(self) -> dict[str, Any]:
-        """The configuration as plain data, which the parser reads back as ``--config``."""
+        """The configuration as plain data; the parser accepts it as ``--config``."""
         plain: dict[str, Any] = {name: asdict(getattr(self, name)) for name in SECTIONS}
         plain |= {
             name: getattr(self, name) for name in ("backend", "compile", "recompute", "seed", "threads")
@@ -79,7 +79,7 @@ class RunConfig:
         return plain if self.fork is None else {**plain, **self.fork.flags()}
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint says of the run that wrote it, for forks."""
+        """Id and configuration that a checkpoint stores, for forks."""
         flags = {} if self.fork is None else self.fork.flags()
         return {"id": self.id, "config": {k: v for k, v in self.nested().items() if k not in flags}}
 
@@ -93,7 +93,7 @@ def identity_of(
     seed: int,
     fork: ForkConfig | None = None,
 ) -> dict[str, Any]:
-    """The fields that make a run the run that it is, as plain data.
+    """The fields that identify a run, as plain data.
 
     Raises:
         UserError: a source of the data is missing or damaged.
@@ -101,18 +101,18 @@ def identity_of(
     identity: dict[str, Any] = {
         name: asdict(sections[name]) for name in ("model", "loss", "optim", "monitor")
     }
-    if sections["optim"].schedule_steps in (None, trainer.max_steps):  # two ways to say the same
+    if sections["optim"].schedule_steps in (None, trainer.max_steps):  # null has the same meaning
         del identity["optim"]["schedule_steps"]
     if sections["loss"].chunk is None:
         del identity["loss"]["chunk"]
-    if compile:  # fused operations round otherwise
+    if compile:  # fused operations round differently
         identity["compile"] = True
-    if sections["alarm"].acts:  # one that only reports changes nothing in the run
+    if sections["alarm"].acts:  # alarms that only report do not change the run
         identity["alarm"] = asdict(sections["alarm"])
     identity["data"] = data_identity(sections["data"])
     identity |= {"backend": backend, "seed": seed}
     identity["trainer"] = {name: getattr(trainer, name) for name in IN_IDENTITY}
-    if trainer.deterministic:  # other kernels, and their sums in another order
+    if trainer.deterministic:  # other kernels sum in another order
         identity["trainer"]["deterministic"] = True
     if fork is not None:
         identity["fork"] = fork.identity

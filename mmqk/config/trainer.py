@@ -1,4 +1,4 @@
-"""The flags of Lightning's Trainer that a run has. Needs no Lightning."""
+"""The fields of Lightning's Trainer that a run can set. Needs no Lightning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmqk.ranges import MOST_STEPS, check_numbers, number
 
 STRATEGIES = ("auto", "ddp", "fsdp")
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-# What --help shows; --help-all shows every field.
+# Fields that --help shows; --help-all shows every field.
 SHOWN = (
     "accelerator", "devices", "num_nodes", "strategy", "max_steps", "precision", "accumulate_grad_batches",
     "gradient_clip_val",
@@ -20,23 +20,23 @@ IN_IDENTITY = ("max_steps", "precision", "accumulate_grad_batches", "gradient_cl
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """What a run passes on to Lightning's Trainer; mmqk sets all other flags.
+    """Arguments of Lightning's Trainer; mmqk sets all others.
 
     Args:
-        devices: processes on each machine, one a device.
-        num_nodes: machines.
+        devices: processes per machine, one per device.
+        num_nodes: number of machines.
         precision: 32-true, bf16-mixed (bf16 operations, fp32 weights) or bf16-true (bf16 weights too).
-        max_steps: optimizer steps of the run.
-        accumulate_grad_batches: micro-batches of an optimizer step.
-        gradient_clip_val: largest norm of the gradient, to which a longer one is scaled; 0 or null for none.
-        deterministic: use deterministic kernels only, which sum in another order.
-        benchmark: let cuDNN time its kernels and take the fastest.
+        max_steps: number of optimizer steps.
+        accumulate_grad_batches: micro-batches per optimizer step.
+        gradient_clip_val: largest gradient norm; longer gradients are scaled to it. 0 or null: no clipping.
+        deterministic: use deterministic kernels only; they sum in another order.
+        benchmark: let cuDNN time its kernels and use the fastest.
         inference_mode: validate under torch.inference_mode instead of torch.no_grad.
-        detect_anomaly: stop with a traceback of the forward at the first NaN in a backward pass; slow.
+        detect_anomaly: stop at the first NaN in a backward pass, with a traceback of the forward pass; slow.
         enable_autolog_hparams: let Lightning pass hyperparameters to the loggers.
-        accelerator: cpu, gpu, mps or auto: a GPU where there is one.
-        strategy: how several processes train together: auto, ddp, fsdp; auto is ddp where there are several.
-        profiler: Lightning's table of times, printed at the end.
+        accelerator: cpu, gpu, mps or auto (a GPU if there is one).
+        strategy: how several processes train together: ddp, fsdp or auto (ddp for several processes).
+        profiler: print Lightning's table of times at the end.
     """
 
     devices: int | str = number(1, 1, 1024)
@@ -78,5 +78,5 @@ class TrainerConfig:
 
     @property
     def processes(self) -> int:
-        """How many processes train together."""
+        """Number of processes that train together."""
         return int(self.devices) * self.num_nodes

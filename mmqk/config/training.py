@@ -1,4 +1,4 @@
-"""What a training run does beside model and data: loss, optimizer, monitors, checkpoints. Needs no torch."""
+"""Configuration of loss, optimizer, monitors and checkpoints. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mmqk.ranges import BELOW_ONE, LARGEST, MOST_STEPS, SMALLEST, check_numbers,
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What the loss adds up.
+    """Terms of the loss and their weights.
 
     Attributes:
-        z_loss: Coefficient of log(Z)^2, Z the normaliser of the output softmax (PaLM, arXiv 2204.02311).
-        weights: Weight of each modality's loss and z-loss by name, 1 where left out; 0 switches it off.
-        chunk: Tokens whose logits exist at once: the head and the loss take a chunk after the other, so that their
-            memory does not grow with batch times vocabulary; the loss is the same up to rounding. A few thousand
-            are usual on a GPU with a large vocabulary. Null is all of them at once.
+        z_loss: Coefficient of log(Z)^2, with Z the normalizer of the output softmax (PaLM, arXiv 2204.02311).
+        weights: Weight of the loss and z-loss of each modality, by name. The default is 1; 0 switches a loss off.
+        chunk: Number of tokens whose logits exist at the same time. Head and loss process one chunk after another,
+            so that their memory does not grow with batch size times vocabulary; the loss is equal up to rounding.
+            A few thousand are usual for a large vocabulary on a GPU. Null: all tokens at once.
     """
 
     z_loss: float = number(0.0, 1e-12, 1e6, zero=True)
@@ -29,10 +29,10 @@ class LossConfig:
         check_numbers(self, "loss")
 
     def weights_of(self, modalities: Sequence[str]) -> list[float]:
-        """The weight of each modality, in the order given.
+        """The weight of each of the modalities, in their order.
 
         Raises:
-            ValueError: a weight of a modality that is not among them, or no weight above 0.
+            ValueError: a weight names another modality, or no weight is above 0.
         """
         for name in self.weights:
             if name not in modalities:
@@ -52,27 +52,26 @@ class OptimConfig:
     """AdamW and its schedule.
 
     Args:
-        lr: peak learning rate, after the warm-up.
+        lr: peak learning rate, reached after the warm-up.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: Adam's epsilon. Chameleon used 1e-5, Wortsman et al. 1e-8.
-        weight_decay: decay of matrices, and of what `decay_embeddings` and `decay_gains` add to them.
-        decay_mode: coupled multiplies the decay by the learning rate (torch's AdamW); independent multiplies it
-            by the schedule alone, so that it does not change with the peak (Wortsman et al., section 3.2.2); it then
-            wants a weight_decay of the order of 1e-4.
-        warmup_steps: steps of linear warm-up; the first of n has 1 / n of the peak.
-        schedule: what follows the warm-up: constant, cosine or exponential decay.
-        final_lr: learning rate at the end as a share of the peak.
-        schedule_steps: steps after which the schedule has ended, warm-up included; null for the length of the run. A
-            fork that is longer than its parent keeps the parent's schedule by giving the parent's length here.
-        decay_gains: whether gains, biases and learned scales decay too.
-        decay_embeddings: whether the embedding matrix decays; the head is an output matrix and always does, unless
-            it is the embedding matrix (`model.tie_embeddings`).
-        qk_clip: threshold on the raw attention logits of a head, above which its W_q and W_k are scaled down after
-            the update (QK-Clip, Kimi K2, arXiv 2507.20534; there 100); null for none.
-        split_second_moment: Adam's moments by target modality, the step their sum; costs a backward pass and a set
-            of moments for each modality. The step can be up to that many times as long: compare at each arm's own
-            best learning rate.
+        weight_decay: weight decay of matrices; `decay_embeddings` and `decay_gains` add other parameters.
+        decay_mode: coupled multiplies the decay by the learning rate (torch's AdamW). independent multiplies it by
+            the schedule without the peak (Wortsman et al., section 3.2.2), and needs a weight_decay near 1e-4.
+        warmup_steps: steps of linear warm-up; the first of n steps has 1 / n of the peak.
+        schedule: schedule after the warm-up: constant, cosine or exponential.
+        final_lr: final learning rate as a fraction of the peak.
+        schedule_steps: length of the schedule in steps, warm-up included; null: the length of the run. A fork that
+            trains longer than its parent keeps the parent's schedule with the parent's length here.
+        decay_gains: apply weight decay to gains, biases and learned scales too.
+        decay_embeddings: apply weight decay to the embedding matrix. The head always decays, unless it is the
+            embedding matrix (`model.tie_embeddings`).
+        qk_clip: threshold for the raw attention logits of a head. Above it, W_q and W_k of the head are scaled down
+            after the update (QK-Clip, Kimi K2, arXiv 2507.20534, which uses 100); null: off.
+        split_second_moment: keep Adam's moments by target modality and add the steps up. It costs a backward pass and
+            a set of moments per modality. The step can be longer by up to the number of modalities, so compare arms
+            at their own best learning rates.
     """
 
     lr: float = number(1e-3, SMALLEST, LARGEST)
@@ -102,30 +101,30 @@ class OptimConfig:
                 "optim.schedule exponential cannot end at optim.final_lr 0: give it a share above 0."
             )
         if self.schedule == "constant":
-            object.__setattr__(self, "schedule_steps", None)  # it has no length
+            object.__setattr__(self, "schedule_steps", None)  # a constant schedule has no length
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """Probes: a separate fp32 forward of the present weights that never touches training.
+    """Probes: separate fp32 forward passes that measure the model during training.
 
-    Everything is an option that leaves the weights of the run as they are, bit for bit.
+    No option changes the weights of the run: they stay equal bit for bit.
 
     Args:
-        every_n_steps: optimizer steps between two probes; 0 switches them off.
-        sequences: how many sequences a probe looks at.
-        batch: current probes the batch being trained; heldout the first validation sequences, which are the
-            same tokens in every run, so that maxima of different runs can be compared.
-        tensorboard_layers: write every per-layer series to TensorBoard too, not only maximum and median.
-        heads: at each probe, also attention logits and weights by head.
-        parameters: at each probe, the gradient norm of every parameter, the size of its latest update over the
-            learning rate and over the parameter, and the share of its elements below Adam's epsilon.
-        precision: at each probe, what additions to a bf16 residual stream lose, or would lose; one more forward.
-        gradient_agreement: at each probe of a training step, how far the modalities' gradients agree, from the two
-            halves of the micro-batch at hand; two more forwards and a backward pass for each half and modality.
-        budget_every_n_steps: optimizer steps between the beginnings of two windows of the radial budget of W_q and
-            W_k; 0 switches it off. Inside a window a step costs a backward pass more for each modality but one.
-        budget_steps: length of such a window.
+        every_n_steps: optimizer steps between two probes; 0 switches probes off.
+        sequences: number of sequences of a probe.
+        batch: current probes the training batch; heldout probes the first validation sequences, which are equal in
+            every run, so that maxima of different runs can be compared.
+        tensorboard_layers: write every per-layer series to TensorBoard, not only maximum and median over layers.
+        heads: measure attention logits and weights of each head.
+        parameters: measure for every parameter the gradient norm, the size of the latest update divided by the
+            learning rate and by the parameter, and the share of elements below Adam's epsilon.
+        precision: measure the rounding error of additions to a bf16 residual stream; one more forward pass per probe.
+        gradient_agreement: measure how far the gradients of the modalities agree, from the two halves of a
+            micro-batch; two more forward passes, and a backward pass for each half and modality, per probe.
+        budget_every_n_steps: optimizer steps from one window of the radial budget of W_q and W_k to the next; 0
+            switches it off. A step inside a window costs a backward pass for each modality but one.
+        budget_steps: length of such a window in steps.
     """
 
     every_n_steps: int = number(100, 0, MOST_STEPS)
@@ -153,12 +152,12 @@ class MonitorConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run can be taken up again.
+    """When a run writes checkpoints, and which it keeps.
 
     Args:
         every_n_steps: optimizer steps between two checkpoints; 0 writes only the last one.
-        keep: how many of the newest are kept.
-        at: steps at which one is written and kept whatever comes after, for forks; no part of the run's identity.
+        keep: number of newest checkpoints to keep.
+        at: steps whose checkpoints are always kept, for forks; not part of the identity of the run.
     """
 
     every_n_steps: int = number(500, 0, MOST_STEPS)
