@@ -1,4 +1,4 @@
-"""The Lightning datamodule: the order of a run, dealt out to micro-batches, ranks and loader workers."""
+"""The Lightning datamodule: splits the order of a run into micro-batches, by rank and loader worker."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ COUNTED = 8192
 
 
 class MicroBatches(Dataset):
-    """Micro-batch ``i`` of one rank: a pure function of ``i``, so that workers and resumption cannot change it.
+    """Micro-batch ``i`` of one rank: a pure function of ``i``, independent of workers and resumes.
 
     Attributes:
-        ahead: sequences by which the run is ahead of ``steps * batch_size``: those that a fork left out, and the
-            difference that another batch size of its parent makes. Set before the first micro-batch is read.
+        ahead: number of sequences by which the run is ahead of ``steps * batch_size``: those that a fork skipped, and
+            the difference from a parent with another batch size. Set before the first micro-batch is read.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class MicroBatches(Dataset):
         return self._batch(i, (micro * self.world + self.rank) * self.size, self.size)
 
     def first_rows(self, i: int, n: int) -> TokenBatch:
-        """The first ``n`` sequences of micro-batch ``i`` of all ranks together, whichever of them trains on these."""
+        """The first ``n`` sequences of micro-batch ``i`` over all ranks."""
         return self._batch(i, i % self.accumulate * self.world * self.size, n)
 
     def _batch(self, i: int, first: int, n: int) -> TokenBatch:
-        """``n`` sequences of the step that micro-batch ``i`` is of, from the ``first`` on."""
+        """``n`` sequences of the step of micro-batch ``i``, starting at sequence ``first``."""
         step = i // self.accumulate
         if self._step != step:
             start = step * self.batch_size + self.ahead
@@ -78,7 +78,7 @@ class MicroBatches(Dataset):
 
 
 class PositionedLoader:
-    """A loader whose whole state is a position: how many micro-batches were handed out, and `MicroBatches.ahead`.
+    """A loader whose only state is a position: the micro-batches it has returned, and `MicroBatches.ahead`.
 
     Lightning resumes exactly from a loader with a length and with ``state_dict``/``load_state_dict``.
     """
@@ -115,10 +115,10 @@ class PositionedLoader:
 
 
 class TokenDataModule(L.LightningDataModule):
-    """Shards, tokenizers and mixture of one run.
+    """The data of one run: sources, mixture, order and validation set.
 
     Raises:
-        UserError: shards, tokenizers or the cache are missing or damaged, or the numbers do not fit.
+        UserError: shards, tokenizers or the cache are missing or damaged, or the configuration does not fit them.
     """
 
     def __init__(self, config: DataConfig, seed: int):
@@ -171,7 +171,7 @@ class TokenDataModule(L.LightningDataModule):
         return stores
 
     def few_held_out(self) -> str:
-        """A sentence where fewer sequences are held out than data.val_sequences asks for; else empty."""
+        """A sentence if fewer sequences are held out than data.val_sequences; else an empty string."""
         asked, there = self.config.val_sequences, len(self.val_rows)
         if there >= asked:
             return ""
@@ -181,13 +181,13 @@ class TokenDataModule(L.LightningDataModule):
         )
 
     def unread(self) -> list[str]:
-        """Lines to print on files of shards that are read while training, of which no pair is made."""
+        """Lines to print about shard files that belong to no pair, with ``data.read shards``."""
         online = self.config.read == "shards" and "pair" in self.stores
         return self.stores["pair"]["train"].unread() if online else []
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Why samples of shards were skipped while reading them, by their names: so far, on this rank."""
+        """Reasons for skipped samples of shards by name, on this rank up to now."""
         stores = self.stores.get("pair", {}).values() if self.config.read == "shards" else ()
         return {name: reason for store in stores for name, reason in store.skipped.items()}
 
@@ -207,11 +207,11 @@ class TokenDataModule(L.LightningDataModule):
         return PositionedLoader(self._micro_batches, self.config.workers, trainer.strategy.root_device)
 
     def step_rows(self, i: int, n: int) -> TokenBatch:
-        """`MicroBatches.first_rows` of the training that is going on."""
+        """`MicroBatches.first_rows` of the current training."""
         return self._micro_batches.first_rows(i, n)
 
     def val_batches(self) -> Iterator[TokenBatch]:
-        """The whole validation set, a micro-batch at a time, on every rank: it is small."""
+        """The validation set in micro-batches; every rank reads all of it, as it is small."""
         trainer = self.trainer
         assert trainer is not None
         size = max(1, self.config.batch_size // (trainer.accumulate_grad_batches * trainer.world_size))
@@ -228,9 +228,9 @@ class TokenDataModule(L.LightningDataModule):
         return [self.order.row(index) for index in range(sequences)]
 
     def statistics(self, sequences: int = SAMPLE) -> dict[str, dict[str, Any]]:
-        """What is known of the data by modality: `ModalityStatistics` of the first training sequences as plain data,
-        "floor", the loss on the validation set of a model that knows the source (None if it is unknown), and
-        "targets", the mean number of targets in each of the run's ``sequences`` (`targets`)."""
+        """Statistics of the data by modality: `ModalityStatistics` of the first training sequences as plain data,
+        "floor", the validation loss of a model that knows the source (None if unknown), and "targets", the mean
+        number of targets per sequence of the run (`targets`)."""
         pairs = self.builder.stores.get("pair", ())
         side = round((pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
         contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
@@ -258,8 +258,8 @@ class TokenDataModule(L.LightningDataModule):
         return found
 
     def targets(self, sequences: int) -> dict[str, float]:
-        """Mean number of targets of each modality in a training sequence, over the first ``sequences`` of this run's
-        order: at most `COUNTED`, or `SAMPLE` where each has to be decoded."""
+        """Mean number of targets of each modality per training sequence, over the first ``sequences`` of the order of
+        the run: at most `COUNTED`, or `SAMPLE` if each image must be decoded."""
         n = max(1, min(sequences, SAMPLE if self.config.read == "shards" else COUNTED))
         rows = self.sample()[:n] if n <= SAMPLE else map(self.order.row, range(n))
         ids = self.builder.layout
@@ -269,11 +269,11 @@ class TokenDataModule(L.LightningDataModule):
         return dict(zip(ids.blocks, (counts_M / n).tolist(), strict=True))
 
     def unigram_loss(self, sequences: int = SAMPLE) -> dict[str, float]:
-        """Validation loss of a predictor that knows the form of a sequence and how often each token occurs.
+        """Validation loss of a predictor that knows the layout of a sequence and the frequency of each token.
 
-        The form is where each modality begins and ends: specials cost it nothing. The other tokens of a
-        modality it draws by their frequency, counted over the first training sequences of this run's order,
-        one added to each count. Nats by modality; a model that does not beat it has learnt no context.
+        The layout is where each modality begins and ends, so special tokens have loss 0. The probability of another
+        token is its frequency within its modality, counted over the first training sequences of the run with one
+        added to each count. Nats per token by modality; a model that does not beat it has learned no context.
         """
         ids, edges = self.builder.layout, self.builder.layout.edges
         counts = np.ones(ids.size)
@@ -293,6 +293,6 @@ class TokenDataModule(L.LightningDataModule):
 
 
 def _targets(row: Row, of: Literal["ids", "surprise"] = "ids") -> np.ndarray:
-    """What is predicted of a row, all but the first token of each document; empty where it is not known."""
+    """The targets of a row: all tokens but the first of each document; empty if they are unknown."""
     values = getattr(row, of)
     return np.zeros(0) if values is None else np.delete(values, row.starts)

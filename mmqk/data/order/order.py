@@ -1,4 +1,4 @@
-"""Which row stands where: the endless training order of a run, and the fixed validation rows."""
+"""The endless order of the training rows of a run, and its fixed validation rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Content:
 
 
 class Windows(IndexedCache):
-    """Text rows: all documents end to end, in windows that begin elsewhere in each epoch."""
+    """Text rows: windows over all documents, concatenated; the windows start at other places in each epoch."""
 
     def __init__(self, builder: SequenceBuilder, kind: str, seed: int) -> None:
         self.builder, self.kind, self.seed = builder, kind, seed
@@ -46,7 +46,7 @@ class Windows(IndexedCache):
         return self._epochs.n
 
     def _make(self, epoch: int) -> int:
-        """Where the windows of an epoch begin, so that a document is not always cut in the same place."""
+        """Offset of the windows of an epoch, so that a document is not always cut at the same place."""
         return int(random_stream(self.seed, TEXT_OFFSET, epoch).integers(self.length))
 
     def row(self, nth: int) -> Row:
@@ -55,7 +55,7 @@ class Windows(IndexedCache):
 
 
 class Single:
-    """One item a row, in shuffled epochs."""
+    """One item per row, in shuffled epochs."""
 
     def __init__(self, n: int, seed: int, stream: int) -> None:
         self._epochs = Epochs(n, seed, stream)
@@ -68,7 +68,7 @@ class Single:
 
 
 class Packed:
-    """As many items a row as fit."""
+    """As many items per row as fit."""
 
     def __init__(self, lengths_N: np.ndarray, room: int, seed: int, stream: int) -> None:
         self.packing = Packing(lengths_N, room, seed, stream)
@@ -81,7 +81,7 @@ class Packed:
 
 
 class DialRows(IndexedCache):
-    """Rows of the dial: fresh documents without end.
+    """Rows of the dial: an endless stream of new documents.
 
     Raises:
         ValueError: a document of the dial is longer than a row.
@@ -116,13 +116,13 @@ class TrainingOrder:
     Args:
         builder: of the training split.
         weights: ``data.mix``.
-        image_first: share of the pairs in which the image comes first.
-        seed: of the run's data.
-        pack: several documents a row, where they fit.
-        dial: the synthetic source, where the mixture asks for it.
+        image_first: fraction of the pairs in which the image comes first.
+        seed: seed of the data order.
+        pack: whether a row holds several documents if they fit.
+        dial: the synthetic source, if the mixture contains it.
 
     Raises:
-        ValueError: a kind that is asked for has no documents, or an impossible mixture.
+        ValueError: a kind of the mixture has no documents, or the mixture is impossible.
     """
 
     def __init__(
@@ -170,22 +170,22 @@ class TrainingOrder:
 
     @property
     def padding(self) -> dict[str, float]:
-        """Share of padding in the rows of each kind that is packed."""
+        """Fraction of padding in the rows of each packed kind."""
         return {k: o.packing.padding for k, o in self._orders.items() if isinstance(o, Packed)}
 
     @property
     def rows_of_an_epoch(self) -> dict[str, int]:
-        """Sequences in one pass over each kind; the dial, which has no end, is left out."""
+        """Sequences in one epoch of each kind, without the dial, which is endless."""
         orders = {**self._orders, **({} if self._windows is None else {"text": self._windows})}
         return {kind: len(order) for kind, order in orders.items()}
 
     def is_fresh(self, index: int) -> bool:
-        """Whether row ``index`` is of its kind's first epoch: its documents have not been read before."""
+        """Whether row ``index`` belongs to the first epoch of its kind, so that its documents are new."""
         slot, nth = self.mixture.draw(index)
         return nth < self.rows_of_an_epoch.get(kind_of(slot), nth + 1)
 
     def contents(self, index: int) -> list[Content]:
-        """Which documents stand in row ``index``, in order; none for a window of the text and for the dial."""
+        """The documents of row ``index`` in order; empty for text windows and the dial."""
         slot, nth = self.mixture.draw(index)
         kind = kind_of(slot)
         if kind not in self._orders:
@@ -196,7 +196,7 @@ class TrainingOrder:
         return [Content(kind, item, 0, len(self.builder.stores["pair"][item])) for item in items]
 
     def row(self, index: int) -> Row:
-        """The sequence at place ``index``, at most ``seq_len`` long."""
+        """Sequence ``index`` of the order, of at most ``seq_len`` tokens."""
         slot, nth = self.mixture.draw(index)
         if slot == "text" and self._windows is not None:
             return self._windows.row(nth)
@@ -220,12 +220,12 @@ VALIDATION_CYCLE = ("pair", "pair", "pair", "text", "interleaved", "tokens")
 
 
 def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) -> list[Row]:
-    """The fixed validation sequences: the same for every arm and seed, and never packed.
+    """The fixed validation sequences: equal for every arm and seed, and never packed.
 
-    Fewer than ``n`` where a kind has not as many: the kinds keep their shares.
+    Fewer than ``n`` if a kind has too few: the kinds keep their shares.
 
     Raises:
-        ValueError: a kind has none.
+        ValueError: a kind has no held-out rows.
     """
     if dial is not None:
         # An odd seed: those of training runs are even.
@@ -252,7 +252,7 @@ def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) 
 
 
 class Spread:
-    """Some of the held-out rows of a kind, spread over all of them, as these may be of many sources.
+    """A sample of the held-out rows of a kind, evenly spaced, because the rows may come from many sources.
 
     Args:
         builder: of the held-out split.
@@ -260,7 +260,7 @@ class Spread:
         wanted: number of rows.
 
     Raises:
-        ValueError: there is not one row.
+        ValueError: there is no row.
     """
 
     def __init__(self, builder: SequenceBuilder, kind: str, wanted: int = 0) -> None:
@@ -277,7 +277,7 @@ class Spread:
                 )
 
     def row(self, k: int) -> Row:
-        """The k-th of those wanted."""
+        """Row k of the sample."""
         item = k * self.there // self.wanted
         if self.kind == "pair":
             return self.builder.pair(item, image_first=k % 2 == 0)

@@ -1,8 +1,8 @@
-"""Packing: which documents share a row, so that rows are full.
+"""Packing: which documents share a row, so that rows have little padding.
 
-The lengths alone decide which lengths go together, once; a seed and an epoch decide which documents of each
-length those are, and in which order the rows come. So every epoch has the same number of rows, each document
-stands in exactly one of them, and any row can be asked for by its number.
+The lengths alone decide which lengths share a row. Seed and epoch decide which documents of these lengths they are,
+and the order of the rows. So every epoch has the same number of rows, each document is in exactly one row, and any
+row can be computed from its number.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ VARIETY = 16
 
 
 def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
-    """Lengths that share a row, row by row: by chance while there is much room, and then by best fit.
+    """The lengths of each row: random lengths while there is much room, then best fit.
 
-    Best fit alone (as in Ding et al., 2404.10830) would put documents of equal length together, and these are
-    alike: two in three rows of the shipped pairs would hold captions of one length.
+    Best fit alone (Ding et al., 2404.10830) would put documents of equal length together, which are similar: two in
+    three rows of the shipped pairs would hold captions of one length.
 
     Args:
-        lengths_N: of the documents, each 1 to room.
+        lengths_N: lengths of the documents, each from 1 to room.
         room: tokens of a row.
 
     Returns:
-        For every row the lengths in it, whose sum is at most ``room``; all of them together are ``lengths_N``.
-        They follow from the arguments alone.
+        The lengths of each row, with a sum of at most ``room``; together they are ``lengths_N``. A pure function of
+        the arguments.
 
     Raises:
-        ValueError: a length is beyond ``room``.
+        ValueError: a length is larger than ``room``.
     """
     counts = np.bincount(lengths_N, minlength=room + 1)
     if len(counts) > room + 1:
@@ -71,16 +71,16 @@ def _combination(
 
 
 class Packing(IndexedCache):
-    """Rows of several documents out of N, the same for everyone who asks.
+    """Rows that pack N documents; a pure function of the arguments.
 
     Args:
         lengths_N: tokens of each document.
         room: tokens of a row; no document is longer.
-        seed: of the order.
-        stream: that tells this source from others of the seed.
+        seed: seed of the order.
+        stream: random stream of this source under the seed.
 
     Attributes:
-        padding: share of the places of all rows that no document fills.
+        padding: fraction of all positions that no document fills.
     """
 
     def __init__(self, lengths_N: np.ndarray, room: int, seed: int, stream: int) -> None:
@@ -110,7 +110,7 @@ class Packing(IndexedCache):
         return random.permutation(len(self._ends_R)), document_of_slot, rank_N
 
     def row(self, nth: int) -> np.ndarray:
-        """The documents of the n-th row of the endless order of epochs, those of a row in random order."""
+        """The documents of row n of the endless order, in random order within the row."""
         epoch, place = divmod(nth, len(self))
         order_R, document_of_slot, rank_N = self._kept(epoch)
         r = int(order_R[place])

@@ -1,9 +1,9 @@
-"""Documents -> rows: what a sequence is made of, and how rows become a TokenBatch.
+"""Documents to rows, and rows to a TokenBatch.
 
 A pair is ``<bos> <image> codes </image> caption <eos>`` or ``<bos> caption <image> codes </image> <eos>``, an
 image row ``<bos> <image> codes </image> <eos>``, a text row ``<bos>`` and a window of the text of all documents
-end to end; any other document is ``<bos>`` and itself, in pieces where it is longer than a row. Short rows are
-padded at the end, where causal attention never looks.
+concatenated; any other document is ``<bos>`` and the document, in pieces if it is longer than a row. Short rows are
+padded at the end, which causal attention of earlier tokens does not read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Row:
 
     Attributes:
         ids: int64.
-        starts: where each of its documents begins; the first is 0.
-        surprise: -log probability of each token under the source, nats; None where nobody knows it.
+        starts: first position of each document; the first is 0.
+        surprise: -log probability of each token under the source, nats; None if unknown.
     """
 
     ids: np.ndarray
@@ -37,12 +37,12 @@ class Row:
 
     @property
     def targets(self) -> int:
-        """Number of predicted tokens: all but the first of each document."""
+        """Number of targets: all tokens but the first of each document."""
         return len(self.ids) - len(self.starts)
 
 
 def joined(rows: Sequence[Row]) -> Row:
-    """Several rows as one, each of their documents a document of it."""
+    """Join rows into one; their documents stay separate documents."""
     if len(rows) == 1:
         return rows[0]
     offsets = np.cumsum([0, *(len(row.ids) for row in rows)])
@@ -55,12 +55,12 @@ def joined(rows: Sequence[Row]) -> Row:
 class SequenceBuilder:
     """Rows of at most ``seq_len`` tokens out of one split of the sources.
 
-    A caption that does not fit beside its image is cut on the right; ``caption_room`` says how much fits and
-    ``captions_cut`` how many do not.
+    A caption that does not fit beside its image is cut on the right: ``caption_room`` is its largest length, and
+    ``captions_cut`` the fraction of captions that are cut.
 
     Args:
         stores: documents by kind of source, pair, text, interleaved or tokens: a `TokenStore` each, or `OnlinePairs`.
-        layout: of their ids.
+        layout: id ranges of the modalities.
         seq_len: tokens of a row.
 
     Raises:
@@ -81,7 +81,7 @@ class SequenceBuilder:
 
     @property
     def captions_cut(self) -> float | None:
-        """Share of the captions that are longer than there is room for: 0 without pairs, None where nobody knows."""
+        """Fraction of captions that are cut: 0 without pairs, None if unknown."""
         if not len(self.stores.get("pair", ())):
             return 0.0
         pairs = self.stores["pair"]
@@ -107,11 +107,11 @@ class SequenceBuilder:
 
     @property
     def room(self) -> int:
-        """Places of a row that a document may take, beside ``<bos>``."""
+        """Largest length of a document in a row, without ``<bos>``."""
         return self.seq_len - len(self._bos)
 
     def window(self, kind: str, start: int) -> Row:
-        """A window of all documents end to end, from place ``start``."""
+        """A window over all documents, concatenated, from position ``start``."""
         return Row(np.concatenate([self._bos, self.stores[kind].stream(start, self.room)]))
 
     def piece(self, kind: str, piece: np.ndarray) -> Row:
@@ -131,12 +131,12 @@ class SequenceBuilder:
     def batch(
         self, rows: Sequence[Row], step_targets: int | None = None, documents: bool = False
     ) -> TokenBatch:
-        """Pads rows to one TokenBatch.
+        """Pad rows to one TokenBatch.
 
         Args:
             rows: of at most seq_len tokens each.
-            step_targets: defaults to this batch's own count of targets.
-            documents: number the documents of each row, so that attention stays inside them.
+            step_targets: number of targets of the optimizer step; default: those of this batch.
+            documents: whether to number the documents of each row, so that attention stays inside a document.
         """
         B, T = len(rows), self.seq_len
         ids_BT = np.full((B, T), self.layout.pad or 0, dtype=np.int64)
@@ -166,12 +166,12 @@ class SequenceBuilder:
 
 
 def pieces(store: TokenStore, room: int) -> np.ndarray:
-    """Documents in pieces of at most ``room`` tokens, as (document, start, end), never cut inside an image.
+    """Split documents into pieces (document, start, end) of at most ``room`` tokens, never inside an image.
 
-    Without a ``<bos>`` to predict it from, the first token of a piece is no target: such pieces overlap by one.
+    Without ``<bos>`` the first token of a piece cannot be a target, so these pieces overlap by one token.
 
     Raises:
-        ValueError: an image is longer than that, or a document has nothing to predict.
+        ValueError: an image is longer than ``room``, or a document has no target.
     """
     lengths_N = store.lengths_N
     overlap = int(store.layout.bos is None)

@@ -1,4 +1,4 @@
-"""The token cache: shards go through the tokenizers once, into token folders under ``.cache/tokens``."""
+"""The token cache: shards are tokenized once, into token folders under ``.cache/tokens``."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ ENCODE_BATCH = 64
 
 
 def source_hash(folder: Path, kind: str) -> str:
-    """Identity of a source's samples, be it a folder of shards or of tokens (10 hex digits).
+    """Hash of the samples of a source, a folder of shards or of tokens (10 hex digits).
 
     Raises:
-        UserError: it is neither.
+        UserError: the folder is neither.
     """
     if is_token_folder(folder):
         return tokens_hash(folder)
@@ -56,17 +56,17 @@ def open_source(
     root: Path,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, TokenStore]:
-    """The documents of a source by split: a token folder as it is, shards from the cache, made first if need be.
+    """The documents of a source by split: those of a token folder, or the cached tokens of shards, made if missing.
 
     Args:
         kind: pair, text or interleaved.
         folder: token folder, or shards with their manifest.
         tokenizers: folder of the tokenizers.
-        root: of the cache.
-        say: told what is being done; stderr by default.
+        root: folder of the cache.
+        say: receives progress messages; prints to stderr by default.
 
     Raises:
-        UserError: shards, tokenizers or the cache folder cannot be read or written, or do not belong together.
+        UserError: shards, tokenizers or the cache folder cannot be read or written, or do not match.
     """
     from mmqk.tokenizers import tokenizers_hash
 
