@@ -27,7 +27,8 @@ DECIDES = (
     "training/loop/device.py", "training/loop/processes.py", "training/loop/resume.py",
     "training/loop/step_log.py", "training/step",
 )  # fmt: skip
-# What `mmqk.train` imports besides: it writes, shows or stops a run and computes none of its numbers.
+# The other files that `mmqk.train` imports: they write, show or stop a run and compute none of its numbers. An entry
+# of `DECIDES` inside one of these folders comes first.
 LEAVES = (
     "__init__.py", "data/__init__.py", "data/tokenize.py", "monitors/__init__.py", "monitors/adapters",
     "monitors/attach.py", "monitors/lightning.py", "monitors/third_party", "store", "tokenizers/__init__.py",
@@ -42,20 +43,13 @@ def lists(file: str, names: Iterable[str]) -> bool:
     return any(file == name or file.startswith(f"{name}/") for name in names)
 
 
-def decides(file: str) -> bool:
-    """Whether a file of mmqk can change a number of a run: the longer entry of both lists holds."""
-    return max((len(n) for n in DECIDES if lists(file, [n])), default=0) > max(
-        (len(n) for n in LEAVES if lists(file, [n])), default=0
-    )
-
-
 @cache
 def code_hash(package: Path = PACKAGE) -> str:
     """Hash of the files of `DECIDES` as they were at the first call (10 hex digits)."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package).as_posix()
-        if decides(file):
+        if lists(file, DECIDES):
             source = path.read_bytes()
             digest.update(f"{file}\0{len(source)}\0".encode())
             digest.update(source)

@@ -1,8 +1,9 @@
 """Golden runs: eight short runs whose losses, norms and logits are compared with kept values.
 
-``python -m tests.golden`` (`make golden`) trains them and compares; ``--write`` keeps what they give now. On a
-platform whose digests are kept every number must be the same, bit for bit; on another one, where kernels sum in
-another order, losses, norms and logits may differ by `TOLERANCE`.
+``python -m tests.golden`` (`make golden`) trains them and compares; ``--write`` stores the present values, and
+``--equivalent HASH`` lists a code hash in ``mmqk/store/equivalent_code.txt`` if all runs are equal. On a platform
+with stored digests every number must be equal, bit for bit; on another one, where kernels sum in another order,
+losses, norms and logits may differ by `TOLERANCE`.
 """
 
 from __future__ import annotations

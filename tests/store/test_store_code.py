@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmqk.store.code import DECIDES, LEAVES, PACKAGE, code_hash, decides, lists, same_code
+from mmqk.store.code import DECIDES, LEAVES, PACKAGE, code_hash, lists, same_code
 
 
 def imported(package: Path, start: str = "train.py") -> set[str]:
@@ -82,7 +82,7 @@ def test_the_hash_follows_the_files_that_can_change_a_number(copy, file, changes
     path = copy / file
     path.write_text(path.read_text() + "\n# changed\n")
     code_hash.cache_clear()
-    assert decides(file) == changes and (code_hash(copy) != before) == changes
+    assert lists(file, DECIDES) == changes and (code_hash(copy) != before) == changes
     code_hash.cache_clear()
 
 
