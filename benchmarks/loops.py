@@ -216,7 +216,7 @@ class Stack:
         run, monitor = self.run, self.monitor
         every = (FLUSH_EVERY, min(monitor.every_n_steps, 10**6))
         log = StepLog(every, run.optim.warmup_steps, {})
-        heldout = self.data.probe_batch(monitor.sequences) if monitor.batch == "heldout" else None
+        heldout = self.data.probe_batch(monitor.probe_sequences) if monitor.probe_split == "heldout" else None
         probes = RunMonitor(monitor, heldout, self.data.step_rows if self.batches is None else None)
         rules = AlarmRules(run.optim.warmup_steps, steps, self.module.trained_modalities)
         checkpoints = Checkpoints(folder, run.checkpoint, log)

@@ -1,4 +1,4 @@
-"""Head and loss by themselves, forward and backward: dense, and with `loss.chunk`. Time and peak memory.
+"""Head and loss by themselves, forward and backward: dense, and with `loss.chunk_size`. Time and peak memory.
 
 From the hidden states to their gradient and that of the head, z-loss on, two modalities. Toy size on a CPU; at full
 size in bf16, where the logits of a batch are what memory goes into.

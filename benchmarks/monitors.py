@@ -56,7 +56,7 @@ def _measure(context: Context) -> dict[str, Any]:
         functorch.donated_buffer, torch.compiler.config.cache_key_tag = kept
     return {
         "title": "124M" if context.full else "the demonstration",
-        "facts": facts_of(run, context.device) | {"probe": f"{MonitorConfig().sequences} sequences"},
+        "facts": facts_of(run, context.device) | {"probe": f"{MonitorConfig().probe_sequences} sequences"},
         "base": "off",
         "rows": rows,
     }

@@ -118,7 +118,7 @@ def to_litgpt(model: EarlyFusionTransformer, tokens: int) -> nn.Module:
 
 def _check(c: ModelConfig) -> None:
     plain = ModelConfig(
-        blocks=c.blocks, d_model=c.d_model, n_layers=c.n_layers, n_heads=c.n_heads, n_kv_heads=c.n_kv_heads,
+        vocab_sizes=c.vocab_sizes, d_model=c.d_model, n_layers=c.n_layers, n_heads=c.n_heads, n_kv_heads=c.n_kv_heads,
         d_head=c.d_head, d_ff=c.d_ff, norm_eps=c.norm_eps, rope_theta=c.rope_theta, qk_norm=c.qk_norm,
         tie_embeddings=c.tie_embeddings,
     )  # fmt: skip

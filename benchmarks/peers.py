@@ -86,7 +86,7 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
     """
     device, work = context.device, work_of(run)
     chunk = CHUNK if context.full else TOY_CHUNK
-    chunked = replace(run, loss=replace(run.loss, chunk=chunk))
+    chunked = replace(run, loss=replace(run.loss, chunk_size=chunk))
     probed = run.monitor.every_n_steps  # so many steps that one probe falls into each turn
 
     m = run.monitor
@@ -96,7 +96,7 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
         Way("bare loop", bare, work, compiled=run.compile),
         Way("mmqk: Lightning alone", partial(_alone, run), work, compiled=run.compile),
         Way(BASE, partial(Stack, run), work, repeat=probed, compiled=run.compile, note=note),
-        Way(f"the same, loss.chunk {chunk:,}", partial(Stack, chunked), work, repeat=probed, compiled=run.compile),
+        Way(f"the same, loss.chunk_size {chunk:,}", partial(Stack, chunked), work, repeat=probed, compiled=run.compile),
     ]
     if context.full:
         note = "transformers and litgpt leave the kernel to torch, which may take cuDNN's on Hopper"

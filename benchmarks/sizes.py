@@ -35,8 +35,8 @@ def _measure(context: Context, size: str) -> dict[str, Any]:
             label = f"T {tokens:,}, {vocabulary // 1024}k ids"
             ways.append(_way(label, run, context))
             chunk = CHUNK if context.full else 256
-            chunked = replace(run, loss=replace(run.loss, chunk=chunk))
-            ways.append(_way(f"{label}, loss.chunk {chunk:,}", chunked, context, against=label))
+            chunked = replace(run, loss=replace(run.loss, chunk_size=chunk))
+            ways.append(_way(f"{label}, loss.chunk_size {chunk:,}", chunked, context, against=label))
     return {
         "title": size if context.full else "the demonstration",
         "facts": {k: v for k, v in facts.items() if k not in ("parameters", "model", "tokens_a_step")},
@@ -53,8 +53,8 @@ def _run(context: Context, size: str, tokens: int, vocabulary: int) -> RunConfig
         context, QK_NORM, "--data.mix={dial: 1.0}", f"--data.dial.vocabulary={{text: {half}, image: {half}}}",
         "--data.dial.entropy={text: 4.0, image: 4.0}", f"--data.seq_len={tokens}",
         f"--data.batch_size={1024 // tokens}",
-        f"--data.dial.tokens={{text: {tokens // 2}, image: {tokens // 2}}}", "--monitor.batch=current",
-        "--monitor.sequences=1",
+        f"--data.dial.tokens={{text: {tokens // 2}, image: {tokens // 2}}}", "--monitor.probe_split=current",
+        "--monitor.probe_sequences=1",
     )  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     if run.threads:
         torch.set_num_threads(run.threads)  # Lightning has changed it
     module = TrainingModule.of(run)
-    heldout = data.probe_batch(run.monitor.sequences) if run.monitor.batch == "heldout" else None
+    heldout = data.probe_batch(run.monitor.probe_sequences) if run.monitor.probe_split == "heldout" else None
 
     every = (run.monitor.every_n_steps, run.data.val_every_n_steps, run.checkpoint.every_n_steps)
     at_start: dict[str, float] = {}

@@ -100,5 +100,5 @@ def tiny_args(tiny_data: Path) -> list[str]:
         "--data.seq_len=88", "--data.batch_size=4", "--data.val_sequences=8",
         "--model.d_model=16", "--model.n_layers=2", "--model.n_heads=2", "--optim.lr=0.01",
         "--optim.warmup_steps=4", "--trainer.max_steps=12", "--trainer.accelerator=cpu", "--threads=1",
-        "--monitor.every_n_steps=4", "--monitor.batch=heldout", "--checkpoint.every_n_steps=4", "--quiet",
+        "--monitor.every_n_steps=4", "--monitor.probe_split=heldout", "--checkpoint.every_n_steps=4", "--quiet",
     ]  # fmt: skip

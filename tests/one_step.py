@@ -69,7 +69,7 @@ def step(module: TrainingModule, batch: TokenBatch) -> float:
     return float(loss.detach())
 
 
-def token_batch(ids_BT: Sequence[Sequence[int]] | torch.Tensor, blocks: Mapping[str, int]) -> TokenBatch:
+def token_batch(ids_BT: Sequence[Sequence[int]] | torch.Tensor, vocab_sizes: Mapping[str, int]) -> TokenBatch:
     """A batch of these rows of ids; -1 is padding."""
     ids_BT = torch.as_tensor(ids_BT)
     valid_BT = ids_BT >= 0
@@ -78,7 +78,7 @@ def token_batch(ids_BT: Sequence[Sequence[int]] | torch.Tensor, blocks: Mapping[
     mask_BT[:, -1] = False
     return TokenBatch(
         ids_BT=ids_BT,
-        modality_BT=modality_of_ids(ids_BT, blocks),
+        modality_BT=modality_of_ids(ids_BT, vocab_sizes),
         target_mask_BT=mask_BT,
         valid_BT=valid_BT,
         step_targets=mask_BT.sum(),

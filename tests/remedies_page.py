@@ -23,7 +23,7 @@ from tests.peers import Peer
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/remedies.md"
 # configs/demo.yaml.
-REFERENCE = ModelConfig(blocks={"text": 1029, "image": 512}, d_model=64, n_layers=4, n_heads=4)
+REFERENCE = ModelConfig(vocab_sizes={"text": 1029, "image": 512}, d_model=64, n_layers=4, n_heads=4)
 SEQUENCES, TOKENS = 8, 128
 
 Peers = dict[str, list[Peer]]
@@ -100,7 +100,7 @@ def measure(settings: dict) -> Size:
     ids_BT = torch.randint(REFERENCE.vocab_size, (SEQUENCES, TOKENS), generator=generator)
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mv: _matrix_vector_flops})
     with counter:
-        step(module, token_batch(ids_BT, REFERENCE.blocks))
+        step(module, token_batch(ids_BT, REFERENCE.vocab_sizes))
     return Size(sum(p.numel() for p in module.model.parameters()), counter.get_total_flops())
 
 

@@ -28,7 +28,7 @@ from tests.one_step import build, token_batch
 from tests.remedies_page import REFERENCE, SEQUENCES, TOKENS, measure, row
 
 PAGE = Path(__file__).parents[1] / "docs/statistics.md"
-PROBED = 4  # sequences, the default of monitor.sequences
+PROBED = 4  # sequences, the default of monitor.probe_sequences
 ALL_MARKS = {**MARKS, "I": "our inference or arithmetic"}
 COLUMNS = ("tag", "formula", "unit", "modality", "healthy", "a bad value means", "cost")
 
@@ -49,7 +49,7 @@ def batch_of(sequences: int) -> TokenBatch:
     ids_BT = torch.randint(
         REFERENCE.vocab_size, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(0)
     )
-    return token_batch(ids_BT, REFERENCE.blocks).first(sequences)
+    return token_batch(ids_BT, REFERENCE.vocab_sizes).first(sequences)
 
 
 def module_of() -> TrainingModule:
@@ -111,8 +111,8 @@ an attention pair, the query first. *target*: of the next token, for losses, the
 in this column means the whole model, layer or parameter.
 
 **Probes.** Statistics of every step cover the tokens of that step. A probe is a separate forward pass in fp32 and
-in evaluation mode, over `monitor.sequences` sequences (4) every `monitor.every_n_steps` steps (100). Its maxima are
-exact for these sequences only, so compare runs with `--monitor.batch=heldout`, which uses the same sequences in
+in evaluation mode, over `monitor.probe_sequences` sequences (4) every `monitor.every_n_steps` steps (100). Its maxima are
+exact for these sequences only, so compare runs with `--monitor.probe_split=heldout`, which uses the same sequences in
 each run. All tokens of a sequence are used. Statistics of attention rows exclude queries that see fewer than
 {fewest} keys. Logits are raw: after scale and QK-Norm, before cap and mask. Padding is never counted. A row with a
 NaN or an infinity is NaN, and so is every mean that includes it; means of the other modality are not affected

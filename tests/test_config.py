@@ -27,14 +27,14 @@ from mmqk.train import main
         (["--model.attn_softcap=30"], "sdpa cannot apply model.attn_softcap"),
         (["--optim.lr=-1"], "optim.lr is -1.0"),
         (["--loss.weights.video=0"], "loss.weights names 'video'"),
-        (["--loss.chunk=0"], "loss.chunk is 0: it must be a whole number from 1 to 1099511627776, or null."),
+        (["--loss.chunk_size=0"], "loss.chunk_size is 0: it must be a whole number from 1 to 1099511627776, or null."),
         (["--data.mix.video=1"], "data.mix knows pair, text, image"),
         (["--data.seq_len=40"], "data.seq_len 40 is too short"),
         (["--data.batch_size=6", "--trainer.accumulate_grad_batches=4"], "not a multiple of"),
         (["--optim.schedule_steps=0"], "optim.schedule_steps is 0"),
         (["--checkpoint.at=[13]"], "checkpoint.at has step 13: the run's own steps are 1 to 12"),
         (["--fork=nowhere"], "--fork nowhere does not exist"),
-        (["--fork_skip=1"], "fork_skip belongs to a fork"),
+        (["--fork_skip_batches=1"], "fork_skip_batches belongs to a fork"),
         (["--trainer.max_epochs=2"], "trainer.max_epochs is decided by mmqk"),
         (["--trainer.fast_dev_run=true"], "trainer.fast_dev_run is decided by mmqk"),
         (["--trainer.limit_train_batches=2"], "trainer.limit_train_batches is decided by mmqk"),
@@ -56,7 +56,7 @@ from mmqk.train import main
             "model.weight_reparam sigma needs whole",
         ),
         (["--trainer.strategy=fsdp", "--monitor.parameters=true"], "monitor.parameters needs whole"),
-        (["--trainer.strategy=fsdp", "--loss.chunk=64"], "loss.chunk needs whole matrices"),
+        (["--trainer.strategy=fsdp", "--loss.chunk_size=64"], "loss.chunk_size needs whole matrices"),
         (
             ["--trainer.strategy=fsdp", "--monitor.budget_every_n_steps=60"],
             "monitor.budget_every_n_steps needs",
@@ -65,7 +65,7 @@ from mmqk.train import main
         (["--threads=-1"], "threads is -1"),
         (["--model.qk_norm=rms"], "model.qk_norm is a group of fields"),
         (["--config=README.md"], "is not the YAML of a run"),
-        (["--monitor.sequences=50"], "monitor.sequences 50 is more than the 8 held-out sequences"),
+        (["--monitor.probe_sequences=50"], "monitor.probe_sequences 50 is more than the 8 held-out sequences"),
         (["--data.seq_len=100000"], "set data.seq_len to at most"),
         (["--seed=-1"], "seed is -1"),
         (["--config=configs/absent.yaml"], "absent.yaml cannot be read"),
@@ -128,9 +128,9 @@ def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
         f"--data.cache={tiny_data}",
     ):
         assert resolve([*tiny_args, same]).id == base.id, same
-    for other in ("--seed=1", "--optim.lr=0.5", "--data.mix.text=2", "--backend=math", "--monitor.sequences=2",
+    for other in ("--seed=1", "--optim.lr=0.5", "--data.mix.text=2", "--backend=math", "--monitor.probe_sequences=2",
                   "--trainer.max_steps=13", "--trainer.precision=bf16-mixed", "--trainer.gradient_clip_val=2",
-                  "--model.post_norm=true", "--loss.z_loss=1e-4", "--loss.chunk=64",
+                  "--model.post_norm=true", "--loss.z_loss=1e-4", "--loss.chunk_size=64",
                   "--optim.schedule_steps=6"):  # fmt: skip
         changed = resolve([*tiny_args, other])
         assert changed.id != base.id
@@ -141,7 +141,7 @@ def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
 def test_blocks_come_from_the_tokenizers(tiny_args):
     assert resolve(tiny_args).model.blocks == {"text": 305, "image": 32}
     with pytest.raises(UserError, match="does not match the data"):
-        resolve([*tiny_args, '--model.blocks={"text": 9, "image": 9}'])
+        resolve([*tiny_args, '--model.vocab_sizes={"text": 9, "image": 9}'])
 
 
 def test_help_is_for_a_newcomer():
@@ -266,7 +266,7 @@ def test_the_table_of_commands():
     ("name", "smaller"),
     [
         ("cpu", ()),
-        ("dial", ("--monitor.sequences=8",)),
+        ("dial", ("--monitor.probe_sequences=8",)),
         (
             "gpu_25m",
             ("--compile=false",),

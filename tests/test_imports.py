@@ -80,7 +80,7 @@ import torch
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.monitors import probe
-model = EarlyFusionTransformer(ModelConfig(d_model=8, n_layers=1, n_heads=2, blocks={"text": 6, "image": 4}))
+model = EarlyFusionTransformer(ModelConfig(d_model=8, n_layers=1, n_heads=2, vocab_sizes={"text": 6, "image": 4}))
 ids = torch.arange(10).repeat(2, 2)
 seen = torch.ones_like(ids, dtype=torch.bool)
 flat = probe(model, TokenBatch(ids, (ids >= 6).long(), seen, seen, torch.tensor(38.0))).flat()

@@ -20,7 +20,7 @@ REQUIRED = {
     "mmqk.report": ["runs/demo"],
     "mmqk.interop": ["--from=a", "--to=b"],
     "mmqk.shards": ["folder"],
-    "mmqk.data.ids": ["--train=a", "--blocks=text=9", "--out=b"],
+    "mmqk.data.ids": ["--train=a", "--vocab-sizes=text=9", "--out=b"],
     "mmqk.data.tokenize": ["--shards=a", "--out=b"],
     "mmqk.training.caption_gain": ["--run", "runs/demo"],
 }

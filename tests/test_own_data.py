@@ -24,15 +24,15 @@ REPO = Path(__file__).resolve().parents[1]
 WORDS = "a red bicycle leans on an old wall near the river while two people walk their dog past it".split()  # noqa: SIM905
 # What makes a command small enough for a test; its other words are the README's.
 SMALLER = {
-    "mmqk.data.tokenize": ["--workers=0", "--val-share=0.2"],
+    "mmqk.data.tokenize": ["--workers=0", "--val-fraction=0.2"],
     "mmqk.inspect": [
         "--sequences=2",
         "--tokens=2000",
         "--data.val_sequences=4",
-        "--monitor.sequences=2",
+        "--monitor.probe_sequences=2",
     ],
-    "mmqk.tokenizers.train": ["--steps=2", "--codes=64", "--text-size=300", "--val-share=0.2"],
-    "mmqk.train": ["--trainer.max_steps=2", "--data.val_sequences=4", "--monitor.sequences=2", "--quiet"],
+    "mmqk.tokenizers.train": ["--steps=2", "--codes=64", "--text-size=300", "--val-fraction=0.2"],
+    "mmqk.train": ["--trainer.max_steps=2", "--data.val_sequences=4", "--monitor.probe_sequences=2", "--quiet"],
 }
 MAINS = {"mmqk.data.tokenize": tokenize.main, "mmqk.inspect": inspect.main,
          "mmqk.tokenizers.train": tokenizers.main, "mmqk.train": train}  # fmt: skip

@@ -14,7 +14,7 @@ from mmqk.remedies import REMEDIES, Remedy
 from tests.one_step import build, step, token_batch
 
 BLOCKS = {"text": 24, "image": 16}
-MODEL = ModelConfig(blocks=BLOCKS, d_model=16, n_layers=2, n_heads=2)
+MODEL = ModelConfig(vocab_sizes=BLOCKS, d_model=16, n_layers=2, n_heads=2)
 MIXED, TEXT, IMAGE = [1, 2, 30, 31, 32, 33, 3, 4], [*range(8)], [*range(24, 32)]
 BATCH = token_batch([MIXED, TEXT, IMAGE, [5] + [-1] * 7], BLOCKS)
 ALONE = token_batch([[5], [30]], BLOCKS)

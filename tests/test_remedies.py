@@ -40,7 +40,7 @@ NOT_REMEDIES = {
     " rope_scaling.kind rope_scaling.factor rope_scaling.low_freq_factor rope_scaling.high_freq_factor"
     " rope_scaling.original_length",
     "loss": "weights chunk",
-    "optim": "lr beta1 schedule final_lr schedule_steps",
+    "optim": "lr beta1 schedule final_lr_ratio schedule_steps",
 }
 
 
@@ -193,4 +193,4 @@ def test_flops_are_those_of_the_textbook():
     # QK-Clip takes every q·k once more; a backward pass more is two of three parts of a step.
     assert measure({"optim.qk_clip": 100.0}).flops - size.flops == c.n_layers * scores
     assert measure({"optim.split_second_moment": True}).flops * 3 == size.flops * 5
-    assert measure({"model.untie.qk": True}).parameters - size.parameters == 2 * c.n_layers * c.d_model**2
+    assert measure({"model.per_modality.qk": True}).parameters - size.parameters == 2 * c.n_layers * c.d_model**2

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 EVERYTHING = [
     "--data.batch_size=4", "--data.val_sequences=8", "--model.d_model=16", "--model.n_layers=2", "--model.n_heads=2",
     "--optim.warmup_steps=2", "--optim.qk_clip=0.5", "--trainer.max_steps=4", "--monitor.every_n_steps=2",
-    "--monitor.sequences=4", "--monitor.batch=current", "--monitor.heads=true", "--monitor.parameters=true",
+    "--monitor.probe_sequences=4", "--monitor.probe_split=current", "--monitor.heads=true", "--monitor.parameters=true",
     "--monitor.precision=true", "--monitor.gradient_agreement=true", "--monitor.budget_every_n_steps=2",
     "--monitor.budget_steps=2", "--quiet",
 ]  # fmt: skip
@@ -47,10 +47,10 @@ def logged(tmp_path_factory) -> set[str]:
 def of_other_models() -> set[str]:
     """QK-Norm, which QK-Clip excludes; a bf16 residual stream; a model that is only watched; a GPU's kernel."""
     config = ModelConfig(
-        blocks={"text": 20, "image": 12}, d_model=16, n_layers=2, n_heads=2, qk_norm=QKNormConfig("rms")
+        vocab_sizes={"text": 20, "image": 12}, d_model=16, n_layers=2, n_heads=2, qk_norm=QKNormConfig("rms")
     )
     model = EarlyFusionTransformer(config, backend="sdpa")
-    batch = token_batch(torch.arange(24).view(2, 12) % 32, config.blocks)
+    batch = token_batch(torch.arange(24).view(2, 12) % 32, config.vocab_sizes)
     found = set(probe(model, batch).flat())
     sigma = EarlyFusionTransformer(replace(config, weight_reparam="sigma"), backend="sdpa")
     found |= set(probe(sigma, batch).flat())

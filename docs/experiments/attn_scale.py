@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 HEAD_DIMS, SEEDS, TOKENS, SEQUENCES = (8, 16, 32, 64, 128, 256), 5, 128, 4
 SHOWN_HEAD_DIM = 64
 FEWEST_KEYS = 8  # rows with fewer visible keys say little about an entropy
-SIZE = ModelConfig(d_model=256, n_layers=4, n_heads=4, d_ff=256, blocks={"text": 512, "image": 512})
+SIZE = ModelConfig(d_model=256, n_layers=4, n_heads=4, d_ff=256, vocab_sizes={"text": 512, "image": 512})
 POST_ALONE = replace(SIZE, pre_norm=False, post_norm=True)
 SCALES = ("scale none", "scale rsqrt", "scale inverse")
 VARIANTS: dict[str, ModelConfig] = {

@@ -33,7 +33,7 @@ TRAIN = (
         "--trainer.max_steps=300",
         "--optim.warmup_steps=30",
         "--monitor.every_n_steps=50",
-        "--monitor.sequences=8",
+        "--monitor.probe_sequences=8",
     ),
     *("--checkpoint.every_n_steps=300", "--quiet"),
 )

@@ -87,8 +87,8 @@ def replays_of(
                     **settings,
                     "trainer.max_steps": ends[step],
                     "optim.schedule_steps": _schedule(resolved.run.identity),
-                    "fork_perturb": rule.perturb,
-                    "fork_draw": number,
+                    "fork_noise": rule.noise,
+                    "fork_seed": number,
                 }
                 args = tuple(flags(fields))
                 run = resolver(args, f"replays of {original.name}", control, step)

@@ -15,9 +15,9 @@ def is_masked(model: ModelConfig, data: DataConfig) -> bool:
     return windows or data.documents_apart
 
 
-def check_shown(compiled: bool, recompute: bool, backend: str, optim: OptimConfig) -> None:
+def check_shown(compiled: bool, activation_checkpointing: bool, backend: str, optim: OptimConfig) -> None:
     """Raise ValueError for QK-Clip with compiled or recomputed blocks, unless the kernel returns the logits."""
-    for name, is_set in (("compile", compiled), ("recompute", recompute)):
+    for name, is_set in (("compile", compiled), ("activation_checkpointing", activation_checkpointing)):
         if is_set and optim.qk_clip is not None and backend != "flex":
             raise ValueError(
                 f"optim.qk_clip reads queries and keys in every step, which {name} does not allow: use backend flex,"
@@ -47,7 +47,7 @@ def check_sharded(model: ModelConfig, optim: OptimConfig, loss: LossConfig, moni
         "model.weight_reparam sigma": model.weight_reparam == "sigma",
         "optim.qk_clip": optim.qk_clip is not None,
         "optim.split_second_moment": optim.split_second_moment,
-        "loss.chunk": loss.chunk is not None,
+        "loss.chunk_size": loss.chunk_size is not None,
         "monitor.parameters": monitor.parameters,
         "monitor.budget_every_n_steps": monitor.budget_every_n_steps > 0,
     }
@@ -90,10 +90,10 @@ def check_batches(monitor: MonitorConfig, data: DataConfig, accumulate: int, wor
             f"data.batch_size {data.batch_size} is not a multiple of trainer.accumulate_grad_batches"
             f" {accumulate}{over}: choose one that is."
         )
-    room = data.val_sequences if monitor.batch == "heldout" else data.batch_size // accumulate
-    if monitor.sequences > room:
-        what = "held-out sequences" if monitor.batch == "heldout" else "sequences of a micro-batch"
-        raise UserError(f"monitor.sequences {monitor.sequences} is more than the {room} {what}: lower it.")
+    room = data.val_sequences if monitor.probe_split == "heldout" else data.batch_size // accumulate
+    if monitor.probe_sequences > room:
+        what = "held-out sequences" if monitor.probe_split == "heldout" else "sequences of a micro-batch"
+        raise UserError(f"monitor.probe_sequences {monitor.probe_sequences} is more than the {room} {what}: lower it.")
     if monitor.gradient_agreement and data.batch_size // (accumulate * world) < 2:
         raise UserError(
             "monitor.gradient_agreement needs two sequences in a micro-batch of each process: raise data.batch_size"

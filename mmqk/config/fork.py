@@ -38,41 +38,41 @@ class ForkConfig:
         parent: the run that wrote the checkpoint.
         given: the checkpoint or run folder on the command line; empty if only the parent is known.
         checkpoint: the file; None if it does not exist yet.
-        skip: number of batches (of an optimizer step) to skip before the first step.
-        perturb: noise added to each weight matrix, as a share of its RMS.
-        draw: seed of that noise.
+        skip_batches: number of batches (of an optimizer step) to skip before the first step.
+        noise: noise added to each weight matrix, as a share of its RMS.
+        seed: seed of that noise.
     """
 
     parent: Parent
     given: str = ""
     checkpoint: Path | None = None
-    skip: int = number(0, 0, MOST_STEPS)
-    perturb: float = number(0.0, SMALLEST_PERTURBATION, 1.0, zero=True)
-    draw: int = number(0, 0, MOST_SEED)
+    skip_batches: int = number(0, 0, MOST_STEPS)
+    noise: float = number(0.0, SMALLEST_PERTURBATION, 1.0, zero=True)
+    seed: int = number(0, 0, MOST_SEED)
 
     def __post_init__(self) -> None:
         check_numbers(self, "fork", "_")
-        if self.draw and not self.perturb:
-            raise ValueError("fork_draw numbers the draws of fork_perturb, which is 0: set fork_perturb.")
+        if self.seed and not self.noise:
+            raise ValueError("fork_seed numbers the draws of fork_noise, which is 0: set fork_noise.")
 
     @property
     def identity(self) -> dict[str, Any]:
         """What of it makes the run that run."""
-        own = {"skip": self.skip, "perturb": self.perturb, "draw": self.draw}
+        own = {"skip_batches": self.skip_batches, "noise": self.noise, "seed": self.seed}
         return {"parent": self.parent.id, "step": self.parent.step, **own}
 
     def flags(self) -> dict[str, Any]:
         """The command line of it, as fields."""
-        own = {"fork_skip": self.skip, "fork_perturb": self.perturb, "fork_draw": self.draw}
+        own = {"fork_skip_batches": self.skip_batches, "fork_noise": self.noise, "fork_seed": self.seed}
         return {"fork": self.given, **own} if self.given else {}
 
 
 def base_of(parent: Parent) -> dict[str, Any]:
     """The parent's configuration, which the fork's fields override."""
     config = {name: dict(v) if isinstance(v, Mapping) else v for name, v in parent.config.items()}
-    for name in ("fork", "fork_skip", "fork_perturb", "fork_draw"):
+    for name in ("fork", "fork_skip_batches", "fork_noise", "fork_seed"):
         config.pop(name, None)
-    config["model"]["blocks"] = {}  # derived from the fork's data, then compared with the parent's
+    config["model"]["vocab_sizes"] = {}  # derived from the fork's data, then compared with the parent's
     config["checkpoint"]["at"] = []  # steps of the parent
     return config
 
@@ -124,7 +124,7 @@ def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
         "head_dim": "d_head",
         "mlp_width": "d_ff",
         "mlp": "mlp",
-        "blocks": "blocks",
+        "vocab_sizes": "vocab_sizes",
     }
     for attribute, field in shapes.items():
         there, here = getattr(old, attribute), getattr(new, attribute)
@@ -138,10 +138,10 @@ def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
             "model.tie_embeddings cannot be switched on in a fork, because the parent has a separate head: start a"
             " new run."
         )
-    for name, untied in asdict(old.untie).items():
+    for name, untied in asdict(old.per_modality).items():
         gone = name == "qk_norm" and new.qk_norm.kind == "none"
-        if untied and not getattr(new.untie, name) and not gone:
+        if untied and not getattr(new.per_modality, name) and not gone:
             raise ValueError(
-                f"model.untie.{name} cannot be switched off in a fork, because the parent has separate weights for"
+                f"model.per_modality.{name} cannot be switched off in a fork, because the parent has separate weights for"
                 " each modality: start a new run."
             )

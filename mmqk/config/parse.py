@@ -69,7 +69,7 @@ def build_parser(help_all: bool = False) -> Parser:
         help="Compile blocks, norms and loss (torch.compile), for GPUs: a later start and faster steps.",
     )  # fmt: skip
     parser.add_argument(
-        "--recompute", type=bool, default=False,
+        "--activation_checkpointing", type=bool, default=False,
         help="Compute the activations of each block again in the backward pass: less memory, more computation.",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: torch's own choice).")
@@ -78,10 +78,10 @@ def build_parser(help_all: bool = False) -> Parser:
         help="Start from this checkpoint (or the newest one of a run folder) with the configuration of its run; the"
         " fields given here replace those of that run.",
     )  # fmt: skip
-    parser.add_argument("--fork_skip", type=int, default=0, help="Fork: skip the next N batches.")
+    parser.add_argument("--fork_skip_batches", type=int, default=0, help="Fork: skip the next N batches.")
     perturb = "Fork: add noise to each weight matrix, with this share of its RMS."
-    parser.add_argument("--fork_perturb", type=float, default=0.0, help=perturb)
-    parser.add_argument("--fork_draw", type=int, default=0, help="Fork: seed of that noise.")
+    parser.add_argument("--fork_noise", type=float, default=0.0, help=perturb)
+    parser.add_argument("--fork_seed", type=int, default=0, help="Fork: seed of that noise.")
     parser.add_argument("--quiet", action="store_true", help="Print one line: how the run ended and where.")
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
@@ -108,7 +108,7 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
     if "--help-all" in argv:
         build_parser(help_all=True).parse_args(["--help"])
     parsed = _parse(argv)
-    details = {name: getattr(parsed, f"fork_{name}") for name in ("skip", "perturb", "draw")}
+    details = {name: getattr(parsed, f"fork_{name}") for name in ("skip_batches", "noise", "seed")}
     if parent is None and parsed.fork is None:
         for name, value in details.items():
             if value:
@@ -142,14 +142,14 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
     try:
         trainer = _build(TrainerConfig, parsed.trainer, "trainer")
         sections = {name: _build(section, getattr(parsed, name), name) for name, section in SECTIONS.items()}
-        blocks = layout(sections["data"]).blocks
-        given = sections["model"].blocks
-        if given and given != blocks:
+        vocab_sizes = layout(sections["data"]).vocab_sizes
+        given = sections["model"].vocab_sizes
+        if given and given != vocab_sizes:
             raise UserError(
-                f"model.blocks {given} does not match the data, whose vocabulary has {blocks}: leave model.blocks"
+                f"model.vocab_sizes {given} does not match the data, whose vocabulary has {vocab_sizes}: leave model.vocab_sizes"
                 " out, or set --data.tokenizers."
             )
-        sections["model"] = dataclasses.replace(sections["model"], blocks=blocks)
+        sections["model"] = dataclasses.replace(sections["model"], vocab_sizes=vocab_sizes)
         check_trained(sections["loss"], sections["data"], sections["model"])
         check_batches(
             sections["monitor"], sections["data"], trainer.accumulate_grad_batches, trainer.processes
@@ -166,7 +166,7 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
             tokens=sections["data"].seq_len,
         )
         check_qk_clip(sections["optim"], model)
-        check_shown(parsed.compile, parsed.recompute, parsed.backend, sections["optim"])
+        check_shown(parsed.compile, parsed.activation_checkpointing, parsed.backend, sections["optim"])
         if trainer.strategy == "fsdp":
             check_sharded(model, sections["optim"], sections["loss"], sections["monitor"])
         check_steps(trainer.max_steps, sections["checkpoint"].at, fork)
@@ -182,7 +182,7 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
         **sections,
         backend=parsed.backend,
         compile=parsed.compile,
-        recompute=parsed.recompute,
+        activation_checkpointing=parsed.activation_checkpointing,
         seed=parsed.seed,
         threads=parsed.threads,
         trainer=asdict(trainer),

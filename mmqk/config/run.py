@@ -46,7 +46,7 @@ class RunConfig:
     alarm: AlarmConfig
     backend: str
     compile: bool
-    recompute: bool
+    activation_checkpointing: bool
     seed: int
     threads: int
     trainer: dict[str, Any]
@@ -73,7 +73,7 @@ class RunConfig:
         """The configuration as plain data; the parser accepts it as ``--config``."""
         plain: dict[str, Any] = {name: asdict(getattr(self, name)) for name in SECTIONS}
         plain |= {
-            name: getattr(self, name) for name in ("backend", "compile", "recompute", "seed", "threads")
+            name: getattr(self, name) for name in ("backend", "compile", "activation_checkpointing", "seed", "threads")
         }
         plain["trainer"] = dict(self.trainer)
         return plain if self.fork is None else {**plain, **self.fork.flags()}
@@ -103,8 +103,8 @@ def identity_of(
     }
     if sections["optim"].schedule_steps in (None, trainer.max_steps):  # null has the same meaning
         del identity["optim"]["schedule_steps"]
-    if sections["loss"].chunk is None:
-        del identity["loss"]["chunk"]
+    if sections["loss"].chunk_size is None:
+        del identity["loss"]["chunk_size"]
     if compile:  # fused operations round differently
         identity["compile"] = True
     if sections["alarm"].acts:  # alarms that only report do not change the run

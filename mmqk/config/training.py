@@ -16,14 +16,14 @@ class LossConfig:
     Attributes:
         z_loss: Coefficient of log(Z)^2, with Z the normalizer of the output softmax (PaLM, arXiv 2204.02311).
         weights: Weight of the loss and z-loss of each modality, by name. The default is 1; 0 switches a loss off.
-        chunk: Number of tokens whose logits exist at the same time. Head and loss process one chunk after another,
+        chunk_size: Number of tokens whose logits exist at the same time. Head and loss process one chunk after another,
             so that their memory does not grow with batch size times vocabulary; the loss is equal up to rounding.
             A few thousand are usual for a large vocabulary on a GPU. Null: all tokens at once.
     """
 
     z_loss: float = number(0.0, 1e-12, 1e6, zero=True)
     weights: dict[str, float] = number(dict, 1e-12, 1e6, zero=True)
-    chunk: int | None = number(None, 1, 2**40)
+    chunk_size: int | None = number(None, 1, 2**40)
 
     def __post_init__(self) -> None:
         check_numbers(self, "loss")
@@ -61,7 +61,7 @@ class OptimConfig:
             the schedule without the peak (Wortsman et al., section 3.2.2), and needs a weight_decay near 1e-4.
         warmup_steps: steps of linear warm-up; the first of n steps has 1 / n of the peak.
         schedule: schedule after the warm-up: constant, cosine or exponential.
-        final_lr: final learning rate as a fraction of the peak.
+        final_lr_ratio: final learning rate as a fraction of the peak.
         schedule_steps: length of the schedule in steps, warm-up included; null: the length of the run. A fork that
             trains longer than its parent keeps the parent's schedule with the parent's length here.
         decay_gains: apply weight decay to gains, biases and learned scales too.
@@ -82,7 +82,7 @@ class OptimConfig:
     decay_mode: Literal["coupled", "independent"] = "coupled"
     warmup_steps: int = number(50, 0, MOST_STEPS)
     schedule: Literal["constant", "cosine", "exponential"] = "cosine"
-    final_lr: float = number(0.1, 1e-12, 1.0, zero=True)
+    final_lr_ratio: float = number(0.1, 1e-12, 1.0, zero=True)
     schedule_steps: int | None = number(None, 1, MOST_STEPS)
     decay_gains: bool = False
     decay_embeddings: bool = True
@@ -96,9 +96,9 @@ class OptimConfig:
                 f"optim.weight_decay is {self.weight_decay}, which optim.decay_mode independent subtracts in every"
                 " step as a share of the weights: give it at most 1, usually of the order of 1e-4."
             )
-        if self.schedule == "exponential" and self.final_lr == 0:
+        if self.schedule == "exponential" and self.final_lr_ratio == 0:
             raise ValueError(
-                "optim.schedule exponential cannot end at optim.final_lr 0: give it a share above 0."
+                "optim.schedule exponential cannot end at optim.final_lr_ratio 0: give it a share above 0."
             )
         if self.schedule == "constant":
             object.__setattr__(self, "schedule_steps", None)  # a constant schedule has no length
@@ -112,8 +112,8 @@ class MonitorConfig:
 
     Args:
         every_n_steps: optimizer steps between two probes; 0 switches probes off.
-        sequences: number of sequences of a probe.
-        batch: current probes the training batch; heldout probes the first validation sequences, which are equal in
+        probe_sequences: number of sequences of a probe.
+        probe_split: current probes the training batch; heldout probes the first validation sequences, which are equal in
             every run, so that maxima of different runs can be compared.
         tensorboard_layers: write every per-layer series to TensorBoard, not only maximum and median over layers.
         heads: measure attention logits and weights of each head.
@@ -128,8 +128,8 @@ class MonitorConfig:
     """
 
     every_n_steps: int = number(100, 0, MOST_STEPS)
-    sequences: int = number(4, 1, 2**20)
-    batch: Literal["current", "heldout"] = "current"
+    probe_sequences: int = number(4, 1, 2**20)
+    probe_split: Literal["current", "heldout"] = "current"
     tensorboard_layers: bool = False
     heads: bool = False
     parameters: bool = False

@@ -28,7 +28,7 @@ class DataConfig:
         pairs: image+caption pairs: shards with their manifest, or a folder made by mmqk.data.tokenize; empty: none.
         read: tokens reads pairs from token arrays, made once; shards reads and tokenizes pairs while training, from
             a folder with a manifest or a pattern such as path/{00000..00099}.tar.
-        val_share: share of the pairs held out under such a pattern, by a hash of the image file.
+        val_fraction: share of the pairs held out under such a pattern, by a hash of the image file.
         text: text-only documents: shards with their manifest or a token folder; empty: none.
         interleaved: documents of text and images: a folder made by mmqk.data.tokenize --interleaved.
         tokens: documents of ids of other tokenizers: a folder made by mmqk.data.ids.
@@ -38,7 +38,7 @@ class DataConfig:
         batch_size: sequences in an optimizer step, over all micro-batches and devices.
         mix: relative weight of each kind of sequence: pair, text, image, interleaved; or tokens alone; or dial alone.
             {"text": 1} is text only.
-        image_first: share of the pairs in which the image comes before its caption.
+        image_first_prob: share of the pairs in which the image comes before its caption.
         pack: documents packs several documents into a sequence, none puts one document (or a window of text) in each.
         document_mask: attention stays inside each packed document.
         dial: the synthetic source with known entropies, for mix {"dial": 1}.
@@ -49,7 +49,7 @@ class DataConfig:
 
     pairs: str = "data/emoji"
     read: Literal["tokens", "shards"] = "tokens"
-    val_share: float = number(0.01, 1e-9, BELOW_ONE)
+    val_fraction: float = number(0.01, 1e-9, BELOW_ONE)
     text: str = "data/text"
     interleaved: str = ""
     tokens: str = ""
@@ -58,7 +58,7 @@ class DataConfig:
     seq_len: int = number(128, 2, 2**22)
     batch_size: int = number(16, 1, 2**24)
     mix: dict[str, float] = number(lambda: {"pair": 3.0, "text": 1.0}, 1e-9, 1e9, zero=True)
-    image_first: float = number(0.5, 0.0, 1.0)
+    image_first_prob: float = number(0.5, 0.0, 1.0)
     pack: Literal["none", "documents"] = "none"
     document_mask: bool = True
     dial: DialConfig = field(default_factory=DialConfig)
@@ -110,7 +110,7 @@ def layout(config: DataConfig) -> Layout:
         UserError: tokenizers or a token folder are missing or damaged. ValueError: an impossible dial.
     """
     if "dial" in config.family:
-        return Layout(Dial(config.dial).blocks)
+        return Layout(Dial(config.dial).vocab_sizes)
     if "tokens" in config.family:
         header = read_header(config.tokens)
         if header["kind"] != "tokens":
@@ -133,8 +133,8 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     fields = {k: v for k, v in asdict(config).items() if k not in ("cache", "workers", "dial")}
     # Fields that change no sample here get a constant.
     online = config.read == "shards" and "pair" in config.sources
-    fields |= {} if online else {"read": "tokens", "val_share": 0.0}
-    fields |= {} if config.mix.get("pair", 0) > 0 else {"image_first": 0.0}
+    fields |= {} if online else {"read": "tokens", "val_fraction": 0.0}
+    fields |= {} if config.mix.get("pair", 0) > 0 else {"image_first_prob": 0.0}
     fields |= {} if config.pack == "documents" else {"document_mask": True}
     fields |= dict.fromkeys((*SOURCE_FIELDS.values(), "tokens", "tokenizers"), "")
     for kind, path in config.sources.items():

@@ -143,13 +143,13 @@ class TokenDataModule(L.LightningDataModule):
                     raise ValueError(
                         f"data.mix asks for {kind}, of which nothing is held out of {documents} documents: "
                         + (
-                            f"set data.val_share to {share}."
+                            f"set data.val_fraction to {share}."
                             if online
-                            else f"make its folder again with a larger --val-share, such as {share}."
+                            else f"make its folder again with a larger --val-fraction, such as {share}."
                         )
                     )
             self.builder = SequenceBuilder(train, ids, config.seq_len)
-            self.order = TrainingOrder(self.builder, config.mix, config.image_first, self.seed, pack, dial)
+            self.order = TrainingOrder(self.builder, config.mix, config.image_first_prob, self.seed, pack, dial)
             self.val_rows = validation_rows(
                 SequenceBuilder(val, ids, config.seq_len), config.val_sequences, dial
             )
@@ -165,7 +165,7 @@ class TokenDataModule(L.LightningDataModule):
         stores: dict[str, Any] = {}
         for kind, folder in config.sources.items():
             if kind == "pair" and config.read == "shards":
-                stores[kind] = open_online(str(folder), tokenizers, cache, config.val_share)
+                stores[kind] = open_online(str(folder), tokenizers, cache, config.val_fraction)
             else:
                 stores[kind] = open_source(kind, folder, tokenizers, cache)
         return stores
@@ -234,20 +234,20 @@ class TokenDataModule(L.LightningDataModule):
         pairs = self.builder.stores.get("pair", ())
         side = round((pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
         contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
-        blocks = self.builder.layout.blocks
+        vocab_sizes = self.builder.layout.vocab_sizes
         # What is read a second time says nothing about how it was written.
         fresh = [row for index, row in enumerate(self.sample()) if self.order.is_fresh(index)]
         train, val = (
             [part for row in rows for part in np.split(row.ids, row.starts[1:])]
             for rows in (fresh, self.val_rows)
         )
-        found = {name: asdict(s) for name, s in describe(train, val, blocks, contexts).items()}
+        found = {name: asdict(s) for name, s in describe(train, val, vocab_sizes, contexts).items()}
         ids, nats = (
             np.concatenate([_targets(row, of) for row in self.val_rows]) for of in ("ids", "surprise")
         )
         modality = self.builder.layout.modality(ids)
         read = self.builder.layout.modality(np.concatenate([_targets(row) for row in self.sample()]))
-        for number, name in enumerate(blocks):
+        for number, name in enumerate(vocab_sizes):
             of_it = nats[modality == number] if len(nats) == len(ids) else nats[:0]
             if name in found:
                 found[name]["share"] = float((read == number).mean())
@@ -263,10 +263,10 @@ class TokenDataModule(L.LightningDataModule):
         n = max(1, min(sequences, SAMPLE if self.config.read == "shards" else COUNTED))
         rows = self.sample()[:n] if n <= SAMPLE else map(self.order.row, range(n))
         ids = self.builder.layout
-        counts_M = np.zeros(len(ids.blocks))
+        counts_M = np.zeros(len(ids.vocab_sizes))
         for row in rows:
-            counts_M += np.bincount(ids.modality(_targets(row)), minlength=len(ids.blocks))
-        return dict(zip(ids.blocks, (counts_M / n).tolist(), strict=True))
+            counts_M += np.bincount(ids.modality(_targets(row)), minlength=len(ids.vocab_sizes))
+        return dict(zip(ids.vocab_sizes, (counts_M / n).tolist(), strict=True))
 
     def unigram_loss(self, sequences: int = SAMPLE) -> dict[str, float]:
         """Validation loss of a predictor that knows the layout of a sequence and the frequency of each token.
@@ -282,7 +282,7 @@ class TokenDataModule(L.LightningDataModule):
         counts[ids.specials] = 0
         targets = np.concatenate([_targets(row) for row in self.val_rows])
         losses = {}
-        for name, low, high in zip(ids.blocks, edges[:-1], edges[1:], strict=True):
+        for name, low, high in zip(ids.vocab_sizes, edges[:-1], edges[1:], strict=True):
             nats = np.zeros(high - low)
             counted = counts[low:high] > 0
             nats[counted] = -np.log(counts[low:high][counted] / counts[low:high].sum())

@@ -19,11 +19,11 @@ from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fractio
 EPILOG = """\
 An array is a .npy file. In a 2-D array each row is a document. A 1-D array NAME.npy takes the documents' lengths from
 NAME.lengths.npy; without that file it is one document. Ids of a modality must lie in one range, and the ranges follow
-each other from id 0 in the order of --blocks. Nothing is added to a document; one longer than data.seq_len is cut
+each other from id 0 in the order of --vocab-sizes. Nothing is added to a document; one longer than data.seq_len is cut
 into pieces. Train on the result with --data.tokens FOLDER --data.mix '{"tokens": 1}'.
 
 example:
-  python -m mmqk.data.ids --train 'ids/train-*.npy' --val 'ids/val-*.npy' --blocks text=65536,image=8192 --out tokens
+  python -m mmqk.data.ids --train 'ids/train-*.npy' --val 'ids/val-*.npy' --vocab-sizes text=65536,image=8192 --out tokens
 """
 
 
@@ -41,13 +41,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--train", required=True, help="arrays, a path or pattern")
     parser.add_argument(
-        "--val", default="", help="held-out arrays; by default --val-share of the training documents"
+        "--val", default="", help="held-out arrays; by default --val-fraction of the training documents"
     )
     parser.add_argument(
-        "--val-share", type=float, default=0.01, help="share held out, by a hash of the document (0.01)"
+        "--val-fraction", type=float, default=0.01, help="share held out, by a hash of the document (0.01)"
     )
     parser.add_argument(
-        "--blocks", required=True, help="modalities and their numbers of ids: text=65536,image=8192"
+        "--vocab-sizes", required=True, help="modalities and their numbers of ids: text=65536,image=8192"
     )
     parser.add_argument(
         "--pad",
@@ -61,12 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)
     layout = Layout(
-        _blocks(args.blocks), pad=args.pad, begin_image=args.begin_image, end_image=args.end_image
+        _blocks(args.vocab_sizes), pad=args.pad, begin_image=args.begin_image, end_image=args.end_image
     )
     if any(not 0 <= i < layout.size for i in layout.specials):
         raise UserError(f"--pad, --begin-image and --end-image must be ids from 0 to {layout.size - 1}.")
-    if not args.val and not 0 < args.val_share < 1:
-        raise UserError(f"--val-share is {args.val_share}: give a share between 0 and 1, or --val.")
+    if not args.val and not 0 < args.val_fraction < 1:
+        raise UserError(f"--val-fraction is {args.val_fraction}: give a share between 0 and 1, or --val.")
     if (args.begin_image is None) != (args.end_image is None):
         given, other = ("begin", "end") if args.end_image is None else ("end", "begin")
         raise UserError(f"--{given}-image is given without --{other}-image: give both or neither.")
@@ -101,7 +101,7 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
                 parts = {split: documents}
                 if not args.val:
                     held_out = [
-                        hash_fraction(d.astype(np.int64).tobytes()) < args.val_share for d in documents
+                        hash_fraction(d.astype(np.int64).tobytes()) < args.val_fraction for d in documents
                     ]
                     parts["train"] = [d for d, held in zip(documents, held_out, strict=True) if not held]
                     parts["val"] = [d for d, held in zip(documents, held_out, strict=True) if held]
@@ -111,9 +111,9 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
         if not counts["train"] or not counts["val"]:
             raise UserError(
                 f"{args.out} would have {counts['train']} training and {counts['val']} held-out documents: give more"
-                " documents, --val, or another --val-share."
+                " documents, --val, or another --val-fraction."
             )
-        writer.finish(about={"train": args.train, "val": args.val or f"{args.val_share} of them"})
+        writer.finish(about={"train": args.train, "val": args.val or f"{args.val_fraction} of them"})
         os.rename(writer.folder, out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -125,18 +125,18 @@ def _blocks(text: str) -> dict[str, int]:
         pairs = [(name, int(size)) for name, size in (part.split("=") for part in text.split(","))]
     except ValueError:
         pairs = []
-    blocks = dict(pairs)
+    vocab_sizes = dict(pairs)
     try:
-        for name in blocks:
+        for name in vocab_sizes:
             tag("loss", name)
     except ValueError as error:
-        raise UserError(f"--blocks is {text!r}: {error}.") from None
-    if not blocks or min(blocks.values()) < 1 or not all(name.isidentifier() for name in blocks):
+        raise UserError(f"--vocab-sizes is {text!r}: {error}.") from None
+    if not vocab_sizes or min(vocab_sizes.values()) < 1 or not all(name.isidentifier() for name in vocab_sizes):
         raise UserError(
-            f"--blocks is {text!r}: give names and numbers of ids, such as text=65536,image=8192."
+            f"--vocab-sizes is {text!r}: give names and numbers of ids, such as text=65536,image=8192."
         )
-    if len(blocks) < len(pairs):
-        raise UserError(f"--blocks is {text!r}: give each modality once.")
+    if len(vocab_sizes) < len(pairs):
+        raise UserError(f"--vocab-sizes is {text!r}: give each modality once.")
     return blocks
 
 
@@ -185,7 +185,7 @@ def _add(writer: TokenWriter, split: str, name: str, documents: list[np.ndarray]
     try:
         writer.add_part(split, name, documents)
     except ValueError as error:
-        raise UserError(f"{path} does not fit --blocks ({error}).") from None
+        raise UserError(f"{path} does not fit --vocab-sizes ({error}).") from None
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class Mixture(IndexedCache):
         if sum(weights.values()) <= 0:
             raise ValueError("data.mix gives no kind of sequence a positive weight.")
         if not 0 <= image_first <= 1:
-            raise ValueError(f"data.image_first is {image_first}: it is a share between 0 and 1.")
+            raise ValueError(f"data.image_first_prob is {image_first}: it is a share between 0 and 1.")
         pair = weights.get("pair", 0.0)
         by_slot = {"image_first": pair * image_first, "caption_first": pair * (1 - image_first)}
         by_slot |= {kind: weights.get(kind, 0.0) for kind in KINDS[1:]}

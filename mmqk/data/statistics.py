@@ -91,7 +91,7 @@ class _Stream(NamedTuple):
 def describe(
     train_rows: Iterable[np.ndarray],
     val_rows: Iterable[np.ndarray],
-    blocks: Mapping[str, int],
+    vocab_sizes: Mapping[str, int],
     contexts: Sequence[Sequence[int]] = (CONTEXT,),
 ) -> dict[str, ModalityStatistics]:
     """Statistics of token sequences by modality; about a second for a million tokens.
@@ -99,7 +99,7 @@ def describe(
     Args:
         train_rows: documents as joint ids, 1-D integers, in the order in which they are read.
         val_rows: held-out documents, for the model-based estimate; none are needed.
-        blocks: name and number of ids of each modality, in the order of the vocabulary.
+        vocab_sizes: name and number of ids of each modality, in the order of the vocabulary.
         contexts: for the model-based estimate: distances back to the tokens of a context, the most telling first.
             ``(1, 8)`` is the token before, then the token above in a grid 8 wide. Each is tried at every length.
 
@@ -111,14 +111,14 @@ def describe(
     """
     if any(distance < 1 for context in contexts for distance in context):
         raise ValueError(f"contexts are {[tuple(c) for c in contexts]}: a distance is at least 1.")
-    stream = _end_to_end(list(train_rows), list(val_rows), list(blocks.values()))
+    stream = _end_to_end(list(train_rows), list(val_rows), list(vocab_sizes.values()))
     n = stream.trained
     training_N, held_out_N = stream.target_N.copy(), stream.target_N.copy()
     training_N[n:], held_out_N[:n] = False, False
-    nats_by_context = _ngram_nats(stream, sum(blocks.values()), contexts) if held_out_N.any() else {}
+    nats_by_context = _ngram_nats(stream, sum(vocab_sizes.values()), contexts) if held_out_N.any() else {}
     repeated_N = _repeated(stream)
     found, low = {}, 0
-    for number, (name, block) in enumerate(blocks.items()):
+    for number, (name, block) in enumerate(vocab_sizes.items()):
         mine_N = stream.modality_N == number
         train_N, val_N = training_N & mine_N, held_out_N & mine_N
         ids, tokens, held_out = stream.ids_N[train_N] - low, int(train_N.sum()), int(val_N.sum())
@@ -153,17 +153,17 @@ def describe(
     return found
 
 
-def _end_to_end(train: list[np.ndarray], val: list[np.ndarray], blocks: list[int]) -> _Stream:
+def _end_to_end(train: list[np.ndarray], val: list[np.ndarray], vocab_sizes: list[int]) -> _Stream:
     lengths_D = np.array([len(row) for row in (*train, *val)], dtype=np.int64)
     ids_N = np.concatenate([np.zeros(0, dtype=np.int64), *train, *val]).astype(np.int64)
-    if len(ids_N) and not 0 <= ids_N.min() <= ids_N.max() < sum(blocks):
+    if len(ids_N) and not 0 <= ids_N.min() <= ids_N.max() < sum(vocab_sizes):
         wrong = ids_N.min() if ids_N.min() < 0 else ids_N.max()
-        raise ValueError(f"a document holds the id {wrong}, but the blocks have ids 0 to {sum(blocks) - 1}.")
+        raise ValueError(f"a document holds the id {wrong}, but the blocks have ids 0 to {sum(vocab_sizes) - 1}.")
     return _Stream(
         ids_N=ids_N,
         document_N=np.repeat(np.arange(len(lengths_D)), lengths_D),
         place_N=np.arange(len(ids_N)) - np.repeat(np.cumsum(lengths_D) - lengths_D, lengths_D),
-        modality_N=np.searchsorted(np.cumsum(blocks)[:-1], ids_N, side="right"),
+        modality_N=np.searchsorted(np.cumsum(vocab_sizes)[:-1], ids_N, side="right"),
         trained=int(lengths_D[: len(train)].sum()),
     )
 

@@ -49,7 +49,7 @@ equal images (documents with equal content) fall into the same split. Images are
 examples:
   python -m mmqk.data.tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine
   python -m mmqk.data.tokenize --shards 'docs/*.tar' --interleaved --fit pad --out tokens/docs
-  python -m mmqk.data.tokenize --text 'web/*.jsonl.gz' --val-share 0.001 --out tokens/web
+  python -m mmqk.data.tokenize --text 'web/*.jsonl.gz' --val-fraction 0.001 --out tokens/web
 """
 
 
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         help="worker processes, one shard at a time each (default: one per core); 0: run in this process",
     )
     p.add_argument(
-        "--val-share", type=float, default=0.01, help="share of the documents held out, by a hash (0.01)"
+        "--val-fraction", type=float, default=0.01, help="share of the documents held out, by a hash (0.01)"
     )
     p.add_argument(
         "--fit", choices=get_args(Fit), default="crop", help="how an image fits into the square (crop)"
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     _check(args)
     paths = expand(args.text or args.shards)
     kind = "text" if args.text else "interleaved" if args.interleaved else "pair"
-    job = Job(kind, args.tokenizers, args.out, args.val_share, args.fit, args.max_pixels, args.caption_field)
+    job = Job(kind, args.tokenizers, args.out, args.val_fraction, args.fit, args.max_pixels, args.caption_field)
     width = max(5, len(str(len(paths) - 1)))
     shards = [ShardPart(f"{i:0{width}d}", path) for i, path in enumerate(paths)]
     layout_of(job.tokenizers)  # raises for missing tokenizers before anything is written
@@ -131,8 +131,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} is for --shards: documents of --text have no images")
     if args.interleaved and args.caption_field:
         raise UserError("--caption-field is for pairs: interleaved documents have their texts in a list")
-    if not 0 <= args.val_share < 1:
-        raise UserError(f"--val-share is {args.val_share}: give a share from 0 up to 1")
+    if not 0 <= args.val_fraction < 1:
+        raise UserError(f"--val-fraction is {args.val_fraction}: give a share from 0 up to 1")
     if args.workers is not None and args.workers < 0:
         raise UserError(f"--workers is {args.workers}: give 0 or more")
     cap = 2 * (Image.MAX_IMAGE_PIXELS or MAX_PIXELS)
@@ -148,7 +148,7 @@ def _options(args: argparse.Namespace, kind: str, paths: list[Path]) -> dict[str
         "kind": kind,
         "text" if args.text else "shards": [path.name for path in paths],
         "tokenizers": tokenizers_hash(args.tokenizers),
-        "val_share": args.val_share,
+        "val_fraction": args.val_fraction,
         "fit": args.fit,
         "max_pixels": args.max_pixels,
         "caption_field": args.caption_field,
@@ -311,9 +311,9 @@ def _finish(job: Job, options: Mapping[str, Any], records: list[dict[str, Any]])
             print(f"  {reason}: {count:,} ({printable(', '.join(examples[reason]))})")
     for line in unread.lines(files):
         print(line)
-    if job.val_share and not any(record["documents"]["val"] for record in records):
+    if job.val_fraction and not any(record["documents"]["val"] for record in records):
         share = f"{min(0.5, 20 / samples):.1g}"
-        print(f"no document was held out: training needs some, so give a larger --val-share, such as {share}")
+        print(f"no document was held out: training needs some, so give a larger --val-fraction, such as {share}")
 
 
 def _counts(splits: Mapping[str, list[dict[str, Any]]]) -> str:

@@ -19,7 +19,7 @@ ARM_KEYS = ("label", "block", "seeds", "set", "axes", "fork")
 LR = "optim.lr"
 # The grid sets these.
 _NOT_SET = ("seed", "out", "config", "fork", "print_config")
-_OF_A_FORK = ("fork_skip", "fork_perturb", "fork_draw")
+_OF_A_FORK = ("fork_skip_batches", "fork_noise", "fork_seed")
 
 
 @dataclass(frozen=True)

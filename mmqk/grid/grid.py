@@ -9,7 +9,7 @@
       plain: {label: no QK-Norm, block: decided, set: {model.qk_norm.kind: none}}
       qk:    {label: QK-Norm,    block: decided, set: {model.qk_norm.kind: rms}}
       late:  {label: QK-Norm from step 300, fork: {arm: plain, step: 300}, set: {model.qk_norm.kind: rms}}
-    replay: {depths: [0.01, 0.05, 0.2], replays: 3, perturb: 1.0e-6, horizon: 3}
+    replay: {depths: [0.01, 0.05, 0.2], replays: 3, noise: 1.0e-6, horizon: 3}
     claims:
       - {id: C2, statement: ..., metric: ..., treatment: plain, control: qk, delta: 0.69}
     report: {hero: [plain, qk]}

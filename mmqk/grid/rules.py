@@ -39,13 +39,13 @@ class ReplayRule:
     Attributes:
         depths: how long before the divergence replays begin, as shares of the run until then.
         replays: number of replays per numerics and depth.
-        perturb: change of the weights at the start, as a fraction of their RMS.
+        noise: change of the weights at the start, as a fraction of their RMS.
         horizon: length of a replay, as a multiple of the distance from its start to the divergence.
     """
 
     depths: tuple[float, ...] = number(DEPTHS, 1e-6, BELOW_ONE)
     replays: int = number(3, 1, 1000)
-    perturb: float = number(1e-6, SMALLEST_PERTURBATION, 1.0)
+    noise: float = number(1e-6, SMALLEST_PERTURBATION, 1.0)
     horizon: float = number(3.0, 1.001, 1000.0)
 
     def __post_init__(self) -> None:
@@ -89,12 +89,12 @@ def read_replay(value: Any, where: str) -> ReplayRule:
     default = ReplayRule()
     depths = read.numbers(record.get("depths", list(DEPTHS)), f"{where}.depths")
     horizon = read.number(record.get("horizon", default.horizon), f"{where}.horizon")
-    perturb = read.number(record.get("perturb", default.perturb), f"{where}.perturb")
+    noise = read.number(record.get("noise", default.noise), f"{where}.noise")
     return read.in_range(
         ReplayRule,
         where,
         tuple(sorted(depths)),
         read.whole(record.get("replays", default.replays), f"{where}.replays"),
-        perturb,
+        noise,
         horizon,
     )

@@ -76,8 +76,8 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> R
         left -= len(row.ids)
         if left <= 0:
             break
-    targets = _by_modality(rows, layout.modality, list(layout.blocks))
-    statistics = describe(documents(fresh), documents(data.val_rows), layout.blocks, contexts(run, grid))
+    targets = _by_modality(rows, layout.modality, list(layout.vocab_sizes))
+    statistics = describe(documents(fresh), documents(data.val_rows), layout.vocab_sizes, contexts(run, grid))
     share = {name: count / max(1, sum(targets.values())) for name, count in targets.items()}
     draws = [order.mixture.draw(i).slot for i in range(max(len(rows), LEAST_DRAWS))]
     return Reading(
@@ -90,7 +90,7 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> R
         mixture=_mixture(run, draws),
         sources=_sources(run, data, epoch_rows, total),
         dropped=_dropped(run, data),
-        known=_known(rows, layout.modality, list(layout.blocks)),
+        known=_known(rows, layout.modality, list(layout.vocab_sizes)),
     )
 
 
@@ -127,7 +127,7 @@ def _known(rows: list[Row], modality, names: list[str]) -> dict[str, float]:
 def _mixture(run: RunConfig, draws: list[str]) -> list[dict[str, Any]]:
     mix, total = run.data.mix, sum(run.data.mix.values())
     pair = mix.get("pair", 0.0)
-    wanted = {SLOTS[0]: pair * run.data.image_first, SLOTS[1]: pair * (1 - run.data.image_first)}
+    wanted = {SLOTS[0]: pair * run.data.image_first_prob, SLOTS[1]: pair * (1 - run.data.image_first_prob)}
     wanted |= {kind: mix.get(kind, 0.0) for kind in SLOTS[2:]}
     rows = []
     for slot, weight in wanted.items():
@@ -181,12 +181,12 @@ def _dropped(run: RunConfig, data: TokenDataModule) -> dict[str, dict[str, int]]
 
 def record(reading: Reading, run: RunConfig, data: TokenDataModule) -> dict[str, Any]:
     """A reading as plain data, the content of statistics.json."""
-    weights = dict(zip(run.model.blocks, run.loss.weights_of(run.model.modalities), strict=True))
+    weights = dict(zip(run.model.vocab_sizes, run.loss.weights_of(run.model.modalities), strict=True))
     config = {k: v for k, v in asdict(run.data).items() if k != "dial" or "dial" in run.data.family}
     plain: dict[str, Any] = {
         "data": config,
         "seed": run.seed,
-        "blocks": dict(run.model.blocks),
+        "vocab_sizes": dict(run.model.vocab_sizes),
         "sequences": len(reading.rows),
         "fresh_sequences": reading.fresh,
         "run_sequences": reading.run_sequences,

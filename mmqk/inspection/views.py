@@ -100,7 +100,7 @@ class Viewer:
     ) -> None:
         self.layout, self.pictures, self.decoder = layout, pictures, decoder
         self.weights, self.widths, self.by_rank = weights, widths or {}, by_rank
-        self.names = list(layout.blocks)
+        self.names = list(layout.vocab_sizes)
         self.colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(self.names)}
         self._edges = layout.edges
         self._specials = {i: SPECIALS[n] for n in SPECIAL_NAMES if (i := getattr(layout, n)) is not None}
@@ -153,7 +153,7 @@ class Viewer:
         whole = self.decoder.picture(ids) if self.decoder is not None else None
         width = self.widths.get(name, 0) if whole is None else self.decoder.grid if self.decoder else 0
         local = ids - self._edges[modality]
-        codes = self.pictures.uri(shaded(local, self.layout.blocks[name], width, self.by_rank))
+        codes = self.pictures.uri(shaded(local, self.layout.vocab_sizes[name], width, self.by_rank))
         if whole is not None and self.decoder is not None:
             same = original is not None and self.decoder.agrees(original, ids)
             decoded, tokenized = (self.pictures.uri(i) for i in (whole, original if same else None))

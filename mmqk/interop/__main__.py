@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmqk.store import OneSentenceParser, UserError, run_main
 
-from .blocks import parse_blocks
+from .blocks import parse_vocab_sizes
 from .folders import check_empty, read_huggingface, read_run, write_huggingface, write_run
 from .names import CHAMELEON, READ, WRITTEN
 from .read import adopt
@@ -44,17 +44,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--to", type=Path, required=True, help="the folder to write")
     parser.add_argument(
-        "--blocks",
+        "--vocab-sizes",
         help="modalities of a Hugging Face vocabulary with their number of ids, in order: text=65536,image=8192",
     )
     args = parser.parse_args(argv)
     check_empty(args.to)
     if (args.source / "config.json").exists():
-        _to_mmqk(args.source, args.to, args.blocks)
+        _to_mmqk(args.source, args.to, args.vocab_sizes)
     elif (args.source / "checkpoints").is_dir():
-        if args.blocks is not None:
+        if args.vocab_sizes is not None:
             raise UserError(
-                f"--blocks is for a Hugging Face folder, but {args.source} is a run: remove it."
+                f"--vocab-sizes is for a Hugging Face folder, but {args.source} is a run: remove it."
             )
         _to_huggingface(args.source, args.to)
     else:
@@ -64,12 +64,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _to_mmqk(source: Path, out: Path, blocks: str | None) -> None:
-    given = None if blocks is None else parse_blocks(blocks)
+def _to_mmqk(source: Path, out: Path, vocab_sizes: str | None) -> None:
+    given = None if vocab_sizes is None else parse_vocab_sizes(vocab_sizes)
     hf_model = read_huggingface(source)
     model = adopt(hf_model, given)
     write_run(model, out)
-    named = ", ".join(f"{name} {size:,}" for name, size in model.config.blocks.items())
+    named = ", ".join(f"{name} {size:,}" for name, size in model.config.vocab_sizes.items())
     print(f"{out}: {type(hf_model).__name__}, ids of {named}; tokenizers stay in {source}")
     if type(hf_model).__name__ == CHAMELEON:
         print("The image tokenizer (vqmodel) is not converted: the model reads image tokens as ids.")

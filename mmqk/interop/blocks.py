@@ -13,7 +13,7 @@ NOTED = "mmqk_blocks"
 _IMAGE_PREFIX = "IMGIMG"  # of image tokens in Chameleon's vocabulary_map
 
 
-def blocks_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = None) -> dict[str, int]:
+def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = None) -> dict[str, int]:
     """Number of ids by modality: as given, as stored, or from Chameleon's vocabulary.
 
     Raises:
@@ -24,17 +24,17 @@ def blocks_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = No
         return _by_vocabulary(getattr(config, "vocabulary_map", None) or {}, vocab_size)
     try:
         pairs = list(given.items() if given is not None else noted or ())
-        blocks = {name: int(size) for name, size in pairs}
-        if len(blocks) < len(pairs) or any(blocks[name] != size for name, size in pairs):
+        vocab_sizes = {name: int(size) for name, size in pairs}
+        if len(vocab_sizes) < len(pairs) or any(vocab_sizes[name] != size for name, size in pairs):
             raise ValueError
     except (TypeError, ValueError):
         raise UserError(
             f"The model's config.{NOTED} is {noted!r}, not names and sizes: give blocks."
         ) from None
-    if not blocks or sum(blocks.values()) != vocab_size:
-        named = ", ".join(f"{name}={size}" for name, size in blocks.items())
+    if not vocab_sizes or sum(vocab_sizes.values()) != vocab_size:
+        named = ", ".join(f"{name}={size}" for name, size in vocab_sizes.items())
         raise UserError(
-            f"The blocks {named or 'are none and'} add up to {sum(blocks.values())}, but the vocabulary has"
+            f"The blocks {named or 'are none and'} add up to {sum(vocab_sizes.values())}, but the vocabulary has"
             f" {vocab_size} ids: give each id to one modality."
         )
     return blocks
@@ -61,13 +61,13 @@ def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, 
     return {name: size for name, size in sizes.items() if size}
 
 
-def chameleon_vocabulary(blocks: Mapping[str, int]) -> dict[str, int]:
+def chameleon_vocabulary(vocab_sizes: Mapping[str, int]) -> dict[str, int]:
     """A vocabulary_map with the names of the image tokens only, in the order of the ids of block `image`.
 
     Chameleon spells the number in letters: code 12 is IMGIMGBCZ.
     """
     start, vocabulary = 0, {}
-    for name, size in blocks.items():
+    for name, size in vocab_sizes.items():
         if name == "image":
             for code in range(size):
                 letters = "".join(chr(ord("A") + int(digit)) for digit in str(code))
@@ -76,7 +76,7 @@ def chameleon_vocabulary(blocks: Mapping[str, int]) -> dict[str, int]:
     return vocabulary
 
 
-def parse_blocks(text: str) -> dict[str, int]:
+def parse_vocab_sizes(text: str) -> dict[str, int]:
     """The blocks of a command line, such as `text=65536,image=8192`.
 
     Raises:
@@ -88,9 +88,9 @@ def parse_blocks(text: str) -> dict[str, int]:
             tag("loss", name)
     except ValueError:
         pairs = []
-    blocks = dict(pairs)
-    if not blocks or len(blocks) < len(pairs) or min(blocks.values()) < 1:
+    vocab_sizes = dict(pairs)
+    if not vocab_sizes or len(vocab_sizes) < len(pairs) or min(vocab_sizes.values()) < 1:
         raise UserError(
-            f"--blocks is {text!r}: give each modality once with its number of ids, such as text=65536,image=8192."
+            f"--vocab-sizes is {text!r}: give each modality once with its number of ids, such as text=65536,image=8192."
         )
     return blocks

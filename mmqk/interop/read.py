@@ -12,7 +12,7 @@ from torch import Tensor
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig
 from mmqk.store import UserError
 
-from .blocks import blocks_of
+from .blocks import vocab_sizes_of
 from .names import (
     CHAMELEON,
     CHAMELEON_QK_EPS,
@@ -36,7 +36,7 @@ _GATES: dict[str, Literal["swiglu", "geglu"]] = {
 
 
 def from_transformers(
-    hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None
+    hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = None
 ) -> EarlyFusionTransformer:
     """The same model with the same weights, in their dtype and mode (training or evaluation).
 
@@ -44,7 +44,7 @@ def from_transformers(
         hf_model: A ChameleonForConditionalGeneration, LlamaForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
             Gemma2ForCausalLM or Gemma3ForCausalLM of transformers 5. It is unchanged and shares no memory with the
             result. Chameleon's image tokenizer (`vqmodel`) is not converted: the model reads image tokens as ids.
-        blocks: Number of ids by modality, in the order of the ids. By default those that `to_transformers` stored in
+        vocab_sizes: Number of ids by modality, in the order of the ids. By default those that `to_transformers` stored in
             the configuration; else, for Chameleon, `special`, `image` and `text`, where the image ids have the names
             IMGIMG... in its vocabulary_map; else only `text`.
 
@@ -55,10 +55,10 @@ def from_transformers(
         UserError: the class is unknown, a field (named with its value) has no counterpart, the weights are quantized,
             not loaded or of another class, or the blocks do not fit.
     """
-    return copy.deepcopy(adopt(hf_model, blocks))
+    return copy.deepcopy(adopt(hf_model, vocab_sizes))
 
 
-def adopt(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None) -> EarlyFusionTransformer:
+def adopt(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = None) -> EarlyFusionTransformer:
     """`from_transformers` without a copy: the result shares its weights with `hf_model`."""
     architecture = type(hf_model).__name__
     if architecture not in READ:
@@ -68,7 +68,7 @@ def adopt(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None) ->
     theirs = hf_model.state_dict()
     _check_tensors(theirs)
     try:
-        config = config_of(hf_model, blocks)
+        config = config_of(hf_model, vocab_sizes)
         # The meta device draws and allocates nothing; the tensors of hf_model are assigned below.
         with torch.device("meta"):
             model = EarlyFusionTransformer(config, "sdpa" if config.attn_softcap is None else "math")
@@ -109,7 +109,7 @@ def our_weights(
     return weights
 
 
-def config_of(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None) -> ModelConfig:
+def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = None) -> ModelConfig:
     """The `ModelConfig` that is equivalent to `hf_model.config`.
 
     Raises:
@@ -127,7 +127,7 @@ def config_of(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None
     embedding: Any = hf_model.get_input_embeddings().weight
     heads, width = c.num_attention_heads, embedding.shape[1]
     head_dim = getattr(c, "head_dim", None) or width // heads
-    blocks = blocks_of(c, len(embedding), blocks)
+    vocab_sizes = vocab_sizes_of(c, len(embedding), vocab_sizes)
     fields: dict[str, Any] = {}
     if gemma:
         fields["embed_sqrt_d"] = True
@@ -140,7 +140,7 @@ def config_of(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None
             "attn_logit_softcapping", c.attn_logit_softcapping, "Gemma3ForCausalLM itself does not apply it"
         )
     return ModelConfig(
-        blocks=blocks,
+        vocab_sizes=blocks,
         d_model=width,
         n_layers=c.num_hidden_layers,
         n_heads=heads,
@@ -150,7 +150,7 @@ def config_of(hf_model: PreTrainedModel, blocks: Mapping[str, int] | None = None
         mlp=gate,
         pre_norm=architecture != OLMO2 and not swin,
         post_norm=gemma or architecture == OLMO2 or swin,
-        norm_gain="zero_centred" if gemma else "plain",
+        norm_gain="zero_centered" if gemma else "plain",
         norm_eps=c.rms_norm_eps,
         qk_norm=_qk_norm(architecture, c.rms_norm_eps),
         attn_dropout=c.attention_dropout or 0.0,
@@ -168,7 +168,7 @@ def _qk_norm(architecture: str, eps: float) -> QKNormConfig:
     if architecture == OLMO2:
         return QKNormConfig("rms", scope="full", gain="per_head", eps=eps)
     if architecture == GEMMA3:
-        return QKNormConfig("rms", gain="zero_centred", eps=eps)
+        return QKNormConfig("rms", gain="zero_centered", eps=eps)
     return QKNormConfig()
 
 

@@ -98,7 +98,7 @@ def architecture_of(config: ModelConfig) -> str:
         ("layer_scale", config.layer_scale, None),
         ("embed_sqrt_d", config.embed_sqrt_d, False),
         ("embed_scale", config.embed_scale, dict.fromkeys(config.embed_scale, 1.0)),
-        *((f"untie.{name}", value, False) for name, value in asdict(config.untie).items()),
+        *((f"per_modality.{name}", value, False) for name, value in asdict(config.per_modality).items()),
     ]
     if qk.kind != "none":
         needed += [
@@ -140,7 +140,7 @@ def _fields(architecture: str, config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": _rope_parameters(config),
         # mmqk does not store these ids.
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-        NOTED: [[name, size] for name, size in config.blocks.items()],
+        NOTED: [[name, size] for name, size in config.vocab_sizes.items()],
     }
     scaling = config.rope_scaling
     if scaling.kind == "llama3":
@@ -149,7 +149,7 @@ def _fields(architecture: str, config: ModelConfig) -> dict[str, Any]:
         fields["head_dim"] = config.head_dim
     else:
         fields["swin_norm"] = config.post_norm
-        fields["vocabulary_map"] = chameleon_vocabulary(config.blocks)
+        fields["vocabulary_map"] = chameleon_vocabulary(config.vocab_sizes)
         fields["vq_config"] = _VQ | {"num_embeddings": max(len(fields["vocabulary_map"]), 1)}
     if architecture == QWEN3:
         windows = [config.window_of(layer) for layer in range(config.n_layers)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .backend_check import BACKENDS, check_backend
     from .backends import RowStats, kernel_name
-    from .config import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
+    from .config import ModelConfig, QKNormConfig, RopeScalingConfig, PerModalityConfig
     from .dynamo import compile_blocks, keep_graphs
     from .init import init_weights
     from .linear import power_step
@@ -22,7 +22,7 @@ __all__ = [
     "QKNormConfig",
     "RopeScalingConfig",
     "RowStats",
-    "UntieConfig",
+    "PerModalityConfig",
     "check_backend",
     "compile_blocks",
     "init_weights",
@@ -38,7 +38,7 @@ _MODULES = {
     "QKNormConfig": "config",
     "RopeScalingConfig": "config",
     "RowStats": "backends",
-    "UntieConfig": "config",
+    "PerModalityConfig": "config",
     "check_backend": "backend_check",
     "compile_blocks": "dynamo",
     "init_weights": "init",

@@ -42,13 +42,13 @@ class Attention(nn.Module):
         self.kind, self.softcap, self.window = config.attention, config.attn_softcap, config.window_of(layer)
         self.dropout, self.backend = config.attn_dropout, backend
         self.norm_first = config.qk_norm.place == "before_rope"
-        untie = config.untie
-        self.w_q = untied(lambda: linear(config, D, H * K), config, untie.qk)
-        self.w_k = untied(lambda: linear(config, D, G * K), config, untie.qk)
+        per_modality = config.per_modality
+        self.w_q = untied(lambda: linear(config, D, H * K), config, per_modality.qk)
+        self.w_k = untied(lambda: linear(config, D, G * K), config, per_modality.qk)
         self.w_v = linear(config, D, G * K)
         self.w_o = linear(config, H * K, D, output_init_scale(config, layer))
-        self.q_norm = untied(lambda: qk_norm(config.qk_norm, H, K, "q"), config, untie.qk_norm)
-        self.k_norm = untied(lambda: qk_norm(config.qk_norm, G, K, "k"), config, untie.qk_norm)
+        self.q_norm = untied(lambda: qk_norm(config.qk_norm, H, K, "q"), config, per_modality.qk_norm)
+        self.k_norm = untied(lambda: qk_norm(config.qk_norm, G, K, "k"), config, per_modality.qk_norm)
         self.v_norm = qk_norm(config.qk_norm, G, K, "v")
 
     def forward(

@@ -21,7 +21,7 @@ class QKNormConfig:
             Swin V2), whose learned scale multiplies the queries and replaces `attn_scale`.
         scope: Channels that are normalized together: those of one head, or of all heads (full: OLMo 2).
         gain: none; shared (one gain over head_dim for all heads: Chameleon 7B, Qwen3); per_head (one gain for
-            every head: OLMo 2); zero_centred (shared, `1 + w` with w from 0: Gemma 3, Qwen3-Next). With kind l2
+            every head: OLMo 2); zero_centered (shared, `1 + w` with w from 0: Gemma 3, Qwen3-Next). With kind l2
             it is the learned scale: none (fixed), shared (one per layer) or per_head.
         bias: Whether a LayerNorm has one (Chameleon does, ViT-22B does not).
         eps: Added to the mean square (rms) or the variance (layer) under the root; the smallest length (l2).
@@ -33,7 +33,7 @@ class QKNormConfig:
 
     kind: Literal["none", "rms", "layer", "l2"] = "none"
     scope: Literal["head", "full"] = "head"
-    gain: Literal["none", "shared", "per_head", "zero_centred"] = "shared"
+    gain: Literal["none", "shared", "per_head", "zero_centered"] = "shared"
     bias: bool = False
     eps: float = number(1e-5, SMALLEST, 1.0)
     place: Literal["before_rope", "after_rope"] = "before_rope"
@@ -51,7 +51,7 @@ class QKNormConfig:
         elif self.gain == "none":
             _to_defaults(self, "scale_max")
         _one_of("qk_norm.scope", self.scope, ("head", "full"))
-        _one_of("qk_norm.gain", self.gain, ("none", "shared", "per_head", "zero_centred"))
+        _one_of("qk_norm.gain", self.gain, ("none", "shared", "per_head", "zero_centered"))
         _one_of("qk_norm.place", self.place, ("before_rope", "after_rope"))
         if self.bias and self.kind in ("rms", "l2"):
             raise ValueError(
@@ -62,9 +62,9 @@ class QKNormConfig:
                 raise ValueError(
                     "model.qk_norm.scope full does not work with model.qk_norm.kind l2: set scope head."
                 )
-            if self.gain == "zero_centred":
+            if self.gain == "zero_centered":
                 raise ValueError(
-                    "model.qk_norm.gain zero_centred does not work with model.qk_norm.kind l2, whose scale starts at"
+                    "model.qk_norm.gain zero_centered does not work with model.qk_norm.kind l2, whose scale starts at"
                     " model.qk_norm.scale_init: set none, shared or per_head."
                 )
             if self.scale_max is not None and self.scale_max < self.scale_init:
@@ -74,7 +74,7 @@ class QKNormConfig:
 
 
 @dataclass(frozen=True)
-class UntieConfig:
+class PerModalityConfig:
     """Layers with one copy per modality (Mixture-of-Transformers, arXiv 2411.04996).
 
     A token uses the copy of its modality. All copies start with the weights of the tied model, so an untied model
@@ -134,7 +134,7 @@ class ModelConfig:
     models are.
 
     Attributes:
-        blocks: Number of ids by modality, contiguous from id 0; by default taken from the tokenizers.
+        vocab_sizes: Number of ids by modality, contiguous from id 0; by default taken from the tokenizers.
         d_model: Width of the residual stream.
         n_layers: Number of blocks, each one attention and one MLP.
         n_heads: Attention heads.
@@ -145,7 +145,7 @@ class ModelConfig:
         pre_norm: Norm on the input of each sublayer; pre alone is Llama and Chameleon-7B.
         post_norm: Norm on the output of each sublayer; post alone is Chameleon-34B, Swin and OLMo 2.
         norm: rms or layer: the norms around the sublayers and the final norm.
-        norm_gain: plain, none, or zero_centred (`1 + w` with w from 0: Gemma).
+        norm_gain: plain, none, or zero_centered (`1 + w` with w from 0: Gemma).
         norm_bias: Whether these norms have a bias; of norm layer alone.
         norm_eps: Epsilon of these norms.
         post_gain_init: Initial value of the gains after the sublayers; with 0 every branch starts at zero (timm's
@@ -170,7 +170,7 @@ class ModelConfig:
         embed_scale: Factor on a modality's embeddings in every forward, by name; 1 by default.
         embed_sqrt_d: Whether embeddings are multiplied by sqrt(d_model) in every forward (Gemma; Spike No More, arXiv
             2312.16903), on top of `embed_scale`.
-        untie: Layers with one copy per modality.
+        per_modality: Layers with one copy per modality.
         tie_embeddings: Whether the head is the embedding matrix.
         window: Tokens that a query attends to, itself included, in windowed layers; 0 for all tokens in all layers.
         global_every: Every n-th layer attends to all tokens in spite of `window` (Gemma 2: 2, Gemma 3: 6); 0 for
@@ -180,7 +180,7 @@ class ModelConfig:
         rope_scaling: Scaling of the frequencies.
     """
 
-    blocks: dict[str, int] = number(dict, 1, 2**24)
+    vocab_sizes: dict[str, int] = number(dict, 1, 2**24)
     d_model: int = number(64, 1, 2**17)
     n_layers: int = number(4, 1, 4096)
     n_heads: int = number(4, 1, 4096)
@@ -191,7 +191,7 @@ class ModelConfig:
     pre_norm: bool = True
     post_norm: bool = False
     norm: Literal["rms", "layer"] = "rms"
-    norm_gain: Literal["plain", "none", "zero_centred"] = "plain"
+    norm_gain: Literal["plain", "none", "zero_centered"] = "plain"
     norm_bias: bool = False
     norm_eps: float = number(1e-5, SMALLEST, 1.0)
     post_gain_init: float = number(1.0, -1e6, 1e6)
@@ -209,7 +209,7 @@ class ModelConfig:
     embed_init: dict[str, float] = number(dict, SMALLEST, LARGEST)
     embed_scale: dict[str, float] = number(dict, SMALLEST, LARGEST)
     embed_sqrt_d: bool = False
-    untie: UntieConfig = field(default_factory=UntieConfig)
+    per_modality: PerModalityConfig = field(default_factory=PerModalityConfig)
     tie_embeddings: bool = False
     window: int = number(0, 0, 2**30)
     global_every: int = number(0, 0, 4096)
@@ -228,7 +228,7 @@ class ModelConfig:
         if not self.window:
             _to_defaults(self, "global_every", "local_rope_theta")
         if len(self.blocks) == 1:
-            _to_defaults(self, "untie")
+            _to_defaults(self, "per_modality")
         if not (self.pre_norm or self.post_norm):
             raise ValueError("model.pre_norm and model.post_norm are both false; set at least one of them.")
         if self.norm_bias and self.norm != "layer":
@@ -264,13 +264,13 @@ class ModelConfig:
         for name in self.blocks:
             if not (isinstance(name, str) and _NAME.fullmatch(name)) or _LAYER.fullmatch(name):
                 raise ValueError(
-                    f"model.blocks has a modality {name!r}: name it in letters, digits and _, not like layer03."
+                    f"model.vocab_sizes has a modality {name!r}: name it in letters, digits and _, not like layer03."
                 )
 
     def _check_choices(self) -> None:
         _one_of("mlp", self.mlp, ("swiglu", "geglu", "gelu"))
         _one_of("norm", self.norm, ("rms", "layer"))
-        _one_of("norm_gain", self.norm_gain, ("plain", "none", "zero_centred"))
+        _one_of("norm_gain", self.norm_gain, ("plain", "none", "zero_centered"))
         _one_of("attention", self.attention, ("softmax", "sigmoid"))
         _one_of("weight_reparam", self.weight_reparam, ("none", "sigma"))
         _one_of("reparam_gamma", self.reparam_gamma, ("sigma", "one"))
@@ -284,21 +284,21 @@ class ModelConfig:
                     raise ValueError(f"model.{name} names {modality!r}, but the modalities here are {known}.")
 
     def _check_untied(self) -> None:
-        if self.untie.norms and self.norm_gain == "none" and not self.norm_bias:
-            raise ValueError("model.untie.norms has no gain or bias to untie: model.norm_gain is none.")
-        if self.untie.qk_norm:
+        if self.per_modality.norms and self.norm_gain == "none" and not self.norm_bias:
+            raise ValueError("model.per_modality.norms has no gain or bias to separate: model.norm_gain is none.")
+        if self.per_modality.qk_norm:
             qk = self.qk_norm
             if qk.kind == "none":
-                raise ValueError("model.untie.qk_norm has no QK-Norm to untie: set model.qk_norm.kind.")
+                raise ValueError("model.per_modality.qk_norm has no QK-Norm to separate: set model.qk_norm.kind.")
             if qk.gain == "none" and not qk.bias:
                 raise ValueError(
-                    "model.untie.qk_norm has no gain or bias to untie: model.qk_norm.gain is none."
+                    "model.per_modality.qk_norm has no gain or bias to separate: model.qk_norm.gain is none."
                 )
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "ModelConfig":
         """The configuration with this `dataclasses.asdict`; TypeError for an unknown field."""
-        nested = {"qk_norm": QKNormConfig, "untie": UntieConfig, "rope_scaling": RopeScalingConfig}
+        nested = {"qk_norm": QKNormConfig, "per_modality": PerModalityConfig, "rope_scaling": RopeScalingConfig}
         return cls(
             **{name: nested[name](**value) if name in nested else value for name, value in stored.items()}
         )

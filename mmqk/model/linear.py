@@ -140,7 +140,7 @@ class ByModality(nn.Module):
 
 def untied(make: Callable[[], nn.Module], config: ModelConfig, untie: bool) -> nn.Module:
     """The layer of `make`, or a copy of it for every modality."""
-    return ByModality(make, len(config.blocks)) if untie else make()
+    return ByModality(make, len(config.vocab_sizes)) if untie else make()
 
 
 def through(layer: nn.Module, x: Tensor, modality_BT: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ class Norm(nn.Module):
         shape: The last axes of the input, which are normalized together.
         eps: See the subclasses.
         gain_shape: Shape of gain and bias, broadcast over the input; `shape` by default.
-        gain: plain (the parameter itself), zero_centred (1 + the parameter) or none.
+        gain: plain (the parameter itself), zero_centered (1 + the parameter) or none.
         gain_init: Initial value of the gain.
         bias: Whether to add a bias, initially 0.
 
@@ -47,7 +47,7 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         gain_shape = shape if gain_shape is None else gain_shape
-        self.shape, self.eps, self.offset = shape, eps, float(gain == "zero_centred")
+        self.shape, self.eps, self.offset = shape, eps, float(gain == "zero_centered")
         self.axes = tuple(range(-len(shape), 0))
         self.initial = {"weight": gain_init - self.offset, "bias": 0.0}
         first = torch.full(gain_shape, self.initial["weight"])
@@ -197,6 +197,6 @@ def qk_norm(config: QKNormConfig, heads: int, head_dim: int, role: str) -> nn.Mo
         (head_dim,) if config.scope == "head" else (heads, head_dim),
         config.eps,
         gain_shape=(heads, head_dim) if config.gain == "per_head" else (head_dim,),
-        gain=config.gain if config.gain in ("none", "zero_centred") else "plain",
+        gain=config.gain if config.gain in ("none", "zero_centered") else "plain",
         bias=config.bias,
     )

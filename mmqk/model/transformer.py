@@ -25,11 +25,11 @@ from .rope import Rope, rope_tables
 Sink = Callable[[str, int, Tensor], None]  # receives (site, layer, tensor) during a forward
 
 
-def modality_of_ids(ids_BT: Tensor, blocks: Mapping[str, int]) -> Tensor:
+def modality_of_ids(ids_BT: Tensor, vocab_sizes: Mapping[str, int]) -> Tensor:
     """Modality number of each id: the index of its block of ids. Same shape as `ids_BT`, int64."""
     modality_BT = torch.zeros_like(ids_BT)
     start = 0
-    for size in list(blocks.values())[:-1]:
+    for size in list(vocab_sizes.values())[:-1]:
         start += size
         modality_BT = modality_BT + (ids_BT >= start)
     return modality_BT
@@ -86,7 +86,7 @@ class Block(nn.Module):
         def norm(on: bool, gain_init: float = 1.0) -> nn.Module:
             if not on:
                 return nn.Identity()
-            return untied(lambda: stream_norm(config, gain_init), config, config.untie.norms)
+            return untied(lambda: stream_norm(config, gain_init), config, config.per_modality.norms)
 
         def layer_scale() -> nn.Module:
             return nn.Identity() if config.layer_scale is None else LayerScale(D, config.layer_scale)
@@ -96,7 +96,7 @@ class Block(nn.Module):
         self.mlp_post_norm = norm(config.post_norm, config.post_gain_init)
         self.attn_layer_scale, self.mlp_layer_scale = layer_scale(), layer_scale()
         self.attention = Attention(config, backend, layer)
-        self.mlp = untied(lambda: MLP(config, layer), config, config.untie.mlp)
+        self.mlp = untied(lambda: MLP(config, layer), config, config.per_modality.mlp)
         self.dropout = nn.Dropout(config.residual_dropout)
         self.run: Callable[..., tuple[Tensor, RowStats | None]] = Block.compute
 
@@ -141,7 +141,7 @@ class Embedding(nn.Embedding):
         super().__init__(config.vocab_size, config.d_model)
         self.row_scales: list[tuple[int, int, float]] = []
         start = 0
-        for name, size in config.blocks.items():
+        for name, size in config.vocab_sizes.items():
             self.row_scales.append((start, start + size, config.embed_init.get(name, 1.0)))
             start += size
 
@@ -160,7 +160,7 @@ class EarlyFusionTransformer(nn.Module):
     ```
 
     Args:
-        config: Shape and variant; `config.blocks` must be filled.
+        config: Shape and variant; `config.vocab_sizes` must be filled.
         backend: Attention backend, one of `BACKENDS`.
         seed: Seed of the initial weights (`init_weights`).
 
@@ -169,18 +169,18 @@ class EarlyFusionTransformer(nn.Module):
             Chen et al. 2016, arXiv 1604.06174): a third more operations for a fraction of the memory.
 
     Raises:
-        ValueError: `config.blocks` is empty, the backend is unknown or cannot compute this attention.
+        ValueError: `config.vocab_sizes` is empty, the backend is unknown or cannot compute this attention.
     """
 
     def __init__(self, config: ModelConfig, backend: str = "math", seed: int = 0) -> None:
         super().__init__()
-        if not config.blocks:
-            raise ValueError("model.blocks is empty; give each modality's name and number of ids.")
-        self.config, self.backend, self.recompute = config, backend, False
+        if not config.vocab_sizes:
+            raise ValueError("model.vocab_sizes is empty; give each modality's name and number of ids.")
+        self.config, self.backend, self.activation_checkpointing = config, backend, False
         self.attn_scale_value = config.attn_scale_value
         self.embed = Embedding(config)
         self.blocks = nn.ModuleList(Block(config, backend, layer) for layer in range(config.n_layers))
-        self.final_norm = untied(lambda: stream_norm(config), config, config.untie.norms)
+        self.final_norm = untied(lambda: stream_norm(config), config, config.per_modality.norms)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
@@ -202,7 +202,7 @@ class EarlyFusionTransformer(nn.Module):
         Args:
             ids_BT: int64 ids of the joint vocabulary.
             modality_BT: Modality number of each id; None derives it from the id ranges. Used only with
-                `config.untie` or `config.embed_scale`; a number without a modality counts as 0.
+                `config.per_modality` or `config.embed_scale`; a number without a modality counts as 0.
             document_BT: Document number of each token in packed rows; attention stays inside a document. None is
                 one document per row.
             sink: Called as `sink(site, layer, tensor)` during the forward, with the tensors themselves.
@@ -250,7 +250,7 @@ class EarlyFusionTransformer(nn.Module):
         """
         c, T, device = self.config, ids_BT.shape[1], ids_BT.device
         if self.reads_modality:
-            modality_BT = modality_of_ids(ids_BT, c.blocks) if modality_BT is None else modality_BT
+            modality_BT = modality_of_ids(ids_BT, c.vocab_sizes) if modality_BT is None else modality_BT
         x_BTD = self._embedded(ids_BT, modality_BT)
         rope = rope_tables(T, c.head_dim, c.rope_theta, device, c.rope_scaling, heads=c.n_heads)
         theta = c.local_rope_theta
@@ -260,7 +260,7 @@ class EarlyFusionTransformer(nn.Module):
             for window in {c.window_of(layer) for layer in range(c.n_layers)}
         }
         # Recomputation would call a sink twice.
-        recompute = self.recompute and sink is None and torch.is_grad_enabled()
+        recompute = self.activation_checkpointing and sink is None and torch.is_grad_enabled()
         for layer, block in enumerate(self.blocks):
             tap = no_tap if sink is None else partial(_at_layer, sink, layer)
             window = c.window_of(layer)
@@ -278,7 +278,7 @@ class EarlyFusionTransformer(nn.Module):
             x_BTD = x_BTD * c.d_model**0.5
         if c.embed_scale:
             assert modality_BT is not None
-            known_BT = (modality_BT >= 0) & (modality_BT < len(c.blocks))
+            known_BT = (modality_BT >= 0) & (modality_BT < len(c.vocab_sizes))
             modality_BT1 = modality_BT.where(known_BT, 0)[..., None]
             for m, name in enumerate(c.modalities):
                 if name in c.embed_scale:

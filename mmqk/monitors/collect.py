@@ -139,11 +139,11 @@ class Collector:
         logits_BTV: Tensor,
         target_modality_BT: Tensor,
         target_mask_BT: Tensor,
-        blocks: Mapping[str, int],
+        vocab_sizes: Mapping[str, int],
     ) -> None:
         """Statistics of the output softmax by the modality of the target."""
         targets_MBT = selection(target_modality_BT, target_mask_BT, len(self.names))
-        statistics = output_statistics(logits_BTV, target_modality_BT, targets_MBT, blocks)
+        statistics = output_statistics(logits_BTV, target_modality_BT, targets_MBT, vocab_sizes)
         for statistic, part in (
             ("out_log_z", statistics.log_z),
             ("out_logit_mean", statistics.logit_mean),

@@ -90,7 +90,7 @@ def probe(
             collector.final(tensor)
         elif site == "logits":
             logits = capped(tensor, c.final_softcap)
-            collector.output(logits, batch.target_modality_BT, batch.target_mask_BT, c.blocks)
+            collector.output(logits, batch.target_modality_BT, batch.target_mask_BT, c.vocab_sizes)
 
     _forward(model, batch, sink)
     _weights(model, collector)
@@ -106,7 +106,7 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
         ("embed_row_norm", model.embed.weight),
         ("head_row_norm", model.head.weight),
     ):
-        lengths = [rows.float().norm(dim=-1).mean() for rows in weight_VD.split(list(c.blocks.values()))]
+        lengths = [rows.float().norm(dim=-1).mean() for rows in weight_VD.split(list(c.vocab_sizes.values()))]
         collector.of_vocabulary([tag(statistic, name) for name in c.modalities], torch.stack(lengths))
     if c.weight_reparam == "sigma":
         tags = [tag("sigma_ratio", layer=layer) for layer in range(c.n_layers)]

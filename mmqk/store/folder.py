@@ -42,7 +42,7 @@ _CONFIG = {
     "optim": {"lr": float, "warmup_steps": int, "schedule_steps": (int, None)},
     "data": {"batch_size": int, "seq_len": int, "mix": {"*": float}},
     "trainer": {"max_steps": int, "precision": str},
-    "fork": (None, str, {"parent": str, "step": int, "skip": int, "perturb": float, "draw": int}),
+    "fork": (None, str, {"parent": str, "step": int, "skip_batches": int, "noise": float, "seed": int}),
     "backend": str,
     "seed": int,
     "threads": int,

@@ -27,7 +27,7 @@ class Selection:
         images: most images in memory: of tars altogether, of a folder by split.
         captions: most captions to learn words from.
         characters: most characters of documents to learn words from.
-        val_share: share that is held out of tars and of files of JSON lines.
+        val_fraction: share that is held out of tars and of files of JSON lines.
         fit: how images of tars are made square: crop, pad or stretch.
         max_pixels: larger images of tars are dropped.
         caption_field: where the captions of tars are, as for `pair_of`.
@@ -36,7 +36,7 @@ class Selection:
     images: int = 20_000
     captions: int = 200_000
     characters: int = 100_000_000
-    val_share: float = 0.01
+    val_fraction: float = 0.01
     fit: Fit = "crop"
     max_pixels: int = MAX_PIXELS
     caption_field: str | None = None
@@ -53,10 +53,10 @@ def add_data_arguments(p: argparse.ArgumentParser) -> None:
         "--characters", type=int, default=c.characters, help=f"most characters of --text ({c.characters})"
     )
     p.add_argument(
-        "--val-share",
+        "--val-fraction",
         type=float,
-        default=c.val_share,
-        help=f"held out of tars and JSON lines ({c.val_share})",
+        default=c.val_fraction,
+        help=f"held out of tars and JSON lines ({c.val_fraction})",
     )
     p.add_argument(
         "--fit", choices=get_args(Fit), default=c.fit, help="of images of tars into the square (crop)"
@@ -78,13 +78,13 @@ def choice_of(args: argparse.Namespace) -> Selection:
     for name in ("images", "captions", "characters", "max_pixels"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more.")
-    if not 0 < args.val_share < 1:
-        raise UserError(f"--val-share is {args.val_share}: give a share between 0 and 1.")
+    if not 0 < args.val_fraction < 1:
+        raise UserError(f"--val-fraction is {args.val_fraction}: give a share between 0 and 1.")
     return Selection(
         images=args.images,
         captions=args.captions,
         characters=args.characters,
-        val_share=args.val_share,
+        val_fraction=args.val_fraction,
         fit=args.fit,
         max_pixels=args.max_pixels,
         caption_field=args.caption_field,

@@ -86,7 +86,7 @@ class Documents:
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            if hash_fraction(text.encode()) >= self.choice.val_share:
+            if hash_fraction(text.encode()) >= self.choice.val_fraction:
                 yield text
 
     def identity(self) -> str:

@@ -160,7 +160,7 @@ def page(m: Measures, args: argparse.Namespace, source: Source, documents: Docum
 # The tokenizers: {words.size} text entries, {pictures.size} image codes
 
 The PSNR of held-out images is {m.psnr_db["val"]:.1f} dB with {n} codes each. The code perplexity is
-{codes["val"].perplexity:.0f} of {pictures.size} entries. {_about(source, args.val_share)}
+{codes["val"].perplexity:.0f} of {pictures.size} entries. {_about(source, args.val_fraction)}
 
 ![held-out originals, each above its reconstruction]({SHEET})
 
@@ -195,7 +195,7 @@ caption{f" and {m.document_chars:.2f} characters of a document" if m.documents.t
     return text + "".join(f"\nOf the {what}.\n" for what in read)
 
 
-def _about(source: Source, val_share: float) -> str:
+def _about(source: Source, val_fraction: float) -> str:
     if isinstance(source, Folder):
         if source.manifest.about.get("name") != SHIPPED:
             return f"The\nsplits are those of {source.name}."
@@ -204,7 +204,7 @@ def _about(source: Source, val_share: float) -> str:
             " emoji with the train split, by any vendor."
         )
     return (
-        f"Held out is\na share of {val_share:g} by a hash of the image file, so that copies fall on one side."
+        f"Held out is\na share of {val_fraction:g} by a hash of the image file, so that copies fall on one side."
     )
 
 

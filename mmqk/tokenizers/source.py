@@ -134,7 +134,7 @@ class Tars:
                 dropped[fault.reason] += 1
                 continue
             fractions.append(hash_fraction(identity))
-            if fractions[-1] < self.choice.val_share:
+            if fractions[-1] < self.choice.val_fraction:
                 ends["val"] -= 1
                 room[ends["val"]] = pixels
             else:
@@ -160,7 +160,7 @@ class Tars:
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            if hash_fraction(identity) >= self.choice.val_share:
+            if hash_fraction(identity) >= self.choice.val_fraction:
                 found.extend(texts)
         said = account(len(wanted), self.total, "samples") + dropped_account(dropped) + self._unread()
         if not found:
@@ -189,7 +189,7 @@ class Tars:
         return f", {unread.total:,} files not read ({reasons})" if reasons else ""
 
     def _check(self, fractions: list[float], said: str) -> None:
-        share = self.choice.val_share
+        share = self.choice.val_fraction
         if not fractions:
             raise UserError(f"{self.name} has no image that can be used ({said}): check the shards.")
         least, greatest = min(fractions), max(fractions)
@@ -197,7 +197,7 @@ class Tars:
             return
         what = "held out" if least >= share else "left to train on"
         enough = float(f"{1.05 * least:.3g}")  # above the least fraction, whatever the rounding
-        better = f" or --val-share {enough:g}" if enough <= greatest else ""
+        better = f" or --val-fraction {enough:g}" if enough <= greatest else ""
         raise UserError(
             f"Of {len(fractions):,} images of {self.name} none is {what} at a share of {share:g}:"
             f" give more images{better}."

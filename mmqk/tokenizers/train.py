@@ -32,7 +32,7 @@ Nothing is overwritten without --overwrite, and token caches made with other tok
 
 --shards takes a folder with a manifest (64 px images and their splits), or tar archives as img2dataset writes
 them, with images of any size; of those a share is held out by a hash of the image, as `mmqk.data.tokenize` does
-with the same --val-share. --text takes a folder with a manifest, JSON lines with a field "text" (plain, gzip or
+with the same --val-fraction. --text takes a folder with a manifest, JSON lines with a field "text" (plain, gzip or
 xz), or '' to learn from the captions alone. Patterns are brace ranges and globs, in quotes. Images and captions
 are spread evenly over all shards, always the same ones, and what is dropped is said by reason.
 

@@ -21,7 +21,7 @@ STEPS = 4
 FIELDS = {
     "act": "finish", "seed": 0, "size": 1, "bad": 2, "threads": 0, "backend": "sdpa",
     "optim.lr": 0.1, "trainer.max_steps": STEPS, "trainer.precision": "32-true", "optim.schedule_steps": None,
-    "checkpoint.at": [], "fork_skip": 0, "fork_perturb": 0.0, "fork_draw": 0, "fork": None, "out": None,
+    "checkpoint.at": [], "fork_skip_batches": 0, "fork_noise": 0.0, "fork_seed": 0, "fork": None, "out": None,
 }
 OUTSIDE = ("seed", "threads", "checkpoint.at", "fork", "out")
 Parent = __import__("collections").namedtuple("Parent", "id step config")
@@ -56,9 +56,9 @@ def resolve(argv, parent=None):
         raise UserError("seed 13 is odd")
     identity = identity_of(**{k.replace(" ", ""): v for k, v in config.items()})
     if parent is not None:
-        for name in ("fork_skip", "fork_perturb", "fork_draw"):
+        for name in ("fork_skip_batches", "fork_noise", "fork_seed"):
             identity.pop(name, None)
-        own = {k: config["fork_" + k] for k in ("skip", "perturb", "draw")}
+        own = {k: config["fork_" + k] for k in ("skip_batches", "noise", "seed")}
         identity["fork"] = {"parent": parent.id, "step": parent.step, **own}
     flat = {k: v for k, v in config.items() if k not in ("out", "fork")}
     return types.SimpleNamespace(
@@ -83,7 +83,7 @@ def main(argv):
         steps = c["trainer.max_steps"]
         # Of "numerics" runs those in bf16 diverge, and of "chaos" runs those that are not forks.
         bad = c["bad"] if act == "diverge" or (act == "numerics" and "bf16" in c["trainer.precision"]) else 0
-        bad = c["bad"] if act == "numerics" and not c["fork_perturb"] else bad
+        bad = c["bad"] if act == "numerics" and not c["fork_noise"] else bad
         bad = c["bad"] if act == "chaos" and "control" not in c["out"] else bad
         try:
             for step in range(first + 1, steps + 1):

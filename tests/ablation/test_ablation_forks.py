@@ -14,7 +14,7 @@ HEAD = "name: toy\nbase: base.yaml\n"
 FORKS = (
     HEAD + "seeds: [1]\narms:\n"
     "  late: {fork: {arm: plain, step: 3}, set: {size: 2}}\n"
-    "  later: {fork: {arm: late, step: 4}, set: {trainer.max_steps: 6, fork_perturb: 1.0e-6}}\n"
+    "  later: {fork: {arm: late, step: 4}, set: {trainer.max_steps: 6, fork_noise: 1.0e-6}}\n"
     "  plain: {set: {size: 1}}\n"
 )
 

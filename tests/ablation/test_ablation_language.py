@@ -99,8 +99,8 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
         "  plain: {}\n"
         "  cool: {fork: {arm: plain-lr0.1, step: 3}, axes: {optim.lr: [0.001, 0.003]}, seeds: [2]}\n"
         "  wide: {fork: {arm: plain, step: 2}, axes: {optim.lr: [0.01], data.weights: [1, 2]}}\n"
-        "  again: {fork: {arm: late, step: 3}, set: {fork_perturb: 1.0e-6}}\n"
-        "  file: {fork: {checkpoint: last.ckpt}, set: {fork_skip: 1}}\n"
+        "  again: {fork: {arm: late, step: 3}, set: {fork_noise: 1.0e-6}}\n"
+        "  file: {fork: {checkpoint: last.ckpt}, set: {fork_skip_batches: 1}}\n"
     )
     found = {(j.arm, j.seed): j for j in grid.jobs}
     assert found["late-lr0.1", 2].parent == "plain-lr0.1"
@@ -109,7 +109,7 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
     assert found["cool-lr0.003", 2].parent == "plain-lr0.1" and ("cool-lr0.003", 1) not in found
     assert found["cool-lr0.003", 2].args == ("--optim.lr=0.003",)
     assert found["wide-lr0.01-weights2", 1].args == ("--data.weights=2",)
-    assert found["file", None].args == ("--fork_skip=1",)
+    assert found["file", None].args == ("--fork_skip_batches=1",)
     assert sorted(a for a, s in found if s == 1 and a.startswith("late")) == ["late-lr0.01", "late-lr0.1"]
 
 
@@ -146,7 +146,7 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
         ("arms: {a: , b: {fork: {arm: a}}}", "must name an arm and a step, or a checkpoint"),
         ("arms: {a: , b: {fork: {arm: a, step: 0}}}", "step must be a whole number from 1 on"),
         ("arms: {a: , b: {seeds: [4], fork: {arm: a, step: 1}}}", "4 is not a seed of its parent a"),
-        ("arms: {a: {set: {fork_skip: 1}}}", "'fork_skip' is for forks only"),
+        ("arms: {a: {set: {fork_skip_batches: 1}}}", "'fork_skip_batches' is for forks only"),
         ("arms: {b: {fork: {checkpoint: none.ckpt}}}", r"there is no none\.ckpt"),
         (
             "axes: {x: [1, 2]}\narms: {a: , b: {axes: {}, fork: {arm: a, step: 1}}}",

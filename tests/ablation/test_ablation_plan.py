@@ -104,7 +104,7 @@ def test_what_cannot_be_planned_while_runs_go_on_ends_none_of_them(world, tmp_pa
 FORKS = (
     HEAD + "seeds: [1]\narms:\n"
     "  late: {fork: {arm: plain, step: 3}, set: {size: 2}}\n"
-    "  later: {fork: {arm: late, step: 4}, set: {trainer.max_steps: 6, fork_perturb: 1.0e-6}}\n"
+    "  later: {fork: {arm: late, step: 4}, set: {trainer.max_steps: 6, fork_noise: 1.0e-6}}\n"
     "  plain: {set: {size: 1}}\n"
 )
 
@@ -120,7 +120,7 @@ def test_forks_begin_when_their_parents_are_there(world, tmp_path, capsys):
     assert "--checkpoint.at=[3]" in log_of(out, plain) and "--checkpoint.at=[4]" in log_of(out, late)
     assert f"'--fork', 'runs/toy/{plain['folder']}/checkpoints/step00000003.ckpt'" in log_of(out, late)
     fork = identity_of(out, later)["fork"]
-    assert (fork["parent"], fork["step"], fork["perturb"]) == (late["id"], 4, 1e-6)
+    assert (fork["parent"], fork["step"], fork["noise"]) == (late["id"], 4, 1e-6)
     for run in (plain, late, later):
         assert read_json(out / run["folder"] / "run.json")["id"] == run["id"], "known before it ran"
     assert [line["step"] for line in map(json.loads, (out / later["folder"] / "metrics.jsonl").open())] == [
@@ -200,7 +200,7 @@ def test_a_run_that_diverged_is_replayed_from_a_control_in_three_numerics(world,
         record = identity_of(out, run)
         assert record["fork"] == {
             **{"parent": control["id"], "step": step},
-            **{"skip": 0, "perturb": 1e-6, "draw": said["number"]},
+            **{"skip_batches": 0, "noise": 1e-6, "seed": said["number"]},
         }
         assert record["trainer"]["max_steps"] == step + 3 * (20 - step)
         assert record["optim.schedule_steps"] == 30
@@ -234,7 +234,7 @@ def test_a_control_begins_at_the_nearest_checkpoint_before_every_depth(world, tm
     assert control["replay"]["step"] == 9
     assert identity_of(out, control)["fork"] == {
         **{"parent": runs["plain", 1]["id"], "step": 9},
-        **{"skip": 0, "perturb": 0.0, "draw": 0},
+        **{"skip_batches": 0, "noise": 0.0, "seed": 0},
     }
     assert json.loads((out / control["folder"] / "metrics.jsonl").open().readline())["step"] == 10
 

@@ -172,7 +172,7 @@ def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step(runs):
 def test_jobs_are_fp32_on_one_thread_and_otherwise_alike(runs):
     for run in runs.values():
         assert (run.trainer["precision"], run.threads, run.trainer["accelerator"]) == ("32-true", 1, "cpu")
-        assert run.monitor.batch == "heldout"  # maxima of different arms on the same tokens
+        assert run.monitor.probe_split == "heldout"  # maxima of different arms on the same tokens
     assert len({(run.backend, run.trainer["max_steps"]) for run in runs.values()}) == 1
 
 

@@ -123,6 +123,6 @@ def test_a_diverged_run_and_a_fork_are_whole(tmp_path):
     keep(path / "metrics.jsonl", range(80, 201))
     assert load_runs(tmp_path / "b")[0].lost == ("metrics.jsonl lacks 80 steps (0 to 79)",)
     record = json.loads((path / "run.json").read_text())
-    record["identity"]["fork"] = {"parent": "0123456789", "step": 80, "skip": 0, "perturb": 0.0, "draw": 0}
+    record["identity"]["fork"] = {"parent": "0123456789", "step": 80, "skip_batches": 0, "noise": 0.0, "seed": 0}
     (path / "run.json").write_text(json.dumps(record))
     assert load_runs(tmp_path / "b")[0].lost == ()

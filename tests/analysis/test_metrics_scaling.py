@@ -31,9 +31,9 @@ def sized(path, model, rate=0.01, logit=10.0, step=20, status="completed", **mor
     ],
 )
 def test_model_size_is_that_of_the_matrices_of_the_blocks(tmp_path, model):
-    torch_model = EarlyFusionTransformer(ModelConfig(blocks=BLOCKS, **model))
+    torch_model = EarlyFusionTransformer(ModelConfig(vocab_sizes=BLOCKS, **model))
     matrices = sum(p.numel() for p in torch_model.blocks.parameters() if p.ndim == 2)
-    assert model_size(sized(tmp_path / "x", model | {"blocks": BLOCKS})) == matrices
+    assert model_size(sized(tmp_path / "x", model | {"vocab_sizes": BLOCKS})) == matrices
     # The control: embeddings are in torch's whole count.
     assert sum(p.numel() for p in torch_model.parameters()) > matrices + 32 * model["d_model"] - 1
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.flops import peak_flops, seen_keys, step_flops
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 
-SHAPE = {"blocks": {"text": 40, "image": 24}, "d_model": 32, "n_layers": 3, "n_heads": 4}
+SHAPE = {"vocab_sizes": {"text": 40, "image": 24}, "d_model": 32, "n_layers": 3, "n_heads": 4}
 B, T = 2, 16
 
 
@@ -44,7 +44,7 @@ def test_causal_attention_and_head_count():
     """Controls: the dense form does more than is counted, and a larger vocabulary more than a smaller one."""
     config = ModelConfig(**SHAPE)
     assert step_flops(config, B, T) < counted(config)
-    larger = ModelConfig(**(SHAPE | {"blocks": {"text": 41, "image": 24}}))
+    larger = ModelConfig(**(SHAPE | {"vocab_sizes": {"text": 41, "image": 24}}))
     assert step_flops(larger, B, T) - step_flops(config, B, T) == 6 * B * T * 32
 
 

@@ -159,6 +159,6 @@ def test_litgpt_has_the_weights(context):
 
 def test_litgpt_refuses_what_it_does_not_have():
     pytest.importorskip("litgpt")
-    model = EarlyFusionTransformer(ModelConfig(blocks={"text": 8}, d_model=16, post_norm=True))
+    model = EarlyFusionTransformer(ModelConfig(vocab_sizes={"text": 8}, d_model=16, post_norm=True))
     with pytest.raises(ValueError, match="post_norm=True"):
         to_litgpt(model, 8)

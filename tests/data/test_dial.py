@@ -51,10 +51,10 @@ def chain(**fields) -> DialConfig:
 
 def by_modality(dial: Dial, ids: np.ndarray) -> dict[str, np.ndarray]:
     """Tokens of each modality in each document, from block ranges alone."""
-    edges = np.cumsum([0, *dial.blocks.values()])
+    edges = np.cumsum([0, *dial.vocab_sizes.values()])
     return {
         m: ids[(ids >= low) & (ids < high)].reshape(len(ids), -1) - low
-        for m, low, high in zip(dial.blocks, edges[:-1], edges[1:], strict=True)
+        for m, low, high in zip(dial.vocab_sizes, edges[:-1], edges[1:], strict=True)
     }
 
 
@@ -241,7 +241,7 @@ def test_the_loss_of_the_source_itself_is_its_floor():
         dial = Dial(config)
         ids = dial.documents(7, 0, 15_000)
         nats = dial.log_prob(ids)
-        edges = np.cumsum([0, *dial.blocks.values()])
+        edges = np.cumsum([0, *dial.vocab_sizes.values()])
         for (name, floor), low, high in zip(dial.floors().items(), edges[:-1], edges[1:], strict=True):
             inside = (ids >= low) & (ids < high)
             each = -(nats * inside).sum(1) / config.tokens[name]  # a document's tokens are not independent

@@ -163,7 +163,7 @@ def test_text_is_that_of_the_tokens(page, batch, tiny_data):
     read = []
     for i in range(SHOWN):
         ids = batch.ids_BT[i][batch.valid_BT[i]].numpy()
-        words = ids[(ids >= 5) & (ids < layout.blocks["text"])]
+        words = ids[(ids >= 5) & (ids < layout.vocab_sizes["text"])]
         read.append(page.read(i))
         assert read[i] == tokenizer.decode(words - 5)
         if BEGIN_IMAGE in ids:
@@ -175,7 +175,7 @@ def test_pictures_are_decoded_from_the_codes_and_stand_beside_their_original(
     page, batch, tiny_data, tiny_args
 ):
     tokenizer = ImageTokenizer.load(tiny_data / "tokenizers")
-    offset = layout_of(tiny_data / "tokenizers").blocks["text"]
+    offset = layout_of(tiny_data / "tokenizers").vocab_sizes["text"]
     pairs, order = list(read_pairs(tiny_data / "pairs", "train")), data_of(tiny_args, *LONG[1:]).order
     pictured = 0
     for i in range(SHOWN):
@@ -195,7 +195,7 @@ def test_pictures_are_decoded_from_the_codes_and_stand_beside_their_original(
 
 def test_an_original_is_shown_only_where_its_codes_say_so(tiny_data):
     decoder, originals = Decoder(tiny_data / "tokenizers"), Originals(tiny_data / "pairs")
-    offset = layout_of(tiny_data / "tokenizers").blocks["text"]
+    offset = layout_of(tiny_data / "tokenizers").vocab_sizes["text"]
     images = [originals.image(i, 64) for i in (0, 1, 30)]
     pixels = torch.from_numpy(np.array(images[0])).permute(2, 0, 1)[None].float() / 255
     codes = ImageTokenizer.load(tiny_data / "tokenizers").encode(pixels)[0].numpy() + offset
@@ -236,11 +236,11 @@ def test_reading_a_source_again_is_no_redundancy(tiny_args, tmp_path):
 
 
 def test_the_mixture_is_as_asked_for_and_as_met(tiny_args, tmp_path):
-    mix = ["--data.mix", '{"pair": 3, "text": 1, "image": 2}', "--data.image_first=0.25"]
+    mix = ["--data.mix", '{"pair": 3, "text": 1, "image": 2}', "--data.image_first_prob=0.25"]
     page, order = inspected(tmp_path, tiny_args, *mix), data_of(tiny_args, *mix).order
     draws = [order.mixture.draw(i).slot for i in range(1200)]
     rows = {row["slot"]: row for row in page.numbers["mixture"]}
-    asked = {"image_first": 0.125, "caption_first": 0.375, "text": 1 / 6, "image": 1 / 3}
+    asked = {"image_first_prob": 0.125, "caption_first": 0.375, "text": 1 / 6, "image": 1 / 3}
     assert {slot: row["configured"] for slot, row in rows.items()} == pytest.approx(asked)
     for slot, row in rows.items():
         shares = [draws[i : i + 300].count(slot) / 300 for i in range(901)]
@@ -310,13 +310,13 @@ def tokenized(folder: Path, tiny_data: Path, kind: str, documents, dropped=None)
 
 def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, tiny_data, tmp_path):
     text, vocabulary = TextTokenizer.load(tiny_data / "tokenizers"), layout_of(tiny_data / "tokenizers")
-    image = [BEGIN_IMAGE, *(np.arange(64) % 32 + vocabulary.blocks["text"]), END_IMAGE]
+    image = [BEGIN_IMAGE, *(np.arange(64) % 32 + vocabulary.vocab_sizes["text"]), END_IMAGE]
     words = [[i + 5 for i in text.encode(t)] for t in ("the people of ", "this <b>union</b> & trade")]
     documents = [np.array([*words[0], *image, *words[1], *image, EOS])] * 6
     dropped = {"image cannot be decoded": 3, "document is <empty>": 1}
     folder = tokenized(tmp_path / "tokens", tiny_data, "interleaved", documents, dropped)
     more = ["--data.mix", '{"interleaved": 1}', f"--data.interleaved={folder}", "--data.seq_len=256"]
-    page = inspected(tmp_path / "page", tiny_args, *more, "--data.val_sequences=4", "--monitor.sequences=2")
+    page = inspected(tmp_path / "page", tiny_args, *more, "--data.val_sequences=4", "--monitor.probe_sequences=2")
     assert page.read(0) == "the people of this <b>union</b> & trade"
     assert page.tags["b"] == 8 * 6  # of 8 sequences the specials, and no tag of the text
     assert len(page.pictures(0, "decoded from its codes")) == 2 and page.pictures(0, "the original") == []
@@ -325,7 +325,7 @@ def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, ti
     assert page.numbers["modalities"]["text"]["duplicates"] == 5 / 6
     # A row shorter than the document holds a part of it, and says which.
     pieces = inspected(tmp_path / "pieces", tiny_args, *more[:-1], "--data.seq_len=88", "--data.val_sequences=2",
-                       "--monitor.sequences=2")  # fmt: skip
+                       "--monitor.probe_sequences=2")  # fmt: skip
     assert re.search(r"Document \d, tokens 0 to \d+ of \d+", pieces.text)
     assert "tokens 0 to" not in page.text
 
@@ -342,7 +342,7 @@ def test_text_of_a_document_cannot_be_markup(tiny_args, tiny_data, tmp_path):
         *more,
         "--data.pack=documents",
         "--data.val_sequences=1",
-        "--monitor.sequences=1",
+        "--monitor.probe_sequences=1",
     )
     assert page.tags["script"] == 0 and page.read(0).startswith(evil)
     assert page.tags["img"] == 0 and "image" not in page.numbers["modalities"]

@@ -197,7 +197,7 @@ def test_two_processes_can_keep_the_same_index(tiny_data, tmp_path, monkeypatch)
 def test_a_run_reads_shards_with_workers_as_without(tiny_data, tmp_path):
     fields = {name: str(tiny_data / name) for name in ("text", "tokenizers")}
     config = DataConfig(
-        pairs=str(tiny_data / "pairs/train-*.tar"), read="shards", val_share=0.3, cache=str(tmp_path), **fields,
+        pairs=str(tiny_data / "pairs/train-*.tar"), read="shards", val_fraction=0.3, cache=str(tmp_path), **fields,
         seq_len=88, batch_size=4, val_sequences=8,
     )  # fmt: skip
     assert (
@@ -221,8 +221,8 @@ def tiny_shard(tiny_data, path, n=40, broken=()):
     return write_tar(path, [(f"k{i}", {"webp": f, "txt": b"a red square"}) for i, f in enumerate(files)])
 
 
-def both_splits(path, tokenizers, cache, val_share=1e-9):
-    return open_online(str(path), tokenizers, cache, val_share)
+def both_splits(path, tokenizers, cache, val_fraction=1e-9):
+    return open_online(str(path), tokenizers, cache, val_fraction)
 
 
 def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, capsys):
@@ -292,7 +292,7 @@ def test_a_run_goes_on_where_samples_cannot_be_used(tiny_data, tiny_args, tmp_pa
     def run(name, broken, steps=12):
         path = tiny_shard(tiny_data, tmp_path / f"{name}.tar", broken=broken)
         argv = [
-            *tiny_args, "--data.read=shards", f"--data.pairs={path}", "--data.val_share=0.3",
+            *tiny_args, "--data.read=shards", f"--data.pairs={path}", "--data.val_fraction=0.3",
             f"--out={tmp_path / name}",
             f"--data.cache={tmp_path / 'cache'}", f"--data.workers={workers}", "--data.val_sequences=4",
             f"--trainer.max_steps={steps}", f"--data.text={tiny_data / 'text'}",
@@ -326,4 +326,4 @@ def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_d
 def test_what_cannot_be_packed_is_refused():
     with pytest.raises(ValueError, match="knows no lengths"):
         DataConfig(read="shards", pack="documents")
-    assert np.isfinite(DataConfig(read="shards").val_share)
+    assert np.isfinite(DataConfig(read="shards").val_fraction)

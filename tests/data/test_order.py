@@ -71,7 +71,7 @@ def furthest(slots, weights, window):
 def test_weights_are_met_in_any_window(seed):
     mixture = Mixture({"pair": 3.0, "text": 1.0, "image": 0.5}, image_first=0.5, seed=seed)
     slots = [mixture.draw(i).slot for i in range(5 * CYCLE)]
-    shares = {"image_first": 1 / 3, "caption_first": 1 / 3, "text": 2 / 9, "image": 1 / 9}
+    shares = {"image_first_prob": 1 / 3, "caption_first": 1 / 3, "text": 2 / 9, "image": 1 / 9}
     assert furthest(slots, shares, 300) <= 4 and furthest(slots, shares, 100) <= 4
     assert slots[:CYCLE] != slots[CYCLE : 2 * CYCLE]
     # The control: shuffled cycles, which are as exact over whole cycles.
@@ -403,9 +403,9 @@ def test_fields_that_change_no_sample_are_no_part_of_the_identity(tiny_data):
         return identity_hash(data_identity(DataConfig(**{**fields, **more})))
 
     same = identity()
-    assert same == identity(val_share=0.5) == identity(document_mask=False)
+    assert same == identity(val_fraction=0.5) == identity(document_mask=False)
     assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, image_first=0.1)
-    changed = [{"image_first": 0.4}, {"seq_len": 96}, {"pack": "documents"}, {"mix": {"pair": 1.0}},
+    changed = [{"image_first_prob": 0.4}, {"seq_len": 96}, {"pack": "documents"}, {"mix": {"pair": 1.0}},
                {"pack": "documents", "document_mask": False}, {"val_sequences": 4}]  # fmt: skip
     assert len({same, *(identity(**more) for more in changed)}) == 1 + len(changed)
 

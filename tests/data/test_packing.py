@@ -124,7 +124,7 @@ def test_no_target_crosses_a_document(order):
 @pytest.mark.parametrize("backend", ["math", "sdpa"])
 def test_a_packed_document_is_seen_as_if_alone(order, backend):
     """Rotary positions are relative, so the logits of a document alone are those of the document in its row."""
-    config = ModelConfig(d_model=32, n_layers=2, n_heads=2, blocks=LAYOUT.blocks)
+    config = ModelConfig(d_model=32, n_layers=2, n_heads=2, vocab_sizes=LAYOUT.vocab_sizes)
     model = EarlyFusionTransformer(config, backend=backend, seed=0).double()
     row = next(order.row(i) for i in range(50) if len(order.row(i).starts) > 3)
     packed = order.builder.batch([row], documents=True)

@@ -215,8 +215,8 @@ def test_three_modalities_by_their_blocks(transitions):
     image = 40 + chain(transitions, n, 30, lag=1, seed=6)
     sound = 104 + text[:, :10] % 8  # what the first words say, ten words later
     rows = np.concatenate([text, sound, image], axis=1)
-    blocks = {"text": 40, "image": 64, "sound": 8, "smell": 5}
-    found = describe(rows[:500], rows[500:], blocks, contexts=[(1, 2), (20,)])
+    vocab_sizes = {"text": 40, "image": 64, "sound": 8, "smell": 5}
+    found = describe(rows[:500], rows[500:], vocab_sizes, contexts=[(1, 2), (20,)])
     assert list(found) == ["text", "image", "sound"]
     assert {m: s.tokens for m, s in found.items()} == {"text": 9500, "image": 15000, "sound": 5000}
     assert sum(s.share for s in found.values()) == pytest.approx(1)

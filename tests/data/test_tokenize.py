@@ -153,7 +153,7 @@ def test_pairs_in_the_layout_of_img2dataset(
     run: Any, shards: Path, tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenize_worker, "IMAGES_A_BATCH", 1)
-    folder, said = run(*pattern(shards), "--val-share", "0.25")
+    folder, said = run(*pattern(shards), "--val-fraction", "0.25")
     stores = open_tokens(folder)
     expected: dict[str, list[list[int]]] = {"train": [], "val": []}
     for seed in range(36):
@@ -176,12 +176,12 @@ def test_pairs_in_the_layout_of_img2dataset(
 
 
 def test_fit_and_caption_field(run: Any, shards: Path, tokenizers: Tokenizers) -> None:
-    folder, _ = run(*pattern(shards, 0), "--fit=pad", "--caption-field=key", "--val-share=0")
+    folder, _ = run(*pattern(shards, 0), "--fit=pad", "--caption-field=key", "--val-fraction=0")
     expected = [
         (*tokenizers.picture(picture(seed), "pad"), *tokenizers.text(f"{seed:09d}"), 1) for seed in range(9)
     ]
     assert alike(documents(folder), expected)
-    cropped = documents(run(*pattern(shards, 0), "--caption-field=key", "--val-share=0", out="crop")[0])
+    cropped = documents(run(*pattern(shards, 0), "--caption-field=key", "--val-fraction=0", out="crop")[0])
     assert not alike(cropped, expected) and len(cropped) == len(expected)
     assert header(folder)["about"]["command"]["fit"] == "pad"
 
@@ -189,7 +189,7 @@ def test_fit_and_caption_field(run: Any, shards: Path, tokenizers: Tokenizers) -
 def test_the_shipped_kind_of_shards_gives_the_same_tokens_as_the_cache(run: Any, tiny_data: Path) -> None:
     from mmqk.data.tokens.cache import open_source
 
-    folder, _ = run("--shards", f"{tiny_data}/pairs/*.tar", "--val-share=0")
+    folder, _ = run("--shards", f"{tiny_data}/pairs/*.tar", "--val-fraction=0")
     known = open_source(
         "pair", tiny_data / "pairs", tiny_data / "tokenizers", folder.parent / "cache", lambda line: None
     )
@@ -217,7 +217,7 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
     # Seven more of one reason: five of its keys are kept.
     write_tar(tmp_path / "a.tar", members)
     write_tar(tmp_path / "b.tar", [(f"z{i}.txt", b"x") for i in range(7)] + [*pair(7)])
-    folder, said = run("--shards", f"{tmp_path}/[ab].tar", "--max-pixels=59999", "--val-share=0")
+    folder, said = run("--shards", f"{tmp_path}/[ab].tar", "--max-pixels=59999", "--val-fraction=0")
     record = header(folder)
     expected = {NO_IMAGE: 10, NO_CAPTION: 1, "image file is empty": 1, UNKNOWN: 1, BROKEN: 1, TOO_LARGE: 1,
                 NOT_UNICODE: 1}  # fmt: skip
@@ -298,7 +298,7 @@ def test_interleaved_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers)
         ("g.json", lists([None], [""])),
     ]  # fmt: skip
     write_tar(tmp_path / "a.tar", members)
-    folder, _ = run("--shards", f"{tmp_path}/a.tar", "--interleaved", "--val-share=0")
+    folder, _ = run("--shards", f"{tmp_path}/a.tar", "--interleaved", "--val-fraction=0")
     image, text = tokenizers.picture, tokenizers.text
     expected = [
         (*text("one"), *image(picture(2)), *text("two"), *image(picture(4)), 1),
@@ -325,7 +325,7 @@ def test_text_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers) -> Non
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines[:10], *odd]))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines[10:20]) + b"\n"))
     (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(b"\r\n".join(lines[20:])))
-    folder, _ = run("--text", f"{tmp_path}/*.jsonl*", "--val-share=0")
+    folder, _ = run("--text", f"{tmp_path}/*.jsonl*", "--val-fraction=0")
     assert documents(folder) == [(*tokenizers.text(t), 1) for t in texts]
     record = header(folder)
     assert record["kind"] == "text"
@@ -374,7 +374,7 @@ def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
             )
         ]
         write_tar(tmp_path / f"{shard}.tar", members)
-    folder, _ = run("--shards", f"{tmp_path}/{{0..1}}.tar", "--val-share=0.3")
+    folder, _ = run("--shards", f"{tmp_path}/{{0..1}}.tar", "--val-fraction=0.3")
     images = {}
     for split, store in open_tokens(folder).items():
         images[split] = [tuple(store[i][:66].tolist()) for i in range(len(store))]
@@ -539,7 +539,7 @@ def test_other_options_for_a_folder_that_was_begun(
     (other / "text.json").write_text((other / "text.json").read_text() + "\n")
     cases = {
         "--fit (crop, now pad)": ("--fit=pad",),
-        "--val-share (0.01, now 0.5)": ("--val-share=0.5",),
+        "--val-fraction (0.01, now 0.5)": ("--val-fraction=0.5",),
         "--max-pixels": ("--max-pixels=5",),
         "--caption-field (None, now txt)": ("--caption-field=txt",),
         "documents (pair, now interleaved)": ("--interleaved",),
@@ -571,9 +571,9 @@ def test_nothing_usable_is_an_error(run: Any, tmp_path: Path) -> None:
 
 
 def test_shares_of_val(run: Any, shards: Path) -> None:
-    folder, said = run(*pattern(shards), "--val-share=1e-9")
+    folder, said = run(*pattern(shards), "--val-fraction=1e-9")
     assert "no document was held out" in said and len(open_tokens(folder)["val"]) == 0
-    assert "no document" not in run(*pattern(shards), "--val-share=0", out="none")[1]
+    assert "no document" not in run(*pattern(shards), "--val-fraction=0", out="none")[1]
     assert len(open_tokens(folder)["train"]) == 36
 
 
@@ -598,8 +598,8 @@ def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: 
 def test_mistakes_are_one_sentence(run: Any, shards: Path, tmp_path: Path) -> None:
     text = ("--text", str(shards / "00000_stats.json"))
     assert "--shards" in refused(run) and "--text" in refused(run, *pattern(shards), *text)
-    assert "give a share" in refused(run, *pattern(shards), "--val-share=1")
-    assert "give a share" in refused(run, *pattern(shards), "--val-share=nan")
+    assert "give a share" in refused(run, *pattern(shards), "--val-fraction=1")
+    assert "give a share" in refused(run, *pattern(shards), "--val-fraction=nan")
     assert "give 0 or more" in refused(run, *pattern(shards), workers=-1)
     assert "--max-pixels is 0" in refused(run, *pattern(shards), "--max-pixels=0")
     assert "--max-pixels is 9999999999" in refused(run, *pattern(shards), "--max-pixels=9999999999")

@@ -129,7 +129,7 @@ def test_ids_outside_the_layout_are_named_before_training(tmp_path, cached):
     folder = write(tmp_path / "t", [np.array([5, 31])] * 6)
     record = json.loads((folder / "tokens.json").read_text())
     open_tokens(folder, tmp_path / "cache")
-    record["layout"]["blocks"]["image"] = 11
+    record["layout"]["vocab_sizes"]["image"] = 11
     (folder / "tokens.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"ids\.npy holds the id 31, but the ids of tokens\.json are 0 to 30"):
         open_tokens(folder, tmp_path / "cache" if cached else None)
@@ -237,7 +237,7 @@ def arrays(tmp_path):
 
 
 def test_arrays_are_used_as_they_are(arrays, capsys):
-    argv = ["--blocks=text=100,image=50", f"--out={arrays / 't'}"]
+    argv = ["--vocab-sizes=text=100,image=50", f"--out={arrays / 't'}"]
     assert main([f"--train={arrays}/train-*.npy", f"--val={arrays}/val-*.npy", *argv]) == 0
     assert "44 training and 9 held-out" in capsys.readouterr().out
     config = DataConfig(
@@ -258,8 +258,8 @@ def test_held_out_documents_are_chosen_by_their_content(arrays):
     np.save(arrays / "all.npy", twice)
     argv = [
         f"--train={arrays}/all.npy",
-        "--blocks=text=100,image=50",
-        "--val-share=0.3",
+        "--vocab-sizes=text=100,image=50",
+        "--val-fraction=0.3",
         f"--out={arrays / 't'}",
     ]
     assert main(argv) == 0
@@ -270,11 +270,11 @@ def test_held_out_documents_are_chosen_by_their_content(arrays):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--blocks=text=100,image=40"], "document 0 of part 00000 has id"),
-        (["--blocks=text:100"], "give names and numbers"),
-        (["--blocks=text=100,image=50", "--pad=150"], "ids from 0 to 149"),
-        (["--blocks=text=100,image=50", "--val=nowhere*.npy"], "names no file"),
-        (["--blocks=text=100,image=50", "--val=", "--val-share=0"], "--val-share is 0"),
+        (["--vocab-sizes=text=100,image=40"], "document 0 of part 00000 has id"),
+        (["--vocab-sizes=text:100"], "give names and numbers"),
+        (["--vocab-sizes=text=100,image=50", "--pad=150"], "ids from 0 to 149"),
+        (["--vocab-sizes=text=100,image=50", "--val=nowhere*.npy"], "names no file"),
+        (["--vocab-sizes=text=100,image=50", "--val=", "--val-fraction=0"], "--val-fraction is 0"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(arrays, capsys, argv, says):
@@ -286,15 +286,15 @@ def test_what_does_not_fit_is_one_sentence(arrays, capsys, argv, says):
 
 def test_lengths_that_do_not_add_up_are_named(arrays, capsys):
     np.save(arrays / "train-1.lengths.npy", np.array([7, 18]))
-    argv = [f"--train={arrays}/train-1.npy", "--blocks=text=100,image=50", f"--out={arrays / 't'}"]
+    argv = [f"--train={arrays}/train-1.npy", "--vocab-sizes=text=100,image=50", f"--out={arrays / 't'}"]
     assert cli_main(main)(argv) == 2
     assert "does not add up to the 82 ids" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"format": 9}, {"kind": "video"}, {"layout": {"blocks": {}}}, {"splits": 3}, {"dropped": 3}, {"about": []},
-     {"layout": {"blocks": {"text": 1e400}}}, {"layout": {"blocks": {"text": 10**400}}}, {"tokenizers": None},
+    [{"format": 9}, {"kind": "video"}, {"layout": {"vocab_sizes": {}}}, {"splits": 3}, {"dropped": 3}, {"about": []},
+     {"layout": {"vocab_sizes": {"text": 1e400}}}, {"layout": {"vocab_sizes": {"text": 10**400}}}, {"tokenizers": None},
      {"splits": {"train": [{"name": "00000"}]}}, {"splits": {"train": [{"name": "../00000"}]}},
      {"splits": {"train": [{"name": "x", "documents": "3", "tokens": 3, "sha256": ["a", "b"]}]}},
      {"splits": {"train": [{"name": "x", "documents": 3, "tokens": 3, "sha256": []}]}}],
@@ -329,7 +329,7 @@ def test_interleaved_documents_are_whole_rows(tmp_path):
 
 def test_a_run_that_failed_leaves_nothing_to_the_next(arrays, capsys):
     np.save(arrays / "train-2.npy", np.full((3, 18), 999))
-    argv = [f"--val={arrays}/val-*.npy", "--blocks=text=100,image=50", f"--out={arrays / 't'}"]
+    argv = [f"--val={arrays}/val-*.npy", "--vocab-sizes=text=100,image=50", f"--out={arrays / 't'}"]
     before = sorted(arrays.rglob("*"))
     assert cli_main(main)([f"--train={arrays}/train-*.npy", *argv]) == 2
     assert "train-2.npy does not fit" in capsys.readouterr().err and sorted(arrays.rglob("*")) == before
@@ -345,23 +345,23 @@ def test_an_out_with_something_in_it_is_left_alone(arrays, capsys, what):
     kept = arrays / "t" if what == "file" else arrays / "t/train/00009.lengths.npy"
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text("kept")
-    argv = [f"--train={arrays}/train-0.npy", f"--val={arrays}/val-0.npy", "--blocks=text=100,image=50"]
+    argv = [f"--train={arrays}/train-0.npy", f"--val={arrays}/val-0.npy", "--vocab-sizes=text=100,image=50"]
     assert cli_main(main)([*argv, f"--out={arrays / 't'}"]) == 2
     err = capsys.readouterr().err
     assert "t exists and is not an empty folder" in err and err.count("\n") == 1
     assert kept.read_text() == "kept" and (what == "file" or len(list((arrays / "t").rglob("*"))) == 2)
 
 
-BLOCKS = "--blocks=text=100,image=50,mark=3"
+BLOCKS = "--vocab-sizes=text=100,image=50,mark=3"
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--blocks=text=40,image=60,text=60"], "give each modality once"),
-        (["--blocks=text=100,layer00=50"], "not like layer03: 'layer00'"),
-        (["--blocks=text=100,a-b=50"], "has no '/' or '-'"),
-        (["--blocks=text=100,a/b=50"], "has no '/' or '-'"),
+        (["--vocab-sizes=text=40,image=60,text=60"], "give each modality once"),
+        (["--vocab-sizes=text=100,layer00=50"], "not like layer03: 'layer00'"),
+        (["--vocab-sizes=text=100,a-b=50"], "has no '/' or '-'"),
+        (["--vocab-sizes=text=100,a/b=50"], "has no '/' or '-'"),
         ([BLOCKS, "--begin-image=150"], "--begin-image is given without --end-image"),
         ([BLOCKS, "--end-image=150"], "--end-image is given without --begin-image"),
         ([BLOCKS, "--pad=3"], "train-0.npy has documents with id 3, which is --pad"),

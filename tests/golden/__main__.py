@@ -62,7 +62,7 @@ def write_documents(scratch: Path) -> None:
     ids = np.array([(i * i * 31 + i * 7) % 60 for i in range(64 * 200)], dtype=np.int64).reshape(200, 64)
     ids[:, 32:] += 60
     np.save(scratch / "ids.npy", ids)
-    argv = [f"--train={scratch / 'ids.npy'}", "--val-share=0.2", "--blocks=text=60,image=60"]
+    argv = [f"--train={scratch / 'ids.npy'}", "--val-fraction=0.2", "--vocab-sizes=text=60,image=60"]
     with contextlib.redirect_stdout(io.StringIO()):
         write_ids([*argv, f"--out={scratch / 'ids'}"])
 
@@ -78,7 +78,7 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
     run = resolve(argv)
     data = TokenDataModule(run.data, run.seed)
     data.setup()
-    batch = data.probe_batch(run.monitor.sequences)
+    batch = data.probe_batch(run.monitor.probe_sequences)
     with torch.no_grad():
         logits_BTV = load_model(out)(batch.ids_BT, batch.modality_BT, batch.document_BT)
     lines = [

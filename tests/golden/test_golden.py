@@ -51,7 +51,7 @@ def test_every_source_probe_and_loss_is_in_a_golden_run():
     kinds = {kind for run in runs for kind in run.get("data.mix", {"pair": 3, "text": 1})}
     assert {"pair", "text", "image", "tokens", "dial"} <= kinds
     fields = {field for run in runs for field in run}
-    assert {"data.read", "data.pack", "loss.z_loss", "loss.chunk", "loss.weights"} <= fields
+    assert {"data.read", "data.pack", "loss.z_loss", "loss.chunk_size", "loss.weights"} <= fields
     assert {
         f"monitor.{probe}" for probe in ("heads", "parameters", "precision", "gradient_agreement")
     } <= fields

@@ -73,9 +73,9 @@ def test_there_and_back(name, folders, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["llama", "tied", "chameleon"])
 def test_load_model_and_probe(name, folders, tmp_path):
-    assert convert(folders / name, tmp_path / "run", "--blocks=text=64,image=32") == 0
+    assert convert(folders / name, tmp_path / "run", "--vocab-sizes=text=64,image=32") == 0
     model = load_model(tmp_path / "run")
-    assert model.config.blocks == {"text": 64, "image": 32} and list(model.config.blocks) == ["text", "image"]
+    assert model.config.vocab_sizes == {"text": 64, "image": 32} and list(model.config.vocab_sizes) == ["text", "image"]
     assert (model.head.weight is model.embed.weight) == (name == "tied")
     import transformers
 
@@ -96,7 +96,7 @@ def test_a_run_of_ours_is_exported(tmp_path, capsys):
     import transformers
 
     config = ModelConfig(
-        blocks={"text": 64, "image": 32},
+        vocab_sizes={"text": 64, "image": 32},
         d_model=32,
         n_layers=2,
         qk_norm=QKNormConfig("rms"),
@@ -116,9 +116,9 @@ def test_a_run_of_ours_is_exported(tmp_path, capsys):
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         assert (hf_model(some_ids()).logits - model(some_ids())).abs().max() < 1e-5
-    # The blocks are noted in the configuration, in their order, and come back without --blocks.
+    # The blocks are noted in the configuration, in their order, and come back without --vocab-sizes.
     assert convert(tmp_path / "hf", tmp_path / "again") == 0
-    assert list(load_model(tmp_path / "again").config.blocks.items()) == [("text", 64), ("image", 32)]
+    assert list(load_model(tmp_path / "again").config.vocab_sizes.items()) == [("text", 64), ("image", 32)]
 
 
 def test_a_head_that_only_claims_to_be_tied(folders, tmp_path, capsys):
@@ -144,11 +144,11 @@ def test_folders_that_are_neither_or_taken(folders, tmp_path, capsys):
     assert "neither config.json (Hugging Face) nor checkpoints" in refuses(capsys, tmp_path / "absent", out)
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     assert "has no checkpoint" in refuses(capsys, tmp_path / "empty", out)
-    assert "--blocks is for a Hugging Face folder" in refuses(
-        capsys, tmp_path / "empty", out, "--blocks=text=9"
+    assert "--vocab-sizes is for a Hugging Face folder" in refuses(
+        capsys, tmp_path / "empty", out, "--vocab-sizes=text=9"
     )
-    assert "--blocks is 'text'" in refuses(capsys, folders / "llama", out, "--blocks=text")
-    assert "text=9 add up to 9" in refuses(capsys, folders / "llama", out, "--blocks=text=9")
+    assert "--vocab-sizes is 'text'" in refuses(capsys, folders / "llama", out, "--vocab-sizes=text")
+    assert "text=9 add up to 9" in refuses(capsys, folders / "llama", out, "--vocab-sizes=text=9")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/note").write_text("mine")
     assert "is not an empty folder" in refuses(capsys, folders / "llama", tmp_path / "taken")
@@ -191,7 +191,7 @@ def test_damaged_runs(folders, tmp_path, capsys):
     out = tmp_path / "out"
     assert convert(folders / "tied", tmp_path / "run") == 0
     capsys.readouterr()
-    assert "model.norm_gain is zero_centred" in refuses(capsys, tmp_path / "run", out)
+    assert "model.norm_gain is zero_centered" in refuses(capsys, tmp_path / "run", out)
     checkpoint = tmp_path / "run/checkpoints/step00000000.ckpt"
     whole = checkpoint.read_bytes()
     checkpoint.write_bytes(whole[: len(whole) // 2])
@@ -209,7 +209,7 @@ def test_damaged_runs(folders, tmp_path, capsys):
 
 
 def test_a_run_that_no_layout_has(tmp_path, capsys):
-    config = ModelConfig(blocks={"text": 8}, d_model=8, n_heads=2, n_layers=1, weight_reparam="sigma")
+    config = ModelConfig(vocab_sizes={"text": 8}, d_model=8, n_heads=2, n_layers=1, weight_reparam="sigma")
     stored = {f"model.{n}": t for n, t in EarlyFusionTransformer(config).state_dict().items()}
     path = tmp_path / "run/checkpoints/step00000001.ckpt"
     save_checkpoint({"mmqk_model": asdict(config), "state_dict": stored}, path)

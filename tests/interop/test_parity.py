@@ -341,7 +341,7 @@ def test_rounding_order_of_norms(module, name, order):
     x = torch.randn(64, 4, 16, generator=generator).bfloat16()
     layer_norm = name == "ChameleonLayerNorm"
     theirs = kind((4, 16)) if layer_norm else kind(16, eps=1e-5)
-    centred = "zero_centred" if module.startswith("gemma") else "plain"
+    centred = "zero_centered" if module.startswith("gemma") else "plain"
     ours = (
         LayerNorm((16,), 1e-5, gain_shape=(4, 16), bias=True)
         if layer_norm

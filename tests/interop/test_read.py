@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmqk.interop import from_transformers
-from mmqk.interop.blocks import parse_blocks
+from mmqk.interop.blocks import parse_vocab_sizes
 from mmqk.interop.read import config_of
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError
@@ -22,7 +22,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def test_the_configuration_of_chameleon():
     config = from_transformers(tiny(CHAMELEON)).config
-    assert config.blocks == {"special": 5, "image": 32, "text": 59}
+    assert config.vocab_sizes == {"special": 5, "image": 32, "text": 59}
     assert (config.pre_norm, config.post_norm) == (True, False)
     qk = config.qk_norm
     assert (qk.kind, qk.scope, qk.gain, qk.bias, qk.eps) == ("layer", "head", "per_head", True, 1e-5)
@@ -33,7 +33,7 @@ def test_the_configuration_of_chameleon():
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "blocks"),
+    ("vocabulary", "vocab_sizes"),
     [
         ({f"IMGIMG{i}": 64 + i for i in range(32)}, {"text": 64, "image": 32}),
         ({f"IMGIMG{i}": i for i in range(32)}, {"image": 32, "text": 64}),
@@ -45,21 +45,21 @@ def test_blocks_from_the_vocabulary(vocabulary, blocks):
     hf_model = tiny(CHAMELEON)
     hf_model.config.vocabulary_map = vocabulary
     config = config_of(hf_model)
-    assert config.blocks == blocks and list(config.blocks) == list(blocks)
+    assert config.vocab_sizes == blocks and list(config.vocab_sizes) == list(blocks)
 
 
 def test_image_ids_with_gaps_need_blocks():
     hf_model = tiny(CHAMELEON, vocabulary_map={k: v for k, v in VOCABULARY.items() if v != 9}, vq_config=VQ)
     with pytest.raises(UserError, match=r"31 image ids .* not one range .* give blocks, such as"):
         from_transformers(hf_model)
-    given = from_transformers(hf_model, blocks={"image": 40, "text": 56})
-    assert given.config.blocks == {"image": 40, "text": 56}
+    given = from_transformers(hf_model, vocab_sizes={"image": 40, "text": 56})
+    assert given.config.vocab_sizes == {"image": 40, "text": 56}
 
 
 def test_blocks_that_are_given():
     hf_model = tiny(LLAMA)
-    assert from_transformers(hf_model).config.blocks == {"text": 96}
-    assert list(from_transformers(hf_model, {"text": 90, "image": 6}).config.blocks) == ["text", "image"]
+    assert from_transformers(hf_model).config.vocab_sizes == {"text": 96}
+    assert list(from_transformers(hf_model, {"text": 90, "image": 6}).config.vocab_sizes) == ["text", "image"]
     with pytest.raises(UserError, match=r"text=90, image=5 add up to 95, but the vocabulary has 96 ids"):
         from_transformers(hf_model, {"text": 90, "image": 5})
     with pytest.raises(UserError, match="add up to 0"):
@@ -76,8 +76,8 @@ def test_blocks_that_are_given():
 )
 def test_blocks_that_cannot_be_parsed(text):
     with pytest.raises(UserError, match="give each modality once with its number of ids"):
-        parse_blocks(text)
-    assert parse_blocks("text=65536,image=8192") == {"text": 65536, "image": 8192}
+        parse_vocab_sizes(text)
+    assert parse_vocab_sizes("text=65536,image=8192") == {"text": 65536, "image": 8192}
 
 
 @pytest.mark.parametrize(
@@ -234,10 +234,10 @@ def test_a_window_that_the_class_takes_no_notice_of_is_none_here(architecture, w
 
 
 @pytest.mark.parametrize(
-    "blocks", [{"te xt": 96}, {"layer03": 96}, {"text": 95.5, "image": 0.5}, {"": 6, "text": 90}]
+    "vocab_sizes", [{"te xt": 96}, {"layer03": 96}, {"text": 95.5, "image": 0.5}, {"": 6, "text": 90}]
 )
 def test_blocks_that_no_series_could_carry_are_refused(blocks):
-    with pytest.raises(UserError, match="blocks"):
+    with pytest.raises(UserError, match="vocab_sizes"):
         from_transformers(tiny("LlamaForCausalLM"), blocks)
 
 

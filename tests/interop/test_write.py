@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from mmqk.interop import from_transformers, to_transformers
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig, PerModalityConfig
 from mmqk.store import UserError
 from tests.interop.models import logits_of, tiny
 from tests.interop.test_parity import LINEAR, LLAMA3, some_ids
 
 LLAMA, QWEN3, CHAMELEON = "LlamaForCausalLM", "Qwen3ForCausalLM", "ChameleonForConditionalGeneration"
 BLOCKS = {"text": 64, "image": 32}
-SHAPE = ModelConfig(blocks=BLOCKS, d_model=64, n_layers=3, n_heads=4, n_kv_heads=2)
+SHAPE = ModelConfig(vocab_sizes=BLOCKS, d_model=64, n_layers=3, n_heads=4, n_kv_heads=2)
 MODELS = [
     (LLAMA, {}),
     (LLAMA, {"tie_word_embeddings": True, "head_dim": 8, "attention_dropout": 0.1}),
@@ -57,7 +57,7 @@ EXPORTED = [
     (LLAMA, replace(SHAPE, window=5, global_every=1)),
     (QWEN3, replace(SHAPE, qk_norm=QKNormConfig("rms"), d_head=10, window=5, global_every=2, mlp="geglu")),
     (CHAMELEON, replace(SHAPE, qk_norm=LAYER, attn_scale=16**-0.5)),
-    (CHAMELEON, replace(SHAPE, qk_norm=LAYER, pre_norm=False, post_norm=True, blocks={"a": 90, "b": 6})),
+    (CHAMELEON, replace(SHAPE, qk_norm=LAYER, pre_norm=False, post_norm=True, vocab_sizes={"a": 90, "b": 6})),
 ]  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_a_model_of_ours_gives_the_same_logits(architecture, config):
     hf_model = to_transformers(model)
     assert type(hf_model).__name__ == architecture
     assert (logits_of(hf_model, some_ids()) - model(some_ids())).abs().max() <= 1e-5
-    assert list(from_transformers(hf_model).config.blocks.items()) == list(config.blocks.items())
+    assert list(from_transformers(hf_model).config.vocab_sizes.items()) == list(config.vocab_sizes.items())
     if architecture == CHAMELEON:
         q_norm = hf_model.model.layers[0].self_attn.q_norm
         assert q_norm.weight.shape == (4, 16) and torch.equal(q_norm.weight[0], q_norm.weight[3])
@@ -83,7 +83,7 @@ def test_a_model_of_ours_gives_the_same_logits(architecture, config):
 
 
 def test_image_ids_have_chameleons_names():
-    config = replace(SHAPE, qk_norm=LAYER, blocks={"text": 50, "image": 32, "more": 14})
+    config = replace(SHAPE, qk_norm=LAYER, vocab_sizes={"text": 50, "image": 32, "more": 14})
     hf_model = to_transformers(EarlyFusionTransformer(config))
     mapping = hf_model.model.vocabulary_mapping
     assert mapping.image_tokens == list(range(50, 82))
@@ -99,7 +99,7 @@ def test_image_ids_have_chameleons_names():
 RMS = QKNormConfig("rms")
 REFUSED = [
     ({"norm": "layer"}, LLAMA, "model.norm is layer, but LlamaForCausalLM, the nearest layout, needs rms"),
-    ({"norm_gain": "zero_centred"}, LLAMA, "model.norm_gain is zero_centred"),
+    ({"norm_gain": "zero_centered"}, LLAMA, "model.norm_gain is zero_centered"),
     ({"pre_norm": False, "post_norm": True}, LLAMA, "model.post_norm is True"),
     ({"post_norm": True}, LLAMA, "model.post_norm is True"),
     ({"post_norm": True, "qk_norm": LAYER}, CHAMELEON, "model.post_norm is True"),
@@ -112,8 +112,8 @@ REFUSED = [
     ({"layer_scale": 0.1}, LLAMA, "model.layer_scale is 0.1"),
     ({"embed_sqrt_d": True}, LLAMA, "model.embed_sqrt_d is True"),
     ({"embed_scale": {"image": 2.0}}, LLAMA, r"model.embed_scale is \{'image': 2.0\}"),
-    ({"untie": UntieConfig(norms=True)}, LLAMA, "model.untie.norms is True"),
-    ({"untie": UntieConfig(mlp=True)}, LLAMA, "model.untie.mlp is True"),
+    ({"per_modality": PerModalityConfig(norms=True)}, LLAMA, "model.per_modality.norms is True"),
+    ({"per_modality": PerModalityConfig(mlp=True)}, LLAMA, "model.per_modality.mlp is True"),
     ({"window": 5}, LLAMA, "model.window is 5"),
     ({"window": 5, "qk_norm": LAYER}, CHAMELEON, "model.window is 5"),
     ({"window": 5, "local_rope_theta": 99.0, "qk_norm": RMS}, QWEN3, "model.local_rope_theta is 99.0"),
@@ -125,7 +125,7 @@ REFUSED = [
     ({"qk_norm": replace(RMS, normalize_v=True)}, QWEN3, "model.qk_norm.normalize_v is True"),
     ({"qk_norm": replace(RMS, eps=1e-6)}, QWEN3, "model.qk_norm.eps is 1e-06, but .* needs 1e-05"),
     ({"qk_norm": replace(RMS, gain="per_head")}, QWEN3, "model.qk_norm.gain is per_head"),
-    ({"qk_norm": replace(RMS, gain="zero_centred")}, QWEN3, "model.qk_norm.gain is zero_centred"),
+    ({"qk_norm": replace(RMS, gain="zero_centered")}, QWEN3, "model.qk_norm.gain is zero_centered"),
     ({"qk_norm": replace(LAYER, bias=False)}, CHAMELEON, "model.qk_norm.bias is False"),
     ({"qk_norm": replace(LAYER, gain="none")}, CHAMELEON, "model.qk_norm.gain is none"),
     ({"qk_norm": replace(LAYER, eps=1e-6)}, CHAMELEON, "model.qk_norm.eps is 1e-06, but .* needs 1e-05"),
@@ -146,7 +146,7 @@ def test_every_field_is_carried_left_behind_or_refused():
     from dataclasses import fields
 
     carried = {
-        "blocks", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "mlp", "pre_norm", "norm_eps",
+        "vocab_sizes", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "mlp", "pre_norm", "norm_eps",
         "qk_norm", "attn_dropout", "tie_embeddings", "window", "global_every", "rope_theta", "rope_scaling",
     }  # fmt: skip
     only_training = {"post_gain_init", "residual_dropout", "output_init", "embed_init"}

@@ -2,7 +2,7 @@
 
 import torch
 
-from mmqk.model import ModelConfig, UntieConfig, modality_of_ids
+from mmqk.model import ModelConfig, PerModalityConfig, modality_of_ids
 from tests.model import outside
 from tests.model.comparison import (
     EXACT,
@@ -110,10 +110,10 @@ WRONG_COPY = {
     "two copies swapped": {"given": torch.tensor([1, 0, 2])[RIGHT_BT]},
 }
 UNTIED = {
-    "untie_norms": {"untie": UntieConfig(norms=True), "norm_gain": "zero_centred", "post_norm": True},
-    "untie_qk_norm": {"untie": UntieConfig(qk_norm=True), **qk("layer", gain="per_head", bias=True)},
-    "untie_qk": {"untie": UntieConfig(qk=True), "n_kv_heads": 2},
-    "untie_mlp": {"untie": UntieConfig(mlp=True)},
+    "untie_norms": {"per_modality": PerModalityConfig(norms=True), "norm_gain": "zero_centered", "post_norm": True},
+    "untie_qk_norm": {"per_modality": PerModalityConfig(qk_norm=True), **qk("layer", gain="per_head", bias=True)},
+    "untie_qk": {"per_modality": PerModalityConfig(qk=True), "n_kv_heads": 2},
+    "untie_mlp": {"per_modality": PerModalityConfig(mlp=True)},
 }
 BLOCK_PEERS += [
     compare((remedy,), "formula written out", FP32_INSIDE, model, fields, written(**fields), WRONG_COPY)

@@ -91,7 +91,7 @@ def causal(config: ModelConfig) -> Tensor:
 
 def attention(positions: bool = True, **fields) -> tuple[Callable[[], Attention], Function]:
     """An attention layer of ours: what makes it, and its forward."""
-    config = ModelConfig(blocks=BLOCKS, d_model=D, n_heads=H, **fields)
+    config = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, **fields)
 
     def forward(leaves: Leaves) -> Tensor:
         return call(Attention(config, "math"), leaves, leaves["x"], rope64(positions), causal(config))[0]
@@ -101,7 +101,7 @@ def attention(positions: bool = True, **fields) -> tuple[Callable[[], Attention]
 
 def block(positions: bool = False, seed: int | None = None, **fields) -> tuple[Callable[[], Block], Function]:
     """A block of ours: what makes it, and its forward; with a seed in training, its dropout drawn from there."""
-    config = ModelConfig(blocks=BLOCKS, d_model=D, n_heads=H, mlp=fields.pop("mlp", "gelu"), **fields)
+    config = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, mlp=fields.pop("mlp", "gelu"), **fields)
 
     def forward(leaves: Leaves) -> Tensor:
         with torch.random.fork_rng():
@@ -124,7 +124,7 @@ def model(given: Tensor | None = None, **fields) -> tuple[Callable[[], EarlyFusi
 
 def norm(**fields) -> tuple[Callable[[], nn.Module], Function]:
     """The norm of the queries, for `x` split into heads, or of the stream: what makes it, and its forward."""
-    config, heads = ModelConfig(blocks=BLOCKS, d_model=D, n_heads=H, **fields), "qk_norm" in fields
+    config, heads = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, **fields), "qk_norm" in fields
 
     def make() -> nn.Module:
         return qk_norm(config.qk_norm, H, K, "q") if heads else stream_norm(config)
@@ -168,7 +168,7 @@ def initial_sizes(of: str = "outputs", **fields) -> Function:
 
     def measure(_: Leaves) -> Tensor:
         blocks = {"text": 256, "image": 256, "sound": 256}
-        config = ModelConfig(blocks=blocks, d_model=256, n_layers=LAYERS, d_ff=256, **fields)
+        config = ModelConfig(vocab_sizes=blocks, d_model=256, n_layers=LAYERS, d_ff=256, **fields)
         made = EarlyFusionTransformer(config)
         if of == "embed":
             matrices = list(made.embed.weight.split(256))

@@ -119,11 +119,11 @@ def swin_v2_attention(leaves: Leaves) -> Tensor:
     return functional_call(module, parameters, (leaves["x"], mask), strict=True)
 
 
-def x_transformers_attention(zero_centred: bool = False, bias: float | None = None, **options) -> Function:
+def x_transformers_attention(zero_centered: bool = False, bias: float | None = None, **options) -> Function:
     """x-transformers' Attention, causal, with rotary positions; `bias` is added to all logits."""
 
     def gamma(weight: Tensor) -> Tensor:
-        return weight.expand(H, K)[:, None] - (0 if zero_centred else 1)
+        return weight.expand(H, K)[:, None] - (0 if zero_centered else 1)
 
     def forward(leaves: Leaves) -> Tensor:
         from x_transformers.x_transformers import Attention

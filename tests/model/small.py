@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig, PerModalityConfig
 
 BLOCKS = {"text": 11, "image": 6, "sound": 4}
 V = 21
-SMALL = {"blocks": BLOCKS, "d_model": 16, "n_layers": 3, "n_heads": 4}
+SMALL = {"vocab_sizes": BLOCKS, "d_model": 16, "n_layers": 3, "n_heads": 4}
 L2 = QKNormConfig("l2", eps=1e-6)
 
 VARIANTS = {
@@ -30,9 +30,9 @@ VARIANTS = {
     "full, one gain": {"qk_norm": QKNormConfig("layer", "full", "shared", bias=True)},
     "hf chameleon": {"qk_norm": QKNormConfig("layer", gain="per_head", bias=True), "n_kv_heads": 2},
     "gemma": {
-        "norm_gain": "zero_centred",
+        "norm_gain": "zero_centered",
         "post_norm": True,
-        "qk_norm": QKNormConfig("rms", gain="zero_centred"),
+        "qk_norm": QKNormConfig("rms", gain="zero_centered"),
         "mlp": "geglu",
         "n_kv_heads": 1,
         "window": 4,
@@ -52,7 +52,7 @@ VARIANTS = {
     "sigma reparam": {"weight_reparam": "sigma"},
     "llama 3.1": {"rope_scaling": RopeScalingConfig("llama3", 4.0, original_length=64), "rope_theta": 50.0},
     "untied": {
-        "untie": UntieConfig(norms=True, qk_norm=True, qk=True, mlp=True),
+        "per_modality": PerModalityConfig(norms=True, qk_norm=True, qk=True, mlp=True),
         "norm": "layer",
         "norm_bias": True,
         "post_norm": True,
@@ -60,7 +60,7 @@ VARIANTS = {
         "n_kv_heads": 2,
     },
     "untied, everything else": {
-        "untie": UntieConfig(qk_norm=True, qk=True, mlp=True),
+        "per_modality": PerModalityConfig(qk_norm=True, qk=True, mlp=True),
         "weight_reparam": "sigma",
         "reparam_gamma": "one",
         "attention": "sigmoid",

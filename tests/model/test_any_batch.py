@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig
 from tests.model.attend import attention
 from tests.model.small import BLOCKS, VARIANTS, build, ids_of, refuses_sdpa
 
@@ -47,10 +47,10 @@ def test_one_token_comes_out_as_its_own_value():
 
 def test_an_untied_model_starts_as_the_tied_one():
     tied = {"norm": "layer", "norm_bias": True, "qk_norm": QKNormConfig("layer", bias=True)}
-    untie = UntieConfig(norms=True, qk_norm=True, qk=True, mlp=True)
-    config = ModelConfig(blocks=BLOCKS, d_model=16, n_layers=2, **tied)
+    untie = PerModalityConfig(norms=True, qk_norm=True, qk=True, mlp=True)
+    config = ModelConfig(vocab_sizes=BLOCKS, d_model=16, n_layers=2, **tied)
     ids_BT = ids_of(2, T)
-    one, other = EarlyFusionTransformer(config), EarlyFusionTransformer(replace(config, untie=untie))
+    one, other = EarlyFusionTransformer(config), EarlyFusionTransformer(replace(config, per_modality=untie))
     torch.testing.assert_close(other(ids_BT), one(ids_BT), rtol=0, atol=1e-6)
     other.blocks[0].mlp.copies[1].w_up.weight.data *= 2
     assert (other(ids_BT) - one(ids_BT)).abs().max() > 1e-3

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mmqk.model import (
     EarlyFusionTransformer,
     QKNormConfig,
-    UntieConfig,
+    PerModalityConfig,
     compile_blocks,
     keep_graphs,
     transformer,
@@ -45,8 +45,8 @@ VARIANTS = {
         "n_layers": 2,
     },
     "untied": {
-        "blocks": TWO,
-        "untie": UntieConfig(norms=True, qk_norm=True, qk=True, mlp=True),
+        "vocab_sizes": TWO,
+        "per_modality": PerModalityConfig(norms=True, qk_norm=True, qk=True, mlp=True),
         "qk_norm": QKNormConfig("rms"),
         "mlp": "gelu",
         "n_layers": 2,
@@ -242,13 +242,13 @@ def test_recomputed_blocks_give_the_same_step_to_the_bit(dropped, and_compiled, 
     if and_compiled:
         compile_blocks(model)
     calls = counted(model)
-    model.recompute = True
+    model.activation_checkpointing = True
     assert same(step(model), expected)
     assert len(calls) == 2 * 2
     with torch.no_grad():
         model(IDS_BT)
     assert len(calls) == 2 * 2 + 2
-    model.recompute = False
+    model.activation_checkpointing = False
     assert same(step(model), expected)
     assert len(calls) == 2 * 2 + 2 + 2
 
@@ -261,7 +261,7 @@ def test_recomputing_with_other_masks_would_show(monkeypatch):
 
     model = build(n_layers=2, residual_dropout=0.3).train()
     expected = step(model)
-    model.recompute = True
+    model.activation_checkpointing = True
     monkeypatch.setattr(transformer, "checkpoint", forgetful)
     ours = step(model)
     assert torch.equal(ours[0], expected[0]) and not same(ours, expected)
@@ -269,7 +269,7 @@ def test_recomputing_with_other_masks_would_show(monkeypatch):
 
 def test_a_recomputed_forward_that_is_watched_shows_every_site_once():
     model = build(n_layers=2)
-    model.recompute = True
+    model.activation_checkpointing = True
     seen = []
     out = model(IDS_BT, sink=lambda site, layer, tensor: seen.append((site, layer)))
     out.square().sum().backward()
@@ -280,7 +280,7 @@ def test_a_recomputed_forward_that_is_watched_shows_every_site_once():
 def test_recomputed_blocks_keep_a_fraction():
     def kept(recompute):
         model = build(n_layers=6)
-        model.recompute = recompute
+        model.activation_checkpointing = recompute
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
             model(IDS_BT)

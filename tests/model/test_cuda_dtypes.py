@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig
 from mmqk.model import backends as kernels
 from mmqk.training.step.chunked_loss import chunked_losses
 from mmqk.training.step.losses import modality_losses
@@ -22,12 +22,12 @@ VARIANTS = {
     **{f"qk_norm {kind}": {"qk_norm": QKNormConfig(kind)} for kind in ("rms", "layer", "l2")},
     "qk_norm full, after rope": {"qk_norm": QKNormConfig("rms", scope="full", place="after_rope")},
     "values too": {"qk_norm": QKNormConfig("rms", normalize_v=True)},
-    "zero-centred": {"qk_norm": QKNormConfig("rms", gain="zero_centred"), "norm_gain": "zero_centred"},
+    "zero-centered": {"qk_norm": QKNormConfig("rms", gain="zero_centered"), "norm_gain": "zero_centered"},
     "post-norm": {"pre_norm": False, "post_norm": True},
     "sandwich, layer scale": {"post_norm": True, "layer_scale": 0.1},
     "LayerNorm": {"norm": "layer", "norm_bias": True},
     "sigma": {"weight_reparam": "sigma"},
-    "untied": {"untie": UntieConfig(qk=True, norms=True, mlp=True)},
+    "untied": {"per_modality": PerModalityConfig(qk=True, norms=True, mlp=True)},
     "cap, dense": {"attn_softcap": 20.0, "final_softcap": 30.0},
     "sigmoid": {"attention": "sigmoid"},
     "gelu": {"mlp": "gelu"},
@@ -66,7 +66,7 @@ def fake(monkeypatch):
 
 def types_of(**fields) -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
     """Of every site, and of the losses both ways."""
-    config = ModelConfig(blocks={"text": 40, "image": 24}, d_model=32, n_layers=2, n_heads=4, **fields)
+    config = ModelConfig(vocab_sizes={"text": 40, "image": 24}, d_model=32, n_layers=2, n_heads=4, **fields)
     dense = config.attn_softcap is not None or config.attention == "sigmoid"
     with torch.device("cuda"):
         model = EarlyFusionTransformer(config, "math" if dense else "sdpa")

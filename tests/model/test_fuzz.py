@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
-from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
+from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, PerModalityConfig
 from tests.model.small import SMALL, build
 from tests.model.written_out import WrittenOut
 
 CHOICES = {
     "n_kv_heads": [0, 1, 2], "d_head": [0, 6], "mlp": ["swiglu", "geglu", "gelu"], "pre_norm": [True, False],
-    "post_norm": [True, False], "norm": ["rms", "layer"], "norm_gain": ["plain", "none", "zero_centred"],
+    "post_norm": [True, False], "norm": ["rms", "layer"], "norm_gain": ["plain", "none", "zero_centered"],
     "norm_bias": [True, False], "post_gain_init": [1.0, 0.0], "attn_softcap": [None, 2.0],
     "final_softcap": [None, 1.5], "attn_scale": ["rsqrt", "inverse", "none", 0.2],
     "attention": ["softmax", "softmax", "sigmoid"], "weight_reparam": ["none", "sigma"],
@@ -21,7 +21,7 @@ CHOICES = {
 }  # fmt: skip
 QK = {
     "kind": ["none", "rms", "layer", "l2"], "scope": ["head", "full"], "bias": [True, False], "eps": [1e-5, 1e-2],
-    "gain": ["none", "shared", "per_head", "zero_centred"], "place": ["before_rope", "after_rope"],
+    "gain": ["none", "shared", "per_head", "zero_centered"], "place": ["before_rope", "after_rope"],
     "normalize_v": [True, False], "scale_init": [4.0], "scale_max": [None, 4.5],
 }  # fmt: skip
 
@@ -33,7 +33,7 @@ def drawn(seed: int) -> dict:
         fields = {name: pick.choice(values) for name, values in CHOICES.items()}
         try:
             fields["qk_norm"] = QKNormConfig(**{name: pick.choice(values) for name, values in QK.items()})
-            fields["untie"] = UntieConfig(*(pick.random() < 0.3 for _ in range(4)))
+            fields["per_modality"] = PerModalityConfig(*(pick.random() < 0.3 for _ in range(4)))
             kind = pick.choice(["none", "linear", "llama3"])
             fields["rope_scaling"] = RopeScalingConfig(kind, factor=3.0, original_length=32)
             ModelConfig(**(SMALL | fields))

@@ -115,7 +115,7 @@ def test_rows_of_flex_are_those_of_dense_logits_in_float64(case, T, K):
 def test_compiled_blocks_with_flex_train_like_math():
     """Logits deviate by about 1 where RMS norms are of unit gain, so a cap of 1 is in every one of them."""
     config = ModelConfig(
-        blocks=BLOCKS, d_model=128, n_layers=3, n_heads=2, n_kv_heads=1, qk_norm=QKNormConfig("rms"), window=64,
+        vocab_sizes=BLOCKS, d_model=128, n_layers=3, n_heads=2, n_kv_heads=1, qk_norm=QKNormConfig("rms"), window=64,
         global_every=2, attn_softcap=1.0,
     )  # fmt: skip
     ids_BT, document_BT = ids_of(B, 256).to(DEVICE), documents(256)
@@ -149,14 +149,14 @@ def test_compiled_blocks_with_flex_train_like_math():
         QKNormConfig("rms"),
         QKNormConfig("rms", place="after_rope"),
         QKNormConfig("rms", "full", "per_head"),
-        QKNormConfig("rms", gain="zero_centred", normalize_v=True),
+        QKNormConfig("rms", gain="zero_centered", normalize_v=True),
         QKNormConfig("layer", gain="per_head", bias=True),
         QKNormConfig("l2", eps=1e-6),
         QKNormConfig("l2", eps=1e-6, gain="per_head", scale_max=11.0, normalize_v=True),
     ],
 )
 def test_every_arm_attends_in_bf16_under_autocast(qk_norm):
-    config = ModelConfig(blocks=BLOCKS, d_model=128, n_layers=2, n_heads=2, qk_norm=qk_norm)
+    config = ModelConfig(vocab_sizes=BLOCKS, d_model=128, n_layers=2, n_heads=2, qk_norm=qk_norm)
     model, dtypes = EarlyFusionTransformer(config, "sdpa").to(DEVICE), {}
     ids_BT = ids_of(B, 128).to(DEVICE)
 
@@ -177,7 +177,7 @@ def test_every_arm_attends_in_bf16_under_autocast(qk_norm):
 def test_norms_return_the_dtype_of_their_input_under_autocast(dtype):
     x = torch.randn(2, 5, 4, 32, device=DEVICE, dtype=dtype)
     norms = [
-        RMSNorm((32,), 1e-5), RMSNorm((4, 32), 1e-5, gain="zero_centred"), LayerNorm((32,), 1e-5, bias=True),
+        RMSNorm((32,), 1e-5), RMSNorm((4, 32), 1e-5, gain="zero_centered"), LayerNorm((32,), 1e-5, bias=True),
         L2Norm(32, 1e-6), LayerScale(32, 0.1),
     ]  # fmt: skip
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -212,7 +212,7 @@ def test_the_kernel_that_is_named_runs(backend, kernel):
 @pytest.mark.parametrize(("backend", "kernel"), NAMED)
 def test_the_kernel_that_is_named_runs_in_compiled_blocks(backend, kernel):
     """Unnamed, a Hopper may take cuDNN's, so that a graph which has lost the name would show."""
-    config = ModelConfig(blocks=BLOCKS, d_model=128, n_layers=2, n_heads=2)
+    config = ModelConfig(vocab_sizes=BLOCKS, d_model=128, n_layers=2, n_heads=2)
     other = "sdpa_efficient" if "flash" in kernel else "sdpa_flash"
     ids_BT, found = ids_of(B, 256).to(DEVICE), []
     for name in (backend, other):

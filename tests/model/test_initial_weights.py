@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig, init_weights
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig, init_weights
 
 
 def weights(seed=0, **fields):
-    config = ModelConfig(**({"blocks": {"text": 60, "image": 40}} | fields))
+    config = ModelConfig(**({"vocab_sizes": {"text": 60, "image": 40}} | fields))
     return EarlyFusionTransformer(config, seed=seed).state_dict()
 
 
@@ -27,7 +27,7 @@ def weights(seed=0, **fields):
         {"layer_scale": 0.1},
         {"norm": "layer", "norm_bias": True},
         {"norm_gain": "none"},
-        {"untie": UntieConfig(mlp=True)},
+        {"per_modality": PerModalityConfig(mlp=True)},
     ],
 )
 def test_arms_share_every_parameter_they_both_have(other):
@@ -46,7 +46,7 @@ def test_the_seed_and_the_name_decide_and_the_global_generator_does_not():
     elsewhere = weights(seed=1)
     assert not any(torch.equal(here[name], elsewhere[name]) for name in matrices)
     assert not torch.equal(here["blocks.0.attention.w_q.weight"], here["blocks.1.attention.w_q.weight"])
-    model = EarlyFusionTransformer(ModelConfig(blocks={"text": 60, "image": 40}), seed=1)
+    model = EarlyFusionTransformer(ModelConfig(vocab_sizes={"text": 60, "image": 40}), seed=1)
     init_weights(model, 0)
     assert all(torch.equal(value, here[name]) for name, value in model.state_dict().items())
 
@@ -68,7 +68,7 @@ def test_the_scales_are_those_of_the_table():
 
 def test_gains_scales_and_power_vectors_have_the_first_values_that_they_say():
     state = weights(
-        norm_gain="zero_centred", post_norm=True, post_gain_init=0.25, layer_scale=0.1, weight_reparam="sigma",
+        norm_gain="zero_centered", post_norm=True, post_gain_init=0.25, layer_scale=0.1, weight_reparam="sigma",
         qk_norm=QKNormConfig("l2", gain="per_head", scale_init=20.0, scale_max=100.0),
     )  # fmt: skip
     first = {
@@ -99,9 +99,9 @@ def test_sigma_reparam_starts_at_the_largest_singular_value():
 
 
 def test_copies_of_a_layer_start_as_the_layer_that_is_not_untied():
-    everything = UntieConfig(norms=True, qk_norm=True, qk=True, mlp=True)
+    everything = PerModalityConfig(norms=True, qk_norm=True, qk=True, mlp=True)
     fields = {"qk_norm": QKNormConfig("layer", bias=True), "norm": "layer", "weight_reparam": "sigma"}
-    tied, untied = weights(**fields), weights(**fields, untie=everything)
+    tied, untied = weights(**fields), weights(**fields, per_modality=everything)
     assert sum(".copies.1." in name for name in untied) > 40
     for name, value in untied.items():
         assert torch.equal(value, tied[re.sub(r"\.copies\.\d+", "", name)]), name

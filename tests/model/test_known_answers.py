@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig, power_step
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig, power_step
 from mmqk.model.backends import mask_of
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import L2Norm, qk_norm
@@ -26,7 +26,7 @@ EVERY_QK_NORM = [
     QKNormConfig(kind, scope, gain, bias, place=place)
     for kind in ("rms", "layer")
     for scope in ("head", "full")
-    for gain in ("none", "shared", "per_head", "zero_centred")
+    for gain in ("none", "shared", "per_head", "zero_centered")
     for bias in ((False, True) if kind == "layer" else (False,))
     for place in ("before_rope", "after_rope")
 ] + [
@@ -44,9 +44,9 @@ def say(qk):
 
 def logits_of(qk, inputs_BTD, aligned=False, untied=False, n_kv_heads=0, noise=True):
     """Raw logits (B, H, T, S) of a model's first attention layer on adversarial inputs, and the model."""
-    untie = UntieConfig(qk_norm=untied and (qk.gain != "none" or qk.bias))
+    untie = PerModalityConfig(qk_norm=untied and (qk.gain != "none" or qk.bias))
     config = ModelConfig(
-        blocks=BLOCKS, d_model=H * K, n_heads=H, n_layers=1, n_kv_heads=n_kv_heads, qk_norm=qk, untie=untie
+        vocab_sizes=BLOCKS, d_model=H * K, n_heads=H, n_layers=1, n_kv_heads=n_kv_heads, qk_norm=qk, per_modality=untie
     )
     model = EarlyFusionTransformer(config).double()
     layer, generator = model.blocks[0].attention, torch.Generator().manual_seed(3)
@@ -197,7 +197,7 @@ def test_scaling_w_q_scales_raw_logits_only_without_qk_norm(qk):
 
 
 def test_sigma_reparam_starts_as_the_plain_model_unless_gamma_starts_at_1():
-    config = ModelConfig(blocks=BLOCKS, d_model=16, weight_reparam="sigma")
+    config = ModelConfig(vocab_sizes=BLOCKS, d_model=16, weight_reparam="sigma")
     ids_BT = ids_of(2, T)
     plain, keeps, one = (
         EarlyFusionTransformer(replace(config, **fields))(ids_BT)
@@ -329,7 +329,7 @@ def test_the_clamp_of_the_cosine_scale_comes_before_the_exponential():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"untie": UntieConfig(mlp=True)}, {"embed_scale": {"sound": 3.0, "text": 2.0}}]
+    "fields", [{"per_modality": PerModalityConfig(mlp=True)}, {"embed_scale": {"sound": 3.0, "text": 2.0}}]
 )
 def test_a_modality_number_that_there_is_none_of_counts_as_the_first(fields):
     model, ids_BT = build(**fields), torch.arange(6)[None]

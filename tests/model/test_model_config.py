@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
+from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, PerModalityConfig
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,13 @@ from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
         ({"rope_theta": float("inf")}, "model.rope_theta"),
         ({"mlp": "relu"}, "model.mlp must be one of swiglu, geglu, gelu, but is 'relu'"),
         ({"attn_scale": "sqrt"}, "model.attn_scale must be one of"),
-        ({"blocks": {"text": 10, "image": 0}}, "model.blocks.image is 0: it must be a whole number from 1"),
+        ({"vocab_sizes": {"text": 10, "image": 0}}, "model.vocab_sizes.image is 0: it must be a whole number from 1"),
         ({"d_head": 7}, "model.d_head is 7, which RoPE cannot rotate"),
         ({"n_kv_heads": 3}, "model.n_heads 4 cannot share model.n_kv_heads 3"),
         ({"window": -1}, "model.window is -1: it must be a whole number from 0"),
         ({"global_every": -2}, "model.global_every is -2: it must be a whole number from 0"),
         ({"norm": "batch"}, "model.norm must be one of rms, layer, but is 'batch'"),
-        ({"norm_gain": "shared"}, "model.norm_gain must be one of plain, none, zero_centred"),
+        ({"norm_gain": "shared"}, "model.norm_gain must be one of plain, none, zero_centered"),
         ({"norm_bias": True}, "model.norm_bias belongs to model.norm layer, but model.norm is rms"),
         ({"post_gain_init": float("nan")}, "model.post_gain_init is nan: it must be a number from"),
         ({"post_norm": True, "post_gain_init": 0.0, "norm_gain": "none"}, "needs a gain, but"),
@@ -41,13 +41,13 @@ from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, UntieConfig
         ({"local_rope_theta": -1.0}, "model.local_rope_theta is -1.0: it must be a number from"),
         ({"output_init": "gpt"}, "model.output_init must be one of plain, total, depth"),
         ({"embed_init": {"text": 0.0}}, "model.embed_init.text is 0.0: it must be a number from"),
-        ({"embed_scale": {"txt": 2.0}, "blocks": {"text": 9}}, "model.embed_scale names 'txt', .* are text"),
-        ({"untie": UntieConfig(qk_norm=True)}, "no QK-Norm to untie: set model.qk_norm.kind"),
+        ({"embed_scale": {"txt": 2.0}, "vocab_sizes": {"text": 9}}, "model.embed_scale names 'txt', .* are text"),
+        ({"per_modality": PerModalityConfig(qk_norm=True)}, "no QK-Norm to separate: set model.qk_norm.kind"),
         (
-            {"untie": UntieConfig(qk_norm=True), "qk_norm": QKNormConfig("rms", gain="none")},
+            {"per_modality": PerModalityConfig(qk_norm=True), "qk_norm": QKNormConfig("rms", gain="none")},
             "no gain or bias",
         ),
-        ({"untie": UntieConfig(norms=True), "norm_gain": "none"}, "model.untie.norms has no gain or bias"),
+        ({"per_modality": PerModalityConfig(norms=True), "norm_gain": "none"}, "model.per_modality.norms has no gain or bias"),
         ({"qk_norm": QKNormConfig("l2"), "attn_scale": "inverse"}, "multiply the learned scale"),
     ],
 )
@@ -65,7 +65,7 @@ def test_impossible_qk_norm_is_refused_by_name():
     for fields, sentence in (
         ({"kind": "rms", "bias": True}, r"qk_norm\.bias belongs to kind layer, but .* is rms"),
         ({"kind": "l2", "scope": "full"}, r"qk_norm\.scope full does not work with"),
-        ({"kind": "l2", "gain": "zero_centred"}, r"qk_norm\.gain zero_centred does not work with .*kind l2"),
+        ({"kind": "l2", "gain": "zero_centered"}, r"qk_norm\.gain zero_centered does not work with .*kind l2"),
         (
             {"kind": "l2", "scale_max": 9.0},
             r"qk_norm\.scale_max 9\.0 is below model\.qk_norm\.scale_init 10\.0",
@@ -74,7 +74,7 @@ def test_impossible_qk_norm_is_refused_by_name():
         ({"kind": "rms", "place": "inside"}, r"qk_norm\.place must be one of before_rope, after_rope"),
         (
             {"kind": "rms", "gain": "vector"},
-            r"qk_norm\.gain must be one of none, shared, per_head, zero_centred",
+            r"qk_norm\.gain must be one of none, shared, per_head, zero_centered",
         ),
     ):
         with pytest.raises(ValueError, match=sentence) as refusal:
@@ -92,7 +92,7 @@ def test_impossible_rope_scaling_is_refused_by_name():
 
 
 def test_derived_sizes():
-    config = ModelConfig(blocks={"text": 1029, "image": 512})
+    config = ModelConfig(vocab_sizes={"text": 1029, "image": 512})
     assert (config.modalities, config.vocab_size, config.head_dim) == (("text", "image"), 1541, 16)
     assert config.mlp_width == 176 and ModelConfig(mlp="gelu").mlp_width == 256
     assert ModelConfig(d_ff=100).mlp_width == 100
@@ -114,9 +114,9 @@ def test_windows_by_layer():
 
 def test_a_configuration_comes_back_from_its_dictionary():
     config = ModelConfig(
-        blocks={"text": 9},
+        vocab_sizes={"text": 9},
         qk_norm=QKNormConfig("l2", scale_max=100.0),
-        untie=UntieConfig(mlp=True),
+        per_modality=PerModalityConfig(mlp=True),
         rope_scaling=RopeScalingConfig("llama3", 8.0),
     )
     assert ModelConfig.from_dict(asdict(config)) == config
@@ -132,11 +132,11 @@ def test_a_configuration_comes_back_from_its_dictionary():
         {"reparam_gamma": "one"},
         {"global_every": 2, "local_rope_theta": 500.0},
         {"rope_scaling": RopeScalingConfig(factor=8.0)},
-        {"untie": UntieConfig(mlp=True), "blocks": {"text": 9}},
+        {"per_modality": PerModalityConfig(mlp=True), "vocab_sizes": {"text": 9}},
     ],
 )
 def test_a_detail_of_what_is_off_is_set_back_so_that_equal_models_have_equal_configurations(fields):
-    blocks = {"blocks": fields["blocks"]} if "blocks" in fields else {}
+    blocks = {"vocab_sizes": fields["vocab_sizes"]} if "vocab_sizes" in fields else {}
     assert ModelConfig(**fields) == ModelConfig(**blocks)
 
 
@@ -144,12 +144,12 @@ def test_a_detail_of_what_is_on_stays():
     assert QKNormConfig("rms", gain="per_head") != QKNormConfig("rms")
     assert QKNormConfig("rms", scale_max=50.0) == QKNormConfig("rms") != QKNormConfig("l2", scale_max=50.0)
     assert ModelConfig(window=8, global_every=2) != ModelConfig(window=8)
-    assert ModelConfig(blocks={"text": 9, "image": 3}, untie=UntieConfig(mlp=True)).untie.mlp
+    assert ModelConfig(vocab_sizes={"text": 9, "image": 3}, per_modality=PerModalityConfig(mlp=True)).per_modality.mlp
 
 
 @pytest.mark.parametrize("name", ["a b", "te/xt", "layer03", "", "text-image", 3])
 def test_a_modality_has_a_name_that_a_series_can_carry(name):
     with pytest.raises(ValueError, match=r"model\.blocks has a modality"):
-        ModelConfig(blocks={name: 4})
+        ModelConfig(vocab_sizes={name: 4})
     with pytest.raises(ValueError, match="it must be a whole number from 1"):
-        ModelConfig(blocks={"text": 4.5})
+        ModelConfig(vocab_sizes={"text": 4.5})

@@ -78,8 +78,8 @@ def test_fp32_input_stays_fp32_under_autocast(kind):
 
 H = 3
 OTHERS = {
-    "zero-centred": (
-        RMSNorm((DIM,), EPS, gain="zero_centred"),
+    "zero-centered": (
+        RMSNorm((DIM,), EPS, gain="zero_centered"),
         lambda x, w: F.rms_norm(x, (DIM,), 1 + w, EPS),
     ),
     "no gain": (LayerNorm((DIM,), EPS, gain="none"), lambda x: F.layer_norm(x, (DIM,), eps=EPS)),

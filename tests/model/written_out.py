@@ -50,10 +50,10 @@ class WrittenOut:
 
     def __call__(self, ids_T):
         c, ids = self.c, ids_T.tolist()
-        ends = [sum(list(c.blocks.values())[: m + 1]) for m in range(len(c.blocks))]
+        ends = [sum(list(c.vocab_sizes.values())[: m + 1]) for m in range(len(c.vocab_sizes))]
         self.m = self.modalities or [next(m for m, end in enumerate(ends) if i < end) for i in ids]
         root = math.sqrt(c.d_model) if c.embed_sqrt_d else 1.0
-        factor = [root * c.embed_scale.get(list(c.blocks)[m], 1.0) for m in self.m]
+        factor = [root * c.embed_scale.get(list(c.vocab_sizes)[m], 1.0) for m in self.m]
         x = [factor[t] * self.state["embed.weight"][i] for t, i in enumerate(ids)]
         for layer in range(c.n_layers):
             x = self.block(f"blocks.{layer}", layer, x)
@@ -77,7 +77,7 @@ class WrittenOut:
     def affine(self, module, y, t, gain):
         weight, bias = self.get(module, "weight", t), self.get(module, "bias", t)
         if weight is not None:
-            y = y * (1 + weight if gain == "zero_centred" else weight)
+            y = y * (1 + weight if gain == "zero_centered" else weight)
         return y if bias is None else y + bias
 
     def norm(self, module, x, t):

@@ -18,7 +18,7 @@ BATCH = TokenBatch(IDS_BT, (IDS_BT >= 9).long(), VALID_BT.roll(-1, 1), VALID_BT,
 @pytest.fixture
 def model() -> EarlyFusionTransformer:
     return EarlyFusionTransformer(
-        ModelConfig(blocks={"text": 9, "image": 7}, d_model=16, n_layers=3, n_heads=4), backend="math"
+        ModelConfig(vocab_sizes={"text": 9, "image": 7}, d_model=16, n_layers=3, n_heads=4), backend="math"
     )
 
 

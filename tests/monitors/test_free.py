@@ -24,7 +24,7 @@ from tests.one_step import build, step, token_batch
 from tests.training.toy import fit, module_of, toy_batch
 
 BLOCKS = {"text": 9, "image": 7}
-CONFIG = ModelConfig(blocks=BLOCKS, d_model=16, n_layers=3, n_heads=2)
+CONFIG = ModelConfig(vocab_sizes=BLOCKS, d_model=16, n_layers=3, n_heads=2)
 # What needs a number on the host, or a shape that depends on the data: by operation, and by method, where a tensor
 # of a CPU is read without one.
 OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
@@ -151,7 +151,7 @@ def transfers_of_run(callbacks: list[L.Callback], steps: int = 9) -> dict[int, i
 @pytest.mark.filterwarnings("ignore")
 def test_between_two_probes_a_run_fetches_nothing_more():
     plain = transfers_of_run([])
-    monitor = RunMonitor(MonitorConfig(every_n_steps=4, sequences=2, parameters=True))
+    monitor = RunMonitor(MonitorConfig(every_n_steps=4, probe_sequences=2, parameters=True))
     watched = transfers_of_run([StepLog([4], 0, {}), monitor])
     assert plain.keys() == watched.keys() == set(range(1, 9))
     more = {step: watched[step] - plain[step] for step in plain}
@@ -202,7 +202,7 @@ def test_a_compiled_model_stays_one_graph(dynamo, kind):
     config = replace(CONFIG, qk_norm=QKNormConfig(kind))
     module = module_of(config)
     module.model.raw_logits = torch.compile(module.model.raw_logits, fullgraph=True, backend="eager")
-    monitor = RunMonitor(MonitorConfig(every_n_steps=2, sequences=2, parameters=True, precision=True))
+    monitor = RunMonitor(MonitorConfig(every_n_steps=2, probe_sequences=2, parameters=True, precision=True))
     frames: list[tuple[int, int, int]] = []
 
     class AfterProbes(L.Callback):

@@ -20,7 +20,7 @@ NAMES = ("text", "image")
 
 
 def make_model(**changes) -> EarlyFusionTransformer:
-    config = ModelConfig(blocks={"text": 9, "image": 7}, d_model=16, n_layers=2, n_heads=4, **changes)
+    config = ModelConfig(vocab_sizes={"text": 9, "image": 7}, d_model=16, n_layers=2, n_heads=4, **changes)
     return EarlyFusionTransformer(config, backend="math").double()
 
 

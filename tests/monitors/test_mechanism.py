@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from mmqk.config import MonitorConfig
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig
 from mmqk.monitors.training_run.mechanism import Mechanism
 from mmqk.monitors.training_run.window import BudgetWindow, watched_matrices
 
@@ -19,7 +19,7 @@ PARTS = ("decay", "step", "unattributed", "rest")
 
 
 def make_model(seed=0, **changes) -> EarlyFusionTransformer:
-    config = ModelConfig(**{"d_model": 16, "n_layers": 2, "n_heads": 4, "blocks": BLOCKS, **changes})
+    config = ModelConfig(**{"d_model": 16, "n_layers": 2, "n_heads": 4, "vocab_sizes": BLOCKS, **changes})
     return EarlyFusionTransformer(config, backend="math", seed=seed).double()
 
 
@@ -66,7 +66,7 @@ def parts_in(values, where) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"untie": UntieConfig(qk=True)}, {"weight_reparam": "sigma"}, {"n_kv_heads": 2}],
+    [{}, {"per_modality": PerModalityConfig(qk=True)}, {"weight_reparam": "sigma"}, {"n_kv_heads": 2}],
     ids=["plain", "untied", "sigma", "shared keys"],
 )
 def test_the_parts_sum_to_the_measured_change(changes):
@@ -89,7 +89,7 @@ def test_the_parts_sum_to_the_measured_change(changes):
 
 
 def test_untied_copies_are_counted_together():
-    model = make_model(untie=UntieConfig(qk=True))
+    model = make_model(per_modality=PerModalityConfig(qk=True))
     assert [len(own) for own in watched_matrices(model).values()] == [2, 2, 2, 2]
     window = BudgetWindow(model, [0, 1])
     take(model, adam(model), window, range(3))

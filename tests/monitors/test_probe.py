@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.data.batch import TokenBatch
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig
 from mmqk.monitors import probe
 from mmqk.monitors.measures import pairs as pairs_module
 from mmqk.monitors.measures.attention import attention_statistics
@@ -21,13 +21,13 @@ from tests.monitors import brute_force
 NAMES = ("text", "image")
 
 
-def make_batch(B=3, T=40, seed=0, blocks=(30, 12), pad=7, only=None) -> TokenBatch:
+def make_batch(B=3, T=40, seed=0, vocab_sizes=(30, 12), pad=7, only=None) -> TokenBatch:
     """Random ids of two blocks, the last sequence padded at its end."""
     random = torch.Generator().manual_seed(seed)
     modality_BT = (
         (torch.rand(B, T, generator=random) < 0.5).long() if only is None else torch.full((B, T), only)
     )
-    low, size = torch.tensor([0, blocks[0]]), torch.tensor(blocks)
+    low, size = torch.tensor([0, vocab_sizes[0]]), torch.tensor(vocab_sizes)
     ids_BT = low[modality_BT] + (torch.rand(B, T, generator=random) * size[modality_BT]).long()
     valid_BT = torch.ones(B, T, dtype=torch.bool)
     if pad:
@@ -39,7 +39,7 @@ def make_batch(B=3, T=40, seed=0, blocks=(30, 12), pad=7, only=None) -> TokenBat
 
 
 def make_model(seed=0, **changes) -> EarlyFusionTransformer:
-    config = ModelConfig(blocks={"text": 30, "image": 12}, d_model=16, n_layers=2, n_heads=2, **changes)
+    config = ModelConfig(vocab_sizes={"text": 30, "image": 12}, d_model=16, n_layers=2, n_heads=2, **changes)
     model = EarlyFusionTransformer(config, backend="math", seed=seed)
     with torch.no_grad():  # unit gains hide errors
         for name, p in model.named_parameters():
@@ -66,7 +66,7 @@ def expected_of(model, batch) -> dict[str, float]:
             if stored:
                 weight = np.concatenate(stored)
                 gains[side, layer] = np.exp(np.minimum(weight, math.log(c.qk_norm.scale_max))) if (
-                    c.qk_norm.scale_max) else np.abs(weight + (c.qk_norm.gain == "zero_centred"))  # fmt: skip
+                    c.qk_norm.scale_max) else np.abs(weight + (c.qk_norm.gain == "zero_centered"))  # fmt: skip
     model.float()
     scale = {"rsqrt": c.head_dim**-0.5, "inverse": 1 / c.head_dim, "none": 1.0}[c.attn_scale]
     if c.qk_norm.kind == "l2":
@@ -87,7 +87,7 @@ def expected_of(model, batch) -> dict[str, float]:
     logits = sites["logits", -1]
     capped = logits if c.final_softcap is None else c.final_softcap * np.tanh(logits / c.final_softcap)
     trained, target = batch.target_mask_BT.numpy(), np.roll(modality, -1, axis=1)
-    expected |= brute_force.output(capped, target, trained, c.blocks)
+    expected |= brute_force.output(capped, target, trained, c.vocab_sizes)
     for (side, layer), gain in gains.items():
         expected[f"{side}_gain_mean/layer{layer:02d}"] = gain.mean()
         expected[f"{side}_gain_max/layer{layer:02d}"] = gain.max()
@@ -97,7 +97,7 @@ def expected_of(model, batch) -> dict[str, float]:
         ratios = [u @ w @ v / np.linalg.svd(w, compute_uv=False)[0] for u, w, v in triples]
         expected[f"sigma_ratio/layer{layer:02d}"] = min(ratios)
     for name, weight in rows.items():
-        for m, block in enumerate(np.split(weight, [c.blocks["text"]])):
+        for m, block in enumerate(np.split(weight, [c.vocab_sizes["text"]])):
             expected[f"{name}_row_norm/{NAMES[m]}"] = np.linalg.norm(block, axis=-1).mean()
     return expected
 
@@ -111,7 +111,7 @@ VARIANTS = [
     {"window": 5},
     {"attention": "sigmoid", "qk_norm": QKNormConfig("rms", "full", "per_head")},
     {"qk_norm": QKNormConfig("l2", gain="per_head", scale_max=10.2, normalize_v=True)},
-    {"untie": UntieConfig(norms=True, qk=True, mlp=True), "layer_scale": 0.5, "weight_reparam": "sigma"},
+    {"per_modality": PerModalityConfig(norms=True, qk=True, mlp=True), "layer_scale": 0.5, "weight_reparam": "sigma"},
 ]
 IDS = ["none", "rms", "layer-post", "cap", "window-gqa", "window", "sigmoid-full", "cosine", "untied"]
 
@@ -167,8 +167,8 @@ def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_bru
     batch = TokenBatch(
         ids_BT, modality_BT, trained_BT, valid_BT, torch.tensor(1.0), document_BT if documents else None
     )
-    blocks = dict(zip(names, sizes.tolist(), strict=True))
-    model = EarlyFusionTransformer(ModelConfig(blocks=blocks, d_model=16, n_layers=2, n_heads=2), "math")
+    vocab_sizes = dict(zip(names, sizes.tolist(), strict=True))
+    model = EarlyFusionTransformer(ModelConfig(vocab_sizes=blocks, d_model=16, n_layers=2, n_heads=2), "math")
     with torch.no_grad():
         for block in model.blocks:
             block.attention.w_q.weight.mul_(5)
@@ -185,7 +185,7 @@ def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_bru
     for layer in range(2):
         q, k = sites["q", layer], sites["k", layer]
         expected |= brute_force.attention(q, k, 8**-0.5, modality, sees, names, layer, valid=valid)
-    output = brute_force.output(sites["logits", -1], np.roll(modality, -1, 1), trained_BT.numpy(), blocks)
+    output = brute_force.output(sites["logits", -1], np.roll(modality, -1, 1), trained_BT.numpy(), vocab_sizes)
     absent = {name for m, name in enumerate(names) if m not in present}
     expected |= {k: v for k, v in output.items() if k.split("-")[-1] not in absent}  # of a block nobody uses
     assert measured.keys() == expected.keys()

@@ -29,10 +29,10 @@ def test_partners_have_another_caption():
 class Oracle(torch.nn.Module):
     """Predicts each image code the better the more the words before it are those it was made for."""
 
-    def __init__(self, rows, blocks, use_caption):
+    def __init__(self, rows, vocab_sizes, use_caption):
         super().__init__()
         self.caption_of = {tuple(row[-66:-2].tolist()): row[:-66].tolist() for row in rows}
-        self.config, self.use_caption = ModelConfig(blocks=blocks), use_caption
+        self.config, self.use_caption = ModelConfig(vocab_sizes=vocab_sizes), use_caption
 
     def forward(self, ids_BT, modality_BT):
         logits = torch.zeros(*ids_BT.shape, self.config.vocab_size)
@@ -51,7 +51,7 @@ def test_gain_is_found_where_it_was_planted(tiny_data, use_caption):
     pairs = open_source("pair", tiny_data / "pairs", tokenizers, tiny_data / "cache", lambda _: None)["val"]
     builder = SequenceBuilder({"pair": pairs}, layout_of(tokenizers), seq_len=112)
     rows = [builder.pair(i, image_first=False).ids for i in range(len(pairs))]
-    found = caption_gain(Oracle(rows, builder.layout.blocks, use_caption), builder)
+    found = caption_gain(Oracle(rows, builder.layout.vocab_sizes, use_caption), builder)
     assert (found.images, found.captions) == (12, 12)
     if use_caption:
         assert found.interval[0] > 0 and found.gain == pytest.approx(found.shuffled - found.true)

@@ -106,10 +106,10 @@ def own(tmp_path_factory):
 
 def test_the_page_of_tars_and_of_a_larger_tokenizer(own, tmp_path, monkeypatch):
     monkeypatch.chdir(own.parent)
-    data = ["--shards", str(own / "*.tar"), "--text", "", "--val-share", "0.3"]
+    data = ["--shards", str(own / "*.tar"), "--text", "", "--val-fraction", "0.3"]
     assert main([*data, "--tokenizers", str(own), "--out", str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text()
-    source = open_source(str(own / "*.tar"), Selection(val_share=0.3))
+    source = open_source(str(own / "*.tar"), Selection(val_fraction=0.3))
     images = source.images(256)
     numbers = measure(images, source.captions()[0], [], own)
     n_val = len(images.val_BCHW)

@@ -60,7 +60,7 @@ def shards(tmp_path_factory) -> str:
 
 
 def command(shards: str, out, *more: str) -> list[str]:
-    flags = {"--shards": shards, "--text": "", "--val-share": "0.2", "--out": str(out)}
+    flags = {"--shards": shards, "--text": "", "--val-fraction": "0.2", "--out": str(out)}
     flags |= {"--log-dir": str(out / "log"), "--text-size": "280", "--steps": "2", "--batch-size": "4"}
     return [*(part for pair in flags.items() for part in pair), *more]
 
@@ -86,9 +86,9 @@ def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsy
 
 
 def test_the_images_taken_do_not_depend_on_the_run(shards):
-    one, two = (open_source([shards], Selection(images=12, val_share=0.3)).images(48) for _ in range(2))
+    one, two = (open_source([shards], Selection(images=12, val_fraction=0.3)).images(48) for _ in range(2))
     assert torch.equal(one.train_BCHW, two.train_BCHW) and torch.equal(one.val_BCHW, two.val_BCHW)
-    other = open_source([shards], Selection(images=12, val_share=0.3, fit="pad")).images(48)  # control
+    other = open_source([shards], Selection(images=12, val_fraction=0.3, fit="pad")).images(48)  # control
     assert not torch.equal(one.train_BCHW, other.train_BCHW)
 
 
@@ -105,8 +105,8 @@ def test_the_images_taken_do_not_depend_on_the_run(shards):
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--decoder-width", "0"], "--decoder-width is 0"),
         (["--decoder-width", "6"], "cannot be halved"),
-        (["--val-share", "0"], "--val-share is 0.0: give a share between 0 and 1"),
-        (["--val-share", "1e-9"], "none is held out at a share of 1e-09: give more images or --val-share 0"),
+        (["--val-fraction", "0"], "--val-fraction is 0.0: give a share between 0 and 1"),
+        (["--val-fraction", "1e-9"], "none is held out at a share of 1e-09: give more images or --val-fraction 0"),
         (["--text", "nowhere/*.jsonl"], "names no file"),
         (["--text-size", "60000"], "lower --text-size"),
         (["--caption-field", "title"], r"30 dropped \(no caption: 30\)"),
@@ -150,7 +150,7 @@ def test_captions_and_documents_weigh_alike(shards, tmp_path, monkeypatch, lines
     given: list[str] = []
     monkeypatch.setattr(TextTokenizer, "train", lambda texts, size: given.extend(texts))
     text = str(tmp_path / "*.jsonl") if lines else ""
-    train_text(open_source([shards]), Documents(text, Selection(val_share=1e-9)), 300)
+    train_text(open_source([shards]), Documents(text, Selection(val_fraction=1e-9)), 300)
     captions, documents = (sum(len(t) for t in given if ("zebra" in t) == side) for side in (False, True))
     assert captions > 0 and (0.5 < documents / captions < 2 if lines else documents == 0)
     assert len({t for t in given if "zebra" in t}) == (lines + 1 if lines else 0)

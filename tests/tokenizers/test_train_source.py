@@ -71,14 +71,14 @@ def test_every_image_of_a_tar_is_in_its_split(tmp_path):
     sides = {n: held_out(plain(n)[1], 0.5) for n in numbers}
     assert {split_of(plain(n)[1], 0.5) == "val" for n in numbers if sides[n]} == {True}
     assert {split_of(plain(n)[1], 0.5) == "val" for n in numbers if not sides[n]} == {False}
-    images = open_source([pattern], Selection(val_share=0.5)).images(64)
+    images = open_source([pattern], Selection(val_fraction=0.5)).images(64)
     assert rows(images.train_BCHW) == [noise(n).tobytes() for n in numbers if not sides[n]]
     assert sorted(rows(images.val_BCHW)) == sorted(noise(n).tobytes() for n in numbers if sides[n])
     assert images.account == "24 samples read"
     # the split is a property of the image: the shards in another order, and some of them alone
-    backwards = Tars([str(tmp_path / "s" / f"{s:05d}.tar") for s in (2, 0)], Selection(val_share=0.5)).images(64)
+    backwards = Tars([str(tmp_path / "s" / f"{s:05d}.tar") for s in (2, 0)], Selection(val_fraction=0.5)).images(64)
     assert set(rows(backwards.val_BCHW)) < set(rows(images.val_BCHW))
-    other = Tars([pattern], Selection(val_share=0.8)).images(64)  # control
+    other = Tars([pattern], Selection(val_fraction=0.8)).images(64)  # control
     assert len(other.val_BCHW) > len(images.val_BCHW)
 
 
@@ -88,7 +88,7 @@ def test_copies_of_an_image_fall_on_one_side(tmp_path):
         write_tar(
             tmp_path / f"{s}.tar", {f"{s}{k}": {"png": f, "txt": b"a word"} for k, f in enumerate(files)}
         )
-    images = Tars([str(tmp_path / "*.tar")], Selection(val_share=0.5)).images(64)
+    images = Tars([str(tmp_path / "*.tar")], Selection(val_fraction=0.5)).images(64)
     train, val = set(rows(images.train_BCHW)), set(rows(images.val_BCHW))
     assert (len(images.train_BCHW), len(images.val_BCHW)) == (2 * len(train), 2 * len(val))
     assert train and val and not train & val
@@ -107,7 +107,7 @@ def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path)
         "text": {"jpg": b"<html>", "txt": b"words"},
     }
     write_tar(tmp_path / "a.tar", good | bad)
-    images = Tars([str(tmp_path / "a.tar")], Selection(val_share=0.5)).images(32)
+    images = Tars([str(tmp_path / "a.tar")], Selection(val_fraction=0.5)).images(32)
     taken = len(images.train_BCHW) + len(images.val_BCHW)
     assert images.train_BCHW.shape[1:] == (3, 32, 32) and taken == len(good)
     assert images.account.startswith(f"{len(good) + len(bad)} samples read, {len(bad)} dropped (")
@@ -120,7 +120,7 @@ def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path)
 def test_files_without_a_sample_are_counted(tmp_path):
     good = {f"{i}": {"jpg": encoded(noise(i, *s), "jpeg"), "txt": b"words"} for i, s in enumerate(SIZES)}
     write_tar(tmp_path / "a.tar", {**good, "photo": {"0.jpg": b"", "1.jpg": b""}, "": {"hidden": b""}})
-    images = Tars([str(tmp_path / "a.tar")], Selection(val_share=0.5)).images(32)
+    images = Tars([str(tmp_path / "a.tar")], Selection(val_fraction=0.5)).images(32)
     assert "1 dropped (no image file but some with a further dot in their names: 1)" in images.account
     assert images.account.endswith(", 1 files not read (in no sample: the name begins with a dot: 1)")
 
@@ -130,7 +130,7 @@ def test_the_choice_is_spread_over_all_shards_and_always_the_same(tmp_path):
     place = {noise(1000 * s + k).tobytes(): (s, k) for s in range(5) for k in range(8)}
 
     def chosen(most: int) -> list[tuple[int, int]]:
-        images = Tars([pattern], Selection(images=most, val_share=0.5)).images(64)
+        images = Tars([pattern], Selection(images=most, val_fraction=0.5)).images(64)
         assert images.account == f"{most} of 40 samples read"
         return sorted(place[row] for split in (images.train_BCHW, images.val_BCHW) for row in rows(split))
 
@@ -160,10 +160,10 @@ def test_one_is_taken_of_each_equal_part(total, most):
 def test_captions_of_tars_are_those_of_training_images(tmp_path):
     pattern = write_shards(tmp_path / "s", 2, 10)
     numbers = [1000 * s + k for s in range(2) for k in range(10)]
-    captions, said = Tars([pattern], Selection(val_share=0.3)).captions()
+    captions, said = Tars([pattern], Selection(val_fraction=0.3)).captions()
     assert captions == [f"caption {n}" for n in numbers if not held_out(plain(n)[1], 0.3)]
     assert 0 < len(captions) < 20 and said == "20 samples read"
-    few, said = Tars([pattern], Selection(val_share=0.3, captions=6)).captions()
+    few, said = Tars([pattern], Selection(val_fraction=0.3, captions=6)).captions()
     assert set(few) < set(captions) and said == "6 of 20 samples read"
     with pytest.raises(UserError, match="no captions to learn from"):
         Tars([pattern], Selection(caption_field="title")).captions()
@@ -176,7 +176,7 @@ def test_interleaved_documents_give_an_image_each_and_all_their_texts(tmp_path):
         documents[f"{d}"] = {"json": json.dumps(lists).encode(), "0.png": plain(2 * d)[1]}
         documents[f"{d}"]["1.png"] = plain(2 * d + 1)[1]
     write_tar(tmp_path / "a.tar", documents)
-    source = Tars([str(tmp_path / "a.tar")], Selection(val_share=0.4))
+    source = Tars([str(tmp_path / "a.tar")], Selection(val_fraction=0.4))
     images = source.images(64)
     val = [d for d in range(12) if held_out(documents[f"{d}"]["json"], 0.4)]
     assert (len(images.train_BCHW), len(images.val_BCHW)) == (12 - len(val), len(val)) and 0 < len(val) < 12
@@ -190,10 +190,10 @@ def test_interleaved_documents_give_an_image_each_and_all_their_texts(tmp_path):
 @pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
 def test_a_share_that_leaves_a_split_empty_names_one_that_does_not(tmp_path, share):
     pattern = write_shards(tmp_path / "s", 1, 12)
-    with pytest.raises(UserError, match="give more images or --val-share") as fault:
-        Tars([pattern], Selection(val_share=share)).images(64)
-    advised = float(re.findall(r"--val-share ([0-9.e-]+\d)", str(fault.value))[0])
-    images = Tars([pattern], Selection(val_share=advised)).images(64)
+    with pytest.raises(UserError, match="give more images or --val-fraction") as fault:
+        Tars([pattern], Selection(val_fraction=share)).images(64)
+    advised = float(re.findall(r"--val-fraction ([0-9.e-]+\d)", str(fault.value))[0])
+    images = Tars([pattern], Selection(val_fraction=advised)).images(64)
     assert len(images.val_BCHW) >= 1 and len(images.train_BCHW) >= 1
 
 
@@ -241,7 +241,7 @@ def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
     expected = [text for text in texts if not held_out(text.encode(), 0.25)]
     assert 0 < len(expected) < 40
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "?.jsonl"):
-        found, said = Documents(str(tmp_path / name), Selection(val_share=0.25)).read()
+        found, said = Documents(str(tmp_path / name), Selection(val_fraction=0.25)).read()
         assert (found, said) == (expected, f"{len(expected)} documents read")
     assert Documents("").read() == ([], "") and Documents([""]).identity() == ""
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
@@ -256,7 +256,7 @@ def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
 def test_lines_that_cannot_be_used_are_counted(tmp_path):
     lines = [b'{"text": "a whole document"}', b"{", b"[]", b'{"text": 3}', b'{"text": " "}', b"", b"\xff"]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    found, said = Documents(str(tmp_path / "a.jsonl"), Selection(val_share=1e-9)).read()
+    found, said = Documents(str(tmp_path / "a.jsonl"), Selection(val_fraction=1e-9)).read()
     assert found == ["a whole document"]
     assert said.startswith("1 documents read, 5 dropped (")
     assert sum(map(int, re.findall(r": (\d+)", said))) == 5
@@ -270,10 +270,10 @@ def test_a_bound_on_characters_takes_the_beginning_of_every_file(tmp_path):
         lines = [json.dumps({"text": f"{name}{i:09d}"}) for i in range(50)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     pattern = str(tmp_path / "{a,b,c,d}.jsonl")
-    found, said = Documents(pattern, Selection(val_share=1e-9, characters=400)).read()
+    found, said = Documents(pattern, Selection(val_fraction=1e-9, characters=400)).read()
     assert [sum(text.startswith(name) for text in found) for name in "abcd"] == [10] * 4
     assert said == "40 documents read, of 4 of 4 files the beginning only (--characters)"
-    assert len(Documents(pattern, Selection(val_share=1e-9)).read()[0]) == 200  # control
+    assert len(Documents(pattern, Selection(val_fraction=1e-9)).read()[0]) == 200  # control
 
 
 def test_documents_of_a_folder_are_its_train_split(small_data):

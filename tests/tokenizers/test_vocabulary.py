@@ -12,14 +12,14 @@ VOCABULARY = JointVocabulary(text_size=7, image_size=4)
 def test_specials_come_first_and_count_as_text():
     assert (BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE) == (0, 1, 2, 3, 4)
     assert SPECIALS[BEGIN_IMAGE] == "<image>" and SPECIALS[END_IMAGE] == "</image>"
-    assert list(VOCABULARY.blocks.items()) == [("text", 12), ("image", 4)]
+    assert list(VOCABULARY.vocab_sizes.items()) == [("text", 12), ("image", 4)]
     assert VOCABULARY.size == 16
 
 
 def test_every_id_is_given_once():
     text, image = VOCABULARY.text(list(range(7))), VOCABULARY.image(list(range(4)))
     assert [*range(5), *text, *image] == list(range(VOCABULARY.size))
-    text_end = VOCABULARY.blocks["text"]
+    text_end = VOCABULARY.vocab_sizes["text"]
     assert max(text) < text_end <= min(image)
 
 
@@ -45,7 +45,7 @@ def test_sizes_are_read_without_the_weights_and_agree_with_them(shipped):
     vocabulary = JointVocabulary.load(shipped)
     assert vocabulary.text_size == TextTokenizer.load(shipped).size
     assert vocabulary.image_size == ImageTokenizer.load(shipped).size
-    assert vocabulary.blocks == {"text": 1029, "image": 512}
+    assert vocabulary.vocab_sizes == {"text": 1029, "image": 512}
 
 
 def test_missing_and_damaged_tokenizers_are_named(tmp_path, shipped):

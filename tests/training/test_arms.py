@@ -63,7 +63,7 @@ def kept() -> dict[Path, training.TrainingModule]:
 @pytest.fixture(scope="module")
 def args(tiny_args) -> list[str]:
     """Probes look at the batch in training: what an arm does not read, nothing of it can measure."""
-    return [*tiny_args, "--monitor.batch=current"]
+    return [*tiny_args, "--monitor.probe_split=current"]
 
 
 @pytest.fixture(scope="module")

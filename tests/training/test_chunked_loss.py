@@ -127,7 +127,7 @@ def test_what_it_cannot_do_is_refused():
         with pytest.raises(ValueError, match="pass the same"):
             total_loss(sums, *other, 7.0)
     with pytest.raises(ValueError, match=r"loss\.chunk is 0"):
-        LossConfig(chunk=0)
+        LossConfig(chunk_size=0)
     assert not sums.ce.requires_grad and total_loss(sums, *given, 7.0).requires_grad
     with torch.no_grad():
         measured = chunked_losses(hidden, head, *of, *given, 4)
@@ -190,7 +190,7 @@ def test_hidden_states_raw_logits_and_logits_belong_to_one_forward():
 def test_a_step_of_the_model_has_the_gradients_of_the_dense_one(model):
     batch, found = toy_batch(0, padding=3), []
     for chunk in (None, 5):
-        module = module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk=chunk))
+        module = module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk_size=chunk))
         loss = total_loss(module.losses(batch), *module.loss_weighting(batch))
         found.append(torch.autograd.grad(loss, list(module.model.parameters())))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
@@ -213,12 +213,12 @@ RUNS = {
 @pytest.mark.parametrize(("model", "optim"), RUNS.values(), ids=RUNS)
 def test_a_run_in_chunks_is_the_dense_run(model, optim):
     batches = [part for seed in range(4) for part in cut(toy_batch(seed), 2)]
-    modules = [module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk=c), **optim) for c in (None, 7)]
+    modules = [module_of(replace(MODEL, **model), LossConfig(**BOTH, chunk_size=c), **optim) for c in (None, 7)]
     lines = [fit(module, batches, accumulate=2, clip=0.5) for module in modules]
     assert apart(*map(weights, modules)) < 1e-9
     assert lines[0] == [pytest.approx(line, rel=1e-6) for line in lines[1]]
     # The control: without the z-loss it is another run.
-    other = module_of(replace(MODEL, **model), LossConfig(weights=BOTH["weights"], chunk=7), **optim)
+    other = module_of(replace(MODEL, **model), LossConfig(weights=BOTH["weights"], chunk_size=7), **optim)
     fit(other, batches, accumulate=2, clip=0.5)
     assert apart(weights(other), weights(modules[1])) > 1e-4
 
@@ -228,18 +228,18 @@ def test_the_monitors_see_the_same_and_change_no_bit(monkeypatch):
     logged: list[dict[str, float]] = []
     monkeypatch.setattr("mmqk.monitors.training_run.callback._log", lambda trainer, values: logged.append(values))
     config = MonitorConfig(
-        every_n_steps=2, sequences=2, gradient_agreement=True, budget_every_n_steps=2, budget_steps=2
+        every_n_steps=2, probe_sequences=2, gradient_agreement=True, budget_every_n_steps=2, budget_steps=2
     )
     batches, found, modules = [toy_batch(seed) for seed in range(4)], [], []
     for chunk in (None, 7):
-        modules.append(module_of(loss=LossConfig(**BOTH, chunk=chunk)))
+        modules.append(module_of(loss=LossConfig(**BOTH, chunk_size=chunk)))
         fit(modules[-1], batches, callbacks=[RunMonitor(config)])
         found.append({(i, k): v for i, line in enumerate(logged) for k, v in line.items()})
         logged.clear()
     names = {name.split("/")[0] for _, name in found[0]}
     assert {"grad_signal", "w_q_growth", "budget_window"} <= names
     assert found[1] == pytest.approx(found[0], rel=1e-6, abs=1e-10)
-    alone = module_of(loss=LossConfig(**BOTH, chunk=7))
+    alone = module_of(loss=LossConfig(**BOTH, chunk_size=7))
     fit(alone, batches)
     assert apart(weights(alone), weights(modules[1])) == 0 < apart(weights(modules[0]), weights(modules[1]))
     batch = toy_batch(9)
@@ -250,7 +250,7 @@ def test_the_monitors_see_the_same_and_change_no_bit(monkeypatch):
 def test_parts_reach_the_split_optimizer():
     batch, found = toy_batch(0), []
     for chunk in (None, 7):
-        module = module_of(loss=LossConfig(**BOTH, chunk=chunk))
+        module = module_of(loss=LossConfig(**BOTH, chunk_size=chunk))
         optimizer = SplitAdamW(module.model.parameters(), lr=0.1)
         sums = module.losses(batch, by_modality=True)
         optimizer.backward(list(loss_parts(sums, *module.loss_weighting(batch))))
@@ -262,7 +262,7 @@ def test_parts_reach_the_split_optimizer():
 def test_a_bad_logit_is_named_as_in_the_dense_form():
     batch, said = toy_batch(0), []
     for chunk in (None, 7):
-        module = module_of(loss=LossConfig(chunk=chunk))
+        module = module_of(loss=LossConfig(chunk_size=chunk))
 
         def loss(sink, module=module):
             return total_loss(module.losses(batch, sink), *module.loss_weighting(batch))
@@ -295,8 +295,8 @@ class Largest(TorchDispatchMode):
 def largest(chunk: int | None, **optim) -> int:
     """In a forward and backward pass over 96 tokens with 500 ids, width 16."""
     module = module_of(
-        replace(MODEL, blocks={"text": 300, "image": 200}, final_softcap=5.0),
-        LossConfig(z_loss=0.1, chunk=chunk), **optim,
+        replace(MODEL, vocab_sizes={"text": 300, "image": 200}, final_softcap=5.0),
+        LossConfig(z_loss=0.1, chunk_size=chunk), **optim,
     )  # fmt: skip
     batch = toy_batch(0, B=4, T=24)
     with Largest() as seen:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.config import LossConfig, OptimConfig
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, UntieConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig
 from mmqk.training.step.module import TrainingModule
 from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 from tests.peers import Peer
@@ -30,7 +30,7 @@ MODEL = ModelConfig(
     n_heads=2,
     post_norm=True,
     qk_norm=QKNormConfig(kind="rms"),
-    blocks={"text": 9, "image": 7},
+    vocab_sizes={"text": 9, "image": 7},
 )
 
 
@@ -119,7 +119,7 @@ VARIANTS = {
     "cosine": ModelConfig(qk_norm=QKNormConfig(kind="l2", gain="per_head", scale_max=100.0)),
     "layer norm": ModelConfig(norm="layer", norm_bias=True, post_norm=True, layer_scale=0.1),
     "sigma": ModelConfig(weight_reparam="sigma"),
-    "untied": ModelConfig(untie=UntieConfig(norms=True, qk=True, mlp=True)),
+    "untied": ModelConfig(per_modality=PerModalityConfig(norms=True, qk=True, mlp=True)),
     "tied": ModelConfig(tie_embeddings=True),
 }
 
@@ -139,7 +139,7 @@ def kind_of(name: str, config: ModelConfig) -> str:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
     """AdamW written out for a gradient of 0: `1 - lr * decay` times the parameter, or the parameter."""
-    config = replace(VARIANTS[variant], d_model=16, n_layers=2, n_heads=2, blocks=MODEL.blocks)
+    config = replace(VARIANTS[variant], d_model=16, n_layers=2, n_heads=2, vocab_sizes=MODEL.vocab_sizes)
     model = EarlyFusionTransformer(config).double()
     with torch.no_grad():
         for p in model.parameters():
@@ -164,7 +164,7 @@ def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_default_groups_are_those_that_checkpoints_have(variant):
     """Optimizer state is stored by position: axes told matrices from gains before gains could have two axes."""
-    config = replace(VARIANTS[variant], d_model=16, n_layers=2, n_heads=2, blocks=MODEL.blocks)
+    config = replace(VARIANTS[variant], d_model=16, n_layers=2, n_heads=2, vocab_sizes=MODEL.vocab_sizes)
     model = EarlyFusionTransformer(config)
     by_axes = [
         [p for p in model.parameters() if p.ndim >= 2],

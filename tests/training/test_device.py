@@ -72,7 +72,7 @@ def test_the_kernel_that_is_named_is_the_one_that_runs(run):
 
 def test_a_line_says_what_is_compiled_and_recomputed(run, monkeypatch):
     monkeypatch.setattr(device.shutil, "which", lambda name: "/usr/bin/g++")
-    settled = resolve_device(replace(run, compile=True, recompute=True), CPU)
+    settled = resolve_device(replace(run, compile=True, activation_checkpointing=True), CPU)
     line = "cpu; attention: flash (SDPA); blocks compiled (this can take minutes and gigabytes before step 1)"
     assert describe(settled) == f"{line}; blocks recomputed"
     assert describe({**settled, "name": "a GPU"}).endswith("; blocks compiled; blocks recomputed")  # the control
@@ -185,7 +185,7 @@ def test_blocks_that_are_compiled_or_recomputed_and_qk_clip_want_flex():
         check_shown(False, False, backend, OptimConfig(qk_clip=1.0))
         check_shown(True, True, backend, OptimConfig())
     check_shown(True, True, "flex", OptimConfig(qk_clip=1.0))
-    for word, on in (("compile", (True, False)), ("recompute", (False, True))):
+    for word, on in (("compile", (True, False)), ("activation_checkpointing", (False, True))):
         with pytest.raises(ValueError, match=rf"^optim\.qk_clip reads queries.*flex.*or leave {word} off"):
             check_shown(*on, "sdpa", OptimConfig(qk_clip=1.0))
 
@@ -198,7 +198,7 @@ REFUSED = {
     "no such": (["--backend=triton"], "backend must be one of math, sdpa"),
     "compile, QK-Clip": (["--compile=true", "--optim.qk_clip=1"], "optim.qk_clip reads queries and keys"),
     "recompute, QK-Clip": (
-        ["--recompute=true", "--optim.qk_clip=1"],
+        ["--activation_checkpointing=true", "--optim.qk_clip=1"],
         "optim.qk_clip reads queries and keys",
     ),
     "flex, length": ([*FLEX, "--data.seq_len=96"], "data.seq_len to be a multiple of 128, but it is 96"),
@@ -231,18 +231,18 @@ def test_no_compiler_no_folder(tiny_args, tmp_path, capsys, monkeypatch):
 
 def test_a_run_records_and_says_its_device(tiny_args, tmp_path, capsys):
     args = [a for a in tiny_args if a != "--quiet"]
-    assert main([*args, "--recompute=true", "--trainer.max_steps=1", f"--out={tmp_path / 'run'}"]) == 0
+    assert main([*args, "--activation_checkpointing=true", "--trainer.max_steps=1", f"--out={tmp_path / 'run'}"]) == 0
     assert "cpu; attention: flash (SDPA); blocks recomputed" in capsys.readouterr().out
     details = json.loads((tmp_path / "run/run.json").read_text())["details"]
     assert details["device"] == {
         "name": "cpu", "attention": "flash (SDPA)", "compiled": False, "recomputed": True}  # fmt: skip
-    assert details["config"]["compile"] is False and details["config"]["recompute"] is True
+    assert details["config"]["compile"] is False and details["config"]["activation_checkpointing"] is True
 
 
 def test_compile_is_of_the_identity_where_it_is_on_and_recompute_never(tiny_args):
     plain, compiled, off, recomputed = (
         resolve([*tiny_args, *flags])
-        for flags in ([], ["--compile=true"], ["--compile=false"], ["--recompute=true"])
+        for flags in ([], ["--compile=true"], ["--compile=false"], ["--activation_checkpointing=true"])
     )
     assert plain.identity == off.identity == recomputed.identity and plain.id == recomputed.id
     assert compiled.identity == {**plain.identity, "compile": True} and compiled.id != plain.id
@@ -257,11 +257,11 @@ def test_the_demonstration_is_the_run_that_it_was():
 def test_what_a_fork_changes():
     """A parent that is older than the fields had neither."""
     old = {"seed": 0}
-    new = {"seed": 0, "compile": False, "recompute": False}
+    new = {"seed": 0, "compile": False, "activation_checkpointing": False}
     assert (
         changes(old, new)
-        == changes(old, {**new, "recompute": True})
-        == changes({**new, "recompute": True}, new)
+        == changes(old, {**new, "activation_checkpointing": True})
+        == changes({**new, "activation_checkpointing": True}, new)
         == []
     )
     assert changes(old, {**new, "compile": True}) == [{"field": "compile", "from": False, "to": True}]

@@ -36,7 +36,7 @@ def one_alarm():
 @pytest.fixture(scope="module")
 def args(tiny_args) -> list[str]:
     return [*tiny_args, "--trainer.max_steps=4", "--checkpoint.every_n_steps=2", "--checkpoint.keep=1",
-            "--monitor.every_n_steps=2", "--monitor.sequences=1", "--data.val_sequences=2"]  # fmt: skip
+            "--monitor.every_n_steps=2", "--monitor.probe_sequences=1", "--data.val_sequences=2"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

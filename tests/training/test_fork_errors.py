@@ -16,7 +16,7 @@ from mmqk.train import main
 @pytest.fixture(scope="module")
 def parent(tiny_args, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("parent") / "run"
-    fields = ["--model.qk_norm.kind=layer", "--model.qk_norm.bias=true", "--model.untie.qk=true"]
+    fields = ["--model.qk_norm.kind=layer", "--model.qk_norm.bias=true", "--model.per_modality.qk=true"]
     assert main([*tiny_args, "--trainer.max_steps=4", *fields, f"--out={out}"]) == 0
     return out
 
@@ -40,15 +40,15 @@ def said(capsys, *args: str) -> str:
         (["--model.mlp=geglu"], "model.mlp is swiglu in the parent and geglu here"),
         (
             ['--data.mix={"dial": 1}', "--data.seq_len=96"],
-            "model.blocks is {'text': 305, 'image': 32} in the parent",
+            "model.vocab_sizes is {'text': 305, 'image': 32} in the parent",
         ),
         (["--model.tie_embeddings=true"], "model.tie_embeddings cannot be switched on in a fork"),
-        (["--model.untie.qk=false"], "model.untie.qk cannot be switched off in a fork"),
+        (["--model.per_modality.qk=false"], "model.per_modality.qk cannot be switched off in a fork"),
         (["--trainer.max_steps=4"], "trainer.max_steps is 4, but the fork starts at step 4"),
         (["--checkpoint.at=[4]"], "checkpoint.at has step 4: the run's own steps are 5 to 8"),
-        (["--fork_perturb=1e-9"], "fork_perturb is 1e-09"),
-        (["--fork_draw=1"], "fork_draw numbers the draws of fork_perturb"),
-        (["--fork_skip=-1"], "fork_skip is -1"),
+        (["--fork_noise=1e-9"], "fork_noise is 1e-09"),
+        (["--fork_seed=1"], "fork_seed numbers the draws of fork_noise"),
+        (["--fork_skip_batches=-1"], "fork_skip_batches is -1"),
         (["--model.attn_softcap=30"], "backend sdpa cannot apply model.attn_softcap"),
         (["--optim.qk_clip=30"], "optim.qk_clip scales W_q and W_k"),
         (["--model.qk_norm.kind=rms"], "model.qk_norm.bias belongs to kind layer"),
@@ -73,7 +73,7 @@ def test_a_parent_that_is_none(parent, tiny_args, tmp_path, capsys):
     del content["mmqk_run"]
     save_checkpoint(content, tmp_path / "old.ckpt")
     assert "does not name the run that wrote it" in said(capsys, f"--fork={tmp_path / 'old.ckpt'}", out)
-    assert "fork_skip belongs to a fork" in said(capsys, *tiny_args, "--fork_skip=1", out)
+    assert "fork_skip_batches belongs to a fork" in said(capsys, *tiny_args, "--fork_skip_batches=1", out)
     assert not (tmp_path / "fork").exists()
 
 
@@ -84,8 +84,8 @@ def test_a_folder_with_another_run_is_left_alone(parent, tmp_path, capsys):
     assert main([*fields, "--quiet", f"--out={tmp_path / 'fork'}"]) == 0
     capsys.readouterr()
     before = (tmp_path / "fork/metrics.jsonl").read_bytes()
-    assert "fork.skip (0 there, 1 here)" in said(
-        capsys, *fields, "--fork_skip=1", f"--out={tmp_path / 'fork'}"
+    assert "fork.skip_batches (0 there, 1 here)" in said(
+        capsys, *fields, "--fork_skip_batches=1", f"--out={tmp_path / 'fork'}"
     )
     assert (tmp_path / "fork/metrics.jsonl").read_bytes() == before
 

@@ -48,7 +48,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @pytest.fixture(scope="module")
 def parent(tiny_args, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("parent") / "run"
-    args = [*tiny_args, "--model.residual_dropout=0.1", "--checkpoint.keep=9", "--monitor.sequences=1"]
+    args = [*tiny_args, "--model.residual_dropout=0.1", "--checkpoint.keep=9", "--monitor.probe_sequences=1"]
     assert main([*args, f"--out={out}"]) == 0
     return out
 
@@ -68,11 +68,11 @@ def test_fork_that_changes_nothing_is_the_parent(parent, tmp_path, capsys):
     assert "with nothing changed: the function equals the parent's bit for bit" in capsys.readouterr().err
     ours, theirs = (json.loads((f / "run.json").read_text()) for f in (tmp_path / "fork", parent))
     assert ours["identity"].pop("fork") == {
-        "parent": theirs["id"], "step": STEP, "skip": 0, "perturb": 0.0, "draw": 0,
+        "parent": theirs["id"], "step": STEP, "skip_batches": 0, "noise": 0.0, "seed": 0,
     }  # fmt: skip
     assert ours["identity"] == theirs["identity"] and ours["id"] != theirs["id"]
     # The controls: another draw of the data's order, and the state of the optimizer, are seen by the comparison.
-    fork(parent, tmp_path / "skipped", "--fork_skip=1")
+    fork(parent, tmp_path / "skipped", "--fork_skip_batches=1")
     assert not same(tensors(tmp_path / "skipped"), tensors(parent))
 
 
@@ -80,11 +80,11 @@ def test_everything_that_has_a_state_goes_on(tiny_args, tmp_path):
     """Nothing changed, of a parent with copies by modality, moments by modality, singular vectors and a window of the
     radial budget that is open at the fork."""
     fields = ["--model.weight_reparam=sigma", "--model.qk_norm.kind=l2", "--model.qk_norm.gain=per_head",
-              "--model.qk_norm.scale_max=100", "--model.qk_norm.normalize_v=true", "--model.untie.qk=true",
-              "--model.untie.norms=true", "--model.post_norm=true", "--model.layer_scale=0.5", "--data.workers=1",
+              "--model.qk_norm.scale_max=100", "--model.qk_norm.normalize_v=true", "--model.per_modality.qk=true",
+              "--model.per_modality.norms=true", "--model.post_norm=true", "--model.layer_scale=0.5", "--data.workers=1",
               "--optim.split_second_moment=true", "--optim.decay_gains=true", "--trainer.accumulate_grad_batches=2",
               "--monitor.budget_every_n_steps=6", "--monitor.budget_steps=5", "--data.pack=documents"]  # fmt: skip
-    args = [*tiny_args, *fields, "--data.seq_len=256", "--monitor.sequences=1", "--checkpoint.keep=9"]
+    args = [*tiny_args, *fields, "--data.seq_len=256", "--monitor.probe_sequences=1", "--checkpoint.keep=9"]
     assert main([*args, f"--out={tmp_path / 'parent'}"]) == 0
     fork(tmp_path / "parent", tmp_path / "fork")
     assert same(tensors(tmp_path / "fork"), tensors(tmp_path / "parent"))
@@ -107,7 +107,7 @@ def test_the_newest_checkpoint_of_a_run_folder(parent, tmp_path):
 
 
 def test_interrupted_and_resumed_fork_is_the_straight_one(parent, tmp_path):
-    fields = ("--model.qk_norm.kind=rms", "--fork_skip=1", "--fork_perturb=1e-3", "--checkpoint.every_n_steps=2",
+    fields = ("--model.qk_norm.kind=rms", "--fork_skip_batches=1", "--fork_noise=1e-3", "--checkpoint.every_n_steps=2",
               "--checkpoint.keep=9", "--trainer.accumulate_grad_batches=2")  # fmt: skip
     fork(parent, tmp_path / "straight", *fields)
     for kept in (STEP, 10):
@@ -136,7 +136,7 @@ def test_the_same_command_goes_on_when_the_parent_has_moved_on(parent, tmp_path)
 
 
 def test_fork_of_a_fork(parent, tmp_path):
-    fork(parent, tmp_path / "one", "--checkpoint.every_n_steps=2", "--fork_skip=1")
+    fork(parent, tmp_path / "one", "--checkpoint.every_n_steps=2", "--fork_skip_batches=1")
     record = fork(tmp_path / "one", tmp_path / "two", step=10)
     assert record["parent"]["id"] == json.loads((tmp_path / "one/run.json").read_text())["id"]
     assert record["changed"] == []
@@ -211,10 +211,10 @@ def test_another_learning_rate_with_the_state_of_the_optimizer(parent, tmp_path)
 @pytest.mark.parametrize(
     ("fields", "rows_from", "size"),
     [
-        (["--fork_skip=2"], (STEP + 2) * 4, 4),
+        (["--fork_skip_batches=2"], (STEP + 2) * 4, 4),
         (["--data.batch_size=2"], STEP * 4, 2),
-        (["--data.batch_size=2", "--fork_skip=3"], STEP * 4 + 6, 2),
-        (["--trainer.accumulate_grad_batches=2", "--fork_skip=1", "--data.workers=1"], (STEP + 1) * 4, 4),
+        (["--data.batch_size=2", "--fork_skip_batches=3"], STEP * 4 + 6, 2),
+        (["--trainer.accumulate_grad_batches=2", "--fork_skip_batches=1", "--data.workers=1"], (STEP + 1) * 4, 4),
     ],
 )
 def test_data_goes_on_where_the_parent_was(parent, tmp_path, fields, rows_from, size):
@@ -232,7 +232,7 @@ SWITCHES = {
     "qk-norm": ["--model.qk_norm.kind=layer", "--model.qk_norm.bias=true", "--model.qk_norm.gain=per_head"],
     "post-norm": ["--model.pre_norm=false", "--model.post_norm=true"],
     "softcap": ["--model.attn_softcap=50", "--model.final_softcap=30", "--backend=math"],
-    "sigma reparam": ["--model.weight_reparam=sigma", "--model.layer_scale=1e-4", "--model.untie.mlp=true"],
+    "sigma reparam": ["--model.weight_reparam=sigma", "--model.layer_scale=1e-4", "--model.per_modality.mlp=true"],
     "weights by modality": ["--loss.weights.image=0"],
     "precision": ["--trainer.precision=bf16-mixed"],
     "true precision": ["--trainer.precision=bf16-true"],
@@ -271,7 +271,7 @@ def test_splitting_moments_and_back(parent, tmp_path):
 def test_perturbation_has_its_size_and_is_a_function_of_its_number(parent, tmp_path):
     longer = ["--trainer.max_steps=9", "--optim.schedule_steps=12"]
     for name, draw in (("a", 1), ("again", 1), ("b", 2)):
-        fork(parent, tmp_path / name, "--fork_perturb=1e-4", f"--fork_draw={draw}", *longer)
+        fork(parent, tmp_path / name, "--fork_noise=1e-4", f"--fork_seed={draw}", *longer)
     before = saved(parent, STEP)["state_dict"]
     a, again, b = (saved(tmp_path / n, STEP)["state_dict"] for n in ("a", "again", "b"))
     assert same(a, again)
@@ -289,11 +289,11 @@ def test_perturbation_has_its_size_and_is_a_function_of_its_number(parent, tmp_p
 def test_identity_without_a_checkpoint_is_that_with_it(parent, tmp_path):
     record = json.loads((parent / "run.json").read_text())
     run = resolve(record["details"]["command"][3:])
-    fields = ["--model.qk_norm.kind=rms", "--fork_perturb=1e-6", "--fork_draw=3", f"--out={tmp_path}"]
+    fields = ["--model.qk_norm.kind=rms", "--fork_noise=1e-6", "--fork_seed=3", f"--out={tmp_path}"]
     planned = resolve(["--fork=not/there/yet.ckpt", *fields], Parent(run.id, STEP, run.nested()))
     made = resolve([f"--fork={parent}/checkpoints/step{STEP:08d}.ckpt", *fields])
     assert planned.id == made.id != run.id
-    assert resolve([*fields[:-1], "--fork_draw=4"], Parent(run.id, STEP, run.nested())).id != made.id
+    assert resolve([*fields[:-1], "--fork_seed=4"], Parent(run.id, STEP, run.nested())).id != made.id
     assert resolve(fields, Parent(run.id, 4, run.nested())).id != made.id
 
 

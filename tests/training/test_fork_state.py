@@ -234,7 +234,7 @@ def test_other_data_starts_the_history_again():
 @pytest.mark.parametrize(
     ("changed", "alarms", "window"),
     [([], True, True), (["trainer.max_steps"], True, True), (["optim.lr"], True, False),
-     (["model.post_norm"], False, False), (["data.mix.text"], False, False), (["fork_perturb"], True, False)],
+     (["model.post_norm"], False, False), (["data.mix.text"], False, False), (["fork_noise"], True, False)],
 )  # fmt: skip
 def test_what_alarms_and_the_budget_remember(changed, alarms, window):
     saved = parents_callbacks()
@@ -249,14 +249,14 @@ def test_what_alarms_and_the_budget_remember(changed, alarms, window):
 def test_numbers_of_a_fork_are_checked():
     parent = Parent("0" * 10, 8, {})
     mistakes = {
-        "fork_skip is -1": {"skip": -1},
-        "fork_draw numbers the draws": {"draw": 2},
-        "fork_perturb is 1e-09": {"perturb": 1e-9},
-        "fork_perturb is 2": {"perturb": 2.0},
+        "fork_skip_batches is -1": {"skip_batches": -1},
+        "fork_seed numbers the draws": {"seed": 2},
+        "fork_noise is 1e-09": {"noise": 1e-9},
+        "fork_noise is 2": {"noise": 2.0},
     }
     for says, wrong in mistakes.items():
         with pytest.raises(ValueError, match=says):
             ForkConfig(parent, **wrong)
     assert ForkConfig(parent, perturb=1e-6, draw=2, skip=3).identity == {
-        "parent": "0" * 10, "step": 8, "skip": 3, "perturb": 1e-6, "draw": 2,
+        "parent": "0" * 10, "step": 8, "skip_batches": 3, "noise": 1e-6, "seed": 2,
     }  # fmt: skip

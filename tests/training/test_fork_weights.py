@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.model.config import QKNormConfig, UntieConfig
+from mmqk.model.config import QKNormConfig, PerModalityConfig
 from mmqk.training.fork.measure import change_of_function
 from mmqk.training.fork.weights import carry
 from mmqk.training.step.losses import modality_losses
 from tests.training.toy import BLOCKS, toy_batch
 
-PLAIN = ModelConfig(d_model=64, n_layers=2, n_heads=4, d_head=64, blocks=BLOCKS)
+PLAIN = ModelConfig(d_model=64, n_layers=2, n_heads=4, d_head=64, vocab_sizes=BLOCKS)
 GROUPED = replace(PLAIN, n_kv_heads=2)
 POST = replace(PLAIN, pre_norm=False, post_norm=True)
 BATCH = toy_batch(0, B=8, T=24, padding=3)
@@ -65,18 +65,18 @@ EXACT = {
     "sigma reparam on": (PLAIN, replace(PLAIN, weight_reparam="sigma")),
     "sigma reparam on, gamma one": (PLAIN, replace(PLAIN, weight_reparam="sigma", reparam_gamma="one")),
     "sigma reparam off": (replace(PLAIN, weight_reparam="sigma"), PLAIN),
-    "gains zero-centred": (replace(PLAIN, post_norm=True), replace(PLAIN, post_norm=True, norm_gain="zero_centred")),
+    "gains zero-centered": (replace(PLAIN, post_norm=True), replace(PLAIN, post_norm=True, norm_gain="zero_centered")),
     "gains of pre-norms away": (PLAIN, replace(PLAIN, norm_gain="none")),
     "gains of post-norms away": (
         replace(POST, layer_scale=1.0), replace(POST, layer_scale=1.0, norm_gain="none")),
     "QK gain by head": (replace(PLAIN, qk_norm=rms()), replace(PLAIN, qk_norm=rms(gain="per_head"))),
-    "QK gain zero-centred": (replace(PLAIN, qk_norm=rms()), replace(PLAIN, qk_norm=rms(gain="zero_centred"))),
+    "QK gain zero-centered": (replace(PLAIN, qk_norm=rms()), replace(PLAIN, qk_norm=rms(gain="zero_centered"))),
     "cosine scale by head": (replace(PLAIN, qk_norm=l2()), replace(PLAIN, qk_norm=l2(gain="per_head"))),
     "cosine scale as a logarithm": (replace(PLAIN, qk_norm=l2()), replace(PLAIN, qk_norm=l2(scale_max=100.0))),
     "cosine to QK-Norm": (replace(GROUPED, qk_norm=l2(gain="per_head")),
                           replace(GROUPED, qk_norm=rms(gain="per_head", eps=1e-12))),
     "everything untied": (replace(POST, qk_norm=rms()),
-                          replace(POST, qk_norm=rms(), untie=UntieConfig(True, True, True, True))),
+                          replace(POST, qk_norm=rms(), per_modality=PerModalityConfig(True, True, True, True))),
     "a head of its own": (replace(PLAIN, tie_embeddings=True), PLAIN),
     "dropout": (PLAIN, replace(PLAIN, residual_dropout=0.3, attn_dropout=0.3)),
 }  # fmt: skip
@@ -112,11 +112,11 @@ def test_gains_of_values_go_into_the_matrix_behind_them(gain):
 NEAR = {
     "QK-Norm": (PLAIN, replace(PLAIN, qk_norm=rms())),
     "QK-Norm by head, all heads together": (PLAIN, replace(PLAIN, qk_norm=rms(gain="per_head", scope="full"))),
-    "QK-Norm zero-centred behind RoPE": (
-        PLAIN, replace(PLAIN, qk_norm=rms(gain="zero_centred", place="after_rope"))),
+    "QK-Norm zero-centered behind RoPE": (
+        PLAIN, replace(PLAIN, qk_norm=rms(gain="zero_centered", place="after_rope"))),
     "LayerNorm": (PLAIN, replace(PLAIN, qk_norm=QKNormConfig(kind="layer", bias=True))),
     "values too": (GROUPED, replace(GROUPED, qk_norm=rms(gain="per_head", normalize_v=True))),
-    "untied": (PLAIN, replace(PLAIN, qk_norm=rms(), untie=UntieConfig(qk_norm=True))),
+    "untied": (PLAIN, replace(PLAIN, qk_norm=rms(), per_modality=PerModalityConfig(qk_norm=True))),
     "post-norm": (PLAIN, replace(PLAIN, post_norm=True)),
     "post-norm silent at first": (PLAIN, replace(PLAIN, post_norm=True, post_gain_init=0.0)),
     "pre-norm": (POST, replace(POST, pre_norm=True)),
@@ -173,7 +173,7 @@ def measured(model: EarlyFusionTransformer, site: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("gain", ["shared", "per_head", "zero_centred"])
+@pytest.mark.parametrize("gain", ["shared", "per_head", "zero_centered"])
 def test_gains_are_the_measured_rms(gain):
     old = grown(GROUPED)
     new = EarlyFusionTransformer(replace(GROUPED, qk_norm=rms(gain=gain, eps=1e-12)), "math")
@@ -185,17 +185,17 @@ def test_gains_are_the_measured_rms(gain):
             assert carried.added[name] == "the measured RMS"
             dims = (0, 2) if gain == "per_head" else (0, 1, 2)
             expected = x_NHK.square().mean(dims, keepdim=True).sqrt()[0]
-            found = weights[name].double() + (gain == "zero_centred")
+            found = weights[name].double() + (gain == "zero_centered")
             expected = expected if gain == "per_head" else expected[0]
             torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-5, atol=1e-6)
 
 
 def test_gains_by_modality_are_of_its_own_tokens():
-    old = grown(replace(POST, untie=UntieConfig(qk=True)))
+    old = grown(replace(POST, per_modality=PerModalityConfig(qk=True)))
     with torch.no_grad():
         old.get_submodule("blocks.0.attention.w_q.copies.1").weight.mul_(3)  # type: ignore[operator, union-attr]
-    untie = UntieConfig(qk=True, qk_norm=True)
-    new = EarlyFusionTransformer(replace(POST, qk_norm=rms(eps=1e-12), untie=untie), "math")
+    untie = PerModalityConfig(qk=True, qk_norm=True)
+    new = EarlyFusionTransformer(replace(POST, qk_norm=rms(eps=1e-12), per_modality=untie), "math")
     carry(old, new, BATCH)
     x_NHK, modality_N = measured(old, "q_raw")[0], BATCH.modality_BT[BATCH.valid_BT]
     for m in (0, 1):

@@ -99,13 +99,13 @@ def test_the_compiled_loss_in_bf16_is_the_dense_one_in_float64(inductor):
 
 
 def deep(**fields):
-    config = ModelConfig(blocks=BLOCKS, d_model=256, n_layers=8, n_heads=4, **fields)
+    config = ModelConfig(vocab_sizes=BLOCKS, d_model=256, n_layers=8, n_heads=4, **fields)
     return EarlyFusionTransformer(config, "math").to(DEVICE).train()
 
 
 def step(model, recompute, narrow=False):
     """Loss and gradients; the same masks of dropout every time."""
-    model.recompute = recompute
+    model.activation_checkpointing = recompute
     torch.manual_seed(1)
     ids_BT = torch.randint(0, 16, (4, 256), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=narrow):
@@ -151,7 +151,7 @@ def test_recomputed_blocks_keep_less_memory():
 # Waiting ---------------------------------------------------------------------------------------------------
 
 FIRST, FLUSH, ACCUMULATE = 3, 8, 2  # updates before whoever waits is looked for, and at the flush
-GPU = ModelConfig(blocks=BLOCKS, d_model=128, n_layers=2, n_heads=2)
+GPU = ModelConfig(vocab_sizes=BLOCKS, d_model=128, n_layers=2, n_heads=2)
 RUNS = {
     "plain": ({}, {}, {}, "sdpa", False),
     "dense, windows": ({"window": 100, "global_every": 2}, {}, {}, "math", False),

@@ -11,13 +11,13 @@ import torch
 from torch.nn import functional as F
 
 from mmqk.config import LossConfig, MonitorConfig
-from mmqk.model import QKNormConfig, UntieConfig
+from mmqk.model import QKNormConfig, PerModalityConfig
 from mmqk.monitors.training_run.callback import RunMonitor
 from mmqk.store import AlarmRules
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights
 
 EVERYTHING = MonitorConfig(
-    every_n_steps=2, sequences=2, heads=True, parameters=True, precision=True, gradient_agreement=True,
+    every_n_steps=2, probe_sequences=2, heads=True, parameters=True, precision=True, gradient_agreement=True,
     budget_every_n_steps=4, budget_steps=3,
 )  # fmt: skip
 PARTS = ("decay", "step", "unattributed", "rest")
@@ -72,7 +72,7 @@ CASES = {
     "micro-batches and clipping": ({}, {"weight_decay": 0.0}, {"accumulate": 2, "clip": 0.05}, {}),
     "z-loss and weights": ({}, {}, {"clip": 0.5}, {"z_loss": 1e-2, "weights": {"image": 0.5}}),
     "dropout": ({"residual_dropout": 0.2, "attn_dropout": 0.1}, {}, {"clip": 0.5}, {}),
-    "untied": ({"untie": UntieConfig(qk=True)}, {}, {}, {}),
+    "untied": ({"per_modality": PerModalityConfig(qk=True)}, {}, {}, {}),
     "sigma": ({"weight_reparam": "sigma"}, {}, {}, {}),
     "clipped logits": ({}, {"qk_clip": 1e-3}, {"accumulate": 2}, {}),
     "split moments": ({}, {"split_second_moment": True}, {"accumulate": 2, "clip": 0.05}, {}),
@@ -190,7 +190,7 @@ def test_sizes_by_parameter(logged):
 
 def test_a_parameter_of_zeros_has_no_ratio_and_rings_no_alarm(logged):
     """Gains about 0 are zeros before the first step."""
-    module = module_of(replace(MODEL, qk_norm=QKNormConfig("rms", gain="zero_centred")))
+    module = module_of(replace(MODEL, qk_norm=QKNormConfig("rms", gain="zero_centered")))
     batches = batches_of(2)
     fit(module, batches, callbacks=[RunMonitor(replace(EVERYTHING, every_n_steps=1))])
     gains = [name for name, _ in module.model.named_parameters() if "attention.q_norm" in name]

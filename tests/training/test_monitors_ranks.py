@@ -24,7 +24,7 @@ SEQUENCES = 6  # an odd number for each
 
 
 def make_model() -> EarlyFusionTransformer:
-    config = ModelConfig(blocks={"text": 9, "image": 7}, d_model=16, n_layers=2, n_heads=2)
+    config = ModelConfig(vocab_sizes={"text": 9, "image": 7}, d_model=16, n_layers=2, n_heads=2)
     # In fp64: a first Adam step makes steps of full size of gradients that are nothing but rounding.
     return EarlyFusionTransformer(config, backend="math").double()
 

@@ -21,7 +21,7 @@ EVERYTHING = [
     "--monitor.gradient_agreement=true", "--monitor.budget_every_n_steps=5", "--monitor.budget_steps=5",
 ]  # fmt: skip
 RUN = ["--model.residual_dropout=0.1", "--model.attn_dropout=0.1", "--trainer.accumulate_grad_batches=2",
-       "--monitor.sequences=2", "--checkpoint.keep=9"]  # fmt: skip
+       "--monitor.probe_sequences=2", "--checkpoint.keep=9"]  # fmt: skip
 
 
 def series(folder: Path) -> dict[int, dict]:
@@ -164,6 +164,6 @@ def test_the_site_of_a_broken_backward_pass_is_named_with_dropout_drawn_again():
 
 
 def test_agreement_asks_for_two_sequences():
-    config = MonitorConfig(every_n_steps=1, sequences=1, gradient_agreement=True)
+    config = MonitorConfig(every_n_steps=1, probe_sequences=1, gradient_agreement=True)
     with pytest.raises(ValueError, match="two sequences"):
         fit(module_of(), [toy_batch(0, B=1)], callbacks=[RunMonitor(config)])

@@ -47,7 +47,7 @@ def test_schedules_are_their_formulas(final):
         "exponential": {step: math.exp(t * math.log(final)) for step, t in after},
     }
     found = {
-        name: shares(OptimConfig(schedule=name, warmup_steps=WARMUP, final_lr=final)) for name in written_out
+        name: shares(OptimConfig(schedule=name, warmup_steps=WARMUP, final_lr_ratio=final)) for name in written_out
     }
     for name, formula in written_out.items():
         assert found[name][WARMUP:] == pytest.approx(list(formula.values())), name
@@ -58,7 +58,7 @@ def test_schedules_are_their_formulas(final):
 @pytest.mark.parametrize("warmup", [0, WARMUP])
 @pytest.mark.parametrize(("schedule", "end"), [("constant", 1.0), ("cosine", 0.1), ("exponential", 0.1)])
 def test_it_begins_at_the_peak_falls_and_stays_at_its_end(schedule, end, warmup):
-    config = OptimConfig(schedule=schedule, warmup_steps=warmup, final_lr=0.1)
+    config = OptimConfig(schedule=schedule, warmup_steps=warmup, final_lr_ratio=0.1)
     found = shares(config)[warmup:]
     assert found[0] == 1.0 and found[-1] == pytest.approx(end)
     assert all(later <= earlier for earlier, later in pairwise(found))
@@ -151,9 +151,9 @@ def test_an_epsilon_that_is_accepted_keeps_weights_without_gradient_finite():
         ("eps", -1e-8),
         ("weight_decay", -0.1),
         ("warmup_steps", -1),
-        ("final_lr", -0.1),
-        ("final_lr", 1.1),
-        ("final_lr", math.nan),
+        ("final_lr_ratio", -0.1),
+        ("final_lr_ratio", 1.1),
+        ("final_lr_ratio", math.nan),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(field, value):
@@ -169,7 +169,7 @@ def test_a_number_that_is_not_finite_is_refused_by_name(field, value):
 
 
 def test_the_edges_are_allowed_and_an_exponential_to_zero_is_not():
-    OptimConfig(beta1=0.0, beta2=0.0, weight_decay=0.0, warmup_steps=0, final_lr=0.0)
-    assert OptimConfig(final_lr=1.0, schedule="exponential").final_lr == 1.0
-    with pytest.raises(ValueError, match=r"optim\.schedule exponential .*optim\.final_lr 0"):
-        OptimConfig(final_lr=0.0, schedule="exponential")
+    OptimConfig(beta1=0.0, beta2=0.0, weight_decay=0.0, warmup_steps=0, final_lr_ratio=0.0)
+    assert OptimConfig(final_lr_ratio=1.0, schedule="exponential").final_lr_ratio == 1.0
+    with pytest.raises(ValueError, match=r"optim\.schedule exponential .*optim\.final_lr_ratio 0"):
+        OptimConfig(final_lr_ratio=0.0, schedule="exponential")

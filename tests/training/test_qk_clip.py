@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmqk.config import OptimConfig
 from mmqk.config.checks import check_qk_clip
-from mmqk.model import ModelConfig, QKNormConfig, UntieConfig
+from mmqk.model import ModelConfig, QKNormConfig, PerModalityConfig
 from mmqk.store import parse_tag
 from mmqk.training.logging.loggers import over_layers
 from mmqk.training.loop.step_log import Validation
@@ -128,7 +128,7 @@ def logits_by_head(model, batch) -> list[Tensor]:
 @pytest.mark.parametrize("untied", [False, True])
 def test_logits_of_a_head_shrink_by_exactly_its_gamma(kv_heads, untied):
     """Only the first layer's input is not changed by the clipping of other layers, so it is looked at."""
-    config = replace(MODEL, n_kv_heads=kv_heads, untie=UntieConfig(qk=untied))
+    config = replace(MODEL, n_kv_heads=kv_heads, per_modality=PerModalityConfig(qk=untied))
     model, batch = module_of(config).model, toy_batch(3)
     attention = model.blocks[0].attention
     if untied:  # copies start alike: set them apart, so that scaling only one of them would be seen
@@ -308,7 +308,7 @@ def test_it_is_refused_where_it_would_do_nothing():
     with pytest.raises(ValueError, match=r"optim\.qk_clip .*model\.weight_reparam sigma"):
         check_qk_clip(clip, ModelConfig(weight_reparam="sigma"))
     check_qk_clip(OptimConfig(), ModelConfig(weight_reparam="sigma"))
-    check_qk_clip(clip, ModelConfig(untie=UntieConfig(qk=True), n_kv_heads=2, attention="sigmoid"))
+    check_qk_clip(clip, ModelConfig(per_modality=PerModalityConfig(qk=True), n_kv_heads=2, attention="sigmoid"))
 
 
 @pytest.mark.parametrize("tau", [0.0, -1.0, math.nan, math.inf])

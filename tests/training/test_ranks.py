@@ -24,7 +24,7 @@ from tests.training.toy import MODEL, module_of
 
 # Two micro-batches of two sequences in each process; a probe's third sequence is the second process's.
 STEP = ['--data.mix={"dial": 1}', "--data.seq_len=96", "--data.batch_size=8", "--trainer.accumulate_grad_batches=2",
-        "--loss.z_loss=1e-3", "--monitor.batch=current", "--monitor.sequences=3", "--monitor.gradient_agreement=true",
+        "--loss.z_loss=1e-3", "--monitor.probe_split=current", "--monitor.probe_sequences=3", "--monitor.gradient_agreement=true",
         "--checkpoint.keep=9"]  # fmt: skip
 INSIDE = ["--monitor.parameters=true", "--monitor.budget_every_n_steps=4", "--monitor.budget_steps=3"]
 # Nothing but rounding is left of the first, and means of either sign of the second.
@@ -39,7 +39,7 @@ RUNS = {
     ),
     "ddp, sigma reparam, untied, loss in chunks": (
         "ddp",
-        [*INSIDE, "--model.weight_reparam=sigma", "--model.untie.norms=true", "--loss.chunk=50"],
+        [*INSIDE, "--model.weight_reparam=sigma", "--model.per_modality.norms=true", "--loss.chunk_size=50"],
     ),
     "fsdp": ("fsdp", ["--model.tie_embeddings=true", "--model.qk_norm.kind=rms"]),
 }
@@ -100,7 +100,7 @@ def test_two_processes_train_what_one_does(pair):
 
 def test_half_of_the_batch_is_another_run(tiny_args, tmp_path):
     """The control of the comparison: what a process would train on that did not hear from the other."""
-    args = [*tiny_args, *STEP, "--monitor.sequences=2"]
+    args = [*tiny_args, *STEP, "--monitor.probe_sequences=2"]
     for size in (8, 4):
         assert main([*args, f"--data.batch_size={size}", f"--out={tmp_path / str(size)}"]) == 0
     half, whole = (series(tmp_path / name)[-1] for name in ("4", "8"))

@@ -55,7 +55,7 @@ RUNS = {
 def whole(request, tiny_args, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
     args = [*tiny_args, "--model.residual_dropout=0.1", "--checkpoint.keep=9", "--data.val_every_n_steps=4",
-            "--monitor.sequences=1", *request.param]  # fmt: skip
+            "--monitor.probe_sequences=1", *request.param]  # fmt: skip
     assert main([*args, f"--out={out}"]) == 0
     return out
 

@@ -113,7 +113,7 @@ def test_probing_changes_no_bit_of_training(tiny_args, tmp_path):
     base = [*tiny_args, "--model.residual_dropout=0.1", "--model.qk_norm.kind=rms"]
     for name, every in (("often", 1), ("never", 0)):
         assert main([*base, f"--monitor.every_n_steps={every}", f"--out={tmp_path / name}"]) == 0
-    current = [*base, "--monitor.every_n_steps=1", "--monitor.batch=current", f"--out={tmp_path / 'current'}"]
+    current = [*base, "--monitor.every_n_steps=1", "--monitor.probe_split=current", f"--out={tmp_path / 'current'}"]
     assert main(current) == 0
     assert same_weights(tmp_path / "often", tmp_path / "never")
     assert same_weights(tmp_path / "current", tmp_path / "never")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqk.config import LossConfig, OptimConfig
-from mmqk.model import UntieConfig
+from mmqk.model import PerModalityConfig
 from mmqk.training.step.losses import loss_parts, total_loss
 from mmqk.training.step.optimizers import make_optimizer
 from mmqk.training.step.split_adam import SplitAdamW
@@ -249,7 +249,7 @@ def test_clipping_scales_every_part_by_the_factor_of_the_sum():
 @pytest.mark.parametrize("untied", [False, True])
 def test_micro_batches_equal_one_batch(untied):
     """Also where a half of the batch has no image at all, and with gradients by modality of untied layers."""
-    config = replace(MODEL, untie=UntieConfig(mlp=untied, norms=untied))
+    config = replace(MODEL, per_modality=PerModalityConfig(mlp=untied, norms=untied))
     batches = [toy_batch(seed) for seed in range(3)]
     for batch in batches:
         batch.ids_BT[:2] %= 9

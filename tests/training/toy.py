@@ -18,7 +18,7 @@ from mmqk.model import ModelConfig
 from mmqk.training.step.module import TrainingModule
 
 BLOCKS = {"text": 9, "image": 7}
-MODEL = ModelConfig(d_model=16, n_layers=2, n_heads=4, blocks=BLOCKS)
+MODEL = ModelConfig(d_model=16, n_layers=2, n_heads=4, vocab_sizes=BLOCKS)
 
 
 class Small(nn.Module):

@@ -61,7 +61,7 @@ class Dial:
         config: the statistics.
 
     Attributes:
-        blocks: ids by modality, contiguous from id 0 in this order. Within a block ids go by falling frequency.
+        vocab_sizes: ids by modality, contiguous from id 0 in this order. Within a block ids go by falling frequency.
         length: tokens in a document, the same for all.
     """
 

@@ -1,7 +1,7 @@
 """Token folders: documents as arrays of ids in one joint vocabulary, memory-mapped when training.
 
 ```
-FOLDER/tokens.json                    kind, blocks, specials, parts with counts and sha256, what was dropped
+FOLDER/tokens.json                    kind, vocab_sizes, specials, parts with counts and sha256, what was dropped
 FOLDER/train/00000.ids.npy            ids of all documents of a part end to end, uint16 or uint32
 FOLDER/train/00000.lengths.npy        tokens of each document, uint32
 FOLDER/val/...
@@ -38,7 +38,7 @@ _PART = {"name": str, "documents": int, "tokens": int, "sha256": [str]}
 _SHAPE = {
     "format": int, "kind": str, "tokenizers": str, "splits": {"*": [_PART]}, "dropped": {"*": int}, "about": dict,
     "layout": {
-        "blocks": {"*": int}, "bos": _ID, "eos": _ID, "pad": _ID, "begin_image": _ID, "end_image": _ID,
+        "vocab_sizes": {"*": int}, "bos": _ID, "eos": _ID, "pad": _ID, "begin_image": _ID, "end_image": _ID,
     },
 }  # fmt: skip
 SPECIAL_NAMES = ("bos", "eos", "pad", "begin_image", "end_image")
@@ -49,7 +49,7 @@ class Layout:
     """Which ids are whose.
 
     Attributes:
-        blocks: name and number of ids of each modality, in order; the first block starts at id 0.
+        vocab_sizes: name and number of ids of each modality, in order; the first block starts at id 0.
         bos: id of the token that begins a row; None for documents that are used as they are.
         eos: id that ends a document, if there is one.
         pad: id that fills rows; 0 where there is none, as padding is never attended to nor trained on.
@@ -57,7 +57,7 @@ class Layout:
         end_image: id after them.
     """
 
-    blocks: dict[str, int]
+    vocab_sizes: dict[str, int]
     bos: int | None = None
     eos: int | None = None
     pad: int | None = None
@@ -92,7 +92,7 @@ def layout_of(tokenizers: Path | str) -> Layout:
     """
     from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, BOS, END_IMAGE, EOS, PAD, JointVocabulary
 
-    return Layout(JointVocabulary.load(tokenizers).blocks, BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE)
+    return Layout(JointVocabulary.load(tokenizers).vocab_sizes, BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE)
 
 
 class TokenWriter:
@@ -342,8 +342,8 @@ def read_header(folder: Path | str) -> dict[str, Any]:
         )
     try:
         layout = Layout(**record["layout"])
-        whole = record["format"] == FORMAT and record["kind"] in KINDS and layout.blocks
-        whole = whole and all(0 < n <= MOST_IDS for n in layout.blocks.values())
+        whole = record["format"] == FORMAT and record["kind"] in KINDS and layout.vocab_sizes
+        whole = whole and all(0 < n <= MOST_IDS for n in layout.vocab_sizes.values())
         whole = whole and all(0 <= i < layout.size <= MOST_IDS for i in layout.specials)
         whole = whole and all(_is_part(p) for parts in record["splits"].values() for p in parts)
         whole = whole and {"dropped", "about", "tokenizers"} <= record.keys()
@@ -372,4 +372,4 @@ def tokens_hash(folder: Path | str) -> str:
     """Identity of a folder's documents: 10 hex digits over kind, layout, and every part's counts and sha256."""
     record = read_header(folder)
     identity = {name: record[name] for name in ("kind", "layout", "splits")}
-    return identity_hash({**identity, "modalities": list(record["layout"]["blocks"])})
+    return identity_hash({**identity, "modalities": list(record["layout"]["vocab_sizes"])})

@@ -192,18 +192,18 @@ class OnlinePairs:
         return np.array([begin, *vocabulary.image(codes), end, *words, self.layout.eos])
 
 
-def open_online(shards: str, tokenizers: Path, cache: Path, val_share: float) -> dict[str, OnlinePairs]:
+def open_online(shards: str, tokenizers: Path, cache: Path, val_fraction: float) -> dict[str, OnlinePairs]:
     """The pairs of shards by split.
 
     A manifest's splits are kept. Under a pattern a pair is held out if the fraction (`mmqk.store.hash_fraction`)
-    of its image file's bytes is below ``val_share``, the rule of ``mmqk.data.tokenize``: the same file under
+    of its image file's bytes is below ``val_fraction``, the rule of ``mmqk.data.tokenize``: the same file under
     several keys or in several shards lies in one split, and a larger share holds out the same pairs and more.
 
     Args:
         shards: a folder with a manifest, or a pattern of tars.
         tokenizers: folder of the tokenizers.
         cache: where the shards' indices are kept.
-        val_share: between 0 and 1; for a pattern only.
+        val_fraction: between 0 and 1; for a pattern only.
 
     Raises:
         UserError: shards are missing, damaged, or not those of the manifest.
@@ -215,7 +215,7 @@ def open_online(shards: str, tokenizers: Path, cache: Path, val_share: float) ->
     found = [k.index for k in kept]
     everything = _all(found)
     digests_N = np.concatenate([k.digests_N for k in kept])
-    held_out = digests_N.astype(np.float64) / 2.0**64 < val_share
+    held_out = digests_N.astype(np.float64) / 2.0**64 < val_fraction
     return _stores({"train": (found, everything[~held_out]), "val": (found, everything[held_out])}, tokenizers)
 
 

@@ -51,7 +51,7 @@ class Job:
         kind: pair, interleaved or text.
         tokenizers: folder of the tokenizers.
         out: the token folder.
-        val_share: share of the documents that go to val, by a hash of their content.
+        val_fraction: share of the documents that go to val, by a hash of their content.
         fit: how images fit into the square, see `load_image`.
         max_pixels: cap on a decoded image.
         caption_field: see `pair_of`.
@@ -60,7 +60,7 @@ class Job:
     kind: str
     tokenizers: Path
     out: Path
-    val_share: float
+    val_fraction: float
     fit: Fit
     max_pixels: int
     caption_field: str | None
@@ -74,9 +74,9 @@ class ShardPart:
     path: Path
 
 
-def split_of(identity: bytes, val_share: float) -> str:
+def split_of(identity: bytes, val_fraction: float) -> str:
     """The split of a document; equal content falls into the same split in every shard."""
-    return "val" if hash_fraction(identity) < val_share else "train"
+    return "val" if hash_fraction(identity) < val_fraction else "train"
 
 
 class Encoder:
@@ -117,7 +117,7 @@ class Encoder:
             part.samples += 1
             try:
                 identity, places = make()
-                part.add(split_of(identity, self.job.val_share), places)
+                part.add(split_of(identity, self.job.val_fraction), places)
                 left, reason = unread_fields(kind, fields), UNUSED
             except Dropped as dropped:
                 part.drop(dropped.reason, key)

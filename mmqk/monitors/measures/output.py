@@ -35,7 +35,7 @@ class OutputStatistics:
 
 
 def output_statistics(
-    logits_BTV: Tensor, target_modality_BT: Tensor, selected_MBT: Tensor, blocks: Mapping[str, int]
+    logits_BTV: Tensor, target_modality_BT: Tensor, selected_MBT: Tensor, vocab_sizes: Mapping[str, int]
 ) -> OutputStatistics:
     """Statistics of the logits as the loss sees them (after the final softcap).
 
@@ -43,10 +43,10 @@ def output_statistics(
         logits_BTV: in fp32.
         target_modality_BT: modality of each position's target.
         selected_MBT: which targets belong to each modality, from `mmqk.monitors.measures.reduce.selection`.
-        blocks: number of ids of each modality, in id order.
+        vocab_sizes: number of ids of each modality, in id order.
     """
     mean_BT = logits_BTV.mean(-1)
-    block_BTM = torch.stack([_log_z(part) for part in logits_BTV.split(list(blocks.values()), -1)], -1)
+    block_BTM = torch.stack([_log_z(part) for part in logits_BTV.split(list(vocab_sizes.values()), -1)], -1)
     log_z_BT = block_BTM.logsumexp(-1)
     own_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]
     log_v = math.log(logits_BTV.shape[-1])
@@ -54,7 +54,7 @@ def output_statistics(
         log_z=moments(log_z_BT, selected_MBT),
         logit_mean=moments(mean_BT, selected_MBT),
         logit_spread=moments(log_z_BT - log_v - mean_BT, selected_MBT),
-        block_log_z=tuple(moments(block_BTM[..., m], selected_MBT) for m in range(len(blocks))),
+        block_log_z=tuple(moments(block_BTM[..., m], selected_MBT) for m in range(len(vocab_sizes))),
         wrong_mass=moments(-torch.expm1(own_BT - log_z_BT), selected_MBT),
     )
 

@@ -317,8 +317,8 @@ class Boundary:
         if not torch.equal(order_V, torch.arange(V, device=order_V.device)):
             logits_BTV = logits_BTV.index_select(-1, order_V)
         target_BT = self.modality_BT.roll(-1, 1)
-        blocks = dict(zip(names, sizes, strict=True))
-        self.main.collector.output(logits_BTV.float(), target_BT, target_mask_BT, blocks)
+        vocab_sizes = dict(zip(names, sizes, strict=True))
+        self.main.collector.output(logits_BTV.float(), target_BT, target_mask_BT, vocab_sizes)
 
     def see_stream(self, stream: Stream) -> None:
         """Norms of the detected residual stream and sublayer outputs, except those that the adapter names."""

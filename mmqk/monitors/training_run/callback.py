@@ -42,7 +42,7 @@ class RunMonitor(L.Callback):
         step_rows: Callable[[int, int], TokenBatch] | None = None,
     ):
         if config.batch == "heldout" and heldout is None:
-            raise ValueError("monitor.batch heldout needs the batch to probe.")
+            raise ValueError("monitor.probe_split heldout needs the batch to probe.")
         self.config, self.heldout, self.step_rows = config, heldout, step_rows
         self._pairs: dict[int, Pairs] | None = None  # of the held-out batch
         self._probed = -1
@@ -81,7 +81,7 @@ class RunMonitor(L.Callback):
         """Probe a run that ends early at its last step, and log its open window."""
         if self._mechanism is not None:
             _log(trainer, self._mechanism.close())
-        if self.config.batch == "heldout" and trainer.global_step != self._probed:
+        if self.config.probe_split == "heldout" and trainer.global_step != self._probed:
             self._probe(trainer, pl_module, None)
 
     def probe_now(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: TokenBatch) -> None:
@@ -119,8 +119,8 @@ class RunMonitor(L.Callback):
     def _probed_batch(
         self, trainer: L.Trainer, module: L.LightningModule, current: TokenBatch | None
     ) -> TokenBatch:
-        n = self.config.sequences
-        if self.config.batch == "heldout":
+        n = self.config.probe_sequences
+        if self.config.probe_split == "heldout":
             assert self.heldout is not None
             heldout = self.heldout.to(module.device).first(n)
             if self._pairs is None and heldout.ids_BT.numel() * heldout.ids_BT.shape[1] <= KEPT_PAIRS:

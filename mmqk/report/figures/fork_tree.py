@@ -110,10 +110,10 @@ def _words(run: Run) -> tuple[str, str]:
     ]
     fork = run.identity.get("fork") if isinstance(run.identity.get("fork"), Mapping) else {}
     assert isinstance(fork, Mapping)
-    if fork.get("skip"):
-        changed.append(plural(int(fork["skip"]), "batch").replace("batchs", "batches") + " left out")
-    if fork.get("perturb"):
-        changed.append(f"weights changed by {fork['perturb']:g} of their RMS")
+    if fork.get("skip_batches"):
+        changed.append(plural(int(fork["skip_batches"]), "batch").replace("batchs", "batches") + " left out")
+    if fork.get("noise"):
+        changed.append(f"weights changed by {fork['noise']:g} of their RMS")
     remarks = []
     if record.get("added"):
         remarks.append(f"{plural(len(record['added']), 'parameter')} added")

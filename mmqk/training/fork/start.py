@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PROBE_SEQUENCES = 16
 FORK_NAME = "fork.json"
 # Fields that decide where and how fast a run trains, but not its result.
-NOT_CHANGES = ("checkpoint.", "threads", "recompute", "data.workers", "data.cache", "fork", "trainer.devices",
+NOT_CHANGES = ("checkpoint.", "threads", "activation_checkpointing", "data.workers", "data.cache", "fork", "trainer.devices",
                "trainer.num_nodes", "trainer.strategy")  # fmt: skip
 
 
@@ -63,8 +63,8 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     old.load_state_dict({k.removeprefix(prefix): v for k, v in saved["state_dict"].items()})
     new = _model(run.model, run.seed, device)
     carried = carry(old, new, probe)
-    if fork.perturb:
-        perturb(new, fork.perturb, fork.draw)
+    if fork.noise:
+        perturb(new, fork.noise, fork.seed)
     change = change_of_function(old, new, probe)
 
     parent, own = dict(fork.parent.config), run.nested()
@@ -82,13 +82,13 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         saved["lr_schedulers"][0], new_optim, lr, groups=len(optimizer["param_groups"])
     )
     there, here = ((c["data"]["batch_size"], c["trainer"]["accumulate_grad_batches"]) for c in (parent, own))
-    touched = [c["field"] for c in changed] + ["fork_perturb"] * bool(fork.perturb)
+    touched = [c["field"] for c in changed] + ["fork_noise"] * bool(fork.noise)
     checkpoint = {
         **saved,
         "state_dict": {prefix + name: value.cpu() for name, value in new.state_dict().items()},
         "optimizer_states": [optimizer],
         "lr_schedulers": [schedule],
-        "loops": loops_state(saved["loops"], fork.parent.step, there, here, fork.skip),
+        "loops": loops_state(saved["loops"], fork.parent.step, there, here, fork.skip_batches),
         "callbacks": callback_state(saved["callbacks"], touched, change),
         "mmqk_model": own["model"],
         "mmqk_run": run.record(),
@@ -118,8 +118,8 @@ def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> s
     fork = run.fork
     assert fork is not None
     what = [f"{c['field']} {_yaml(c['to'])}" for c in changed]
-    what += [f"the next {fork.skip} batches skipped"] if fork.skip else []
-    what += [f"weights perturbed by {fork.perturb:g} of their RMS"] if fork.perturb else []
+    what += [f"the next {fork.skip_batches} batches skipped"] if fork.skip_batches else []
+    what += [f"weights perturbed by {fork.noise:g} of their RMS"] if fork.noise else []
     losses = ", ".join(f"{name} {before:.4f} -> {after:.4f}" for name, (before, after) in change.loss.items())
     near = (
         "the function equals the parent's bit for bit"
@@ -150,9 +150,9 @@ def _record(
     return {
         "parent": parent,
         "changed": changed,
-        "skip": fork.skip,
-        "perturb": fork.perturb,
-        "draw": fork.draw,
+        "skip_batches": fork.skip_batches,
+        "noise": fork.noise,
+        "seed": fork.seed,
         "added": [{"name": name, "how": how} for name, how in carried.added.items()],
         "dropped": [{"name": name, "how": how} for name, how in carried.dropped.items()],
         "optimizer": optimizer,

@@ -66,7 +66,7 @@ def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
         "name": name,
         "attention": " and ".join(dict.fromkeys(kernels)),
         "compiled": run.compile,
-        "recomputed": run.recompute,
+        "recomputed": run.activation_checkpointing,
     }
 
 

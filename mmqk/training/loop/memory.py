@@ -55,12 +55,12 @@ def least_bytes(run: RunConfig) -> tuple[int, int]:
     # Attention's input, queries and output; the MLP's input and hidden layer. With recompute only a block's input.
     block = (
         model.d_model
-        if run.recompute
+        if run.activation_checkpointing
         else 3 * model.d_model + model.n_heads * model.head_dim + model.mlp_width
     )
-    at_once = tokens if run.loss.chunk is None else min(tokens, run.loss.chunk)
+    at_once = tokens if run.loss.chunk_size is None else min(tokens, run.loss.chunk_size)
     kept = size * (tokens * model.n_layers * block + at_once * model.vocab_size)
-    if run.backend == "math" and not run.recompute:
+    if run.backend == "math" and not run.activation_checkpointing:
         kept += size * tokens * run.data.seq_len * model.n_heads * model.n_layers
     return 4 * weight * parameters(model) // shards, kept
 

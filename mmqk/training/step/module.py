@@ -116,7 +116,7 @@ class TrainingModule(L.LightningModule):
         """The module of a run, with its recomputation and compilation."""
         module = cls(run.model, run.loss, run.optim, run.seed, run.backend)
         module.run_record, module.ranks = run.record(), run.ranks
-        module.model.recompute = run.recompute
+        module.model.activation_checkpointing = run.activation_checkpointing
         if run.optim.split_second_moment or run.monitor.gradient_agreement or run.monitor.budget_every_n_steps:
             keep_graphs()
         if run.compile:
@@ -161,7 +161,7 @@ class TrainingModule(L.LightningModule):
         inputs = batch.ids_BT, batch.modality_BT, batch.document_BT, sink, row_stats
         targets = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
         softcap, config = self.model_config.final_softcap, self.loss_config
-        if config.chunk is None:
+        if config.chunk_size is None:
             M = len(self.model_config.modalities)
             logits_BTV = model.raw_logits(*inputs)
             return self._modality_losses(logits_BTV, *targets, M, softcap, log_z_grad=config.z_loss > 0)
@@ -171,7 +171,7 @@ class TrainingModule(L.LightningModule):
             *targets,
             self.loss_weights_M,
             config.z_loss,
-            config.chunk,
+            config.chunk_size,
             softcap=softcap,
             by_modality=by_modality,
             compiled=self._compiled,

@@ -17,9 +17,9 @@ def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
     end = config.schedule_steps or max_steps
     done = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
     if config.schedule == "cosine":
-        return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
+        return config.final_lr_ratio + (1 - config.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
     if config.schedule == "exponential":
-        return config.final_lr**done
+        return config.final_lr_ratio**done
     return 1.0
 
 

@@ -237,7 +237,7 @@ def test_every_interface_of_transformers_says_the_same(name, kind):
 
 @pytest.mark.parametrize("changes", [{}, {"n_kv_heads": 1, "qk_norm": QKNormConfig("rms")}, {"window": 9}])
 def test_our_own_model_attached_says_what_its_probe_says(changes):
-    config = ModelConfig(blocks={"text": 30, "image": 12}, d_model=16, n_layers=8, n_heads=2, **changes)
+    config = ModelConfig(vocab_sizes={"text": 30, "image": 12}, d_model=16, n_layers=8, n_heads=2, **changes)
     model = EarlyFusionTransformer(config, backend="sdpa")
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 42, (3, 24), generator=random)
