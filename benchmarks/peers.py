@@ -96,7 +96,13 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
         Way("bare loop", bare, work, compiled=run.compile),
         Way("mmqk: Lightning alone", partial(_alone, run), work, compiled=run.compile),
         Way(BASE, partial(Stack, run), work, repeat=probed, compiled=run.compile, note=note),
-        Way(f"the same, loss.chunk_size {chunk:,}", partial(Stack, chunked), work, repeat=probed, compiled=run.compile),
+        Way(
+            f"the same, loss.chunk_size {chunk:,}",
+            partial(Stack, chunked),
+            work,
+            repeat=probed,
+            compiled=run.compile,
+        ),
     ]
     if context.full:
         note = "transformers and litgpt leave the kernel to torch, which may take cuDNN's on Hopper"

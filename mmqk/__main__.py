@@ -14,7 +14,7 @@ COMMANDS = {
     "python -m mmqk.remedies": "every remedy, its switch and its source",
     "python -m mmqk.interop --from path/to/checkpoint --to runs/imported": "weights from and to transformers",
     "python -m mmqk.data.tokenize --shards 'path/{00000..00099}.tar' --out tokens/mine": "your own shards to tokens",
-    "python -m mmqk.data.ids --train 'ids/*.npy' --vocab-sizes text=65536,image=8192 --out tokens/mine": "ids of others",
+    "python -m mmqk.data.ids --train 'ids/*.npy' --vocab-sizes text=65536,image=8192 --out tokens": "ids of others",
     "python -m mmqk.inspect --config configs/demo.yaml": "what a model will see, on one page",
     "python -m mmqk.shards FOLDER": "write the manifest of shards of your own",
     "python -m mmqk.tokenizers.train": "train the text and the image tokenizer",

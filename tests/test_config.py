@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from mmqk.config import print_yaml, resolve
-from mmqk.store import OneSentenceParser, UserError, cli_main, differing_fields, read_metrics
+from mmqk.config import build_parser, print_yaml, resolve
+from mmqk.config.sentences import RENAMED
+from mmqk.store import OneSentenceParser, UserError, cli_main, differing_fields, flatten, read_metrics
 from mmqk.train import main
 
 
@@ -27,7 +29,7 @@ from mmqk.train import main
         (["--model.attn_softcap=30"], "sdpa cannot apply model.attn_softcap"),
         (["--optim.lr=-1"], "optim.lr is -1.0"),
         (["--loss.weights.video=0"], "loss.weights names 'video'"),
-        (["--loss.chunk_size=0"], "loss.chunk_size is 0: it must be a whole number from 1 to 1099511627776, or null."),
+        (["--loss.chunk_size=0"], "loss.chunk_size is 0: it must be a whole number from 1 to 109951162777"),
         (["--data.mix.video=1"], "data.mix knows pair, text, image"),
         (["--data.seq_len=40"], "data.seq_len 40 is too short"),
         (["--data.batch_size=6", "--trainer.accumulate_grad_batches=4"], "not a multiple of"),
@@ -139,7 +141,7 @@ def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
 
 
 def test_blocks_come_from_the_tokenizers(tiny_args):
-    assert resolve(tiny_args).model.blocks == {"text": 305, "image": 32}
+    assert resolve(tiny_args).model.vocab_sizes == {"text": 305, "image": 32}
     with pytest.raises(UserError, match="does not match the data"):
         resolve([*tiny_args, '--model.vocab_sizes={"text": 9, "image": 9}'])
 
@@ -304,3 +306,17 @@ def test_bf16_mixed_keeps_parameters_in_fp32_and_differs_from_fp32(tiny_args, tm
 @pytest.mark.parametrize("name", ["demo", "cpu", "dial", "gpu_25m", "gpu_124m"])
 def test_every_configuration_names_its_folder(name):
     assert resolve([f"--config=configs/{name}.yaml"]).out.parts[:2] == ("runs", name)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_renamed_field_is_refused_with_its_new_name(tiny_args, tmp_path, old):
+    new, value = RENAMED[old], {"model.untie": "{qk: true}", "model.blocks": "{text: 9}"}.get(old, "1")
+    config = tmp_path / "old.yaml"
+    section, _, field = old.rpartition(".")
+    config.write_text(f"{section}: {{{field}: {value}}}\n" if section else f"{field}: {value}\n")
+    for argv in ([f"--{old}={value}"], [f"--config={config}"]):
+        sentence = rf"^{re.escape(old)}[.\w]* has a new name: write {re.escape(new)}[.\w]*\.$"
+        with pytest.raises(UserError, match=sentence):
+            resolve([*tiny_args, *argv])
+    fields = flatten(build_parser().get_defaults().as_dict())
+    assert any(name.startswith(new) for name in fields)  # the control: the new name is a field

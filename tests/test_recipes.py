@@ -25,7 +25,8 @@ NAMES = (
 )  # fmt: skip
 # What a run decides and a recipe must not: size, data, length, and what only means something at a size.
 OF_THE_RUN = {
-    "model": {"vocab_sizes", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "window", "global_every"},
+    "model": {"vocab_sizes", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "window",
+        "global_every"},
     "optim": {"lr", "warmup_steps"},
     "trainer": {"max_steps", "precision", "accelerator", "devices", "accumulate_grad_batches"},
 }  # fmt: skip

@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 EVERYTHING = [
     "--data.batch_size=4", "--data.val_sequences=8", "--model.d_model=16", "--model.n_layers=2", "--model.n_heads=2",
     "--optim.warmup_steps=2", "--optim.qk_clip=0.5", "--trainer.max_steps=4", "--monitor.every_n_steps=2",
-    "--monitor.probe_sequences=4", "--monitor.probe_split=current", "--monitor.heads=true", "--monitor.parameters=true",
+    "--monitor.probe_sequences=4", "--monitor.probe_split=current", "--monitor.heads=true",
+    "--monitor.parameters=true",
     "--monitor.precision=true", "--monitor.gradient_agreement=true", "--monitor.budget_every_n_steps=2",
     "--monitor.budget_steps=2", "--quiet",
 ]  # fmt: skip

@@ -15,9 +15,9 @@ def is_masked(model: ModelConfig, data: DataConfig) -> bool:
     return windows or data.documents_apart
 
 
-def check_shown(compiled: bool, activation_checkpointing: bool, backend: str, optim: OptimConfig) -> None:
+def check_shown(compiled: bool, recomputed: bool, backend: str, optim: OptimConfig) -> None:
     """Raise ValueError for QK-Clip with compiled or recomputed blocks, unless the kernel returns the logits."""
-    for name, is_set in (("compile", compiled), ("activation_checkpointing", activation_checkpointing)):
+    for name, is_set in (("compile", compiled), ("activation_checkpointing", recomputed)):
         if is_set and optim.qk_clip is not None and backend != "flex":
             raise ValueError(
                 f"optim.qk_clip reads queries and keys in every step, which {name} does not allow: use backend flex,"
@@ -93,7 +93,9 @@ def check_batches(monitor: MonitorConfig, data: DataConfig, accumulate: int, wor
     room = data.val_sequences if monitor.probe_split == "heldout" else data.batch_size // accumulate
     if monitor.probe_sequences > room:
         what = "held-out sequences" if monitor.probe_split == "heldout" else "sequences of a micro-batch"
-        raise UserError(f"monitor.probe_sequences {monitor.probe_sequences} is more than the {room} {what}: lower it.")
+        raise UserError(
+            f"monitor.probe_sequences {monitor.probe_sequences} is more than the {room} {what}: lower it."
+        )
     if monitor.gradient_agreement and data.batch_size // (accumulate * world) < 2:
         raise UserError(
             "monitor.gradient_agreement needs two sequences in a micro-batch of each process: raise data.batch_size"

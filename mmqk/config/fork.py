@@ -53,7 +53,7 @@ class ForkConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "fork", "_")
         if self.seed and not self.noise:
-            raise ValueError("fork_seed numbers the draws of fork_noise, which is 0: set fork_noise.")
+            raise ValueError("fork_seed has no effect while fork_noise is 0: set fork_noise.")
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
     }
     for attribute, field in shapes.items():
         there, here = getattr(old, attribute), getattr(new, attribute)
-        if there != here or (attribute == "blocks" and list(there) != list(here)):
+        if there != here or (attribute == "vocab_sizes" and list(there) != list(here)):
             raise ValueError(
                 f"model.{field} is {there} in the parent and {here} here, and a fork cannot change it: keep the"
                 " parent's value, or start a new run."
@@ -142,6 +142,6 @@ def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
         gone = name == "qk_norm" and new.qk_norm.kind == "none"
         if untied and not getattr(new.per_modality, name) and not gone:
             raise ValueError(
-                f"model.per_modality.{name} cannot be switched off in a fork, because the parent has separate weights for"
-                " each modality: start a new run."
+                f"model.per_modality.{name} cannot be switched off in a fork, because the parent has separate weights"
+                " for each modality: start a new run."
             )

@@ -146,8 +146,8 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
         given = sections["model"].vocab_sizes
         if given and given != vocab_sizes:
             raise UserError(
-                f"model.vocab_sizes {given} does not match the data, whose vocabulary has {vocab_sizes}: leave model.vocab_sizes"
-                " out, or set --data.tokenizers."
+                f"model.vocab_sizes is {given}, but the vocabulary of the data has {vocab_sizes}: leave"
+                " model.vocab_sizes out, or set --data.tokenizers."
             )
         sections["model"] = dataclasses.replace(sections["model"], vocab_sizes=vocab_sizes)
         check_trained(sections["loss"], sections["data"], sections["model"])

@@ -72,9 +72,8 @@ class RunConfig:
     def nested(self) -> dict[str, Any]:
         """The configuration as plain data; the parser accepts it as ``--config``."""
         plain: dict[str, Any] = {name: asdict(getattr(self, name)) for name in SECTIONS}
-        plain |= {
-            name: getattr(self, name) for name in ("backend", "compile", "activation_checkpointing", "seed", "threads")
-        }
+        others = ("backend", "compile", "activation_checkpointing", "seed", "threads")
+        plain |= {name: getattr(self, name) for name in others}
         plain["trainer"] = dict(self.trainer)
         return plain if self.fork is None else {**plain, **self.fork.flags()}
 

@@ -20,6 +20,22 @@ OWN_TRAINER_FLAGS = {
     "plugins", "barebones", "model_registry", "sync_batchnorm",
 }  # fmt: skip
 
+# Fields that were renamed. Forks and ablations read configurations of older runs, which have the old names.
+RENAMED = {
+    "optim.final_lr": "optim.final_lr_ratio",
+    "model.blocks": "model.vocab_sizes",
+    "model.untie": "model.per_modality",
+    "recompute": "activation_checkpointing",
+    "loss.chunk": "loss.chunk_size",
+    "fork_skip": "fork_skip_batches",
+    "fork_perturb": "fork_noise",
+    "fork_draw": "fork_seed",
+    "data.val_share": "data.val_fraction",
+    "data.image_first": "data.image_first_prob",
+    "monitor.batch": "monitor.probe_split",
+    "monitor.sequences": "monitor.probe_sequences",
+}
+
 
 def sentence_of(message: str, parser: ArgumentParser) -> str:
     """jsonargparse's message as one sentence that names the field and the nearest known one."""
@@ -60,6 +76,9 @@ def _unknown(name: str, parser: ArgumentParser) -> str:
     flag = name.removeprefix("trainer.").split(".")[0].rstrip("+")
     if name.startswith("trainer.") and flag in OWN_TRAINER_FLAGS:
         return f"trainer.{flag} is decided by mmqk and cannot be set: leave it out."
+    for old, new in RENAMED.items():
+        if name.startswith(old) and name[len(old) : len(old) + 1] in ("", ".", "+"):
+            return f"{name} has a new name: write {new}{name[len(old) :]}."
     known = [action.dest for action in parser._actions] + list(flatten(parser.get_defaults().as_dict()))
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     hint = f"did you mean '{near[0]}'?" if near else "python -m mmqk.train --help lists the fields."

@@ -16,9 +16,9 @@ class LossConfig:
     Attributes:
         z_loss: Coefficient of log(Z)^2, with Z the normalizer of the output softmax (PaLM, arXiv 2204.02311).
         weights: Weight of the loss and z-loss of each modality, by name. The default is 1; 0 switches a loss off.
-        chunk_size: Number of tokens whose logits exist at the same time. Head and loss process one chunk after another,
-            so that their memory does not grow with batch size times vocabulary; the loss is equal up to rounding.
-            A few thousand are usual for a large vocabulary on a GPU. Null: all tokens at once.
+        chunk_size: Number of tokens whose logits exist at the same time. Head and loss process one chunk after
+            another, so that their memory does not grow with batch size times vocabulary; the loss is equal up to
+            rounding. A few thousand are usual for a large vocabulary on a GPU. Null: all tokens at once.
     """
 
     z_loss: float = number(0.0, 1e-12, 1e6, zero=True)
@@ -113,8 +113,8 @@ class MonitorConfig:
     Args:
         every_n_steps: optimizer steps between two probes; 0 switches probes off.
         probe_sequences: number of sequences of a probe.
-        probe_split: current probes the training batch; heldout probes the first validation sequences, which are equal in
-            every run, so that maxima of different runs can be compared.
+        probe_split: current probes the training batch; heldout probes the first validation sequences, which are equal
+            in every run, so that maxima of different runs can be compared.
         tensorboard_layers: write every per-layer series to TensorBoard, not only maximum and median over layers.
         heads: measure attention logits and weights of each head.
         parameters: measure for every parameter the gradient norm, the size of the latest update divided by the

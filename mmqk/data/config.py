@@ -72,7 +72,7 @@ class DataConfig:
             raise ValueError(
                 "data.read shards knows no lengths to pack by: set data.pack none, or tokenize first."
             )
-        Mixture(self.mix, self.image_first, seed=0)  # raises for an invalid mixture
+        Mixture(self.mix, self.image_first_prob, seed=0)  # raises for an invalid mixture
         kinds = [kind for kind, weight in self.mix.items() if weight > 0]
         if sum(any(kind in family for kind in kinds) for family in FAMILIES) > 1:
             raise ValueError(

@@ -19,11 +19,12 @@ from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fractio
 EPILOG = """\
 An array is a .npy file. In a 2-D array each row is a document. A 1-D array NAME.npy takes the documents' lengths from
 NAME.lengths.npy; without that file it is one document. Ids of a modality must lie in one range, and the ranges follow
-each other from id 0 in the order of --vocab-sizes. Nothing is added to a document; one longer than data.seq_len is cut
-into pieces. Train on the result with --data.tokens FOLDER --data.mix '{"tokens": 1}'.
+each other from id 0 in the order of --vocab-sizes. Nothing is added to a document; one longer than data.seq_len is
+cut into pieces. Train on the result with --data.tokens FOLDER --data.mix '{"tokens": 1}'.
 
 example:
-  python -m mmqk.data.ids --train 'ids/train-*.npy' --val 'ids/val-*.npy' --vocab-sizes text=65536,image=8192 --out tokens
+  python -m mmqk.data.ids --train 'ids/train-*.npy' --val 'ids/val-*.npy' \\
+    --vocab-sizes text=65536,image=8192 --out tokens
 """
 
 
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Check the arrays and write the folder.
 
     Raises:
-        UserError: no arrays, ids outside the blocks, lengths that do not fit, or a folder that cannot be written.
+        UserError: no arrays, ids outside the vocabulary, lengths that do not fit, or a folder that cannot be written.
     """
     parser = OneSentenceParser(
         prog="python -m mmqk.data.ids",
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)
     layout = Layout(
-        _blocks(args.vocab_sizes), pad=args.pad, begin_image=args.begin_image, end_image=args.end_image
+        _vocab_sizes(args.vocab_sizes), pad=args.pad, begin_image=args.begin_image, end_image=args.end_image
     )
     if any(not 0 <= i < layout.size for i in layout.specials):
         raise UserError(f"--pad, --begin-image and --end-image must be ids from 0 to {layout.size - 1}.")
@@ -120,7 +121,7 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
     return counts
 
 
-def _blocks(text: str) -> dict[str, int]:
+def _vocab_sizes(text: str) -> dict[str, int]:
     try:
         pairs = [(name, int(size)) for name, size in (part.split("=") for part in text.split(","))]
     except ValueError:
@@ -137,7 +138,7 @@ def _blocks(text: str) -> dict[str, int]:
         )
     if len(vocab_sizes) < len(pairs):
         raise UserError(f"--vocab-sizes is {text!r}: give each modality once.")
-    return blocks
+    return vocab_sizes
 
 
 def _files(pattern: str) -> list[Path]:

@@ -4,7 +4,7 @@ A source made by the dial has floors that are known; real data have none, so thi
 far below its token frequencies a modality could be predicted. Every statistic is of *targets*: all tokens of a
 document but its first, which no model predicts.
 
-Shapes: N tokens, end to end over all documents; D documents; M modalities, the blocks of the vocabulary.
+Shapes: N tokens, end to end over all documents; D documents; M modalities.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def describe(
         By the name of every modality that occurs in the training documents.
 
     Raises:
-        ValueError: an id is outside the blocks, or a distance is not positive.
+        ValueError: an id is outside the vocabulary, or a distance is not positive.
     """
     if any(distance < 1 for context in contexts for distance in context):
         raise ValueError(f"contexts are {[tuple(c) for c in contexts]}: a distance is at least 1.")
@@ -158,7 +158,7 @@ def _end_to_end(train: list[np.ndarray], val: list[np.ndarray], vocab_sizes: lis
     ids_N = np.concatenate([np.zeros(0, dtype=np.int64), *train, *val]).astype(np.int64)
     if len(ids_N) and not 0 <= ids_N.min() <= ids_N.max() < sum(vocab_sizes):
         wrong = ids_N.min() if ids_N.min() < 0 else ids_N.max()
-        raise ValueError(f"a document holds the id {wrong}, but the blocks have ids 0 to {sum(vocab_sizes) - 1}.")
+        raise ValueError(f"a document holds the id {wrong}, but the vocabulary has ids 0 to {sum(vocab_sizes) - 1}.")
     return _Stream(
         ids_N=ids_N,
         document_N=np.repeat(np.arange(len(lengths_D)), lengths_D),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mmqk.store import OneSentenceParser, UserError, run_main
 
-from .blocks import parse_vocab_sizes
 from .folders import check_empty, read_huggingface, read_run, write_huggingface, write_run
+from .modalities import parse_vocab_sizes
 from .names import CHAMELEON, READ, WRITTEN
 from .read import adopt
 from .tokenizer import write_tokenizer

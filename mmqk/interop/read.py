@@ -12,7 +12,7 @@ from torch import Tensor
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig
 from mmqk.store import UserError
 
-from .blocks import vocab_sizes_of
+from .modalities import vocab_sizes_of
 from .names import (
     CHAMELEON,
     CHAMELEON_QK_EPS,
@@ -44,16 +44,16 @@ def from_transformers(
         hf_model: A ChameleonForConditionalGeneration, LlamaForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
             Gemma2ForCausalLM or Gemma3ForCausalLM of transformers 5. It is unchanged and shares no memory with the
             result. Chameleon's image tokenizer (`vqmodel`) is not converted: the model reads image tokens as ids.
-        vocab_sizes: Number of ids by modality, in the order of the ids. By default those that `to_transformers` stored in
-            the configuration; else, for Chameleon, `special`, `image` and `text`, where the image ids have the names
-            IMGIMG... in its vocabulary_map; else only `text`.
+        vocab_sizes: Number of ids by modality, in the order of the ids. By default those that `to_transformers`
+            stored in the configuration; else, for Chameleon, `special`, `image` and `text`, where the image ids have
+            the names IMGIMG... in its vocabulary_map; else only `text`.
 
     Returns:
         The model, with backend math if the attention logits have a cap, else sdpa.
 
     Raises:
         UserError: the class is unknown, a field (named with its value) has no counterpart, the weights are quantized,
-            not loaded or of another class, or the blocks do not fit.
+            not loaded or of another class, or the sizes do not fit.
     """
     return copy.deepcopy(adopt(hf_model, vocab_sizes))
 
@@ -140,7 +140,7 @@ def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None =
             "attn_logit_softcapping", c.attn_logit_softcapping, "Gemma3ForCausalLM itself does not apply it"
         )
     return ModelConfig(
-        vocab_sizes=blocks,
+        vocab_sizes=vocab_sizes,
         d_model=width,
         n_layers=c.num_hidden_layers,
         n_heads=heads,

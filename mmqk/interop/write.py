@@ -12,7 +12,7 @@ from torch import Tensor
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError
 
-from .blocks import NOTED, chameleon_vocabulary
+from .modalities import NOTED, chameleon_vocabulary
 from .names import CHAMELEON, CHAMELEON_QK_EPS, IMAGE_TOKENIZER, LLAMA, QWEN3, WRITTEN, their_name
 
 if TYPE_CHECKING:

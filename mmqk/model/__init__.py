@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .backend_check import BACKENDS, check_backend
     from .backends import RowStats, kernel_name
-    from .config import ModelConfig, QKNormConfig, RopeScalingConfig, PerModalityConfig
+    from .config import ModelConfig, PerModalityConfig, QKNormConfig, RopeScalingConfig
     from .dynamo import compile_blocks, keep_graphs
     from .init import init_weights
     from .linear import power_step
@@ -19,10 +19,10 @@ __all__ = [
     "BACKENDS",
     "EarlyFusionTransformer",
     "ModelConfig",
+    "PerModalityConfig",
     "QKNormConfig",
     "RopeScalingConfig",
     "RowStats",
-    "PerModalityConfig",
     "check_backend",
     "compile_blocks",
     "init_weights",

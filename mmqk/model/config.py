@@ -227,7 +227,7 @@ class ModelConfig:
             _to_defaults(self, "reparam_gamma")
         if not self.window:
             _to_defaults(self, "global_every", "local_rope_theta")
-        if len(self.blocks) == 1:
+        if len(self.vocab_sizes) == 1:
             _to_defaults(self, "per_modality")
         if not (self.pre_norm or self.post_norm):
             raise ValueError("model.pre_norm and model.post_norm are both false; set at least one of them.")
@@ -261,7 +261,7 @@ class ModelConfig:
             raise ValueError(
                 f"model.n_heads {self.n_heads} cannot share model.n_kv_heads {self.n_kv_heads} key heads evenly."
             )
-        for name in self.blocks:
+        for name in self.vocab_sizes:
             if not (isinstance(name, str) and _NAME.fullmatch(name)) or _LAYER.fullmatch(name):
                 raise ValueError(
                     f"model.vocab_sizes has a modality {name!r}: name it in letters, digits and _, not like layer03."
@@ -279,8 +279,8 @@ class ModelConfig:
             _one_of("attn_scale", self.attn_scale, ("rsqrt", "inverse", "none"))
         for name in ("embed_init", "embed_scale"):
             for modality in getattr(self, name):
-                if self.blocks and modality not in self.blocks:
-                    known = ", ".join(self.blocks)
+                if self.vocab_sizes and modality not in self.vocab_sizes:
+                    known = ", ".join(self.vocab_sizes)
                     raise ValueError(f"model.{name} names {modality!r}, but the modalities here are {known}.")
 
     def _check_untied(self) -> None:
@@ -306,12 +306,12 @@ class ModelConfig:
     @property
     def modalities(self) -> tuple[str, ...]:
         """Block names in id order; a modality's number is its index here."""
-        return tuple(self.blocks)
+        return tuple(self.vocab_sizes)
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids of all blocks."""
-        return sum(self.blocks.values())
+        """Number of ids of all modalities."""
+        return sum(self.vocab_sizes.values())
 
     @property
     def head_dim(self) -> int:

@@ -37,7 +37,7 @@ class JointVocabulary:
     """Places text ids and image codes in one range of ids.
 
     Every method takes and gives numpy arrays, torch tensors or lists of int, of any shape, and checks no
-    range: `blocks` says which ids are whose.
+    range: `vocab_sizes` says which ids are whose.
 
     Attributes:
         text_size: entries of the text tokenizer.
@@ -69,7 +69,7 @@ class JointVocabulary:
         return len(SPECIALS) + self.text_size + self.image_size
 
     @property
-    def blocks(self) -> dict[str, int]:
+    def vocab_sizes(self) -> dict[str, int]:
         """Size of each modality's contiguous block, in order; the first starts at id 0."""
         return {"text": len(SPECIALS) + self.text_size, "image": self.image_size}
 

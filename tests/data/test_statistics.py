@@ -256,7 +256,7 @@ def test_without_a_target_there_is_nothing_to_say(rows):
 
 
 def test_what_cannot_be_described_is_refused():
-    with pytest.raises(ValueError, match="id 8, but the blocks have ids 0 to 7"):
+    with pytest.raises(ValueError, match="id 8, but the vocabulary has ids 0 to 7"):
         one([np.array([1, 8])], size=8)
     with pytest.raises(ValueError, match="id -1"):
         one([np.array([1, 2])], [np.array([-1, 2])], size=8)

@@ -294,7 +294,8 @@ def test_lengths_that_do_not_add_up_are_named(arrays, capsys):
 @pytest.mark.parametrize(
     "change",
     [{"format": 9}, {"kind": "video"}, {"layout": {"vocab_sizes": {}}}, {"splits": 3}, {"dropped": 3}, {"about": []},
-     {"layout": {"vocab_sizes": {"text": 1e400}}}, {"layout": {"vocab_sizes": {"text": 10**400}}}, {"tokenizers": None},
+     {"layout": {"vocab_sizes": {"text": 1e400}}}, {"layout": {"vocab_sizes": {"text": 10**400}}},
+     {"tokenizers": None},
      {"splits": {"train": [{"name": "00000"}]}}, {"splits": {"train": [{"name": "../00000"}]}},
      {"splits": {"train": [{"name": "x", "documents": "3", "tokens": 3, "sha256": ["a", "b"]}]}},
      {"splits": {"train": [{"name": "x", "documents": 3, "tokens": 3, "sha256": []}]}}],

@@ -75,7 +75,8 @@ def test_there_and_back(name, folders, tmp_path, capsys):
 def test_load_model_and_probe(name, folders, tmp_path):
     assert convert(folders / name, tmp_path / "run", "--vocab-sizes=text=64,image=32") == 0
     model = load_model(tmp_path / "run")
-    assert model.config.vocab_sizes == {"text": 64, "image": 32} and list(model.config.vocab_sizes) == ["text", "image"]
+    assert model.config.vocab_sizes == {"text": 64, "image": 32} and list(model.config.vocab_sizes) == ["text",
+        "image"]
     assert (model.head.weight is model.embed.weight) == (name == "tied")
     import transformers
 
@@ -116,7 +117,7 @@ def test_a_run_of_ours_is_exported(tmp_path, capsys):
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         assert (hf_model(some_ids()).logits - model(some_ids())).abs().max() < 1e-5
-    # The blocks are noted in the configuration, in their order, and come back without --vocab-sizes.
+    # The sizes are stored in the configuration, in their order, and come back without --vocab-sizes.
     assert convert(tmp_path / "hf", tmp_path / "again") == 0
     assert list(load_model(tmp_path / "again").config.vocab_sizes.items()) == [("text", 64), ("image", 32)]
 

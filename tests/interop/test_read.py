@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmqk.interop import from_transformers
-from mmqk.interop.blocks import parse_vocab_sizes
+from mmqk.interop.modalities import parse_vocab_sizes
 from mmqk.interop.read import config_of
 from mmqk.model import EarlyFusionTransformer
 from mmqk.store import UserError
@@ -41,16 +41,16 @@ def test_the_configuration_of_chameleon():
         ({"<image>": 4}, {"text": 96}),
     ],
 )
-def test_blocks_from_the_vocabulary(vocabulary, blocks):
+def test_vocab_sizes_from_the_vocabulary(vocabulary, vocab_sizes):
     hf_model = tiny(CHAMELEON)
     hf_model.config.vocabulary_map = vocabulary
     config = config_of(hf_model)
-    assert config.vocab_sizes == blocks and list(config.vocab_sizes) == list(blocks)
+    assert config.vocab_sizes == vocab_sizes and list(config.vocab_sizes) == list(vocab_sizes)
 
 
 def test_image_ids_with_gaps_need_blocks():
     hf_model = tiny(CHAMELEON, vocabulary_map={k: v for k, v in VOCABULARY.items() if v != 9}, vq_config=VQ)
-    with pytest.raises(UserError, match=r"31 image ids .* not one range .* give blocks, such as"):
+    with pytest.raises(UserError, match=r"31 image ids .* not one range .* give vocab_sizes, such as"):
         from_transformers(hf_model)
     given = from_transformers(hf_model, vocab_sizes={"image": 40, "text": 56})
     assert given.config.vocab_sizes == {"image": 40, "text": 56}
@@ -64,10 +64,10 @@ def test_blocks_that_are_given():
         from_transformers(hf_model, {"text": 90, "image": 5})
     with pytest.raises(UserError, match="add up to 0"):
         from_transformers(hf_model, {})
-    with pytest.raises(UserError, match=r"blocks\.image is 0: it must be a whole number from 1"):
+    with pytest.raises(UserError, match=r"vocab_sizes\.image is 0: it must be a whole number from 1"):
         from_transformers(hf_model, {"text": 96, "image": 0})
-    hf_model.config.mmqk_blocks = "text"
-    with pytest.raises(UserError, match="mmqk_blocks is 'text', not names and sizes"):
+    hf_model.config.mmqk_vocab_sizes = "text"
+    with pytest.raises(UserError, match="mmqk_vocab_sizes is 'text', not names and sizes"):
         from_transformers(hf_model)
 
 
@@ -236,9 +236,9 @@ def test_a_window_that_the_class_takes_no_notice_of_is_none_here(architecture, w
 @pytest.mark.parametrize(
     "vocab_sizes", [{"te xt": 96}, {"layer03": 96}, {"text": 95.5, "image": 0.5}, {"": 6, "text": 90}]
 )
-def test_blocks_that_no_series_could_carry_are_refused(blocks):
+def test_names_that_no_series_could_carry_are_refused(vocab_sizes):
     with pytest.raises(UserError, match="vocab_sizes"):
-        from_transformers(tiny("LlamaForCausalLM"), blocks)
+        from_transformers(tiny("LlamaForCausalLM"), vocab_sizes)
 
 
 def test_image_ids_that_are_no_numbers_are_refused():

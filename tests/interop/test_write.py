@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmqk.interop import from_transformers, to_transformers
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig, PerModalityConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig, RopeScalingConfig
 from mmqk.store import UserError
 from tests.interop.models import logits_of, tiny
 from tests.interop.test_parity import LINEAR, LLAMA3, some_ids
@@ -146,7 +146,8 @@ def test_every_field_is_carried_left_behind_or_refused():
     from dataclasses import fields
 
     carried = {
-        "vocab_sizes", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "mlp", "pre_norm", "norm_eps",
+        "vocab_sizes", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "mlp", "pre_norm",
+        "norm_eps",
         "qk_norm", "attn_dropout", "tie_embeddings", "window", "global_every", "rope_theta", "rope_scaling",
     }  # fmt: skip
     only_training = {"post_gain_init", "residual_dropout", "output_init", "embed_init"}

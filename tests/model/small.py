@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig, PerModalityConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig, RopeScalingConfig
 
 BLOCKS = {"text": 11, "image": 6, "sound": 4}
 V = 21

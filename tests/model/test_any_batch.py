@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from tests.model.attend import attention
 from tests.model.small import BLOCKS, VARIANTS, build, ids_of, refuses_sdpa
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mmqk.model import (
     EarlyFusionTransformer,
-    QKNormConfig,
     PerModalityConfig,
+    QKNormConfig,
     compile_blocks,
     keep_graphs,
     transformer,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.model import backends as kernels
 from mmqk.training.step.chunked_loss import chunked_losses
 from mmqk.training.step.losses import modality_losses

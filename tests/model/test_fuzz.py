@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, PerModalityConfig
+from mmqk.model import ModelConfig, PerModalityConfig, QKNormConfig, RopeScalingConfig
 from tests.model.small import SMALL, build
 from tests.model.written_out import WrittenOut
 

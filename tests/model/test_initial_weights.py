@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig, init_weights
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig, init_weights
 
 
 def weights(seed=0, **fields):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig, power_step
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig, power_step
 from mmqk.model.backends import mask_of
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import L2Norm, qk_norm
@@ -46,7 +46,8 @@ def logits_of(qk, inputs_BTD, aligned=False, untied=False, n_kv_heads=0, noise=T
     """Raw logits (B, H, T, S) of a model's first attention layer on adversarial inputs, and the model."""
     untie = PerModalityConfig(qk_norm=untied and (qk.gain != "none" or qk.bias))
     config = ModelConfig(
-        vocab_sizes=BLOCKS, d_model=H * K, n_heads=H, n_layers=1, n_kv_heads=n_kv_heads, qk_norm=qk, per_modality=untie
+        vocab_sizes=BLOCKS, d_model=H * K, n_heads=H, n_layers=1, n_kv_heads=n_kv_heads, qk_norm=qk,
+        per_modality=untie
     )
     model = EarlyFusionTransformer(config).double()
     layer, generator = model.blocks[0].attention, torch.Generator().manual_seed(3)

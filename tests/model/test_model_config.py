@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, PerModalityConfig
+from mmqk.model import ModelConfig, PerModalityConfig, QKNormConfig, RopeScalingConfig
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,8 @@ from mmqk.model import ModelConfig, QKNormConfig, RopeScalingConfig, PerModality
             {"per_modality": PerModalityConfig(qk_norm=True), "qk_norm": QKNormConfig("rms", gain="none")},
             "no gain or bias",
         ),
-        ({"per_modality": PerModalityConfig(norms=True), "norm_gain": "none"}, "model.per_modality.norms has no gain or bias"),
+        ({"per_modality": PerModalityConfig(norms=True), "norm_gain": "none"},
+            "model.per_modality.norms has no gain or bias"),
         ({"qk_norm": QKNormConfig("l2"), "attn_scale": "inverse"}, "multiply the learned scale"),
     ],
 )
@@ -136,8 +137,8 @@ def test_a_configuration_comes_back_from_its_dictionary():
     ],
 )
 def test_a_detail_of_what_is_off_is_set_back_so_that_equal_models_have_equal_configurations(fields):
-    blocks = {"vocab_sizes": fields["vocab_sizes"]} if "vocab_sizes" in fields else {}
-    assert ModelConfig(**fields) == ModelConfig(**blocks)
+    sizes = {"vocab_sizes": fields["vocab_sizes"]} if "vocab_sizes" in fields else {}
+    assert ModelConfig(**fields) == ModelConfig(**sizes)
 
 
 def test_a_detail_of_what_is_on_stays():
@@ -149,7 +150,7 @@ def test_a_detail_of_what_is_on_stays():
 
 @pytest.mark.parametrize("name", ["a b", "te/xt", "layer03", "", "text-image", 3])
 def test_a_modality_has_a_name_that_a_series_can_carry(name):
-    with pytest.raises(ValueError, match=r"model\.blocks has a modality"):
+    with pytest.raises(ValueError, match=r"model\.vocab_sizes has a modality"):
         ModelConfig(vocab_sizes={name: 4})
     with pytest.raises(ValueError, match="it must be a whole number from 1"):
         ModelConfig(vocab_sizes={"text": 4.5})

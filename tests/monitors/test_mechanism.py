@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from mmqk.config import MonitorConfig
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors.training_run.mechanism import Mechanism
 from mmqk.monitors.training_run.window import BudgetWindow, watched_matrices
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.data.batch import TokenBatch
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.monitors import probe
 from mmqk.monitors.measures import pairs as pairs_module
 from mmqk.monitors.measures.attention import attention_statistics
@@ -168,7 +168,7 @@ def test_three_modalities_packed_documents_and_a_sequence_of_one_token_equal_bru
         ids_BT, modality_BT, trained_BT, valid_BT, torch.tensor(1.0), document_BT if documents else None
     )
     vocab_sizes = dict(zip(names, sizes.tolist(), strict=True))
-    model = EarlyFusionTransformer(ModelConfig(vocab_sizes=blocks, d_model=16, n_layers=2, n_heads=2), "math")
+    model = EarlyFusionTransformer(ModelConfig(vocab_sizes=vocab_sizes, d_model=16, n_layers=2, n_heads=2), "math")
     with torch.no_grad():
         for block in model.blocks:
             block.attention.w_q.weight.mul_(5)

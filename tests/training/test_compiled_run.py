@@ -107,7 +107,8 @@ def test_a_fork_of_it_goes_on_compiled_and_one_without_says_so(tiny_args, compil
 
 
 def test_probes_change_no_bit_and_see_a_compiled_model_as_an_eager_one(tiny_args, tmp_path):
-    flags = [COMPILED, "--monitor.probe_split=current", "--monitor.gradient_agreement=true", "--monitor.precision=true",
+    flags = [COMPILED, "--monitor.probe_split=current", "--monitor.gradient_agreement=true",
+        "--monitor.precision=true",
              "--monitor.every_n_steps=2"]  # fmt: skip
     on, off, eager = (tmp_path / name for name in ("on", "off", "eager"))
     trained(on, tiny_args, *flags)
@@ -124,8 +125,10 @@ def test_probes_change_no_bit_and_see_a_compiled_model_as_an_eager_one(tiny_args
 
 RUNS = {
     "dropout": [DROPOUT, "--model.attn_dropout=0.1"],
-    "split moments, loss in chunks": ["--optim.split_second_moment=true", "--loss.chunk_size=50", "--loss.z_loss=1e-3"],
-    "budget and agreement": ["--monitor.probe_split=current", "--monitor.probe_sequences=2", "--monitor.gradient_agreement=true",
+    "split moments, loss in chunks": ["--optim.split_second_moment=true", "--loss.chunk_size=50",
+        "--loss.z_loss=1e-3"],
+    "budget and agreement": ["--monitor.probe_split=current", "--monitor.probe_sequences=2",
+        "--monitor.gradient_agreement=true",
                              "--monitor.parameters=true", "--monitor.budget_every_n_steps=4",
                              "--monitor.budget_steps=3"],
     "windows": ["--model.window=9", "--model.global_every=2"],

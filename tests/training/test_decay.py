@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmqk.config import LossConfig, OptimConfig
-from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, PerModalityConfig
+from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.training.step.module import TrainingModule
 from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 from tests.peers import Peer

@@ -47,7 +47,7 @@ def said(capsys, *args: str) -> str:
         (["--trainer.max_steps=4"], "trainer.max_steps is 4, but the fork starts at step 4"),
         (["--checkpoint.at=[4]"], "checkpoint.at has step 4: the run's own steps are 5 to 8"),
         (["--fork_noise=1e-9"], "fork_noise is 1e-09"),
-        (["--fork_seed=1"], "fork_seed numbers the draws of fork_noise"),
+        (["--fork_seed=1"], "fork_seed has no effect"),
         (["--fork_skip_batches=-1"], "fork_skip_batches is -1"),
         (["--model.attn_softcap=30"], "backend sdpa cannot apply model.attn_softcap"),
         (["--optim.qk_clip=30"], "optim.qk_clip scales W_q and W_k"),

@@ -81,7 +81,8 @@ def test_everything_that_has_a_state_goes_on(tiny_args, tmp_path):
     radial budget that is open at the fork."""
     fields = ["--model.weight_reparam=sigma", "--model.qk_norm.kind=l2", "--model.qk_norm.gain=per_head",
               "--model.qk_norm.scale_max=100", "--model.qk_norm.normalize_v=true", "--model.per_modality.qk=true",
-              "--model.per_modality.norms=true", "--model.post_norm=true", "--model.layer_scale=0.5", "--data.workers=1",
+              "--model.per_modality.norms=true", "--model.post_norm=true", "--model.layer_scale=0.5",
+              "--data.workers=1",
               "--optim.split_second_moment=true", "--optim.decay_gains=true", "--trainer.accumulate_grad_batches=2",
               "--monitor.budget_every_n_steps=6", "--monitor.budget_steps=5", "--data.pack=documents"]  # fmt: skip
     args = [*tiny_args, *fields, "--data.seq_len=256", "--monitor.probe_sequences=1", "--checkpoint.keep=9"]
@@ -107,7 +108,8 @@ def test_the_newest_checkpoint_of_a_run_folder(parent, tmp_path):
 
 
 def test_interrupted_and_resumed_fork_is_the_straight_one(parent, tmp_path):
-    fields = ("--model.qk_norm.kind=rms", "--fork_skip_batches=1", "--fork_noise=1e-3", "--checkpoint.every_n_steps=2",
+    fields = ("--model.qk_norm.kind=rms", "--fork_skip_batches=1", "--fork_noise=1e-3",
+        "--checkpoint.every_n_steps=2",
               "--checkpoint.keep=9", "--trainer.accumulate_grad_batches=2")  # fmt: skip
     fork(parent, tmp_path / "straight", *fields)
     for kept in (STEP, 10):

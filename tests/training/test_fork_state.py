@@ -250,13 +250,13 @@ def test_numbers_of_a_fork_are_checked():
     parent = Parent("0" * 10, 8, {})
     mistakes = {
         "fork_skip_batches is -1": {"skip_batches": -1},
-        "fork_seed numbers the draws": {"seed": 2},
+        "fork_seed has no effect": {"seed": 2},
         "fork_noise is 1e-09": {"noise": 1e-9},
         "fork_noise is 2": {"noise": 2.0},
     }
     for says, wrong in mistakes.items():
         with pytest.raises(ValueError, match=says):
             ForkConfig(parent, **wrong)
-    assert ForkConfig(parent, perturb=1e-6, draw=2, skip=3).identity == {
+    assert ForkConfig(parent, noise=1e-6, seed=2, skip_batches=3).identity == {
         "parent": "0" * 10, "step": 8, "skip_batches": 3, "noise": 1e-6, "seed": 2,
     }  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.model.config import QKNormConfig, PerModalityConfig
+from mmqk.model.config import PerModalityConfig, QKNormConfig
 from mmqk.training.fork.measure import change_of_function
 from mmqk.training.fork.weights import carry
 from mmqk.training.step.losses import modality_losses
@@ -65,7 +65,8 @@ EXACT = {
     "sigma reparam on": (PLAIN, replace(PLAIN, weight_reparam="sigma")),
     "sigma reparam on, gamma one": (PLAIN, replace(PLAIN, weight_reparam="sigma", reparam_gamma="one")),
     "sigma reparam off": (replace(PLAIN, weight_reparam="sigma"), PLAIN),
-    "gains zero-centered": (replace(PLAIN, post_norm=True), replace(PLAIN, post_norm=True, norm_gain="zero_centered")),
+    "gains zero-centered": (replace(PLAIN, post_norm=True), replace(PLAIN, post_norm=True,
+        norm_gain="zero_centered")),
     "gains of pre-norms away": (PLAIN, replace(PLAIN, norm_gain="none")),
     "gains of post-norms away": (
         replace(POST, layer_scale=1.0), replace(POST, layer_scale=1.0, norm_gain="none")),

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from mmqk.config import LossConfig, MonitorConfig
-from mmqk.model import QKNormConfig, PerModalityConfig
+from mmqk.model import PerModalityConfig, QKNormConfig
 from mmqk.monitors.training_run.callback import RunMonitor
 from mmqk.store import AlarmRules
 from tests.training.toy import MODEL, apart, cut, fit, module_of, toy_batch, weights

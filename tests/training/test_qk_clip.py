@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmqk.config import OptimConfig
 from mmqk.config.checks import check_qk_clip
-from mmqk.model import ModelConfig, QKNormConfig, PerModalityConfig
+from mmqk.model import ModelConfig, PerModalityConfig, QKNormConfig
 from mmqk.store import parse_tag
 from mmqk.training.logging.loggers import over_layers
 from mmqk.training.loop.step_log import Validation

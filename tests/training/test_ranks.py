@@ -24,7 +24,8 @@ from tests.training.toy import MODEL, module_of
 
 # Two micro-batches of two sequences in each process; a probe's third sequence is the second process's.
 STEP = ['--data.mix={"dial": 1}', "--data.seq_len=96", "--data.batch_size=8", "--trainer.accumulate_grad_batches=2",
-        "--loss.z_loss=1e-3", "--monitor.probe_split=current", "--monitor.probe_sequences=3", "--monitor.gradient_agreement=true",
+        "--loss.z_loss=1e-3", "--monitor.probe_split=current", "--monitor.probe_sequences=3",
+        "--monitor.gradient_agreement=true",
         "--checkpoint.keep=9"]  # fmt: skip
 INSIDE = ["--monitor.parameters=true", "--monitor.budget_every_n_steps=4", "--monitor.budget_steps=3"]
 # Nothing but rounding is left of the first, and means of either sign of the second.

@@ -61,19 +61,20 @@ class Dial:
         config: the statistics.
 
     Attributes:
-        vocab_sizes: ids by modality, contiguous from id 0 in this order. Within a block ids go by falling frequency.
+        vocab_sizes: number of ids by modality, contiguous from id 0 in this order; within a modality the most
+            frequent id is the first.
         length: tokens in a document, the same for all.
     """
 
     def __init__(self, config: DialConfig):
         self.config = config
-        self.blocks = dict(config.vocabulary)
+        self.vocab_sizes = dict(config.vocabulary)
         self.length = sum(config.tokens.values())
         tokens = [config.tokens[m] for m in config.names]
         starts = np.cumsum([0, *tokens])
         self._modalities = [self._make_modality(m, t) for m, t in zip(config.names, starts, strict=False)]
         self._ties = [self._make_tie(before, after) for before, after in pairwise(self._modalities)]
-        sizes = list(self.blocks.values())
+        sizes = list(self.vocab_sizes.values())
         self._first_id_T1 = np.repeat(np.cumsum([0, *sizes[:-1]]), tokens)[:, None]
         self._size_T1 = np.repeat(sizes, tokens)[:, None]
         places = np.split(np.arange(self.length), starts[1:-1])
@@ -250,7 +251,7 @@ class Dial:
         are left out: nothing is lost with them.
         """
         laws = [(f"Tokens of {m.name}", m.inner, len(m.child_T)) for m in self._modalities]
-        for (a, b), tie in zip(pairwise(self.blocks), self._ties, strict=True):
+        for (a, b), tie in zip(pairwise(self.vocab_sizes), self._ties, strict=True):
             laws.append((f"Ties of {a} and {b}", tie.edge, len(tie.after_T)))
         sentences = []
         for what, edge, places in laws:

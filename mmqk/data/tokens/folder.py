@@ -29,7 +29,7 @@ from mmqk.shards.manifest import sha256_file
 from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, write_json
 
 TOKENS = "tokens.json"
-FORMAT = 1
+FORMAT = 2
 KINDS = ("pair", "text", "interleaved", "tokens")
 SPLITS = ("train", "val")
 MOST_IDS = 2**32  # uint32
@@ -49,7 +49,7 @@ class Layout:
     """Which ids are whose.
 
     Attributes:
-        vocab_sizes: name and number of ids of each modality, in order; the first block starts at id 0.
+        vocab_sizes: name and number of ids of each modality, in order; the first modality starts at id 0.
         bos: id of the token that begins a row; None for documents that are used as they are.
         eos: id that ends a document, if there is one.
         pad: id that fills rows; 0 where there is none, as padding is never attended to nor trained on.
@@ -67,12 +67,12 @@ class Layout:
     @property
     def size(self) -> int:
         """Number of ids."""
-        return sum(self.blocks.values())
+        return sum(self.vocab_sizes.values())
 
     @property
     def edges(self) -> np.ndarray:
-        """Where the blocks begin, and where the last one ends: (blocks + 1)."""
-        return np.cumsum([0, *self.blocks.values()])
+        """First id of each modality, and the end of the last: (modalities + 1)."""
+        return np.cumsum([0, *self.vocab_sizes.values()])
 
     @property
     def specials(self) -> list[int]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from mmqk.store import UserError, tag
 
-# Field of a Hugging Face config in which `to_transformers` stores the blocks: [name, size] in the order of the ids.
+# Field of a Hugging Face config in which `to_transformers` stores the vocabulary sizes: [name, size], by id.
 # A mapping would lose the order, because config.json has sorted keys.
-NOTED = "mmqk_blocks"
+NOTED = "mmqk_vocab_sizes"
 _IMAGE_PREFIX = "IMGIMG"  # of image tokens in Chameleon's vocabulary_map
 
 
@@ -29,22 +29,22 @@ def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None
             raise ValueError
     except (TypeError, ValueError):
         raise UserError(
-            f"The model's config.{NOTED} is {noted!r}, not names and sizes: give blocks."
+            f"The model's config.{NOTED} is {noted!r}, not names and sizes: give vocab_sizes."
         ) from None
     if not vocab_sizes or sum(vocab_sizes.values()) != vocab_size:
         named = ", ".join(f"{name}={size}" for name, size in vocab_sizes.items())
         raise UserError(
-            f"The blocks {named or 'are none and'} add up to {sum(vocab_sizes.values())}, but the vocabulary has"
+            f"The sizes {named or 'are none and'} add up to {sum(vocab_sizes.values())}, but the vocabulary has"
             f" {vocab_size} ids: give each id to one modality."
         )
-    return blocks
+    return vocab_sizes
 
 
 def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, int]:
     image = [i for name, i in vocabulary.items() if name.startswith(_IMAGE_PREFIX)]
     if not all(isinstance(i, int) for i in image):
         raise UserError(
-            "The model's config.vocabulary_map has image ids that are not integers: give blocks."
+            "The model's config.vocabulary_map has image ids that are not integers: give vocab_sizes."
         )
     image.sort()
     if not image:
@@ -53,7 +53,7 @@ def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, 
     if image != list(range(start, end)) or end > vocab_size:
         raise UserError(
             f"The {len(image)} image ids of config.vocabulary_map are not one range within the {vocab_size} ids: give"
-            " blocks, such as text=300,image=32."
+            " vocab_sizes, such as text=300,image=32."
         )
     # Without ids after the image ids, those before them are text; otherwise they are special tokens.
     before, after = ("text", "") if end == vocab_size else ("special", "text")
@@ -77,7 +77,7 @@ def chameleon_vocabulary(vocab_sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def parse_vocab_sizes(text: str) -> dict[str, int]:
-    """The blocks of a command line, such as `text=65536,image=8192`.
+    """Numbers of ids on a command line, such as `text=65536,image=8192`.
 
     Raises:
         UserError: the text has another form, or a name is invalid in a tag.
@@ -91,6 +91,7 @@ def parse_vocab_sizes(text: str) -> dict[str, int]:
     vocab_sizes = dict(pairs)
     if not vocab_sizes or len(vocab_sizes) < len(pairs) or min(vocab_sizes.values()) < 1:
         raise UserError(
-            f"--vocab-sizes is {text!r}: give each modality once with its number of ids, such as text=65536,image=8192."
+            f"--vocab-sizes is {text!r}: give each modality once with its number of ids, such as"
+            " text=65536,image=8192."
         )
-    return blocks
+    return vocab_sizes
