@@ -1,4 +1,4 @@
-"""The front door: `python -m benchmarks [TABLE[/UNIT] ...]`, one markdown table for each and its JSON."""
+"""`python -m benchmarks [TABLE[/UNIT] ...]`: measure, print a Markdown table per unit, store its JSON."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from mmqk.store import UserError, run_main
 from mmqk.store.errors import OneSentenceParser
 
 TABLES = tuple(HEADINGS)
-SLICE_SECONDS = 400  # what a slice is meant to take at most, of the 8 minutes that it has
+SLICE_SECONDS = 400  # longest duration of a slice; below a limit of 8 minutes for a command
 
 
 def units_of(context: Context, asked: Sequence[str] = ()) -> list[Unit]:
-    """Those asked for by `TABLE` or `TABLE/UNIT`; without any, all.
+    """The units named by `TABLE` or `TABLE/UNIT`; all of them without names.
 
     Raises:
-        UserError: a name that there is none of.
+        UserError: an unknown name.
     """
-    found = [u for name in TABLES for u in importlib.import_module(f"benchmarks.{name}").units(context)]
-    known = {*TABLES, *(u.path for u in found)}
+    every = [u for name in TABLES for u in importlib.import_module(f"benchmarks.{name}").units(context)]
+    known = {*TABLES, *(u.path for u in every)}
     for name in asked:
         if name not in known:
             raise UserError(f"there is no table {name}: python -m benchmarks --list names them.")
-    return [u for u in found if not asked or u.table in asked or u.path in asked]
+    return [u for u in every if not asked or u.table in asked or u.path in asked]
 
 
 def deal(units: Sequence[Unit], n: int) -> list[list[Unit]]:
-    """The units in n parts of about the same length: the longest first, each to the part that has least."""
+    """Split the units into n parts of similar duration: longest first, each into the shortest part."""
     parts: list[list[Unit]] = [[] for _ in range(n)]
     for unit in sorted(units, key=lambda u: -u.seconds):
         min(parts, key=seconds).append(unit)
@@ -49,37 +49,37 @@ def deal(units: Sequence[Unit], n: int) -> list[list[Unit]]:
 
 
 def seconds(units: Sequence[Unit]) -> float:
-    """Expected of all of them."""
+    """Expected duration of all units."""
     return sum(u.seconds for u in units)
 
 
 def slices_needed(units: Sequence[Unit]) -> int:
-    """The least number of parts none of which is expected to take longer than `SLICE_SECONDS`."""
+    """The smallest number of parts that are all expected to stay below `SLICE_SECONDS`."""
     longest = max([SLICE_SECONDS, *(u.seconds for u in units)])
     return next(n for n in range(1, len(units) + 1) if max(map(seconds, deal(units, n))) <= longest)
 
 
 def measured(unit: Unit, context: Context, command: str) -> dict[str, Any]:
-    """A unit's record, whole."""
+    """Measure a unit; its record."""
     started, about = datetime.now(UTC).isoformat(timespec="seconds"), machine(context.device)
     begin = time.monotonic()
     try:
-        found = unit.measure(context)
-    except Exception as error:  # of what all its ways share
-        found = {"title": unit.path, "facts": {}, "base": None, "rows": [failed_row("all", error)]}
+        result = unit.measure(context)
+    except Exception as error:  # in the setup that all its rows share
+        result = {"title": unit.path, "facts": {}, "base": None, "rows": [failed_row("all", error)]}
     return {
-        "table": unit.table, "unit": unit.name, "title": found["title"], "full": context.full, "started": started,
+        "table": unit.table, "unit": unit.name, "title": result["title"], "full": context.full, "started": started,
         "took_seconds": round(time.monotonic() - begin, 1), "command": command, "commit": commit(),
-        "machine": about, "versions": versions(), "facts": found["facts"], "base": found["base"],
-        "rows": found["rows"],
+        "machine": about, "versions": versions(), "facts": result["facts"], "base": result["base"],
+        "rows": result["rows"],
     }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure what is asked for, or print what was measured.
+    """Measure the named units, or print stored results.
 
     Raises:
-        UserError: a name, a slice or a device that there is none of.
+        UserError: an unknown name, an impossible slice, or no GPU.
     """
     argv = sys.argv[1:] if argv is None else argv
     given = _parser().parse_args(argv)
@@ -98,10 +98,10 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(context.threads)
     tail = f"-{part}of{n}" if n > 1 else ""
     folder = Path(given.out) / folder_of(context.device)
-    # A unit leaves nothing behind for the next: neither graphs nor memory.
+    # Free graphs and memory after each unit.
     for unit in deal(units, n)[part - 1] if n > 1 else units:
         if time.monotonic() > context.until:
-            print(f"{unit.path} is left out: the time given by --minutes is over.", file=sys.stderr)
+            print(f"{unit.path} is left out: --minutes is over.", file=sys.stderr)
             continue
         print(f"{unit.path} …", file=sys.stderr, flush=True)
         record = measured(unit, context, _command(argv))
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> OneSentenceParser:
     parser = OneSentenceParser(
         prog="python -m benchmarks",
-        description="Measure speed; toy size on a CPU unless --full. Each table is printed and kept as JSON.",
+        description="Measure speed; toy size on a CPU unless --full. Each table is printed and stored as JSON.",
     )
     parser.add_argument(
         "names", nargs="*", metavar="TABLE[/UNIT]", help=f"{', '.join(TABLES)} (default: all)"
@@ -123,7 +123,7 @@ def _parser() -> OneSentenceParser:
     parser.add_argument(
         "--list", action="store_true", help="name the tables and their units, and measure nothing"
     )
-    parser.add_argument("--full", action="store_true", help="the sizes of a GPU, which it needs")
+    parser.add_argument("--full", action="store_true", help="GPU sizes; needs a GPU")
     parser.add_argument(
         "--slice", default="1/1", metavar="K/N", help="the k-th of n parts (--list says how many)"
     )
@@ -133,16 +133,14 @@ def _parser() -> OneSentenceParser:
     )
     parser.add_argument("--rows", metavar="REGEX", help="only the rows whose name matches (default: all)")
     parser.add_argument(
-        "--minutes", type=float, help="stop after so many: later units are left out, this one has fewer rounds"
+        "--minutes", type=float, help="stop after M minutes: skip later units, shorten the current one"
     )
-    parser.add_argument("--compiled", action="store_true", help="compiled rows on a CPU too, which take long")
-    parser.add_argument("--threads", type=int, default=2, help="of a CPU (default 2)")
+    parser.add_argument("--compiled", action="store_true", help="measure compiled rows on a CPU too; slow")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
     parser.add_argument(
-        "--out", default="benchmarks/results", help="where the JSON goes (default %(default)s)"
+        "--out", default="benchmarks/results", help="folder of the JSON (default %(default)s)"
     )
-    parser.add_argument(
-        "--tables", nargs="+", metavar="DIR", help="print the tables of results that are there"
-    )
+    parser.add_argument("--tables", nargs="+", metavar="DIR", help="print the tables of stored results")
     return parser
 
 
@@ -156,7 +154,7 @@ def _context(given: Any) -> Context:
     try:
         re.compile(given.rows or "")
     except re.error as error:
-        raise UserError(f"--rows is {given.rows}: that is no regular expression ({error}).") from error
+        raise UserError(f"--rows is {given.rows}: it is not a regular expression ({error}).") from error
     if given.full and not given.list and not torch.cuda.is_available():
         raise UserError("--full needs a CUDA GPU: leave it out for the toy size on this CPU.")
     return Context(
@@ -188,7 +186,7 @@ def _list(context: Context, units: Sequence[Unit]) -> None:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """Without where the results went, which is no part of what was measured."""
+    """The command without --out."""
     kept = list(argv)
     if "--out" in kept:
         at = kept.index("--out")

@@ -1,7 +1,7 @@
-"""A way in a process of its own: where the state of a process is part of the comparison.
+"""Time a way in a separate process, for comparisons that depend on the state of the process.
 
-On a CPU that is the C library's allocator: until it has seen large blocks freed it returns each to the kernel, so
-ways that share a process speed each other up, and whoever tells it to keep them tells it for all.
+On a CPU this state is that of the C library's allocator. It returns freed large blocks to the kernel until it has
+seen some freed, or until a setting tells it to keep them. Both affect every way in the process.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-PATIENCE = 240.0  # seconds that a turn has
+PATIENCE = 240.0  # time limit of a turn, in seconds
 
 
 class Apart:
-    """What `build` makes, made and called in a process of its own, which waits between turns.
+    """Builds and calls the timed function in a separate process, which waits between turns.
 
     Args:
-        build: as of a `Way`; it travels, so no closure.
-        threads: of that process.
+        build: as in `Way`; it is pickled, so it cannot be a closure.
+        threads: number of CPU threads of the process.
 
     Raises:
-        RuntimeError: when called: what went wrong there.
+        RuntimeError: when called, if the process failed; with its reason.
     """
 
     def __init__(self, build: Callable[[], Callable[[int], float]], threads: int):
@@ -46,7 +46,7 @@ class Apart:
         return seconds
 
     def __del__(self) -> None:
-        self._end.close()  # which the process takes for its end
+        self._end.close()  # ends the process
         self._process.join(10)
 
 
@@ -64,6 +64,6 @@ def _work(end: Connection, build: Callable[[], Callable[[int], float]], threads:
             take = take or build()
             end.send((take(n), getattr(take, "first_loss", None)))
         except Exception as error:
-            said = " ".join(str(error).split())[:200]
-            known = type(error).__name__ == "Absent"
-            end.send(error if known else RuntimeError(f"{type(error).__name__}: {said}"))
+            message = " ".join(str(error).split())[:200]
+            absent = type(error).__name__ == "Absent"
+            end.send(error if absent else RuntimeError(f"{type(error).__name__}: {message}"))

@@ -1,7 +1,7 @@
-"""How fast the data come, in one process without a model: ratios to a plain WebDataset loop.
+"""Speed of the data in one process, without a model, as ratios to a plain WebDataset loop.
 
-Every way does the same shipped pairs. Samples are image+caption pairs; for token arrays and the dial, whose work is
-sequences, tokens a second are given too.
+Every way reads the same shipped pairs. A sample is an image and its caption. Token arrays and the dial produce
+sequences, so their tokens per second are given too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Make = Callable[[], Callable[[], Work]]
 
 
 def units(context: Context) -> list[Unit]:
-    """Of this table."""
+    """The units of this table."""
     return [Unit("data", "shipped-pairs", 60, _measure)]
 
 
@@ -67,7 +67,7 @@ def _measure(context: Context, batches: int = BATCHES) -> dict[str, Any]:
 
 
 class Take:
-    """A way as the harness takes it; what a repetition did is known afterwards."""
+    """A way for the harness, which stores the work of its latest repetition."""
 
     def __init__(self, make: Make):
         self.make, self.work = make, (0, 0)
@@ -82,7 +82,7 @@ class Take:
 
 
 def ways_of(shard: str, config: DataConfig, cache: Path, batches: int = BATCHES) -> dict[str, Make]:
-    """What is timed, by name: each makes what does its work once and returns (samples, tokens)."""
+    """The ways by name. Each returns a function that does the work once and returns (samples, tokens)."""
 
     tokenizers = Path(config.tokenizers)
 
@@ -160,7 +160,7 @@ def ways_of(shard: str, config: DataConfig, cache: Path, batches: int = BATCHES)
 
 
 def reader(data: TokenDataModule, batches: int) -> Callable[[], Work]:
-    """Batches of a run as a loader worker makes them, always further on in its order."""
+    """Successive batches of a run, made as a loader worker makes them."""
     dataset = MicroBatches(data.order, data.config.batch_size, 1, 0, 1, steps=10**9)
     step = iter(range(10**9))
 
@@ -168,7 +168,7 @@ def reader(data: TokenDataModule, batches: int) -> Callable[[], Work]:
 
 
 def counted(take: Callable[[], TokenBatch], batches: int) -> Callable[[], Work]:
-    """Takes so many batches and counts what is in them."""
+    """Takes the given number of batches and counts their rows and tokens."""
 
     def read() -> Work:
         rows = tokens = 0

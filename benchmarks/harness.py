@@ -1,7 +1,7 @@
-"""Ways of doing the same take turns in one process; what does not work says why and the rest goes on.
+"""Time several ways to do the same work, in turns in one process. A way that fails becomes a row with the reason.
 
-A row of a result is plain data: `seconds` of one repetition, a number a round, and `work`, what a repetition did
-(tokens, samples, steps, flops). Medians and ratios are made of these when they are read (`benchmarks.tables`).
+A row of a result is plain data: `seconds` per repetition, one number per round, and `work`, the tokens, samples,
+steps and flops of a repetition. `benchmarks.tables` computes medians and ratios from these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 class Absent(Exception):
-    """A package that a way is made of is not installed."""
+    """A package that a way needs is not installed."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,17 @@ class Way:
     """One row.
 
     Attributes:
-        name: what it says.
-        build: makes what is timed: called with n it does n repetitions and returns the seconds of one. Its
-            attributes `first_seconds` (of the very first repetition) and `first_loss` are kept where it has them;
-            one that `warms_up` does more than it is asked for.
-        work: what one repetition does.
-        repeat: repetitions in a round; None for those of the comparison.
-        against: the row that it is compared with; None for that of the comparison.
-        memory: whether peak memory is looked at: not where ways share what they are made of.
-        compiled: whether torch.compile is at work, whose time is then kept; a CPU's memory is not watched then.
-        note: what a reader has to know.
+        name: name of the row.
+        build: returns the timed function: called with n, it does n repetitions and returns the seconds of one. Its
+            optional attributes `first_seconds` (of the first repetition) and `first_loss` are stored; a function
+            with `warms_up` warms up by itself.
+        work: amounts of one repetition: tokens, samples, steps, flops.
+        repeat: repetitions in a round; None for the comparison's default.
+        against: name of the row to compare with; None for the comparison's base.
+        memory: whether to measure peak memory; False where several ways share memory.
+        compiled: whether the way uses torch.compile: its compile time is stored, and a CPU's peak memory is not
+            measured.
+        note: a note below the table.
     """
 
     name: str
@@ -62,11 +63,11 @@ class Context:
     Attributes:
         device: cpu or cuda.
         full: GPU sizes.
-        rounds: counted ones; None for a table's own number.
-        repeat: repetitions in a round; None likewise.
-        compiled: compiled rows on a CPU too.
-        threads: of a CPU.
-        rows: regular expression that the name of a row has to match; None for all rows.
+        rounds: number of counted rounds; None for the table's default.
+        repeat: repetitions in a round; None for the table's default.
+        compiled: whether to measure compiled rows on a CPU too.
+        threads: number of CPU threads.
+        rows: regular expression for the names of the rows to measure; None for all rows.
         until: time on `time.monotonic` after which no way is built and no round is started.
         toy: command line of a run at toy size.
     """
@@ -84,13 +85,13 @@ class Context:
 
 @dataclass(frozen=True)
 class Unit:
-    """What stays in one process and one run, so that its ratios are fair.
+    """Rows that are measured in one process, so that their ratios are fair.
 
     Attributes:
-        table: where it belongs.
-        name: of it there.
-        seconds: what it is expected to take at full size on one H100, start of the process left out.
-        measure: does it: `title`, `facts`, `base` (the row that others are compared with) and `rows`.
+        table: name of its table.
+        name: its name in the table.
+        seconds: expected duration at full size on one H100, without the start of the process.
+        measure: returns `title`, `facts`, `base` (the row that others are compared with) and `rows`.
     """
 
     table: str
@@ -104,11 +105,13 @@ class Unit:
 
 
 def compare(ways: Sequence[Way], context: Context, *, repeat: int, rounds: int, warm: int = 2) -> list[Row]:
-    """A row of each way: built in order, then rounds in which each has its turn, in an order that rotates. The first
-    round is not counted; one counted round is made even when the time is over.
+    """Measure one row per way.
+
+    All ways are built first. In each round every way has one turn, in an order that rotates. The first round is not
+    counted. One counted round is made even when the time is over.
 
     Args:
-        warm: repetitions in which memory is watched before, the first of them timed by itself.
+        warm: repetitions before the rounds, in which peak memory is measured. The first one is timed separately.
     """
     rounds, repeat = context.rounds or rounds, context.repeat or repeat
     ways = [way for way in ways if re.search(context.rows or "", way.name)]
@@ -148,7 +151,7 @@ def compare(ways: Sequence[Way], context: Context, *, repeat: int, rounds: int, 
 
 
 def rotated(names: list[str], i: int) -> list[str]:
-    """The same names from the i-th on, around."""
+    """The names rotated by i places."""
     at = i % len(names) if names else 0
     return names[at:] + names[:at]
 
@@ -183,22 +186,22 @@ def _warmed(way: Way, warm: int) -> Callable[[int], float]:
 
 
 def failed_row(name: str, error: Exception) -> Row:
-    """A row that says why there is none."""
+    """A row with the reason why it has no numbers."""
     row = _empty(Way(name, lambda: lambda n: 0.0))
     _failed(row, error)
     return row
 
 
 def _failed(row: Row, error: Exception) -> None:
-    """In words; what was measured before does not count."""
+    """Store the reason, and drop the row's times."""
     row["status"], row["seconds"] = ABSENT if isinstance(error, Absent) else FAILED, []
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError):
         row["reason"] = "out of memory"
     elif isinstance(error, UserError | Absent | ValueError):
-        row["reason"] = said[:300]
+        row["reason"] = message[:300]
     else:
-        row["reason"] = f"{type(error).__name__}: {said[:200]}"
+        row["reason"] = f"{type(error).__name__}: {message[:200]}"
 
 
 def _collect(context: Context) -> None:
@@ -208,7 +211,7 @@ def _collect(context: Context) -> None:
 
 
 def seconds_of(do: Callable[[], object], n: int, device: str) -> float:
-    """Of one of n repetitions; the device has finished before and after."""
+    """Seconds of one of n repetitions, between two synchronizations with the device."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(n):
@@ -224,7 +227,7 @@ def synchronize(device: str) -> None:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The first, the median and the third."""
+    """First quartile, median and third quartile."""
     if len(values) == 1:
         return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""What is timed: a bare training loop, and the training stack as `mmqk.train` runs it."""
+"""The timed loops: a bare training loop, and the training stack of `mmqk.train`."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from mmqk.training.step.losses import total_loss
 from mmqk.training.step.module import TrainingModule
 from mmqk.training.step.optimizers import make_optimizer
 
-WARM = 3  # steps of each turn of the training stack before its clock starts
+WARM = 3  # untimed steps at the start of each turn of the training stack
 CLIP = 1.0
 Loss = Callable[[Any], Tensor]
 
 
 class Loop:
-    """Forward, backward, clipping by norm and a fused AdamW, on batches that lie on the device.
+    """Forward, backward, clipping by norm and a fused AdamW, on batches in device memory.
 
     Args:
-        model: what is trained, or what holds it.
-        loss: of a batch.
-        batches: gone round on.
+        model: the trained model, or a module that contains it.
+        loss: computes the loss of a batch.
+        batches: used in turn, again and again.
         run: precision and optimizer.
         device: cpu or cuda.
-        optimizer: None for AdamW over all parameters, which all decay.
+        optimizer: None for AdamW with weight decay on all parameters.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Loop:
         return self.first_seconds
 
     def step(self) -> Tensor:
-        """One update; its loss."""
+        """Make one update and return its loss."""
         with torch.autocast(self.device, torch.bfloat16) if self.mixed else nullcontext():
             loss = self.loss(next(self.batches))
         loss.backward()
@@ -93,7 +93,7 @@ class Loop:
 
 def own_loop(run: RunConfig, device: str) -> Loop:
     """mmqk's model, loss by modality and optimizer, without Lightning and monitors."""
-    resolve_device(run, torch.device(device))  # says what a kernel cannot do
+    resolve_device(run, torch.device(device))  # refuses a kernel that cannot compute this run
     module = TrainingModule.of(run).to(device).train()
     batches = [batch.to(device) for batch in batches_of(run)]
 
@@ -104,16 +104,16 @@ def own_loop(run: RunConfig, device: str) -> Loop:
 
 
 def pairs_of(run: RunConfig, device: str) -> list[tuple[Tensor, Tensor]]:
-    """(ids, labels) of the same batches, for models that know no TokenBatch."""
+    """(ids, labels) of the same batches, for models without `TokenBatch`."""
     return [(batch.ids_BT.to(device), labels_of(batch).to(device)) for batch in batches_of(run)]
 
 
 class Clock(L.Callback):
-    """Seconds of a step between the warm-up and the end of the timed steps. Comes last.
+    """Times the steps after the warm-up. It must be the last callback.
 
     Args:
-        steps: timed.
-        gate: called when the warm-up is over, before the clock starts.
+        steps: number of timed steps.
+        gate: called after the warm-up, before the clock starts.
     """
 
     def __init__(self, steps: int, gate: Callable[[], object] | None = None):
@@ -138,7 +138,7 @@ class Clock(L.Callback):
 
 
 class _FirstLoss(L.Callback):
-    """The loss of the first step. Comes before `StepLog`, which takes the record away."""
+    """The loss of the first step. It must come before `StepLog`, which removes the record."""
 
     loss: float | None = None
 
@@ -148,16 +148,16 @@ class _FirstLoss(L.Callback):
 
 
 class Stack:
-    """The training stack of `mmqk.train`: Lightning, loggers, alarms, monitors and data. Without validation and
-    checkpoints, whose cost is a matter of how often.
+    """The training stack of `mmqk.train`: Lightning, loggers, alarms, monitors and data, without validation and
+    checkpoints, whose cost depends on their interval.
 
-    Each turn is a Trainer of its own with its first steps left out; the model goes on from turn to turn.
+    Each turn makes a new Trainer and does not time its first steps. The same model trains on in every turn.
 
     Args:
-        run: what is trained.
-        module: made of it; None for a new one.
-        monitor: None for that of the run.
-        batches: in memory; None for the run's own loader, workers and all.
+        run: the run.
+        module: the module of this run; None to make one.
+        monitor: None for the run's monitors.
+        batches: batches in memory; None for the run's loader with its workers.
     """
 
     warms_up = True
@@ -186,7 +186,7 @@ class Stack:
         return (clock.end - clock.start) / n
 
     def timed(self, n: int, gate: Callable[[], object] | None = None) -> Clock:
-        """`WARM` steps, n timed ones and one more."""
+        """Train `WARM` steps, n timed steps and one more."""
         steps, clock, first = WARM + n + 1, Clock(n, gate), _FirstLoss()
         with tempfile.TemporaryDirectory() as folder:
             callbacks, loggers = self._watching(Path(folder), steps)
@@ -230,7 +230,7 @@ class Stack:
 
 
 class _Around(torch.utils.data.Dataset):
-    """The same batches again and again."""
+    """Repeats the given batches."""
 
     ahead = 0
 
@@ -247,7 +247,7 @@ class _Around(torch.utils.data.Dataset):
 
 
 def quieten() -> None:
-    """Lightning's notices, which say nothing about a benchmark."""
+    """Hide Lightning's notices."""
     warnings.filterwarnings("ignore", module="lightning.*")
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""Head and loss by themselves, forward and backward: dense, and with `loss.chunk_size`. Time and peak memory.
+"""Time and peak memory of head and loss alone, forward and backward: dense, and with `loss.chunk_size`.
 
-From the hidden states to their gradient and that of the head, z-loss on, two modalities. Toy size on a CPU; at full
-size in bf16, where the logits of a batch are what memory goes into.
+The timed work goes from the hidden states to the gradients of hidden states and head, with z-loss and two modalities.
+The CPU runs a toy size. The full size runs in bf16, where the logits of a batch take most of the memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Size:
-    """Tokens, width, vocabulary, and the chunks that are tried."""
+    """Number of tokens, width, vocabulary, and the chunk sizes to measure."""
 
     tokens: int
     width: int
@@ -36,7 +36,7 @@ FULL = [Size(32768, 768, vocabulary, (1024, 2048, 4096, 8192)) for vocabulary in
 
 
 def units(context: Context) -> list[Unit]:
-    """Of this table."""
+    """The units of this table."""
     return [
         Unit("loss", f"{size.vocabulary // 1024}k-ids", 30, partial(_measure, size=size))
         for size in (FULL if context.full else TOY)
@@ -61,14 +61,14 @@ def _measure(context: Context, size: Size) -> dict[str, Any]:
 
 
 def step_of(size: Size, chunk: int | None, device: str) -> Callable[[int], float]:
-    """Forward and backward, so many times; the weights stay."""
+    """The timed function: forward and backward, without an update of the weights."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, size.tokens, size.width, generator=random).to(device).requires_grad_()
     head = (0.02 * torch.randn(size.vocabulary, size.width, generator=random)).to(device).requires_grad_()
     targets = torch.randint(size.vocabulary, (1, size.tokens), generator=random).to(device)
     of = targets, (targets >= size.vocabulary // 2).long(), torch.ones_like(targets, dtype=torch.bool)
     weights, n = torch.ones(2, device=device), float(size.tokens)
-    compiled = device == "cuda"  # as a run's is on a GPU
+    compiled = device == "cuda"  # as in a compiled run
     dense = torch.compile(modality_losses, dynamic=False) if compiled else modality_losses
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""Peak memory: a GPU is asked, on a CPU every operation is watched."""
+"""Peak memory: from CUDA's allocator on a GPU, and by intercepting every operation on a CPU."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """Most bytes alive at once of what operations made while it was entered."""
+    """Largest number of bytes alive at the same time, of tensors made inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive = self.bytes = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         given = {t.untyped_storage() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for storage in {t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)} - given:
-            if storage not in self._known:
-                self._known.add(storage)
+            if storage not in self._counted:
+                self._counted.add(storage)
                 self.alive += storage.nbytes()
                 weakref.finalize(storage, self._gone, storage.nbytes())
         self.bytes = max(self.bytes, self.alive)
@@ -34,7 +34,7 @@ class Peak(TorchDispatchMode):
 
 
 class CudaPeak:
-    """Most bytes that the allocator gave out above those given out before."""
+    """Largest number of bytes allocated at the same time, above those at the start."""
 
     def __enter__(self) -> CudaPeak:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What the monitors cost: the training stack with monitors off, between two probes, probing, and with all of them."""
+"""Cost of the monitors: the training stack with monitors off, between two probes, with probes, and with all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERYTHING = MonitorConfig(
 
 
 def units(context: Context) -> list[Unit]:
-    """Of this table."""
+    """The units of this table."""
     return [Unit("monitors", "124M" if context.full else "demonstration", 400, _measure)]
 
 
@@ -31,7 +31,7 @@ def _measure(context: Context) -> dict[str, Any]:
     every = 100 if context.full else 10
     batches = batches_of(run)
 
-    @cache  # one for all: where in memory its weights lie makes a per cent or two
+    @cache  # shared by all rows: the place of its weights in memory changes the time by 1 to 2 %
     def module() -> TrainingModule:
         return TrainingModule.of(replace(run, monitor=EVERYTHING))
 

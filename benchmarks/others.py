@@ -18,20 +18,20 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, compile_blocks
 
 
 def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Mean over the trained targets, in fp32, as both packages have it."""
+    """Mean over the trained targets, in fp32, as in both packages."""
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
 
 
 def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
-    """What `to_transformers` makes of the run's model: Qwen3 with QK-Norm rms, Chameleon with layer, else Llama.
+    """The run's model converted by `to_transformers`: Qwen3 with QK-Norm rms, Chameleon with layer, else Llama.
 
-    Head and loss are applied here: Chameleon's own forward writes over the logits of image ids.
+    Head and loss are applied here, because Chameleon's forward overwrites the logits of image ids.
     """
     needs("transformers")
     model: Any = to_transformers(EarlyFusionTransformer(run.model, "math", run.seed))
     model.set_attn_implementation(_causal_sdpa())
     model.to(device).train()
-    if hasattr(model.model, "vqmodel"):  # it takes no part
+    if hasattr(model.model, "vqmodel"):  # it is not used
         model.model.vqmodel.requires_grad_(False)
 
     def loss(pair: tuple[Tensor, Tensor]) -> Tensor:
@@ -43,7 +43,7 @@ def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
 
 
 def _causal_sdpa() -> str:
-    """Their SDPA without their mask: compiled, they would make one of every T x T, which leaves flash no part."""
+    """Their SDPA without their mask: compiled, transformers builds a T x T mask, which excludes the flash kernel."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -52,7 +52,7 @@ def _causal_sdpa() -> str:
 
 
 def litgpt_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
-    """litgpt's GPT, as it pretrains one."""
+    """litgpt's GPT with the forward of its pretraining."""
     needs("litgpt")
     model = (
         to_litgpt(EarlyFusionTransformer(run.model, "math", run.seed), run.data.seq_len).to(device).train()
@@ -65,9 +65,9 @@ def litgpt_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
 
 
 def bare_loop(run: RunConfig, device: str, whole: bool = False) -> Loop:
-    """mmqk's own blocks with a plain cross-entropy: the floor.
+    """mmqk's blocks with a plain cross-entropy, without Lightning, data or monitors: a lower bound of the time.
 
-    Where the run compiles, blocks and loss are compiled as a run's are, or (`whole`) forward and loss in one graph.
+    If the run compiles, blocks and loss are compiled as in a run, or (`whole`) forward and loss as one graph.
     """
     model = EarlyFusionTransformer(run.model, run.backend, run.seed).to(device).train()
     in_place = run.compile and not whole
@@ -82,12 +82,12 @@ def bare_loop(run: RunConfig, device: str, whole: bool = False) -> Loop:
 
 
 def maybe(loss: Callable[..., Tensor], compiled: bool) -> Callable[..., Tensor]:
-    """Forward and loss as one graph, or as they are."""
+    """Compile the loss if asked to."""
     return torch.compile(loss, dynamic=False) if compiled else loss
 
 
 def needs(package: str) -> None:
-    """Raise `Absent` where it is not installed."""
+    """Raise `Absent` if the package is not installed."""
     if find_spec(package) is None:
         raise Absent(f"{package} is not installed: pip install {package}")
 
@@ -96,7 +96,7 @@ def to_litgpt(model: EarlyFusionTransformer, tokens: int) -> nn.Module:
     """litgpt's GPT with the weights of a pre-norm SwiGLU model, with QK-Norm rms or none.
 
     Raises:
-        ValueError: a model that litgpt has no settings for.
+        ValueError: litgpt has no settings for this model.
     """
     from litgpt import GPT, Config
 

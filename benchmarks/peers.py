@@ -1,4 +1,4 @@
-"""The same model elsewhere: a bare loop of the same blocks, the training stack, transformers, litgpt."""
+"""The same model in a bare loop, in the training stack, in transformers and in litgpt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NONE = MonitorConfig(every_n_steps=0)
 
 
 def units(context: Context) -> list[Unit]:
-    """Of this table."""
+    """The units of this table."""
     if not context.full:
         return [
             Unit("peers", "demonstration-rms", 50, partial(_toy, flag=QK_NORM, theirs="Qwen3")),
@@ -67,7 +67,7 @@ def _apart(context: Context) -> dict[str, Any]:
         for way in ways_of(run, context, "Qwen3", compiled=False, eager=True)
     ]
     return {
-        "title": "the demonstration with QK-Norm rms, each row in a process of its own",
+        "title": "the demonstration with QK-Norm rms, each row in a separate process",
         "facts": facts_of(run, context.device),
         "base": BASE,
         "rows": compare(ways, context, repeat=20, rounds=7),
@@ -75,22 +75,22 @@ def _apart(context: Context) -> dict[str, Any]:
 
 
 def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool) -> list[Way]:
-    """The rows; those of mmqk are compiled where the run says so.
+    """The rows. Those of mmqk are compiled if the run is.
 
     Args:
         run: the model, its data and its optimizer.
         context: device and size.
-        theirs: what transformers calls it.
-        compiled: whether the compiled rows of the others are wanted.
-        eager: whether the uncompiled ones are.
+        theirs: name of the model in transformers.
+        compiled: whether to measure compiled rows of the other packages.
+        eager: whether to measure their eager rows.
     """
     device, work = context.device, work_of(run)
     chunk = CHUNK if context.full else TOY_CHUNK
     chunked = replace(run, loss=replace(run.loss, chunk_size=chunk))
-    probed = run.monitor.every_n_steps  # so many steps that one probe falls into each turn
+    probed = run.monitor.every_n_steps  # so that each turn has one probe
 
     m = run.monitor
-    note = f"with a probe of {m.sequences} sequences every {m.every_n_steps} steps, which the other packages have not"
+    note = f"with a probe of {m.probe_sequences} sequences every {m.every_n_steps} steps; the other packages have none"
     bare = partial(bare_loop, run, device)
     ways = [
         Way("bare loop", bare, work, compiled=run.compile),

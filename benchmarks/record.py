@@ -22,18 +22,18 @@ PACKAGES = (
 
 
 def device_name(device: str) -> str:
-    """Of the GPU, or of the CPU."""
+    """Name of the GPU or of the CPU."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        name = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.machine()
+        name = None
+    return name.group(1).strip() if name else platform.machine()
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What it was measured on; the load says whether anything else ran."""
+    """The machine, and its load at the start, which shows whether anything else ran."""
     about: dict[str, Any] = {
         "device": device_name(device),
         "cpu": device_name("cpu"),
@@ -44,9 +44,9 @@ def machine(device: str) -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
     }
     if device == "cuda":
-        found = torch.cuda.get_device_properties(0)
+        gpu = torch.cuda.get_device_properties(0)
         about |= {
-            "gpu_memory_gib": round(found.total_memory / 2**30, 1),
+            "gpu_memory_gib": round(gpu.total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
         }
@@ -54,18 +54,18 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the packages; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Versions of Python and the packages; None if not installed."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def commit() -> str | None:
-    """Of the code, with a plus where it was changed since; None outside of git."""
+    """Commit of the code, with a plus if the code has changed since; None outside of git."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
@@ -78,21 +78,21 @@ def commit() -> str | None:
 
 
 def folder_of(device: str) -> str:
-    """The name of a device's folder: cpu, or the GPU's."""
+    """Name of the folder of a device's results."""
     if device == "cpu":
         return "cpu"
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
 def keep(path: Path, unit: dict[str, Any]) -> None:
-    """Into the file, in the place of what it had of the same unit."""
+    """Write a unit into the file, in place of its earlier result."""
     units = json.loads(path.read_text()) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, [u for u in units if u["unit"] != unit["unit"]] + [unit])
 
 
 def read(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Every unit of every file below, the newest of each kind and device."""
+    """The newest result of each unit and device in these folders."""
     newest: dict[tuple[str, ...], dict[str, Any]] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.json")):

@@ -1,4 +1,4 @@
-"""Runs to measure, resolved by the parser of mmqk.train, and what they are made of."""
+"""The measured runs, resolved by the parser of mmqk.train, with their batches and facts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mmqk.model import EarlyFusionTransformer
 from mmqk.training.loop.device import resolve_device
 
 # Width, layers, heads of 64 channels. With the head tied to the embedding of 32,768 ids these are 25.0, 124.3 and
-# 348.6 million parameters, all of them counted, and 124M does as much arithmetic a token as GPT-2 of that name.
+# 348.6 million parameters, all counted. 124M does as much arithmetic per token as GPT-2 124M.
 SIZES = {"25M": (384, 7, 6), "124M": (768, 14, 12), "350M": (1024, 25, 16)}
 QK_NORM = "--model.qk_norm={kind: rms}"
-BATCHES = 8  # that a loop goes round on
+BATCHES = 8  # number of different batches of a loop
 
 
 def toy(context: Context, *flags: str) -> RunConfig:
@@ -27,7 +27,7 @@ def toy(context: Context, *flags: str) -> RunConfig:
 
 
 def full(size: str, *flags: str, tokens: int = 1024, batch: int = 32, vocabulary: int = 32768) -> RunConfig:
-    """One of `SIZES` on a GPU: bf16-mixed, blocks compiled, documents of the dial in three of four text ids."""
+    """One of `SIZES` on a GPU: bf16-mixed, blocks compiled, documents of the dial; three of four ids are text."""
     width, layers, heads = SIZES[size]
     text, image = vocabulary * 3 // 4, vocabulary // 4
     half = tokens // 2
@@ -52,18 +52,18 @@ def batches_of(run: RunConfig, n: int = BATCHES) -> list[TokenBatch]:
 
 
 def labels_of(batch: TokenBatch) -> Tensor:
-    """Targets as cross-entropy takes them: -100 where none is trained on."""
+    """Targets for cross-entropy: -100 where no target is trained."""
     return torch.where(batch.target_mask_BT, batch.targets_BT, -100)
 
 
 def work_of(run: RunConfig) -> dict[str, float]:
-    """What one step does."""
+    """Steps, tokens and flops of one step."""
     B, T = run.data.batch_size, run.data.seq_len
     return {"steps": 1, "tokens": B * T, "flops": step_flops(run.model, B, T)}
 
 
 def facts_of(run: RunConfig, device: str) -> dict[str, object]:
-    """What a reader has to know of a run."""
+    """Size, precision and kernels of a run, for the text above a table."""
     c = run.model
     return {
         "parameters": parameters_of(run),
@@ -77,6 +77,6 @@ def facts_of(run: RunConfig, device: str) -> dict[str, object]:
 
 
 def parameters_of(run: RunConfig) -> int:
-    """All of them, those that are tied once."""
+    """Number of parameters; tied ones count once."""
     with torch.device("meta"):
         return sum(p.numel() for p in EarlyFusionTransformer(run.model, run.backend).parameters())

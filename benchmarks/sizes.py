@@ -1,4 +1,4 @@
-"""Sizes, lengths and vocabularies: the training stack without monitors, the loss at once and in chunks."""
+"""Model sizes, sequence lengths and vocabularies: the training stack without monitors, dense and chunked loss."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mmqk.config import MonitorConfig, RunConfig
 FULL = (1024, 4096), (16384, 65536)  # lengths and vocabularies
 TOY = (128, 512), (1024, 4096)
 CHUNK = 8192
-TOKENS = {"25M": 32768, "124M": 32768, "350M": 16384}  # of a step
+TOKENS = {"25M": 32768, "124M": 32768, "350M": 16384}  # per step
 SECONDS = {"25M": 220, "124M": 300, "350M": 420}
 
 
 def units(context: Context) -> list[Unit]:
-    """Of this table."""
+    """The units of this table."""
     names = list(SIZES) if context.full else ["demonstration"]
     return [Unit("sizes", name, SECONDS.get(name, 30), partial(_measure, size=name)) for name in names]
 

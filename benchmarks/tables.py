@@ -1,4 +1,4 @@
-"""Results as markdown: medians and quartiles over the rounds, and ratios that were made within each round."""
+"""Results as Markdown: medians and quartiles over rounds, and ratios within each round."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ HEADINGS = {
     "monitors": "What the monitors cost",
     "sizes": "Sizes, lengths and vocabularies",
     "together": "Many small runs at once",
-    "data": "How fast the data come",
-    "loss": "Head and loss by themselves",
+    "data": "Speed of the data",
+    "loss": "Head and loss alone",
 }
 
 
 def speed(row: Row, what: str) -> list[float]:
-    """Of a row in each round, in that work a second."""
+    """Work per second in each round."""
     return [row["work"][what] / seconds for seconds in row["seconds"]]
 
 
 def times(row: Row, base: Row) -> list[float]:
-    """Seconds of a row over those of another in the same round."""
+    """Ratio of the seconds of two rows, by round."""
     return [a / b for a, b in zip(row["seconds"], base["seconds"], strict=True)]
 
 
 def faster(row: Row, base: Row, what: str) -> list[float]:
-    """Speed of a row over that of another in the same round."""
+    """Ratio of the speeds of two rows, by round."""
     return [a / b for a, b in zip(speed(row, what), speed(base, what), strict=True)]
 
 
 def mfu(row: Row, device: str) -> float | None:
-    """Median share of the device's peak; None where that is not known."""
+    """Median model FLOPs utilization; None if the device's peak is not known."""
     peak = peak_flops(device)
     if peak is None or "flops" not in row["work"]:
         return None
@@ -46,10 +46,10 @@ def mfu(row: Row, device: str) -> float | None:
 
 
 def against(row: Row, unit: Unit) -> Row | None:
-    """What a row is compared with, where that was measured and is another row."""
+    """The row to compare with; None if it was not measured or is the row itself."""
     name = row["against"] or unit["base"]
-    found = next((other for other in unit["rows"] if other["name"] == name), None)
-    return None if found is None or found is row or found["status"] != MEASURED else found
+    base = next((other for other in unit["rows"] if other["name"] == name), None)
+    return None if base is None or base is row or base["status"] != MEASURED else base
 
 
 def _ms(row: Row, base: Row | None, unit: Unit) -> str:
@@ -151,7 +151,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
 
 
 def markdown(units: Sequence[Unit]) -> str:
-    """All of them, by table and device."""
+    """All units, by table and device."""
     order = list(HEADINGS)
     units = sorted(units, key=lambda u: (order.index(u["table"]), u["machine"]["device"]))
     parts = []
@@ -162,7 +162,7 @@ def markdown(units: Sequence[Unit]) -> str:
 
 
 def one(unit: Unit) -> str:
-    """The table of a unit, with a column for what any of its rows has."""
+    """The table of a unit. Columns without a value are left out."""
     rows, columns = unit["rows"], COLUMNS[unit["table"]]
     cells = {
         heading: [
@@ -171,17 +171,17 @@ def one(unit: Unit) -> str:
         ]
         for heading, cell in columns.items()
     }
-    cells = {heading: found for heading, found in cells.items() if any(found)}
+    cells = {heading: column for heading, column in cells.items() if any(column)}
     lines = [f"### {unit['title']}", "", _about(unit), ""]
     lines.append("| | " + " | ".join(cells) + " |")
     lines.append("| --- |" + " --: |" * len(cells))
     for i, row in enumerate(rows):
         if row["status"] == MEASURED:
-            lines.append(f"| {row['name']} | " + " | ".join(found[i] for found in cells.values()) + " |")
+            lines.append(f"| {row['name']} | " + " | ".join(column[i] for column in cells.values()) + " |")
         else:
-            said = row["status"] if row["status"] in row["reason"] else f"{row['status']}: {row['reason']}"
-            said = row["reason"] if row["status"] in row["reason"] else said
-            lines.append(f"| {row['name']} | {said} |" + " |" * (len(cells) - 1))
+            repeats = row["status"] in row["reason"]
+            reason = row["reason"] if repeats else f"{row['status']}: {row['reason']}"
+            lines.append(f"| {row['name']} | {reason} |" + " |" * (len(cells) - 1))
     notes = [f"{row['name']}: {row['note']}" for row in rows if row["note"]]
     same = _losses(rows) if unit["table"] == "peers" else []  # elsewhere the arms differ
     return "\n".join([*lines, *(["", *notes] if notes else []), *same])
@@ -200,10 +200,9 @@ def _about(unit: Unit) -> str:
 
 
 def _losses(rows: Sequence[Row]) -> list[str]:
-    """Whether all began with the same model and the same batch."""
-    found = {row["name"]: row["first_loss"] for row in rows if row["first_loss"] is not None}
-    if len(found) < 2:
+    """The range of the first losses: equal if all rows began with the same model and batch."""
+    values = [row["first_loss"] for row in rows if row["first_loss"] is not None]
+    if len(values) < 2:
         return []
-    values = list(found.values())
     apart = (max(values) - min(values)) / max(values)
     return ["", f"Losses of the first step: {min(values):.4f} to {max(values):.4f} nats, {apart:.1e} apart."]

@@ -1,7 +1,7 @@
-"""Many small runs on one device: one process at a time against several, by the steps of all a second.
+"""Many small runs on one device: steps per second of all runs, with one process and with several.
 
-The processes stay from round to round; those without a turn wait. A turn begins for all of its processes when the
-last of them has warmed up, and ends when the last one has ended.
+The processes live through all rounds and wait between their turns. A turn starts when its last process has warmed up,
+and ends when its last process has finished.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 from benchmarks.harness import FAILED, MEASURED, Context, Row, Unit, rotated
 from benchmarks.setups import facts_of, toy
 
-PATIENCE = 240.0  # seconds that a process has for its start or its turn
+PATIENCE = 240.0  # time limit of a start or a turn, in seconds
 ONE = "1 process"
 
 
 def units(context: Context) -> list[Unit]:
-    """Of this table."""
+    """The units of this table."""
     return [Unit("together", "demonstration", 300, _measure)]
 
 
 def flags_of(context: Context) -> list[str]:
-    """The demonstration, on the device that is measured."""
+    """Flags of the demonstration for the measured device."""
     gpu = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed"]
     return gpu if context.full else []
 
@@ -46,7 +46,7 @@ def _measure(context: Context) -> dict[str, Any]:
 
 
 def rows_of(context: Context, counts: Sequence[int], repeat: int, rounds: int) -> list[Row]:
-    """A row of each number of processes; the first round is not counted."""
+    """One row per number of processes. The first round is not counted."""
     rows = {n: _row(n, repeat) for n in counts}
     with Pool(context, counts) as pool:
         for i in range(rounds + 1):
@@ -63,7 +63,7 @@ def rows_of(context: Context, counts: Sequence[int], repeat: int, rounds: int) -
 
 
 def _given_up(rows: dict[int, Row], counts: Sequence[int]) -> list[Row]:
-    """A process that failed may still be at work beside the others: what has no round yet gets none."""
+    """Give up the other rows too: the failed process may still run and disturb them."""
     for n in counts:
         if rows[n]["status"] == MEASURED:
             rows[n] |= {"status": FAILED, "reason": "another row's process failed first", "seconds": []}
@@ -79,7 +79,7 @@ def _row(n: int, repeat: int) -> Row:
 
 
 class Pool:
-    """Processes that each hold one run, and the gates that they start through together."""
+    """Processes with one run each, and the barriers at which they start together."""
 
     def __init__(self, context: Context, counts: Sequence[int]):
         spawn = multiprocessing.get_context("spawn")
@@ -99,17 +99,17 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         for end in self.ends:
-            end.close()  # which each of them takes for its end
+            end.close()  # ends the process
         for process in self.processes:
             process.join(10)
             if process.is_alive():
                 process.terminate()
 
     def turn(self, n: int, repeat: int) -> float:
-        """Seconds from the start of all to the end of the last.
+        """Seconds from the common start to the end of the last process.
 
         Raises:
-            RuntimeError: one of them failed, with its reason.
+            RuntimeError: a process failed; with its reason.
         """
         try:
             for end in self.ends[:n]:
@@ -129,7 +129,7 @@ class Pool:
 
 
 def _work(end: Connection, context: Context, seed: int, gates: dict[int, Any]) -> None:
-    """One process: a run, taken up again in each turn. `time.monotonic` is one clock for all processes."""
+    """One process: trains its run further in each turn. `time.monotonic` is the same clock in all processes."""
     import torch
 
     from benchmarks.loops import Stack
@@ -149,5 +149,5 @@ def _work(end: Connection, context: Context, seed: int, gates: dict[int, Any]) -
         except Exception as error:
             gates[n].abort()
             traceback.print_exc()
-            said = " ".join(str(error).split())[:200]
-            end.send(f"{type(error).__name__}: {said}")
+            message = " ".join(str(error).split())[:200]
+            end.send(f"{type(error).__name__}: {message}")

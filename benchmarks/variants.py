@@ -1,4 +1,4 @@
-"""What a remedy costs: each against the plain arm of the same unit, with mmqk's own loss, without Lightning."""
+"""Cost of each remedy, as a ratio to the plain arm of its unit, with mmqk's loss and without Lightning."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmarks.setups import facts_of, full, toy, work_of
 
 PLAIN = "plain"
 Arms = Mapping[str, Sequence[str]]
-# By name: what it compares, and the flags of each arm, the plain one first.
+# Title and the flags of each arm, by name of the unit. The plain arm comes first.
 COMPARED: dict[str, tuple[str, Arms]] = {
     "qk-norm": (
-        "QK-Norm by kind and by what is normalised together",
+        "QK-Norm by kind and scope",
         {
             PLAIN: (),
             "rms, head": ("--model.qk_norm.kind=rms",),
@@ -27,7 +27,7 @@ COMPARED: dict[str, tuple[str, Arms]] = {
         },
     ),
     "placement": (
-        "where the norms stand",
+        "norm placement",
         {
             PLAIN: (),
             "post (Swin, Chameleon-34B)": ("--model.pre_norm=false", "--model.post_norm=true"),
@@ -60,13 +60,13 @@ SECONDS = {"qk-norm": 330, "placement": 170, "softcap": 330, "loss": 250}
 
 
 def units(context: Context) -> list[Unit]:
-    """Of this table."""
+    """The units of this table."""
     return [Unit("variants", name, SECONDS[name], partial(_measure, name=name)) for name in COMPARED]
 
 
 def _measure(context: Context, name: str) -> dict[str, Any]:
     about, arms = COMPARED[name]
-    # Dense attention keeps every T x T matrix: fewer sequences where it is among the arms.
+    # Dense attention stores every T x T matrix, so units with such an arm use a smaller batch.
     batch = 8 if name == "softcap" else 32
 
     def make(flags: Sequence[str]) -> Any:

@@ -115,7 +115,7 @@ _GROUPS: dict[str, tuple[Remedy, ...]] = {
             {"model.qk_norm.kind": "layer", "model.qk_norm.bias": True, "model.qk_norm.gain": "per_head"},
             "q ← gain_h · (q − mean(q)) / √(var(q) + eps) + bias_h in head h, over head_dim; k likewise",
             "Chameleon in transformers, Cohere (without bias) [V]", QK, _NORM_PASSES),
-        Remedy("qk_norm_zero_centred", "RMS by head, gain 1 + w",
+        Remedy("qk_norm_zero_centered", "RMS by head, gain 1 + w",
             {"model.qk_norm.kind": "rms", "model.qk_norm.gain": "zero_centered"},
             "q ← (1 + w) · q / √(mean(q²) + eps), w initially 0; k likewise",
             "Gemma 3, arXiv 2503.19786 [S]; Qwen3-Next, which decays w (optim.decay_gains) [S]", QK,

@@ -32,7 +32,7 @@ REFUSED = {
         *(("qk_clip", key) for key in WITH_QK_NORM | {"sigma_reparam"}),
         *BIAS_OF_ANOTHER_KIND,
         *(("qk_norm_full", key) for key in L2),
-        ("qk_norm_zero_centred", "qk_norm_l2"),
+        ("qk_norm_zero_centered", "qk_norm_l2"),
         ("qk_norm_no_gain", "untie_qk_norm"),
     )
 }

@@ -35,11 +35,11 @@ ROOT = Path(__file__).parents[1]
 DEMO = "--config=configs/demo.yaml"
 # Fields that are no remedy by themselves: shape, what is trained on what, positions, and details of a remedy.
 NOT_REMEDIES = {
-    "model": "blocks d_model n_layers n_heads n_kv_heads d_head d_ff mlp norm_gain norm_eps reparam_gamma"
+    "model": "vocab_sizes d_model n_layers n_heads n_kv_heads d_head d_ff mlp norm_gain norm_eps reparam_gamma"
     " tie_embeddings window global_every rope_theta local_rope_theta qk_norm.eps qk_norm.scale_init"
     " rope_scaling.kind rope_scaling.factor rope_scaling.low_freq_factor rope_scaling.high_freq_factor"
     " rope_scaling.original_length",
-    "loss": "weights chunk",
+    "loss": "weights chunk_size",
     "optim": "lr beta1 schedule final_lr_ratio schedule_steps",
 }
 

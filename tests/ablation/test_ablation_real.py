@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = """
 model: {d_model: 16, n_layers: 2, n_heads: 2}
 data: {batch_size: 4, val_sequences: 8}
-monitor: {every_n_steps: 5, sequences: 4}
+monitor: {every_n_steps: 5, probe_sequences: 4}
 trainer: {max_steps: 10}
 """
 GRID = f"""

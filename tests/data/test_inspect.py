@@ -240,7 +240,7 @@ def test_the_mixture_is_as_asked_for_and_as_met(tiny_args, tmp_path):
     page, order = inspected(tmp_path, tiny_args, *mix), data_of(tiny_args, *mix).order
     draws = [order.mixture.draw(i).slot for i in range(1200)]
     rows = {row["slot"]: row for row in page.numbers["mixture"]}
-    asked = {"image_first_prob": 0.125, "caption_first": 0.375, "text": 1 / 6, "image": 1 / 3}
+    asked = {"image_first": 0.125, "caption_first": 0.375, "text": 1 / 6, "image": 1 / 3}
     assert {slot: row["configured"] for slot, row in rows.items()} == pytest.approx(asked)
     for slot, row in rows.items():
         shares = [draws[i : i + 300].count(slot) / 300 for i in range(901)]

@@ -71,7 +71,7 @@ def furthest(slots, weights, window):
 def test_weights_are_met_in_any_window(seed):
     mixture = Mixture({"pair": 3.0, "text": 1.0, "image": 0.5}, image_first=0.5, seed=seed)
     slots = [mixture.draw(i).slot for i in range(5 * CYCLE)]
-    shares = {"image_first_prob": 1 / 3, "caption_first": 1 / 3, "text": 2 / 9, "image": 1 / 9}
+    shares = {"image_first": 1 / 3, "caption_first": 1 / 3, "text": 2 / 9, "image": 1 / 9}
     assert furthest(slots, shares, 300) <= 4 and furthest(slots, shares, 100) <= 4
     assert slots[:CYCLE] != slots[CYCLE : 2 * CYCLE]
     # The control: shuffled cycles, which are as exact over whole cycles.

@@ -127,7 +127,7 @@ PEERS: list[Model] = [
          query_pre_attn_scalar=1),
     peer(
         "Gemma3ForCausalLM",
-        ("qk_norm_rms", "qk_norm_zero_centred", "sandwich", "embed_sqrt_d"),
+        ("qk_norm_rms", "qk_norm_zero_centered", "sandwich", "embed_sqrt_d"),
         {
             **AFTER_ROPE,
             **EPS,

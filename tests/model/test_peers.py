@@ -73,7 +73,7 @@ PEERS: list[Comparison] = [
         {"norm after RoPE": AFTER, "another epsilon": EPS, "over all heads": {"scope": "full"}},
     ),
     attention_peer(
-        "qk_norm_zero_centred", "x-transformers Attention(qk_rmsnorm)", FP32_INSIDE,
+        "qk_norm_zero_centered", "x-transformers Attention(qk_rmsnorm)", FP32_INSIDE,
         qk("rms", gain="zero_centered", eps=TINY), XT(True, qk_rmsnorm=True),
         {"norm after RoPE": AFTER, "gain w for 1 + w": {"gain": "shared"}},
     ),
@@ -162,7 +162,7 @@ PEERS += [
         {"over all heads": qk("layer", "full", "per_head", bias=True), "no bias": qk("layer", gain="per_head")},
     ),
     compare(
-        ("qk_norm_zero_centred",), "torch RMSNorm of weight 1 + w", EXACT, norm, {"norm_gain": "zero_centered"},
+        ("qk_norm_zero_centered",), "torch RMSNorm of weight 1 + w", EXACT, norm, {"norm_gain": "zero_centered"},
         lambda p: F.rms_norm(p["x"], (D,), 1 + p["weight"], 1e-5),
         {"gain w": {"norm_gain": "plain"}, "no gain": {"norm_gain": "none"}, "another epsilon": OTHER_EPS},
     ),

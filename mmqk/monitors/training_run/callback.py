@@ -31,7 +31,7 @@ class RunMonitor(L.Callback):
 
     Args:
         config: when and on which tokens.
-        heldout: the fixed batch, if ``config.batch`` is heldout.
+        heldout: the fixed batch, if ``config.probe_split`` is heldout.
         step_rows: with several ranks, returns the first n sequences of micro-batch i over all ranks.
     """
 
@@ -41,7 +41,7 @@ class RunMonitor(L.Callback):
         heldout: TokenBatch | None = None,
         step_rows: Callable[[int, int], TokenBatch] | None = None,
     ):
-        if config.batch == "heldout" and heldout is None:
+        if config.probe_split == "heldout" and heldout is None:
             raise ValueError("monitor.probe_split heldout needs the batch to probe.")
         self.config, self.heldout, self.step_rows = config, heldout, step_rows
         self._pairs: dict[int, Pairs] | None = None  # of the held-out batch
@@ -57,7 +57,7 @@ class RunMonitor(L.Callback):
             self._mechanism.load_state_dict(self._saved)
             module.step_watch = self._mechanism
         self._probed = trainer.global_step if trainer.global_step else -1
-        if c.batch == "heldout" and self._probed < 0:
+        if c.probe_split == "heldout" and self._probed < 0:
             self._probe(trainer, pl_module, None)
 
     def on_train_batch_start(self, trainer, pl_module, batch: TokenBatch, batch_idx: int) -> None:
