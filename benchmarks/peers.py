@@ -90,7 +90,7 @@ def ways_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager
     probed = run.monitor.every_n_steps  # so that each turn has one probe
 
     m = run.monitor
-    note = f"with a probe of {m.probe_sequences} sequences every {m.every_n_steps} steps; the other packages have none"
+    note = f"with a probe of {m.probe_sequences} sequences every {m.every_n_steps} steps; the others have none"
     bare = partial(bare_loop, run, device)
     ways = [
         Way("bare loop", bare, work, compiled=run.compile),

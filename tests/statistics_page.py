@@ -114,9 +114,9 @@ in this column means the whole model, layer or parameter.
 in evaluation mode, over `monitor.probe_sequences` sequences (4) every `monitor.every_n_steps` steps (100). Its
 maxima are exact for these sequences only, so compare runs with `--monitor.probe_split=heldout`, which uses the
 same sequences in each run. All tokens of a sequence are used. Statistics of attention rows exclude queries that
-see fewer than {fewest} keys. Logits are raw: after scale and QK-Norm, before cap and mask. Padding is never counted. A row
-with a NaN or an infinity is NaN, and so is every mean that includes it; means of the other modality are not affected
-unless its queries attend to it. `grad_agreement`, `grad_signal` and `grad_noise` are estimates, all other
+see fewer than {fewest} keys. Logits are raw: after scale and QK-Norm, before cap and mask. Padding is never counted.
+A row with a NaN or an infinity is NaN, and so is every mean that includes it; means of the other modality are not
+affected unless its queries attend to it. `grad_agreement`, `grad_signal` and `grad_noise` are estimates, all other
 statistics are exact.
 
 ## Drift, competition, sharpening
