@@ -140,9 +140,9 @@ def test_identity_is_what_changes_the_numbers(tiny_args, tiny_data):
         assert differing_fields(base.identity, changed.identity) == [field]
 
 
-def test_blocks_come_from_the_tokenizers(tiny_args):
+def test_vocab_sizes_come_from_the_tokenizers(tiny_args):
     assert resolve(tiny_args).model.vocab_sizes == {"text": 305, "image": 32}
-    with pytest.raises(UserError, match="does not match the data"):
+    with pytest.raises(UserError, match="the vocabulary of the data has"):
         resolve([*tiny_args, '--model.vocab_sizes={"text": 9, "image": 9}'])
 
 
