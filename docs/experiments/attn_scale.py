@@ -1,9 +1,9 @@
-"""The variance of q.k at initialisation, predicted and measured: `python docs/experiments/attn_scale.py`.
+"""Predicted and measured variance of q.k at initialization: `python docs/experiments/attn_scale.py`.
 
-Builds models at initialisation, runs them on random ids, and writes attn_scale.csv, attn_scale.png and the tables of
+Builds untrained models, runs them on random ids, and writes attn_scale.csv, attn_scale.png and the tables of
 attn_scale.md beside this file. Half a minute on one CPU core.
 
-Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head width.
+Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head_dim.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ VARIANTS: dict[str, ModelConfig] = {
     "rsqrt, post-norm alone": POST_ALONE,
     "rsqrt, post-norm alone, RMS QK-Norm": replace(POST_ALONE, qk_norm=QKNormConfig(kind="rms")),
 }
-TITLE = "At initialisation the variance of q·k is the head width; 1/√(head width) brings it to 1"
+TITLE = "At initialization the variance of q·k is head_dim; 1/√head_dim brings it to 1"
 COLOURS = dict(zip(VARIANTS, (PALETTE[i] for i in (0, 1, 2, 5, 6, 3, 4)), strict=True))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the logits `scale * q.k` of one layer are like.
+    """Statistics of the logits `scale * q.k` of one layer.
 
     Attributes:
-        variance: Over all pairs of a query and an earlier key, of all heads and sequences together.
-        own: Over the pairs of a query and its own key.
-        in_row: Over the earlier keys of one query, mean over queries with at least `FEWEST_KEYS` of them. What
-            shifts all logits of a row alike leaves the softmax as it is, and is not in here.
-        entropy: Of the softmax, as a share of that of equal weights, mean over queries with `FEWEST_KEYS` keys.
-        largest: Largest weight of the softmax, mean over the same queries.
+        variance: Variance over all pairs of a query and an earlier key, heads and sequences pooled.
+        own: Variance over pairs of a query and its own key.
+        in_row: Over the earlier keys of one query, mean over queries with at least `FEWEST_KEYS` earlier keys. An
+            equal shift of all logits of a row does not change the softmax and is not counted.
+        entropy: Softmax entropy over that of equal weights, mean over queries with `FEWEST_KEYS` keys.
+        largest: Largest softmax weight, mean over the same queries.
     """
 
     variance: float
@@ -70,7 +70,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the CSV: a variant at a head width and layer (from 1), means (and deviations, sd) over seeds."""
+    """A line of the CSV: one variant, head_dim and layer (from 1); means and standard deviations over seeds."""
 
     variant: str
     head_dim: int
@@ -96,7 +96,7 @@ def logits_of(q_BHTK: Tensor, k_BHTK: Tensor, scale: float) -> Tensor:
 
 
 def measure(logits_BHTS: Tensor) -> Measured:
-    """The statistics of raw logits under a causal mask; what lies above the diagonal is never read."""
+    """The statistics of raw logits below a causal mask."""
     T = logits_BHTS.shape[-1]
     earlier_TS = torch.ones(T, T, dtype=torch.bool).tril(-1)
     hidden_TS = torch.ones(T, T, dtype=torch.bool).triu(1)
@@ -117,7 +117,7 @@ def measure(logits_BHTS: Tensor) -> Measured:
 
 
 def measure_model(config: ModelConfig, seed: int) -> list[Measured]:
-    """Every layer of a model at initialisation, on random ids of its whole vocabulary."""
+    """Every layer of an untrained model, on random ids of its whole vocabulary."""
     seen: dict[tuple[str, int], Tensor] = {}
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(0, config.vocab_size, (SEQUENCES, TOKENS), generator=generator)
@@ -146,7 +146,7 @@ def predicted_variance(config: ModelConfig, layer: int) -> float:
 
 
 def predicted_entropy(variance: float) -> float:
-    """Share of the entropy of equal weights that independent normal logits of this variance leave, simulated."""
+    """Softmax entropy of independent normal logits of this variance, over that of equal weights; simulated."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(16, 1, TOKENS, TOKENS, generator=generator, dtype=torch.float64)
     return measure(math.sqrt(variance) * logits).entropy
@@ -158,7 +158,7 @@ def predicted_entropy(variance: float) -> float:
 def run(
     variants: Sequence[str] = tuple(VARIANTS), head_dims: Sequence[int] = HEAD_DIMS, seeds: int = SEEDS
 ) -> list[Row]:
-    """Every variant at every head width and layer; nothing else of the size changes with the head width."""
+    """Every variant at every head_dim and layer. No other size changes with head_dim."""
     rows = []
     for name in variants:
         for head_dim in head_dims:
@@ -197,7 +197,7 @@ def from_csv(text: str) -> list[Row]:
 def tables(rows: Sequence[Row]) -> dict[str, str]:
     """The tables of the page by name, in Markdown."""
     at = {(r.variant, r.head_dim, r.layer): r for r in rows}
-    heads = ["head width", *(f"{v}: {what}" for v in SCALES for what in ("predicted", "measured"))]
+    heads = ["head_dim", *(f"{v}: {what}" for v in SCALES for what in ("predicted", "measured"))]
     widths = sorted({r.head_dim for r in rows})
     by_scale = [[k, *(x for v in SCALES for x in _variance(at[v, k, 1]))] for k in widths]
     shown = [at[v, SHOWN_HEAD_DIM, n] for v in VARIANTS for n in (1, SIZE.n_layers)]
@@ -220,7 +220,7 @@ def _markdown(heads: Sequence[object], lines: Sequence[Sequence[object]]) -> str
 
 
 def with_tables(page: str, rows: Sequence[Row]) -> str:
-    """The page with its tables, which stand between comments that name them, made anew."""
+    """The page with new tables. A table stands between two comments with its name."""
     for name, table in tables(rows).items():
         part = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         page, n = part.subn(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", page)
@@ -250,19 +250,19 @@ def draw(rows: Sequence[Row]) -> Figure:
 
         left.set(title="Variance of a logit, first layer", yscale="log", ylim=(1e-3, 1e3), ylabel="variance")
         _label(left, "scale none", 11, 50, "scale none")
-        _label(left, "scale rsqrt", 11, 1.7, "1/√(head width)")
-        _label(left, "scale inverse", 11, 0.013, "1/(head width)")
+        _label(left, "scale rsqrt", 11, 1.7, "1/√head_dim")
+        _label(left, "scale inverse", 11, 0.013, "1/head_dim")
         middle.set(title="Entropy of attention, first layer", ylim=(0, 1.08), ylabel="share of its maximum")
         _label(middle, "scale none", 40, 0.26, "scale none")
-        _label(middle, "scale rsqrt", 11, 0.81, "1/√(head width)")
-        _label(middle, "scale inverse", 11, 1.025, "1/(head width)")
-        right.set(title=f"Variance by layer, head width {SHOWN_HEAD_DIM}", yscale="log", ylim=(1e-6, 1e3))
+        _label(middle, "scale rsqrt", 11, 0.81, "1/√head_dim")
+        _label(middle, "scale inverse", 11, 1.025, "1/head_dim")
+        right.set(title=f"Variance by layer, head_dim {SHOWN_HEAD_DIM}", yscale="log", ylim=(1e-6, 1e3))
         right.set(xlabel="layer", xticks=[r.layer for r in by_layer[0]], ylabel="variance")
         _label(right, "scale rsqrt", 1, 4, "pre-norm")
         _label(right, "rsqrt, post-norm alone, RMS QK-Norm", 2.05, 0.13, "post-norm with QK-Norm")
         _label(right, "rsqrt, post-norm alone", 1.35, 1e-4, "post-norm alone")
         for axes in (left, middle):
-            axes.set(xscale="log", xlabel="head width", xticks=HEAD_DIMS)
+            axes.set(xscale="log", xlabel="head_dim", xticks=HEAD_DIMS)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0f}"))
         for axes in (left, middle, right):
             axes.xaxis.set_minor_locator(NullLocator())

@@ -1,7 +1,7 @@
-"""How often verdicts are wrong: `python docs/experiments/null_arms.py` splits runs that are all alike into arms.
+"""Rate of wrong verdicts: `python docs/experiments/null_arms.py` splits runs of one configuration into arms.
 
-Reads null_arms.csv, which null_arms_train.py makes, puts its runs into arms at random, lets `mmqk.analysis` choose
-learning rates and judge, and writes the tables of ../evidence.md. Five minutes on one CPU core.
+Reads null_arms.csv (from null_arms_train.py), assigns its runs to arms at random, lets `mmqk.analysis` choose learning
+rates and give verdicts, and writes the tables of ../evidence.md. Five minutes on one CPU core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmqk.store import Status
 
 HERE = Path(__file__).parent
 RATES, SEEDS, STEPS = (0.01, 0.02, 0.04, 0.08), range(26), (200, 250, 300)
-# What is stored of a probe; of the logits and the entropy only the end that the metric takes.
+# Stored values of a probe; of logits and entropy only the last ones, which the metric reads.
 PROBED = {
     "attn_logit_absmax": ("attn_logit_absmax/text-text/layer00", np.max),
     "attn_entropy": ("attn_entropy/text/layer00", np.min),
@@ -44,7 +44,7 @@ DELTA_LOG, DELTA_NATS = 0.2231, 0.01
 
 @dataclass(frozen=True)
 class Planted:
-    """What is done to the metrics of the treatment's runs: ``log`` is added to logarithms, ``nats`` to losses."""
+    """A planted effect on the treatment's runs: ``log`` is added to logarithms, ``nats`` to losses."""
 
     log: float = 0.0
     nats: float = 0.0
@@ -71,7 +71,7 @@ def pool(planted: Planted = Planted()) -> Pool:
                 if line[tag] and "unigram" not in tag:
                     record[tag] = float(line[tag]) + planted.nats
             records.append(record)
-        # Measured once, whatever arm the run is put into.
+        # Measured once for all splits.
         run.__dict__ |= {"_columns": Columns(records), "_measured": {}, "_learning": {}, "_chosen_by": {}}
         _ = run.tags
         found[rate, seed] = run
@@ -83,14 +83,14 @@ def pool(planted: Planted = Planted()) -> Pool:
 
 @dataclass(frozen=True)
 class Design:
-    """A grid of arms that are all alike.
+    """A grid whose arms have equal configurations.
 
     Attributes:
-        claims: of it, without ids.
-        arms: their names; the first is the control of all.
-        seeds: of each arm.
-        selection: seeds that choose each arm's learning rate; with 0 all run at ``rate``.
-        rate: of all arms, where they do not choose.
+        claims: the claims, without ids.
+        arms: names of the arms; the first is the control of every claim.
+        seeds: number of seeds per arm.
+        selection: number of seeds that choose the learning rate of an arm; with 0 every arm uses ``rate``.
+        rate: learning rate without selection.
     """
 
     claims: tuple[Mapping[str, Any], ...]
@@ -101,7 +101,7 @@ class Design:
 
 
 def claim(metric: str, treatment: str = "a", **more: Any) -> dict[str, Any]:
-    """A confirmatory claim against the first arm; its positive control passes, so that it may be contradicted."""
+    """A confirmatory claim against the first arm. Its positive control passes, so it can be contradicted."""
     log = metric in ("largest_attention_logit", "final_norm")
     return {
         **{
@@ -111,7 +111,7 @@ def claim(metric: str, treatment: str = "a", **more: Any) -> dict[str, Any]:
             "delta": DELTA_LOG if log else DELTA_NATS,
         },
         **{"regime": "both modalities learnt", "positive_control": "P"},
-        "unchecked": {"declared": "the arms are alike on purpose"},
+        "unchecked": {"declared": "the arms have equal configurations on purpose"},
     } | more
 
 
@@ -130,14 +130,14 @@ SIX = Design(
 
 
 def looks(first: int, last: int, paid: bool = True) -> Design:
-    """Two arms whose seeds may be added; ``paid`` for in the level or not."""
+    """Two arms to which seeds may be added; ``paid``: with the level corrected for the looks."""
     more = {"seeds": first, "stopping": {"max_seeds": last}} if paid else {}
     metrics = ("largest_attention_logit", "final_norm", "final_excess/text")
     return Design(tuple(claim(m, **more) for m in metrics), ("plain", "a"), last, selection=0)
 
 
 def split(design: Design, rng: np.random.Generator) -> dict[str, list[int]]:
-    """Stored seeds for each arm: those that choose its rate first."""
+    """Stored seeds of each arm; those that choose its learning rate come first."""
     each = design.seeds + design.selection
     order = rng.permutation(len(SEEDS))
     return {arm: [int(s) for s in order[i * each : (i + 1) * each]] for i, arm in enumerate(design.arms)}
@@ -146,7 +146,7 @@ def split(design: Design, rng: np.random.Generator) -> dict[str, list[int]]:
 def verdicts(
     design: Design, seeds: Mapping[str, Sequence[int]], runs: Mapping[str, Pool], count: int | None = None
 ) -> list[Verdict]:
-    """The pipeline on one split: rates are chosen, runs are put at them, claims are judged.
+    """Choose learning rates, take the runs at these rates, and give verdicts, for one split.
 
     Args:
         design: the grid.
@@ -191,7 +191,7 @@ def _placed(run: Run, arm: str, family: str, seed: int, rate: float, role: str) 
 
 @dataclass(frozen=True)
 class Rate:
-    """How often something happened."""
+    """A count of draws."""
 
     count: int
     draws: int
@@ -211,7 +211,7 @@ class Rate:
 
 
 def is_wrong(verdict: Verdict, planted: Planted) -> bool:
-    """Whether a verdict is false. At an effect of just delta neither side is true."""
+    """Whether a verdict is false. At an effect of exactly the smallest effect both sides are false."""
     if planted != Planted():
         return verdict.verdict in ("reproduced", "contradicted")
     return verdict.verdict == ("contradicted" if verdict.claim.test == "equivalence" else "reproduced")
@@ -223,7 +223,7 @@ AT_DELTA = Planted(DELTA_LOG, DELTA_NATS)
 def false_verdicts(
     design: Design, planted: Planted = AT_DELTA, draws: int = 1000, first: int | None = None, seed: int = 0
 ) -> Rate:
-    """In how many splits some verdict is false; with ``first``, at some look from so many seeds on."""
+    """Splits with a false verdict; with ``first``, at any look from that number of seeds on."""
     rng = np.random.default_rng(seed)
     plain, treated = pool(), pool(planted)
     runs = {arm: plain if arm == "plain" else treated for arm in design.arms}
@@ -236,7 +236,7 @@ def false_verdicts(
 
 
 def found(design: Design, planted: Planted, draws: int = 500, seed: int = 1) -> Rate:
-    """In how many splits the first claim is reproduced."""
+    """Splits in which the first claim is reproduced."""
     rng = np.random.default_rng(seed)
     plain, treated = pool(), pool(planted)
     runs = {arm: plain if arm == "plain" else treated for arm in design.arms}
@@ -304,7 +304,7 @@ def _markdown(heads: Sequence[object], lines: Sequence[Sequence[object]]) -> str
 
 
 def with_tables(page: str, made: Mapping[str, str]) -> str:
-    """The page with its tables, which stand between comments that name them, made anew."""
+    """The page with new tables. A table stands between two comments with its name."""
     for name, table in made.items():
         part = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         page, n = part.subn(lambda m, table=table: f"{m[1]}{table}\n{m[2]}", page)

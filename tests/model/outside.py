@@ -135,7 +135,7 @@ def x_transformers_attention(zero_centered: bool = False, bias: float | None = N
             parameters[f"to_{n}.weight"] = rows[:, INTERLEAVED].flatten(0, 1)
         if options.get(
             "qk_norm_dim_scale"
-        ):  # ours is one number a head; theirs is on top of 1 / sqrt(head width)
+        ):  # ours is one number a head; theirs is on top of 1 / sqrt(head_dim)
             parameters["qk_norm_q_scale"] = leaves["q_norm.weight"].expand(H, K)[:, None] * K**0.5
             parameters["qk_norm_k_scale"] = torch.ones(H, 1, K).double()
         if options.get("qk_rmsnorm"):

@@ -27,7 +27,7 @@ from mmqk.shards.manifest import MANIFEST, manifest_hash
 from mmqk.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError
 
-FORMAT = 2
+FORMAT = 3
 ENCODE_BATCH = 64
 
 

@@ -340,9 +340,12 @@ def read_header(folder: Path | str) -> dict[str, Any]:
         raise UserError(
             f"{path} is missing: no token folder, or one that was not finished (run its command again)."
         )
+    other = UserError(f"{path} is not the record of a token folder of format {FORMAT}: make it again.")
+    if record.get("format") != FORMAT:
+        raise other
     try:
         layout = Layout(**record["layout"])
-        whole = record["format"] == FORMAT and record["kind"] in KINDS and layout.vocab_sizes
+        whole = record["kind"] in KINDS and layout.vocab_sizes
         whole = whole and all(0 < n <= MOST_IDS for n in layout.vocab_sizes.values())
         whole = whole and all(0 <= i < layout.size <= MOST_IDS for i in layout.specials)
         whole = whole and all(_is_part(p) for parts in record["splits"].values() for p in parts)
@@ -352,7 +355,7 @@ def read_header(folder: Path | str) -> dict[str, Any]:
     except TypeError as error:
         raise DamagedFile(path, str(error), advice) from None
     if not whole:
-        raise UserError(f"{path} is not the record of a token folder of format {FORMAT}: make it again.")
+        raise other
     return record
 
 
