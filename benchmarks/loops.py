@@ -23,12 +23,11 @@ from mmqk.data.batch import TokenBatch
 from mmqk.data.datamodule import PositionedLoader, TokenDataModule
 from mmqk.monitors.training_run.callback import RunMonitor
 from mmqk.store import AlarmRules
-from mmqk.train import FLUSH_EVERY
 from mmqk.training.logging.loggers import RunLogger, StoryLogger
 from mmqk.training.loop.alarms import Alarms
 from mmqk.training.loop.cpu_tuning import keep_freed_memory, skip_nvml_check
 from mmqk.training.loop.device import resolve_device
-from mmqk.training.loop.step_log import Checkpoints, StepLog
+from mmqk.training.loop.step_log import FLUSH_EVERY, Checkpoints, StepLog
 from mmqk.training.step.losses import total_loss
 from mmqk.training.step.module import TrainingModule
 from mmqk.training.step.optimizers import make_optimizer
@@ -215,7 +214,7 @@ class Stack:
     def _watching(self, folder: Path, steps: int) -> tuple[list[L.Callback], list[Any]]:
         run, monitor = self.run, self.monitor
         every = (FLUSH_EVERY, min(monitor.every_n_steps, 10**6))
-        log = StepLog(every, run.optim.warmup_steps, {})
+        log = StepLog(every)
         heldout = self.data.probe_batch(monitor.probe_sequences) if monitor.probe_split == "heldout" else None
         probes = RunMonitor(monitor, heldout, self.data.step_rows if self.batches is None else None)
         rules = AlarmRules(run.optim.warmup_steps, steps, self.module.trained_modalities)

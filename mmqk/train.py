@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.training.loop.processes import Ranks
 
-FLUSH_EVERY = 10
 MOST_PADDING = 0.02
 
 
@@ -122,25 +121,18 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
 
 def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     """Train the run; ``folder`` is None in the processes that do not write."""
-    import torch
-
     from mmqk.data.datamodule import TokenDataModule
     from mmqk.monitors.training_run.callback import RunMonitor
     from mmqk.training.logging.loggers import RunLogger, StoryLogger
     from mmqk.training.loop.alarms import Alarms
-    from mmqk.training.loop.cpu_tuning import keep_freed_memory, skip_nvml_check
+    from mmqk.training.loop.cpu_tuning import set_threads, tune
     from mmqk.training.loop.lifecycle import Lifecycle, ProgressLine
     from mmqk.training.loop.resume import last_checkpoint, restoring
-    from mmqk.training.loop.step_log import Checkpoints, StepLog, Validation
+    from mmqk.training.loop.step_log import FLUSH_EVERY, Checkpoints, StepLog, Validation
     from mmqk.training.step.module import TrainingModule
 
-    # Deterministic training would fill every new tensor, to detect reads of uninitialized memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if ranks.trainer.strategy.root_device.type == "cpu":
-        keep_freed_memory()
-        skip_nvml_check()
-    if run.threads:
-        torch.set_num_threads(run.threads)
+    tune(ranks.trainer.strategy.root_device)
+    set_threads(run.threads)
     data = TokenDataModule(run.data, run.seed)
     data.setup()
     resume_from = None
@@ -162,8 +154,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
     if not has_steps_left:
         return EXIT_CODES["completed"]
     resumed_at = step_of(resume_from) if resume_from is not None else None
-    if run.threads:
-        torch.set_num_threads(run.threads)  # Lightning has changed it
+    set_threads(run.threads)  # Lightning has changed it
     module = TrainingModule.of(run)
     heldout = data.probe_batch(run.monitor.probe_sequences) if run.monitor.probe_split == "heldout" else None
 
@@ -173,7 +164,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         at_start = _at_start(run, data)
         sequences = run.trainer["max_steps"] * run.data.batch_size
         write_json(folder.path / "data.json", data.statistics(sequences))
-    step_log = StepLog((FLUSH_EVERY, *every), run.optim.warmup_steps, at_start, _first_step(run))
+    step_log = StepLog((FLUSH_EVERY, *every), at_start, _first_step(run))
     checkpoints = Checkpoints(run.out / "checkpoints", run.checkpoint, step_log)
     monitor = RunMonitor(run.monitor, heldout, data.step_rows)
     rules = AlarmRules(run.optim.warmup_steps, run.trainer["max_steps"], module.trained_modalities)
@@ -201,7 +192,7 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
             trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
     except Interrupted as stop:
         return _interrupted(run, stop, folder, trainer.global_step)
-    except SystemExit:  # Lightning's second Ctrl-C
+    except SystemExit:  # Lightning raises it for the KeyboardInterrupt of a program that calls `main`
         return EXIT_CODES["interrupted"]
     finally:
         if folder is not None:

@@ -10,11 +10,9 @@ import sys
 import pytest
 import torch
 
-from mmqk.config import build_parser, print_yaml, resolve
+from mmqk.config import Parent, build_parser, print_yaml, resolve
 from mmqk.config.sentences import RENAMED
 from mmqk.store import OneSentenceParser, UserError, cli_main, differing_fields, flatten, read_metrics
-from mmqk.train import main
-
 
 @pytest.mark.parametrize(
     ("extra", "says"),
@@ -156,10 +154,10 @@ def test_help_is_for_a_newcomer():
             result.returncode == 0 and "--model.qk_norm.kind" in result.stdout and "Example:" in result.stdout
         )
     assert (
-        "--trainer.max_steps" in shown["--help"].stdout and "--trainer.profiler" not in shown["--help"].stdout
+        "--trainer.max_steps" in shown["--help"].stdout and "--trainer.benchmark" not in shown["--help"].stdout
     )
     assert (
-        "--trainer.profiler" in shown["--help-all"].stdout
+        "--trainer.benchmark" in shown["--help-all"].stdout
         and "--trainer.max_epochs" not in shown["--help-all"].stdout
     )
 
@@ -231,7 +229,7 @@ CLASS = "{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir:
         ("plugins", "trainer.plugins is decided by mmqk"),
         ("strategy", "trainer.strategy names a class"),
         ("accelerator", "trainer.accelerator names a class"),
-        ("profiler", "trainer.profiler names a class"),
+        ("profiler", "trainer.profiler is no longer a field"),
     ],
 )
 def test_a_class_under_trainer_is_one_sentence(tiny_args, tmp_path, capsys, flag, says):
@@ -254,9 +252,22 @@ def test_a_class_under_trainer_is_one_sentence(tiny_args, tmp_path, capsys, flag
 
 def test_a_word_under_trainer_is_taken(tiny_args):
     """The control."""
-    run = resolve([*tiny_args, "--trainer.profiler=simple", "--trainer.strategy=ddp"])
-    assert (run.trainer["profiler"], run.trainer["strategy"]) == ("simple", "ddp")
+    run = resolve([*tiny_args, "--trainer.accelerator=cpu", "--trainer.strategy=ddp"])
+    assert (run.trainer["accelerator"], run.trainer["strategy"]) == ("cpu", "ddp")
     assert "logger" not in run.trainer
+
+
+@pytest.mark.parametrize("flag", ["enable_autolog_hparams", "inference_mode", "profiler"])
+def test_a_removed_field_is_one_sentence_and_a_fork_of_an_older_run_drops_it(tiny_args, tmp_path, flag):
+    (tmp_path / "old.yaml").write_text(f"trainer: {{{flag}: null}}\n")
+    for way in (f"--config={tmp_path / 'old.yaml'}", f"--trainer.{flag}=true"):
+        with pytest.raises(UserError, match=f"trainer.{flag} is no longer a field"):
+            resolve([*tiny_args, way])
+    old = resolve(tiny_args).nested()
+    parent = Parent("0123456789", 4, {**old, "trainer": {**old["trainer"], flag: True}})
+    assert parent == Parent("0123456789", 4, old)
+    # The control: other fields stay.
+    assert parent != Parent("0123456789", 4, {**old, "trainer": {**old["trainer"], "benchmark": True}})
 
 
 def test_the_table_of_commands():

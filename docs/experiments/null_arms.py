@@ -1,7 +1,7 @@
 """Rate of wrong verdicts: `python docs/experiments/null_arms.py` splits runs of one configuration into arms.
 
-Reads null_arms.csv (from null_arms_train.py), assigns its runs to arms at random, lets `mmqk.analysis` choose learning
-rates and give verdicts, and writes the tables of ../evidence.md. Five minutes on one CPU core.
+Reads null_arms.csv (from null_arms_train.py), assigns its runs to arms at random, lets `mmqk.analysis` choose
+learning rates and give verdicts, and writes the tables of ../evidence.md. Five minutes on one CPU core.
 """
 
 from __future__ import annotations

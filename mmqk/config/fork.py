@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mmqk.config.sentences import REMOVED_TRAINER_FLAGS
 from mmqk.model.config import ModelConfig
 from mmqk.ranges import MOST_SEED, MOST_STEPS, check_numbers, number
 from mmqk.store import UserError, read_run
@@ -22,12 +23,17 @@ class Parent:
     Attributes:
         id: Id of the run.
         step: Number of optimizer steps.
-        config: Resolved configuration of the run (``RunConfig.nested()``).
+        config: Resolved configuration of the run (``RunConfig.nested()``), without fields of an older mmqk.
     """
 
     id: str
     step: int
     config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if isinstance(trainer := self.config.get("trainer"), Mapping):
+            kept = {name: value for name, value in trainer.items() if name not in REMOVED_TRAINER_FLAGS}
+            object.__setattr__(self, "config", {**self.config, "trainer": kept})
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ OWN_TRAINER_FLAGS = {
     "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_algorithm",
     "plugins", "barebones", "model_registry", "sync_batchnorm",
 }  # fmt: skip
+# Fields of an older mmqk, which changed no number of a run.
+REMOVED_TRAINER_FLAGS = {"enable_autolog_hparams", "inference_mode", "profiler"}
 
 # Fields that were renamed. Forks and ablations read configurations of older runs, which have the old names.
 RENAMED = {
@@ -76,6 +78,8 @@ def _unknown(name: str, parser: ArgumentParser) -> str:
     flag = name.removeprefix("trainer.").split(".")[0].rstrip("+")
     if name.startswith("trainer.") and flag in OWN_TRAINER_FLAGS:
         return f"trainer.{flag} is decided by mmqk and cannot be set: leave it out."
+    if name.startswith("trainer.") and flag in REMOVED_TRAINER_FLAGS:
+        return f"trainer.{flag} is no longer a field, because it changed no number of a run: leave it out."
     for old, new in RENAMED.items():
         if name.startswith(old) and name[len(old) : len(old) + 1] in ("", ".", "+"):
             return f"{name} has a new name: write {new}{name[len(old) :]}."

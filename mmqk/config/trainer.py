@@ -31,12 +31,9 @@ class TrainerConfig:
         gradient_clip_val: largest gradient norm; longer gradients are scaled to it. 0 or null: no clipping.
         deterministic: use deterministic kernels only; they sum in another order.
         benchmark: let cuDNN time its kernels and use the fastest.
-        inference_mode: validate under torch.inference_mode instead of torch.no_grad.
         detect_anomaly: stop at the first NaN in a backward pass, with a traceback of the forward pass; slow.
-        enable_autolog_hparams: let Lightning pass hyperparameters to the loggers.
         accelerator: cpu, gpu, mps or auto (a GPU if there is one).
         strategy: how several processes train together: ddp, fsdp or auto (ddp for several processes).
-        profiler: print Lightning's table of times at the end.
     """
 
     devices: int | str = number(1, 1, 1024)
@@ -47,15 +44,12 @@ class TrainerConfig:
     gradient_clip_val: int | float | None = number(1.0, 1e-12, 1e12, zero=True)
     deterministic: bool | Literal["warn"] | None = None
     benchmark: bool | None = None
-    inference_mode: bool = True
     detect_anomaly: bool = False
-    enable_autolog_hparams: bool = True
     accelerator: str = "auto"
     strategy: str = "auto"
-    profiler: Literal["simple", "advanced", "pytorch"] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("accelerator", "strategy", "profiler"):
+        for name in ("accelerator", "strategy"):
             if "class_path" in str(getattr(self, name)):
                 raise ValueError(class_path_sentence(f"trainer.{name}"))
         if isinstance(self.devices, str) and self.devices.isdecimal() and len(self.devices) < 10:

@@ -50,7 +50,7 @@ class MicroBatches(Dataset):
         documents: bool = False,
     ):
         self.documents = documents
-        # The rows of the latest step: its micro-batches share a denominator.
+        # The rows of the latest step, whose micro-batches share a denominator.
         self._step, self._rows = -1, list[Row]()
         self.ahead = 0
         self.order, self.batch_size, self.accumulate, self.steps = order, batch_size, accumulate, steps
@@ -104,7 +104,7 @@ class PositionedLoader:
                 self.position += 1
                 yield batch
         except UserError as error:
-            # A worker's comes with its traceback: the sentence is after the name.
+            # An error of a loader worker comes with its traceback; the sentence follows the name of the class.
             raise UserError(str(error).rsplit("UserError: ", 1)[-1].strip()) from None
 
     def state_dict(self) -> dict[str, int]:
@@ -117,15 +117,30 @@ class PositionedLoader:
 class TokenDataModule(L.LightningDataModule):
     """The data of one run: sources, mixture, order and validation set.
 
-    Raises:
-        UserError: shards, tokenizers or the cache are missing or damaged, or the configuration does not fit them.
+    Args:
+        config: The sources and their mixture.
+        seed: Seed of the order.
     """
 
-    def __init__(self, config: DataConfig, seed: int):
+    def __init__(self, config: DataConfig | None = None, seed: int = 0):
         super().__init__()
-        self.config, self.seed = config, seed
+        self.config, self.seed = config or DataConfig(), seed
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Number of ids by modality, for `ModelConfig`.
+
+        Raises:
+            UserError: the tokenizers are missing or damaged.
+        """
+        return layout(self.config).vocab_sizes
 
     def setup(self, stage: str | None = None) -> None:
+        """Open the sources.
+
+        Raises:
+            UserError: shards, tokenizers or the cache are missing or damaged, or the configuration does not fit them.
+        """
         if hasattr(self, "builder"):
             return
         config = self.config
@@ -136,17 +151,15 @@ class TokenDataModule(L.LightningDataModule):
             pack = config.pack == "documents"
             train, val = ({kind: s[split] for kind, s in stores.items()} for split in ("train", "val"))
             for kind in (k for k, weight in config.mix.items() if weight > 0 and k != "dial"):
-                if not len(val["pair" if kind == "image" else kind]):
-                    documents = len(train["pair" if kind == "image" else kind])
+                store = "pair" if kind == "image" else kind
+                if not len(val[store]):
+                    documents = len(train[store])
                     share = f"{min(0.5, 20 / max(documents, 1)):.1g}"
-                    online = config.read == "shards" and kind in ("pair", "image")
+                    remedy = f"make its folder again with a larger --val-fraction, such as {share}."
+                    if config.read == "shards" and store == "pair":
+                        remedy = f"set data.val_fraction to {share}."
                     raise ValueError(
-                        f"data.mix asks for {kind}, of which nothing is held out of {documents} documents: "
-                        + (
-                            f"set data.val_fraction to {share}."
-                            if online
-                            else f"make its folder again with a larger --val-fraction, such as {share}."
-                        )
+                        f"data.mix asks for {kind}, of which nothing is held out of {documents} documents: {remedy}"
                     )
             self.builder = SequenceBuilder(train, ids, config.seq_len)
             self.order = TrainingOrder(self.builder, config.mix, config.image_first_prob, self.seed, pack, dial)
@@ -172,12 +185,12 @@ class TokenDataModule(L.LightningDataModule):
 
     def few_held_out(self) -> str:
         """A sentence if fewer sequences are held out than data.val_sequences; else an empty string."""
-        asked, there = self.config.val_sequences, len(self.val_rows)
-        if there >= asked:
+        wanted, n = self.config.val_sequences, len(self.val_rows)
+        if n >= wanted:
             return ""
         return (
-            f"data.val_sequences asks for {asked} held-out sequences, and the data have {there} in these shares of"
-            f" their kinds: validation uses {there}; hold out more, or set data.val_sequences to {there}."
+            f"data.val_sequences asks for {wanted} held-out sequences, and the data have {n} in these shares of"
+            f" their kinds: validation uses {n}; hold out more, or set data.val_sequences to {n}."
         )
 
     def unread(self) -> list[str]:
@@ -194,10 +207,17 @@ class TokenDataModule(L.LightningDataModule):
     def train_dataloader(self) -> PositionedLoader:
         trainer = self.trainer
         assert trainer is not None
-        accumulate, world = trainer.accumulate_grad_batches, trainer.world_size
+        accumulate, world, size = trainer.accumulate_grad_batches, trainer.world_size, self.config.batch_size
+        if trainer.max_steps < 1:
+            raise UserError("TokenDataModule needs the number of steps: set max_steps of lightning.Trainer.")
+        if size % (accumulate * world):
+            raise UserError(
+                f"data.batch_size {size} is not a multiple of accumulate_grad_batches {accumulate} times {world}"
+                " processes: change one of them."
+            )
         self._micro_batches = MicroBatches(
             self.order,
-            self.config.batch_size,
+            size,
             accumulate,
             trainer.global_rank,
             world,
@@ -235,27 +255,26 @@ class TokenDataModule(L.LightningDataModule):
         side = round((pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
         contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
         vocab_sizes = self.builder.layout.vocab_sizes
-        # What is read a second time says nothing about how it was written.
+        # Only documents that are read for the first time.
         fresh = [row for index, row in enumerate(self.sample()) if self.order.is_fresh(index)]
         train, val = (
             [part for row in rows for part in np.split(row.ids, row.starts[1:])]
             for rows in (fresh, self.val_rows)
         )
-        found = {name: asdict(s) for name, s in describe(train, val, vocab_sizes, contexts).items()}
+        by_modality = {name: asdict(s) for name, s in describe(train, val, vocab_sizes, contexts).items()}
         ids, nats = (
             np.concatenate([_targets(row, of) for row in self.val_rows]) for of in ("ids", "surprise")
         )
-        modality = self.builder.layout.modality(ids)
-        read = self.builder.layout.modality(np.concatenate([_targets(row) for row in self.sample()]))
+        val_modality = self.builder.layout.modality(ids)
+        train_modality = self.builder.layout.modality(np.concatenate([_targets(row) for row in self.sample()]))
+        targets = self.targets(sequences)
         for number, name in enumerate(vocab_sizes):
-            of_it = nats[modality == number] if len(nats) == len(ids) else nats[:0]
-            if name in found:
-                found[name]["share"] = float((read == number).mean())
-                found[name]["floor"] = float(of_it.mean()) if len(of_it) else None
-        for name, count in self.targets(sequences).items():
-            if name in found:
-                found[name]["targets"] = count
-        return found
+            if name in by_modality:
+                floor = nats[val_modality == number] if len(nats) == len(ids) else nats[:0]
+                by_modality[name]["share"] = float((train_modality == number).mean())
+                by_modality[name]["floor"] = float(floor.mean()) if len(floor) else None
+                by_modality[name]["targets"] = targets[name]
+        return by_modality
 
     def targets(self, sequences: int) -> dict[str, float]:
         """Mean number of targets of each modality per training sequence, over the first ``sequences`` of the order of

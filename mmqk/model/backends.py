@@ -3,7 +3,6 @@
 Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head_dim.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .backend_check import check_backend
-from .norms import at_least_fp32
+from .dense import dense_attention
 
 _KERNELS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -162,34 +161,7 @@ def attention(
             return F.scaled_dot_product_attention(
                 q_BHTK, k_BHTK, v_BHTK, attn_mask=mask, is_causal=mask is None, scale=scale, dropout_p=dropout
             ), None
-    return _dense_attention(q_BHTK, k_BHTK, v_BHTK, mask, scale, kind, softcap, dropout), None
-
-
-def _dense_attention(
-    q_BHTK: Tensor,
-    k_BHTK: Tensor,
-    v_BHTK: Tensor,
-    mask: Tensor,
-    scale: float,
-    kind: str,
-    softcap: float | None,
-    dropout: float,
-) -> Tensor:
-    """`attention` with all T x T logits, in at least fp32; the output has the dtype of the values."""
-    with torch.autocast(q_BHTK.device.type, enabled=False):
-        q, k, v = at_least_fp32(q_BHTK), at_least_fp32(k_BHTK), at_least_fp32(v_BHTK)
-        logits_BHTS = (scale * q) @ k.transpose(-1, -2)
-        if softcap is not None:
-            logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
-        # Adding -inf in place is one forward pass and no backward pass over the logits; masked_fill is one of each.
-        logits_BHTS += mask
-        if kind == "softmax":
-            weight_BHTS = torch.softmax(logits_BHTS, dim=-1)
-        else:
-            weight_BHTS = torch.sigmoid(logits_BHTS - math.log(q.shape[-2]))
-        if dropout:
-            weight_BHTS = F.dropout(weight_BHTS, dropout)
-        return (weight_BHTS @ v).to(v_BHTK.dtype)
+    return dense_attention(q_BHTK, k_BHTK, v_BHTK, mask, scale, kind, softcap, dropout), None
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:

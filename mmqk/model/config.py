@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from mmqk.ranges import BELOW_ONE, LARGEST, SMALLEST, check_numbers, number
 
@@ -43,16 +43,13 @@ class QKNormConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "model.qk_norm")
-        _one_of("qk_norm.kind", self.kind, ("none", "rms", "layer", "l2"))
+        _check_choices(self, "model.qk_norm")
         if self.kind == "none":
             _to_defaults(self, "scope", "gain", "bias", "eps", "place", "normalize_v")
         if self.kind != "l2":
             _to_defaults(self, "scale_init", "scale_max")
         elif self.gain == "none":
             _to_defaults(self, "scale_max")
-        _one_of("qk_norm.scope", self.scope, ("head", "full"))
-        _one_of("qk_norm.gain", self.gain, ("none", "shared", "per_head", "zero_centered"))
-        _one_of("qk_norm.place", self.place, ("before_rope", "after_rope"))
         if self.bias and self.kind in ("rms", "l2"):
             raise ValueError(
                 f"model.qk_norm.bias belongs to kind layer, but model.qk_norm.kind is {self.kind}."
@@ -114,7 +111,7 @@ class RopeScalingConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "model.rope_scaling")
-        _one_of("rope_scaling.kind", self.kind, ("none", "linear", "llama3"))
+        _check_choices(self, "model.rope_scaling")
         if self.kind == "none":
             _to_defaults(self, "factor")
         if self.kind != "llama3":
@@ -219,8 +216,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "model")
+        _check_choices(self, "model")
         self._check_shape()
-        self._check_choices()
+        self._check_modalities()
         if not self.post_norm:
             _to_defaults(self, "post_gain_init")
         if self.weight_reparam == "none":
@@ -267,16 +265,7 @@ class ModelConfig:
                     f"model.vocab_sizes has a modality {name!r}: name it in letters, digits and _, not like layer03."
                 )
 
-    def _check_choices(self) -> None:
-        _one_of("mlp", self.mlp, ("swiglu", "geglu", "gelu"))
-        _one_of("norm", self.norm, ("rms", "layer"))
-        _one_of("norm_gain", self.norm_gain, ("plain", "none", "zero_centered"))
-        _one_of("attention", self.attention, ("softmax", "sigmoid"))
-        _one_of("weight_reparam", self.weight_reparam, ("none", "sigma"))
-        _one_of("reparam_gamma", self.reparam_gamma, ("sigma", "one"))
-        _one_of("output_init", self.output_init, ("plain", "total", "depth"))
-        if isinstance(self.attn_scale, str):
-            _one_of("attn_scale", self.attn_scale, ("rsqrt", "inverse", "none"))
+    def _check_modalities(self) -> None:
         for name in ("embed_init", "embed_scale"):
             for modality in getattr(self, name):
                 if self.vocab_sizes and modality not in self.vocab_sizes:
@@ -351,6 +340,11 @@ def _to_defaults(config: object, *names: str) -> None:
             object.__setattr__(config, f.name, default)
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"model.{name} must be one of {', '.join(choices)}, but is {value!r}.")
+def _check_choices(config: object, prefix: str) -> None:
+    """Raise ValueError for a value outside the Literal of its field."""
+    for f in fields(config):  # type: ignore[arg-type]
+        value, is_literal = getattr(config, f.name), get_origin(f.type) is Literal
+        literals = (f.type,) if is_literal else (part for part in get_args(f.type) if get_origin(part) is Literal)
+        choices = [choice for literal in literals for choice in get_args(literal)]
+        if choices and value not in choices and (is_literal or isinstance(value, str)):
+            raise ValueError(f"{prefix}.{f.name} must be one of {', '.join(choices)}, but is {value!r}.")

@@ -21,7 +21,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 class Norm(nn.Module):
-    """`gain * normalize(x) + bias` over the last axes; the subclasses define `normalise`.
+    """`gain * normalize(x) + bias` over the last axes; the subclasses define `normalize`.
 
     Args:
         shape: The last axes of the input, which are normalized together.
@@ -54,7 +54,7 @@ class Norm(nn.Module):
         self.weight = None if gain == "none" else nn.Parameter(first)
         self.bias = nn.Parameter(torch.zeros(gain_shape)) if bias else None
 
-    def normalise(self, wide: Tensor) -> Tensor:
+    def normalize(self, wide: Tensor) -> Tensor:
         """The normalized input, which is in at least fp32."""
         raise NotImplementedError
 
@@ -78,7 +78,7 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last axes of `x`, of any leading shape; the result has the dtype of `x`."""
         with torch.autocast(x.device.type, enabled=False):
-            y = self.normalise(at_least_fp32(x))
+            y = self.normalize(at_least_fp32(x))
             gain = self.gain()
             y = y if gain is None else gain * y
             return (y if self.bias is None else y + self.bias).to(x.dtype)
@@ -92,16 +92,16 @@ class Norm(nn.Module):
 class RMSNorm(Norm):
     """`x / sqrt(mean(x^2) + eps)` with gain (Zhang & Sennrich 2019, arXiv 1910.07467, Eq. 4)."""
 
-    def normalise(self, wide: Tensor) -> Tensor:
+    def normalize(self, wide: Tensor) -> Tensor:
         return wide * torch.rsqrt(self.mean(wide.square()) + self.eps)
 
 
 class LayerNorm(Norm):
     """`(x - mean) / sqrt(var + eps)` with gain and bias (Ba et al. 2016, arXiv 1607.06450, Eq. 4)."""
 
-    def normalise(self, wide: Tensor) -> Tensor:
-        centred = wide - self.mean(wide)
-        return centred * torch.rsqrt(self.mean(centred.square()) + self.eps)
+    def normalize(self, wide: Tensor) -> Tensor:
+        centered = wide - self.mean(wide)
+        return centered * torch.rsqrt(self.mean(centered.square()) + self.eps)
 
 
 class L2Norm(Norm):
@@ -133,7 +133,7 @@ class L2Norm(Norm):
         )
         self.fixed, self.maximum = scale if scale_shape is None else 1.0, maximum
 
-    def normalise(self, wide: Tensor) -> Tensor:
+    def normalize(self, wide: Tensor) -> Tensor:
         return self.fixed * wide / wide.norm(dim=-1, keepdim=True).clamp_min(self.eps)
 
     def gain(self) -> Tensor | None:

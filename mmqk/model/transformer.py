@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -196,8 +196,9 @@ class EarlyFusionTransformer(nn.Module):
         document_BT: Tensor | None = None,
         sink: Sink | None = None,
         row_stats: list[RowStats] | None = None,
+        output: Literal["logits", "raw_logits", "hidden"] = "logits",
     ) -> Tensor:
-        """Logits of the next token at every position, after the final softcap.
+        """Logits of the next token at every position.
 
         Args:
             ids_BT: int64 ids of the joint vocabulary.
@@ -214,43 +215,16 @@ class EarlyFusionTransformer(nn.Module):
                 the final softcap.
             row_stats: Receives the `RowStats` of each layer, from the first to the last; stays empty with a backend
                 that does not compute them.
+            output: logits, after the final softcap. raw_logits, before it, so that a compiled loss fuses cast and
+                softcap. hidden, the output of the final norm, (B, T, D), for a loss in chunks; the head does not run.
 
         Returns:
-            logits_BTV in fp32 (fp64 in an fp64 model), with and without autocast.
-        """
-        hidden_BTD = self.hidden(ids_BT, modality_BT, document_BT, sink, row_stats)
-        return capped(self._head_logits(hidden_BTD, sink), self.config.final_softcap)
-
-    def raw_logits(
-        self,
-        ids_BT: Tensor,
-        modality_BT: Tensor | None = None,
-        document_BT: Tensor | None = None,
-        sink: Sink | None = None,
-        row_stats: list[RowStats] | None = None,
-    ) -> Tensor:
-        """Logits before the final softcap, in the dtype of the head: a compiled loss fuses cast and softcap.
-
-        The arguments are those of `forward`. With a sink the logits are in at least fp32.
-        """
-        hidden_BTD = self.hidden(ids_BT, modality_BT, document_BT, sink, row_stats)
-        return self._head_logits(hidden_BTD, sink)
-
-    def hidden(
-        self,
-        ids_BT: Tensor,
-        modality_BT: Tensor | None = None,
-        document_BT: Tensor | None = None,
-        sink: Sink | None = None,
-        row_stats: list[RowStats] | None = None,
-    ) -> Tensor:
-        """Output of the final norm, hidden_BTD: the input of the head.
-
-        The arguments are those of `forward`; the sink does not receive the logits.
+            logits_BTV in fp32 (fp64 in an fp64 model), with and without autocast; raw_logits in the dtype of the
+            head, or in at least fp32 with a sink.
         """
         c, T, device = self.config, ids_BT.shape[1], ids_BT.device
-        if self.reads_modality:
-            modality_BT = modality_of_ids(ids_BT, c.vocab_sizes) if modality_BT is None else modality_BT
+        if self.reads_modality and modality_BT is None:
+            modality_BT = modality_of_ids(ids_BT, c.vocab_sizes)
         x_BTD = self._embedded(ids_BT, modality_BT)
         rope = rope_tables(T, c.head_dim, c.rope_theta, device, c.rope_scaling, heads=c.n_heads)
         theta = c.local_rope_theta
@@ -270,7 +244,14 @@ class EarlyFusionTransformer(nn.Module):
                 row_stats.append(stats)
         if sink is not None:
             sink("final", -1, x_BTD)
-        return through(self.final_norm, x_BTD, modality_BT)
+        hidden_BTD = through(self.final_norm, x_BTD, modality_BT)
+        if output == "hidden":
+            return hidden_BTD
+        logits_BTV = self.head(hidden_BTD)
+        if sink is not None:
+            logits_BTV = at_least_fp32(logits_BTV)
+            sink("logits", -1, logits_BTV)
+        return logits_BTV if output == "raw_logits" else capped(logits_BTV, c.final_softcap)
 
     def _embedded(self, ids_BT: Tensor, modality_BT: Tensor | None) -> Tensor:
         c, x_BTD = self.config, self.embed(ids_BT)
@@ -284,13 +265,6 @@ class EarlyFusionTransformer(nn.Module):
                 if name in c.embed_scale:
                     x_BTD = torch.where(modality_BT1 == m, c.embed_scale[name] * x_BTD, x_BTD)
         return x_BTD
-
-    def _head_logits(self, hidden_BTD: Tensor, sink: Sink | None) -> Tensor:
-        logits_BTV = self.head(hidden_BTD)
-        if sink is not None:
-            logits_BTV = at_least_fp32(logits_BTV)
-            sink("logits", -1, logits_BTV)
-        return logits_BTV
 
     def _checkpointed(self, block: nn.Module, inputs: tuple[Any, ...]) -> Any:
         drops = self.training and (self.config.residual_dropout or self.config.attn_dropout)

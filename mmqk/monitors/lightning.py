@@ -21,14 +21,9 @@ class NormMonitor(Callback):
     """Measures a submodule of a LightningModule and logs to every logger of the Trainer.
 
     Args:
-        model: path of the submodule's attribute, such as "net" or "net.decoder".
-        modality: as in `attach`.
-        every_n_steps: as in `attach`.
-        sequences: as in `attach`.
-        out: as in `attach`.
-        names: as in `attach`.
-        adapter: as in `attach`.
-        sides: as in `attach`.
+        model: path of the submodule's attribute, such as "net" or "net.decoder"; the training step calls its forward.
+            It is "model" for mmqk's `TrainingModule`.
+        modality, every_n_steps, sequences, out, names, adapter, sides: as in `attach`.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ LEAVES = (
     "__init__.py", "data/__init__.py", "data/tokenize.py", "monitors/__init__.py", "monitors/adapters",
     "monitors/attach.py", "monitors/lightning.py", "monitors/third_party", "store", "tokenizers/__init__.py",
     "train.py", "training/__init__.py", "training/logging", "training/loop/__init__.py",
-    "training/loop/cpu_tuning.py", "training/loop/lifecycle.py", "training/loop/memory.py",
-    "training/loop/signals.py",
+    "training/loop/cpu_tuning.py", "training/loop/lifecycle.py", "training/loop/lightning_private.py",
+    "training/loop/memory.py", "training/loop/signals.py",
 )  # fmt: skip
 
 

@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from mmqk.model import EarlyFusionTransformer
+from mmqk.training.loop.lightning_private import start_process_group
 
 # torch.distributed.checkpoint is imported inside the functions: the import takes half a second.
 
@@ -23,7 +24,6 @@ def shard(model: EarlyFusionTransformer, mesh: Any) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "raw_logits")  # FSDP hooks `forward` only
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -66,8 +66,8 @@ class Sharded(ModelParallelStrategy):
         )
 
     def setup_environment(self) -> None:
-        if self._lightning_module is None:
-            self._setup_distributed()  # `Ranks` needs the process group before the model exists
+        if self.lightning_module is None:
+            start_process_group(self)  # `Ranks` needs it before the model exists
         else:
             super().setup_environment()
 
@@ -75,7 +75,7 @@ class Sharded(ModelParallelStrategy):
         """The unsharded state on the first rank, empty on the others."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         assert self.model is not None
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         full: dict[str, Any] = get_optimizer_state_dict(self.model, optimizer, options=options)

@@ -358,5 +358,5 @@ def test_rounding_order_of_norms(module, name, order):
         assert differ == 0
         return
     assert 0.1 < differ < 0.6  # about a quarter for RMS
-    rounded = ours.normalise(x.float()).bfloat16() * ours.weight
+    rounded = ours.normalize(x.float()).bfloat16() * ours.weight
     assert torch.equal(rounded if ours.bias is None else rounded + ours.bias, expected)

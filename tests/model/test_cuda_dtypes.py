@@ -80,7 +80,7 @@ def types_of(**fields) -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
     targets = ids_BT, ids_BT, mask_BT
     with cuda_autocast():
         dense_sums = modality_losses(model(ids_BT, ids_BT, sink=sink), *targets, 2)
-        hidden_BTD = model.hidden(ids_BT, ids_BT)
+        hidden_BTD = model(ids_BT, ids_BT, output="hidden")
         chunks = chunked_losses(hidden_BTD, model.head.weight, *targets, weights_M, 1e-5, 8)
     losses = {
         getattr(sums, name).dtype for sums in (dense_sums, chunks) for name in ("ce", "log_z", "log_z_sq")

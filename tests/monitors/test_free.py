@@ -152,13 +152,13 @@ def transfers_of_run(callbacks: list[L.Callback], steps: int = 9) -> dict[int, i
 def test_between_two_probes_a_run_fetches_nothing_more():
     plain = transfers_of_run([])
     monitor = RunMonitor(MonitorConfig(every_n_steps=4, probe_sequences=2, parameters=True))
-    watched = transfers_of_run([StepLog([4], 0, {}), monitor])
+    watched = transfers_of_run([StepLog([4]), monitor])
     assert plain.keys() == watched.keys() == set(range(1, 9))
     more = {step: watched[step] - plain[step] for step in plain}
     assert {step: n for step, n in more.items() if step % 4} == dict.fromkeys((1, 2, 3, 5, 6, 7), 0)
     # The controls: a flush and a probe do fetch, and a log of every step is seen in every step.
     assert more[4] > 0 and more[8] > 0
-    every = transfers_of_run([StepLog([1], 0, {})])
+    every = transfers_of_run([StepLog([1])])
     assert all(every[step] > plain[step] for step in plain)
 
 
@@ -201,7 +201,7 @@ def compiled_frames(counters) -> tuple[int, int, int]:
 def test_a_compiled_model_stays_one_graph(dynamo, kind):
     config = replace(CONFIG, qk_norm=QKNormConfig(kind))
     module = module_of(config)
-    module.model.raw_logits = torch.compile(module.model.raw_logits, fullgraph=True, backend="eager")
+    module.model.compile(fullgraph=True, backend="eager")
     monitor = RunMonitor(MonitorConfig(every_n_steps=2, probe_sequences=2, parameters=True, precision=True))
     frames: list[tuple[int, int, int]] = []
 
@@ -213,7 +213,7 @@ def test_a_compiled_model_stays_one_graph(dynamo, kind):
     assert frames[0][:2] == (1, 0)
     assert set(frames) == {frames[0]}  # three probes later: nothing was compiled again
     # The control: a forward of another kind through the compiled model is seen.
-    module.model.raw_logits(toy_batch(0, T=7).ids_BT)
+    module.model(toy_batch(0, T=7).ids_BT)
     assert compiled_frames(dynamo) != frames[0]
 
 

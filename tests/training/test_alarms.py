@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from mmqk.store import (
 from mmqk.store.alarms import probes, steps
 from mmqk.train import main
 from mmqk.training.loop.lifecycle import Lifecycle
+from mmqk.training.loop.signals import ENDING
 
 # A hot run of 60 steps: rules that need many values are told to be content with few.
 HOT = [
@@ -206,7 +208,7 @@ def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_
     class Interrupts(Lifecycle):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.global_step == after:
-                self._signal = 2
+                patch.setattr(ENDING, "signum", signal.SIGINT)
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     monkeypatch.setattr("mmqk.training.loop.alarms.AlarmRules.update", update)

@@ -175,15 +175,15 @@ def test_compiles_into_one_graph():
 def test_hidden_states_raw_logits_and_logits_belong_to_one_forward():
     batch = toy_batch(0, documents=True)
     model = EarlyFusionTransformer(replace(MODEL, final_softcap=2.0))
-    sites: dict[str, list] = {"hidden": [], "raw_logits": [], "forward": []}
+    sites: dict[str, list] = {"hidden": [], "raw_logits": [], "logits": []}
     hidden_BTD, raw_BTV, logits_BTV = (
-        getattr(model, name)(batch.ids_BT, None, batch.document_BT, lambda s, i, x, of=seen: of.append((s, i)))
-        for name, seen in sites.items()
+        model(batch.ids_BT, None, batch.document_BT, lambda s, i, x, of=seen: of.append((s, i)), output=output)
+        for output, seen in sites.items()
     )
     assert hidden_BTD.shape == (*batch.ids_BT.shape, 16)
     torch.testing.assert_close(model.head(hidden_BTD), raw_BTV, rtol=0, atol=0)
     torch.testing.assert_close(capped(raw_BTV, 2.0), logits_BTV, rtol=0, atol=0)
-    assert sites["forward"] == sites["raw_logits"] == [*sites["hidden"], ("logits", -1)]
+    assert sites["logits"] == sites["raw_logits"] == [*sites["hidden"], ("logits", -1)]
 
 
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": True}, {"final_softcap": 1.5}], ids=str)
@@ -195,7 +195,7 @@ def test_a_step_of_the_model_has_the_gradients_of_the_dense_one(model):
         found.append(torch.autograd.grad(loss, list(module.model.parameters())))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
     if "tie_embeddings" in model:  # the control: the head's part alone is not all of it
-        hidden = module.model.hidden(batch.ids_BT).detach()
+        hidden = module.model(batch.ids_BT, output="hidden").detach()
         of = batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT
         sums = chunked_losses(hidden, module.model.head.weight, *of, module.loss_weights_M, 0.01, 5)
         (head,) = torch.autograd.grad(total_loss(sums, *module.loss_weighting(batch)), module.model.head.weight)

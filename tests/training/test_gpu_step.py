@@ -206,7 +206,7 @@ class Batches:
 
 
 def fit_without_waiting(module, documents, *callbacks) -> tuple[StepLog, NobodyWaits]:
-    log, listener = StepLog((FLUSH,), 2, {}), NobodyWaits()
+    log, listener = StepLog((FLUSH,)), NobodyWaits()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -104,7 +104,7 @@ def questions(monkeypatch, module, accumulate=1, callbacks=(), documents=False) 
     batches = [toy_batch(seed, padding=2, documents=documents) for seed in range(STEPS)]
     found = Questions()
     parts = [part for batch in batches for part in cut(batch, accumulate)]
-    fit(module, parts, accumulate, 0.5, [StepLog((FLUSH,), 2, {}), *callbacks, found])
+    fit(module, parts, accumulate, 0.5, [StepLog((FLUSH,)), *callbacks, found])
     return found.by_step
 
 

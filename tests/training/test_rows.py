@@ -202,7 +202,7 @@ def test_they_arrive_in_the_metrics_file(flex, tmp_path, monkeypatch):
             super().on_train_start(trainer, pl_module)
 
     batches = [toy_batch(0), toy_batch(1, only="text"), toy_batch(2)]
-    fit(module_of(backend="flex", qk_clip=0.1), batches, callbacks=[Writes((2,), 1, {})])
+    fit(module_of(backend="flex", qk_clip=0.1), batches, callbacks=[Writes((2,))])
     logger.finalize("success")
     lines = {line["step"]: line for line in read_metrics(tmp_path / "metrics.jsonl")}
     rows = [{name for name in lines[step] if name.startswith("attn_row")} for step in (1, 2, 3)]

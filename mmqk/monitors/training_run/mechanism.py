@@ -1,6 +1,6 @@
 """Measures optimizer steps: the radial budget in windows, and gradient and update sizes by parameter.
 
-The training module calls a `Mechanism` while a step runs (`mmqk.training.step.module.StepWatch`); it changes nothing.
+The training module calls a `Mechanism` while a step runs (`mmqk.training.step.record.StepWatch`); it changes nothing.
 """
 
 from __future__ import annotations

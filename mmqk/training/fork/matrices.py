@@ -56,11 +56,11 @@ class Matrices:
             if source in self.old_values and self.old_values[source].shape == value.shape:
                 value.copy_(self.old_values[source])
                 self.done.from_name[name] = source
-        for name, here in self.new.items():
-            there = self.old.get(name, self.old.get(tied_name(name)))
-            if isinstance(here, SigmaLinear) and isinstance(there, SigmaLinear):
-                here.u.copy_(there.u)
-                here.v.copy_(there.v)
+        for name, fork in self.new.items():
+            parent = self.old.get(name, self.old.get(tied_name(name)))
+            if isinstance(fork, SigmaLinear) and isinstance(parent, SigmaLinear):
+                fork.u.copy_(parent.u)
+                fork.v.copy_(parent.v)
         if self.config.tie_embeddings != self.before.tie_embeddings:
             self.new["head"].weight.copy_(self.old_values["embed.weight"])
             self.done.added["head.weight"] = "a copy of embed.weight"
@@ -87,24 +87,24 @@ class Matrices:
 
     def write(self) -> None:
         """Write the parent's effective matrices times the folded factors, in the fork's parametrization."""
-        for name, here in self.new.items():
-            if not isinstance(here, nn.Linear):
+        for name, fork in self.new.items():
+            if not isinstance(fork, nn.Linear):
                 continue
-            there, factor = self.old[name if name in self.old else tied_name(name)], self.factor.get(name)
-            assert isinstance(there, nn.Linear)
-            if isinstance(there, SigmaLinear) and (not isinstance(here, SigmaLinear) or factor is not None):
-                effective = there.gamma / there.sigma().clamp_min(TINY)
+            parent, factor = self.old[name if name in self.old else tied_name(name)], self.factor.get(name)
+            assert isinstance(parent, nn.Linear)
+            if isinstance(parent, SigmaLinear) and (not isinstance(fork, SigmaLinear) or factor is not None):
+                effective = parent.gamma / parent.sigma().clamp_min(TINY)
                 factor = effective.double() * (1.0 if factor is None else factor)
-                if not isinstance(here, SigmaLinear):
+                if not isinstance(fork, SigmaLinear):
                     self.done.dropped[f"{tied_name(name)}.gamma"] = f"into {name}.weight"
             if factor is not None:
-                here.weight.copy_(here.weight.double() * factor)
+                fork.weight.copy_(fork.weight.double() * factor)
                 if f"{name}.weight" in self.done.from_name:
                     self.rescaled(f"{name}.weight", factor)
-            if isinstance(here, SigmaLinear) and (factor is not None or not isinstance(there, SigmaLinear)):
-                here.start()
-                here.gamma.copy_(here.sigma())
-                if not isinstance(there, SigmaLinear):
+            if isinstance(fork, SigmaLinear) and (factor is not None or not isinstance(parent, SigmaLinear)):
+                fork.start()
+                fork.gamma.copy_(fork.sigma())
+                if not isinstance(parent, SigmaLinear):
                     self.done.added[f"{name}.gamma"] = "sigma of its matrix"
 
     def rescaled(self, name: str, factor: Tensor) -> None:

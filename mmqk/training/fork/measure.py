@@ -45,14 +45,20 @@ class Sizes:
         return sums_MH[modality] / self.count_M[modality]
 
 
+def _parts(batch: TokenBatch) -> Iterator[tuple[int, TokenBatch]]:
+    """The batch in parts of `CHUNK` sequences, each with the number of its first sequence."""
+    for start in range(0, len(batch.ids_BT), CHUNK):
+        yield start, batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
+
+
 def one_copy(norm: nn.Module) -> nn.Module:
     """The norm, or the first of its copies: the copies differ in gain and bias only."""
     return norm.copies[0] if isinstance(norm, ByModality) else norm
 
 
-def _normalised(norm: nn.Module, x: Tensor) -> Tensor:
+def _normalized(norm: nn.Module, x: Tensor) -> Tensor:
     norm = one_copy(norm)
-    return norm.normalise(x) if isinstance(norm, Norm) else x
+    return norm.normalize(x) if isinstance(norm, Norm) else x
 
 
 @torch.no_grad()
@@ -81,10 +87,10 @@ def sizes_at_norms(
                 y_NH = y_NHK.sum(-1) if y_NHK.ndim == 3 else y_NHK.sum(-1, keepdim=True)
                 return y_NH.new_zeros(M, y_NH.shape[1]).index_add_(0, modality_N, y_NH)
 
-            plain, other = _normalised(module, x), one_copy(fork_modules[name])
+            plain, other = _normalized(module, x), one_copy(fork_modules[name])
             if isinstance(other, LayerNorm):
                 plain = plain - plain.mean(other.axes, keepdim=True)
-            plain_MH, out_MH, other_MH = (squares(y) for y in (plain, out, _normalised(other, x)))
+            plain_MH, out_MH, other_MH = (squares(y) for y in (plain, out, _normalized(other, x)))
             count_M = torch.bincount(modality_N, minlength=M) * x.shape[-1]
             so_far = sizes.get(name)
             if so_far is None:
@@ -103,9 +109,8 @@ def sizes_at_norms(
         if name.endswith("_norm")
     ]
     try:
-        for start in range(0, len(batch.ids_BT), CHUNK):
+        for start, part in _parts(batch):
             at["start"] = start
-            part = batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
             old(part.ids_BT, part.modality_BT, part.document_BT)
     finally:
         for handle in handles:
@@ -133,8 +138,7 @@ def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer,
     difference = size = torch.zeros((), dtype=torch.float64, device=batch.ids_BT.device)
     sums: list[Tensor] = [torch.zeros(len(names), dtype=torch.float64, device=size.device) for _ in range(3)]
     with evaluating(old, new):
-        for start in range(0, len(batch.ids_BT), CHUNK):
-            part = batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
+        for _, part in _parts(batch):
             logits = [m(part.ids_BT, part.modality_BT, part.document_BT) for m in (old, new)]
             before_NV, after_NV = (x_BTV[part.valid_BT].double() for x_BTV in logits)
             difference = difference + (after_NV - before_NV).square().sum()

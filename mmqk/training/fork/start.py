@@ -81,14 +81,14 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
     schedule = scheduler_state(
         saved["lr_schedulers"][0], new_optim, lr, groups=len(optimizer["param_groups"])
     )
-    there, here = ((c["data"]["batch_size"], c["trainer"]["accumulate_grad_batches"]) for c in (parent, own))
+    before, after = ((c["data"]["batch_size"], c["trainer"]["accumulate_grad_batches"]) for c in (parent, own))
     touched = [c["field"] for c in changed] + ["fork_noise"] * bool(fork.noise)
     checkpoint = {
         **saved,
         "state_dict": {prefix + name: value.cpu() for name, value in new.state_dict().items()},
         "optimizer_states": [optimizer],
         "lr_schedulers": [schedule],
-        "loops": loops_state(saved["loops"], fork.parent.step, there, here, fork.skip_batches),
+        "loops": loops_state(saved["loops"], fork.parent.step, before, after, fork.skip_batches),
         "callbacks": callback_state(saved["callbacks"], touched, change),
         "mmqk_model": own["model"],
         "mmqk_run": run.record(),

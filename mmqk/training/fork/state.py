@@ -18,7 +18,6 @@ from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 # If the change raises a loss by more than this (nats), that is not a divergence: the loss history starts again.
 JUMP_NATS = 0.1
 SAME_DATA = ("data.val_", "data.batch_size")
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _names_in_order(config: OptimConfig, model: EarlyFusionTransformer) -> tuple[list[str], dict[str, Any]]:
@@ -51,9 +50,9 @@ def optimizer_state(
     (old_config, old_model, old_trained), (new_config, new_model, new_trained) = old, new
     old_names, _ = _names_in_order(old_config, old_model)
     new_names, state = _names_in_order(new_config, new_model)
-    by_name = {old_names[i]: own for i, own in saved["state"].items()}
+    by_name = {old_names[i]: moments for i, moments in saved["state"].items()}
     split = (old_config.split_second_moment, new_config.split_second_moment)
-    found: dict[int, dict[str, Any]] = {}
+    state_of: dict[int, dict[str, Any]] = {}
     fresh = 0
     for i, name in enumerate(new_names):
         source = carried.from_name.get(name)
@@ -62,16 +61,16 @@ def optimizer_state(
             continue
         if source not in by_name:
             continue  # it has had no gradient yet
-        own = dict(by_name[source])
+        moments = dict(by_name[source])
         scale = carried.scale.get(name)
         if scale is not None:
             inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale).cpu()
-            own["exp_avg"] = (own["exp_avg"].double() * inverse).to(own["exp_avg"].dtype)
-            own["exp_avg_sq"] = (own["exp_avg_sq"].double() * inverse.square()).to(own["exp_avg_sq"].dtype)
+            for key, factor in (("exp_avg", inverse), ("exp_avg_sq", inverse.square())):
+                moments[key] = (moments[key].double() * factor).to(moments[key].dtype)
         if any(split) and (split != (True, True) or list(old_trained) != list(new_trained)):
-            own = _resplit(own, old_trained if split[0] else None, new_trained if split[1] else None)
-        found[i] = own
-    state["state"] = found
+            moments = _resplit(moments, old_trained if split[0] else None, new_trained if split[1] else None)
+        state_of[i] = moments
+    state["state"] = state_of
     for group in state["param_groups"]:
         group["initial_lr"], group["lr"] = group["lr"], lr
     parts = ["carried over"]
@@ -86,23 +85,25 @@ def optimizer_state(
     return state, "; ".join(parts)
 
 
-def _resplit(own: dict[str, Any], there: Sequence[str] | None, here: Sequence[str] | None) -> dict[str, Any]:
+def _resplit(
+    moments: dict[str, Any], old: Sequence[str] | None, new: Sequence[str] | None
+) -> dict[str, Any]:
     """Convert moments between one shared set (None) and a set per modality; a new modality starts at zero."""
-    first, second = own["exp_avg"], own["exp_avg_sq"]
-    if there is None:
-        assert here is not None
-        n = len(here)
-        moments = [torch.stack([first / n] * n), torch.stack([second] * n)]
-        return {"step": int(own["step"]), **dict(zip(MOMENTS, moments, strict=True))}
-    if here is None:
-        step = torch.tensor(float(own["step"]))
+    first, second = moments["exp_avg"], moments["exp_avg_sq"]
+    if old is None:
+        assert new is not None
+        n = len(new)
+        stacked = torch.stack([first / n] * n), torch.stack([second] * n)
+        return {"step": int(moments["step"]), "exp_avg": stacked[0], "exp_avg_sq": stacked[1]}
+    if new is None:
+        step = torch.tensor(float(moments["step"]))
         return {"step": step, "exp_avg": first.sum(0), "exp_avg_sq": second.sum(0)}
 
-    def place(moment: Tensor) -> Tensor:
+    def reordered(moment: Tensor) -> Tensor:
         zero = torch.zeros_like(moment[0])
-        return torch.stack([moment[there.index(m)] if m in there else zero for m in here])
+        return torch.stack([moment[old.index(m)] if m in old else zero for m in new])
 
-    return {"step": own["step"], "exp_avg": place(first), "exp_avg_sq": place(second)}
+    return {"step": moments["step"], "exp_avg": reordered(first), "exp_avg_sq": reordered(second)}
 
 
 def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, groups: int) -> dict[str, Any]:

@@ -94,34 +94,34 @@ class _Carrying(Matrices):
     def _branch(self, branch: str, matrix: str) -> None:
         """The norm and the LayerScale after the last matrix of a sublayer."""
         norm, scale = f"{branch}_post_norm", f"{branch}_layer_scale"
-        there, here = self.old[scale], self.new[scale]
-        if isinstance(here, LayerScale) and not isinstance(there, LayerScale):
-            here.weight.fill_(1.0)
+        parent, fork = self.old[scale], self.new[scale]
+        if isinstance(fork, LayerScale) and not isinstance(parent, LayerScale):
+            fork.weight.fill_(1.0)
             self.done.added[f"{scale}.weight"] = "1"
 
         def fold_gain(gain_HK: Tensor, m: int | None) -> str:
             normed = isinstance(one_copy(self.new[norm]), Norm)
             if not normed:
                 return self.fold([matrix], gain_HK.flatten(), "rows", m)
-            if isinstance(here, LayerScale) and m is None:
-                here.weight.mul_(gain_HK.flatten())
+            if isinstance(fork, LayerScale) and m is None:
+                fork.weight.mul_(gain_HK.flatten())
                 return f"into {scale}.weight"
             return ""
 
         self._norm(norm, fold_gain)
-        if isinstance(there, LayerScale) and not isinstance(here, LayerScale):
+        if isinstance(parent, LayerScale) and not isinstance(fork, LayerScale):
             where = ""
             for m, copy in _copies(self.new[norm]):
                 if not isinstance(copy, Norm) or copy.weight is None:
-                    where = fold_gain(there.weight[None].double(), m)
+                    where = fold_gain(parent.weight[None].double(), m)
                     continue
                 gain, prefix = copy.gain(), norm if m is None else f"{norm}.copies.{m}"
                 assert gain is not None
-                copy.weight.copy_(gain * there.weight - copy.offset)
+                copy.weight.copy_(gain * parent.weight - copy.offset)
                 if copy.bias is not None:
-                    copy.bias.mul_(there.weight)
+                    copy.bias.mul_(parent.weight)
                 if f"{prefix}.weight" in self.done.from_name:
-                    self.rescaled(f"{prefix}.weight", there.weight)
+                    self.rescaled(f"{prefix}.weight", parent.weight)
                 where = f"into {norm}.weight"
             self.done.dropped[f"{scale}.weight"] = where
 
@@ -145,46 +145,46 @@ class _Carrying(Matrices):
 
     def _norm(self, name: str, fold_gain: FoldGain, factor: float = 1.0) -> None:
         """Set the gain of a norm from the parent's gain and the sizes, or fold it with ``fold_gain``."""
-        there, here = self.old[name], self.new[name]
-        first = one_copy(here)
+        parent, fork = self.old[name], self.new[name]
+        first = one_copy(fork)
         cosine = isinstance(first, L2Norm) and not name.endswith("v_norm")
-        if _alike(one_copy(there), first) and factor == 1.0:
+        if _alike(one_copy(parent), first) and factor == 1.0:
             return
         where = ""
-        for m, copy in _copies(here):
-            mine = there.copies[m] if isinstance(there, ByModality) and m is not None else one_copy(there)
-            gain_HK = self._gain(name, there, mine, m) * factor
+        for m, copy in _copies(fork):
+            parent_copy = parent.copies[m] if isinstance(parent, ByModality) and m is not None else one_copy(parent)
+            gain_HK = self._gain(name, parent, parent_copy, m) * factor
             prefix = name if m is None else f"{name}.copies.{m}"
             if cosine and isinstance(copy, L2Norm):
                 where = f"into {name.replace('k_norm', 'q_norm')}.weight"
                 if copy.weight is not None:
                     self._start_scale(prefix, copy, m)
             elif isinstance(copy, Norm) and copy.weight is not None:
-                self._start_gain(prefix, copy, gain_HK, self.sizes[name].mean("other", m), there)
+                self._start_gain(prefix, copy, gain_HK, self.sizes[name].mean("other", m), parent)
             else:
                 where = fold_gain(gain_HK, m)
-            self._start_bias(prefix, copy, mine)
-        for own in self.old_values:
-            if own.startswith(f"{name}.") and own not in self.done.from_name.values():
-                self.done.dropped[own] = where if own.endswith("weight") else ""
+            self._start_bias(prefix, copy, parent_copy)
+        for parameter in self.old_values:
+            if parameter.startswith(f"{name}.") and parameter not in self.done.from_name.values():
+                self.done.dropped[parameter] = where if parameter.endswith("weight") else ""
 
-    def _gain(self, name: str, there: nn.Module, mine: nn.Module, m: int | None) -> Tensor:
+    def _gain(self, name: str, parent: nn.Module, parent_copy: nn.Module, m: int | None) -> Tensor:
         """Exact gain of the fork at this norm, (H, K) or (1, D): g * rms(n(x)) / rms(n'(x))."""
         sizes = self.sizes[name]
         ratio_H = (sizes.mean("plain", m) / sizes.mean("other", m).clamp_min(1e-30)).sqrt()
         shape = (len(ratio_H), self._width(name))
-        if m is None and isinstance(there, ByModality):  # one matrix for the gains of all modalities
-            gains = [_gain_of(copy, shape) for copy in there.copies]
+        if m is None and isinstance(parent, ByModality):  # one matrix for the gains of all modalities
+            gains = [_gain_of(copy, shape) for copy in parent.copies]
             return torch.stack(gains).mean(0) * ratio_H[:, None]
-        return _gain_of(mine, shape).to(ratio_H.device) * ratio_H[:, None]
+        return _gain_of(parent_copy, shape).to(ratio_H.device) * ratio_H[:, None]
 
     def _width(self, name: str) -> int:
         return self.config.head_dim if ".attention." in name else self.config.d_model
 
     def _start_gain(
-        self, prefix: str, copy: Norm, gain_HK: Tensor, other_H: Tensor, there: nn.Module
+        self, prefix: str, copy: Norm, gain_HK: Tensor, other_H: Tensor, parent: nn.Module
     ) -> None:
-        """The gain of the norm's own shape: heads that share one weigh in by what they send through it."""
+        """The gain in the shape of the norm; heads that share a gain are weighted by their sums of squares."""
         assert copy.weight is not None
         shape = copy.weight.shape
         if shape.numel() == gain_HK.numel():
@@ -193,7 +193,7 @@ class _Carrying(Matrices):
             weighed_HK = gain_HK.square() * other_H[:, None]
             gain = (weighed_HK.sum(0) / other_H.sum()).sqrt() * _sign(gain_HK.mean(0))
         copy.weight.copy_(gain - copy.offset)
-        if isinstance(one_copy(there), Norm) and getattr(one_copy(there), "weight", None) is not None:
+        if isinstance(one_copy(parent), Norm) and getattr(one_copy(parent), "weight", None) is not None:
             self.done.added.setdefault(f"{prefix}.weight", "the parent's gain, by the measured RMS")
         else:
             self.done.added[f"{prefix}.weight"] = "the measured RMS"
@@ -215,18 +215,18 @@ class _Carrying(Matrices):
         self.done.from_name.pop(f"{prefix}.weight", None)
         self.done.added[f"{prefix}.weight"] = "attn_scale times the measured lengths of q and k"
 
-    def _start_bias(self, prefix: str, copy: nn.Module, mine: nn.Module) -> None:
-        bias, theirs = getattr(copy, "bias", None), getattr(mine, "bias", None)
+    def _start_bias(self, prefix: str, copy: nn.Module, parent_copy: nn.Module) -> None:
+        bias, parent_bias = getattr(copy, "bias", None), getattr(parent_copy, "bias", None)
         if bias is None or f"{prefix}.bias" in self.done.from_name:
             return
-        if theirs is None:
+        if parent_bias is None:
             bias.zero_()
             self.done.added[f"{prefix}.bias"] = "0"
-        elif bias.ndim > theirs.ndim:  # from one for all heads to one per head
-            bias.copy_(theirs.expand_as(bias))
+        elif bias.ndim > parent_bias.ndim:  # from one for all heads to one per head
+            bias.copy_(parent_bias.expand_as(bias))
             self.done.added[f"{prefix}.bias"] = "the parent's"
         else:
-            bias.copy_(theirs.mean(0))
+            bias.copy_(parent_bias.mean(0))
             self.done.added[f"{prefix}.bias"] = "the mean of the parent's"
 
 
@@ -240,13 +240,10 @@ def _alike(a: nn.Module, b: nn.Module) -> bool:
         return not isinstance(a, Norm) and not isinstance(b, Norm)
     if type(a) is not type(b) or a.shape != b.shape or a.offset != b.offset:
         return False
-    own = [
-        (None if n.weight is None else n.weight.shape, None if n.bias is None else n.bias.shape)
-        for n in (a, b)
-    ]
     if isinstance(a, L2Norm) and isinstance(b, L2Norm) and (a.fixed, a.maximum) != (b.fixed, b.maximum):
         return False
-    return own[0] == own[1]
+    shapes = [[None if p is None else p.shape for p in (norm.weight, norm.bias)] for norm in (a, b)]
+    return shapes[0] == shapes[1]
 
 
 def _gain_of(norm: nn.Module, shape: tuple[int, int]) -> Tensor:

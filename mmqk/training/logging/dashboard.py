@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mmqk.store import parsed_tag
 
-
-def nan_first(reduce: Callable[[list[float]], float]) -> Callable[[list[float]], float]:
-    """Return NaN if any value is NaN: Python's max and min depend on the order of the values."""
-    return lambda values: math.nan if any(map(math.isnan, values)) else reduce(values)
-
-
-REDUCERS: dict[str, Callable[[list[float]], float]] = {
-    name: nan_first(reduce) for name, reduce in (("max", max), ("min", min), ("median", statistics.median))
-}
+# Each is NaN if one value is NaN; Python's max and min depend on the order then.
+REDUCERS: dict[str, Callable[[list[float]], Any]] = {"max": np.max, "min": np.min, "median": np.median}
 
 
 class Chart(NamedTuple):
@@ -101,7 +94,7 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
             layers.setdefault(name.rpartition("/")[0], []).append(value)
     for series, values in layers.items():
         for reducer in _BY_LAYER[series.split("/")[0]]:
-            kept[f"{series}/{reducer}"] = REDUCERS[reducer](values)
+            kept[f"{series}/{reducer}"] = float(REDUCERS[reducer](values))
     return kept
 
 

@@ -12,19 +12,17 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from mmqk.store import parsed_tag
-from mmqk.training.logging.dashboard import REDUCERS
 
 # Statistics drawn by layer and step: whether the scale is logarithmic. Pairs: the maximum over key modalities.
 HEAT_MAPS = {"attn_logit_absmax": True, "attn_entropy": False, "q_norm": True, "k_norm": True}
 MASS = "attn_mass"
-largest = REDUCERS["max"]
 # More probes than this are thinned out evenly.
 COLUMNS = 200
 
 _WIDTH, _ROW, _LEFT, _TOP, _BOTTOM, _RIGHT = 640, 18, 64, 26, 22, 96
 # Dark blue over green to yellow, even in lightness (viridis at five places).
-_COLOURS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=float)
-_GREY, _INK = (200, 200, 200), (40, 40, 40)
+_COLORS = np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=float)
+_GRAY, _INK = (200, 200, 200), (40, 40, 40)
 
 
 class History:
@@ -62,11 +60,10 @@ class History:
         for column, (_, values) in enumerate(self.probes):
             for name, value in values.items():
                 tag = parsed_tag(name)
-                if tag.statistic != statistic or tag.layer is None:
-                    continue
-                if (tag.pair[0] if tag.pair else tag.modality) == modality:
+                query = tag.pair[0] if tag.pair else tag.modality
+                if tag.statistic == statistic and tag.layer is not None and query == modality:
                     at = (tag.layer, column)
-                    cells[at] = REDUCERS["max"]([cells.get(at, -math.inf), value])
+                    cells[at] = float(np.maximum(cells.get(at, -math.inf), value))  # NaN if one is NaN
         layers = 1 + max((layer for layer, _ in cells), default=-1)
         table = np.full((layers, len(self.probes)), np.nan)
         for (layer, column), value in cells.items():
@@ -103,9 +100,9 @@ def draw_heat_map(table: NDArray[np.float64], steps: Sequence[int], title: str, 
     height = row * layers
     picture = Image.new("RGB", (_LEFT + _WIDTH + _RIGHT, _TOP + height + _BOTTOM), "white")
     across = np.minimum(np.arange(_WIDTH) * columns // _WIDTH, columns - 1)
-    cells = _coloured((shown - low) / ((high - low) or 1.0))[::-1][np.arange(height) // row][:, across]
+    cells = _colored((shown - low) / ((high - low) or 1.0))[::-1][np.arange(height) // row][:, across]
     picture.paste(Image.fromarray(cells), (_LEFT, _TOP))
-    scale = _coloured(np.linspace(1, 0, height)[:, None].repeat(14, 1))
+    scale = _colored(np.linspace(1, 0, height)[:, None].repeat(14, 1))
     picture.paste(Image.fromarray(scale), (_LEFT + _WIDTH + 10, _TOP))
     draw, font = ImageDraw.Draw(picture), _font()
     draw.text((_LEFT, 6), title, _INK, font)
@@ -132,7 +129,7 @@ def draw_mass(table: NDArray[np.float64], modalities: Sequence[str], title: str)
     picture = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(picture), _font()
     draw.text((margin, 6), title, _INK, font)
-    colours = _coloured(table.reshape(layers, -1)).reshape(layers, n, n, 3)
+    colors = _colored(table.reshape(layers, -1)).reshape(layers, n, n, 3)
     for layer in range(layers):
         x0 = margin + (layer % per_row) * block[0] + label
         y0 = _TOP + 12 + (layer // per_row) * block[1] + margin + 16
@@ -141,21 +138,21 @@ def draw_mass(table: NDArray[np.float64], modalities: Sequence[str], title: str)
             draw.text((x0 - 6, y0 + i * cell + cell // 2), name[:7], _INK, font, anchor="rm")
             draw.text((x0 + i * cell + cell // 2, y0 - 9), name[:7], _INK, font, anchor="mm")
             for j in range(n):
-                value, colour = table[layer, i, j], tuple(int(c) for c in colours[layer, i, j])
+                value, color = table[layer, i, j], tuple(int(c) for c in colors[layer, i, j])
                 at = (x0 + j * cell, y0 + i * cell)
-                draw.rectangle((*at, at[0] + cell - 2, at[1] + cell - 2), fill=colour)
+                draw.rectangle((*at, at[0] + cell - 2, at[1] + cell - 2), fill=color)
                 ink = "black" if np.isnan(value) or value > 0.55 else "white"
                 text = "" if np.isnan(value) else f"{value:.2f}"
                 draw.text((at[0] + cell // 2 - 1, at[1] + cell // 2 - 1), text, ink, font, anchor="mm")
     return _png(picture)
 
 
-def _coloured(share: NDArray[np.float64]) -> NDArray[np.uint8]:
+def _colored(share: NDArray[np.float64]) -> NDArray[np.uint8]:
     """RGB of numbers from 0 to 1; gray for NaN."""
-    known = np.nan_to_num(share).clip(0, 1) * (len(_COLOURS) - 1)
-    low = np.minimum(known.astype(int), len(_COLOURS) - 2)
-    mixed = _COLOURS[low] + (known - low)[..., None] * (_COLOURS[low + 1] - _COLOURS[low])
-    mixed[np.isnan(share)] = _GREY
+    known = np.nan_to_num(share).clip(0, 1) * (len(_COLORS) - 1)
+    low = np.minimum(known.astype(int), len(_COLORS) - 2)
+    mixed = _COLORS[low] + (known - low)[..., None] * (_COLORS[low + 1] - _COLORS[low])
+    mixed[np.isnan(share)] = _GRAY
     return mixed.round().astype(np.uint8)
 
 

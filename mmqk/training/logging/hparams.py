@@ -23,12 +23,12 @@ def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
 
     TensorBoard keeps the first row of a folder, so an interruption must not write one.
     """
-    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+    from torch.utils.tensorboard.summary import hparams
 
     status, record = read_status(folder), read_run(folder)
     if status is None or not status.finished or record is None:
         return []
-    identity = flatten(record.get("identity") or {})
     # The folder above seed<k> is the arm.
     arm = folder.resolve().parent.name if folder.name.startswith("seed") else folder.resolve().name
     # The page sorts by name and shows the first few.
@@ -37,37 +37,17 @@ def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
         "as ended": status.status,
         "at step": status.step,
     }
-    for name, value in identity.items():
+    for name, value in flatten(record.get("identity") or {}).items():
         if name in FIELDS or name.startswith("loss.weights."):
-            row[name] = value if isinstance(value, bool | int | float | str) else str(value)
-    kinds = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
-    columns = [
-        api_pb2.HParamInfo(name=name, type=kinds.get(type(value), api_pb2.DATA_TYPE_FLOAT64))
-        for name, value in row.items()
-    ]
+            # torch would write true and false as 1 and 0.
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            row[name] = value if number else str(value)
     last = ["loss", *(f"{loss}/{m}" for loss in ("loss", "val_loss") for m in modalities), "alarms"]
     logits = [f"attn_logit_absmax/{m}-{m}/max" for m in modalities]
-    metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=name)) for name in (*last, *logits)]
-    ended = api_pb2.STATUS_SUCCESS if status.status == "completed" else api_pb2.STATUS_FAILURE
-    start = plugin_data_pb2.SessionStartInfo()
-    for name, value in row.items():
-        kind = {bool: "bool_value", str: "string_value"}.get(type(value), "number_value")
-        setattr(start.hparams[name], kind, value)
-    experiment = api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics)
-    return [
-        _summary(metadata.EXPERIMENT_TAG, experiment=experiment),
-        _summary(metadata.SESSION_START_INFO_TAG, session_start_info=start),
-        _summary(
-            metadata.SESSION_END_INFO_TAG, session_end_info=plugin_data_pb2.SessionEndInfo(status=ended)
-        ),
-    ]
-
-
-def _summary(tag: str, **data: Any) -> Any:
-    # Built by hand: the plugin's summaries need TensorFlow.
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
-
-    content = plugin_data_pb2.HParamsPluginData(version=metadata.PLUGIN_DATA_VERSION, **data)
-    plugin = SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME, content=content.SerializeToString())
-    return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin))])
+    experiment, start, end = hparams(row, dict.fromkeys([*last, *logits], 0.0))
+    if status.status != "completed":  # torch always writes a success
+        plugin = end.value[0].metadata.plugin_data
+        content = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
+        content.session_end_info.status = api_pb2.STATUS_FAILURE
+        plugin.content = content.SerializeToString()
+    return [experiment, start, end]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
-import threading
 import time
-from types import FrameType
-from typing import Any
 
 import lightning as L
 import torch
 
 from mmqk.distributed import largest
 from mmqk.store import RunFolder, clock, disk_sentence
-from mmqk.training.loop.signals import ENDING, SIGNALS, Interrupted
+from mmqk.training.loop.signals import ENDING, Interrupted
 from mmqk.training.loop.step_log import Checkpoints, StepLog, ends_step
 from mmqk.training.step.module import TrainingModule
 
@@ -23,8 +19,9 @@ from mmqk.training.step.module import TrainingModule
 class Lifecycle(L.Callback):
     """Writes status.json; at the first signal it writes a checkpoint and ends the run.
 
-    `Ending` ends the process at once at a second signal, or if nothing is new since the last checkpoint, as in a
-    first step that compiles. If a program calls ``main``, the second signal is a KeyboardInterrupt.
+    `Ending` receives the signals. It ends the process at once at a second one, or if nothing is new since the last
+    checkpoint, as in a first step that compiles. If a program calls ``main``, no signal is handled, and Ctrl-C is
+    Python's KeyboardInterrupt: the run ends without a checkpoint.
 
     All ranks end after the same step, whichever received the signal: they exchange it at a flush, which synchronizes
     with the device anyway.
@@ -39,31 +36,20 @@ class Lifecycle(L.Callback):
 
     def __init__(self, folder: RunFolder | None, step_log: StepLog, checkpoints: Checkpoints):
         self.folder, self.step_log, self.checkpoints = folder, step_log, checkpoints
-        self._signal: int | None = None
-        self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.folder is not None:
             self.folder.set_status("running", trainer.global_step)
-        if ENDING.installed:
-            if trainer.is_global_zero:
-                ENDING.step = lambda: self.checkpoints.saved
-                ENDING.until(lambda: trainer.global_step != self.checkpoints.saved)
-        elif threading.current_thread() is threading.main_thread():
-            for signum in SIGNALS:
-                self._before[signum] = signal.signal(signum, self._note)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        if self._signal is not None:
-            raise KeyboardInterrupt
-        self._signal = signum
+        if ENDING.installed and trainer.is_global_zero:
+            ENDING.step = lambda: self.checkpoints.saved
+            ENDING.until(lambda: trainer.global_step != self.checkpoints.saved)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
         assert isinstance(pl_module, TrainingModule)
         last = trainer.global_step >= trainer.max_steps
         if last or not ends_step(trainer, batch_idx):
             return
-        signum = self._signal or ENDING.signum
+        signum = ENDING.signum
         if trainer.world_size > 1:
             if not self.step_log.flushes(trainer.global_step, trainer.max_steps):
                 return
@@ -74,7 +60,6 @@ class Lifecycle(L.Callback):
                 raise Interrupted(signum)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._restore()
         if self.folder is None:
             return
         for logger in trainer.loggers:
@@ -88,7 +73,6 @@ class Lifecycle(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        self._restore()
         if self.folder is None:
             return
         stopped = isinstance(exception, (Interrupted, KeyboardInterrupt))
@@ -99,11 +83,6 @@ class Lifecycle(L.Callback):
             reason = f"{type(exception).__name__}: {reason}"
         with contextlib.suppress(OSError):  # the disk error may persist
             self.folder.set_status("interrupted" if stopped else "failed", trainer.global_step, reason)
-
-    def _restore(self) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-        self._before.clear()
 
 
 class ProgressLine(L.Callback):

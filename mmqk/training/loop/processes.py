@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mmqk.checkpoint import CheckpointFiles
 from mmqk.store import UserError
 from mmqk.training.fsdp import Sharded
+from mmqk.training.loop.lightning_private import leave_signals_alone, skip_sigterm_broadcast
 from mmqk.training.loop.signals import ENDING, Interrupted
 
 if TYPE_CHECKING:
@@ -63,8 +64,7 @@ class Ranks:
         except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"Lightning refuses the trainer flags: {' '.join(str(error).split())}") from error
         self.trainer.strategy.checkpoint_io = CheckpointFiles()
-        # Lightning's SIGTERM handler waits for the other processes; `Ending` handles the signals.
-        self.trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        leave_signals_alone(self.trainer)
         self.several = self.trainer.world_size > 1
         if not self.several:
             ENDING.until(lambda: False)
@@ -77,10 +77,9 @@ class Ranks:
         # Externally started processes may already wait for the first one; those of Lightning do not exist yet.
         self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
         # No process waits for the first one before it has started the others, and those end with it.
-        ENDING.speaks = self.first
+        ENDING.prints = self.first
         ENDING.until(lambda: self._awaited or not self.first)
-        # Lightning's SIGTERM check synchronizes with the device in every step; `Lifecycle` checks at every flush.
-        self.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        skip_sigterm_broadcast(self.trainer)
 
     @property
     def first(self) -> bool:

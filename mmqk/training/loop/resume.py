@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from mmqk.checkpoint import ONE, CheckpointError, check_run, read_checkpoint
 from mmqk.store import MetricsWriter, RunFolder, UserError
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoints_in, set_aside, step_of, strays_in
 from mmqk.store.missing import DAMAGED_SUFFIX, RECORDS, examine
+from mmqk.training.loop.lightning_private import raised_by_loading
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
@@ -118,10 +118,9 @@ def restoring(checkpoint: Path | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        frames = traceback.walk_tb(error.__traceback__)
         if checkpoint is None or isinstance(error, UserError | OSError | torch.OutOfMemoryError):
             raise
-        if not any("checkpoint_connector" in frame.f_globals.get("__name__", "") for frame, _ in frames):
+        if not raised_by_loading(error):
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120].rstrip('.:')}"
         raise _malformed(checkpoint, reason) from error

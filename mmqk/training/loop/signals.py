@@ -43,7 +43,7 @@ class Ending:
         signum: The first signal; None before it.
         folder: The run folder for the status; None if this process does not write.
         step: Returns the step that a resume continues from.
-        speaks: Whether this process prints that it was interrupted.
+        prints: Whether this process prints that it was interrupted.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Ending:
         self.folder: RunFolder | None = None
         self._over = False
         self.step: Callable[[], int] = lambda: 0
-        self.speaks = True
+        self.prints = True
         # One of several processes must not leave before they have met.
         self._to_save: Callable[[], bool] = _among_others
         self._parent: int | None = None
@@ -106,9 +106,9 @@ class Ending:
                 os._exit(128 + signal.SIGKILL)
             for signum in os.read(reader, 64) if ready else b"":
                 if signum in SIGNALS:
-                    self._hear(signum)
+                    self._receive(signum)
 
-    def _hear(self, signum: int) -> None:
+    def _receive(self, signum: int) -> None:
         with self._lock:
             if self._over and self.signum is None:
                 self.signum = signum
@@ -127,7 +127,7 @@ class Ending:
                     return  # the run has finished and the process ends anyway
             except Exception as error:  # a disk error or a damaged file
                 message = f"interrupted; status.json cannot be read or written ({' '.join(str(error).split())})."
-        if self.speaks and not self._over:
+        if self.prints and not self._over:
             with contextlib.suppress(OSError):
                 os.write(2, f"{message}\n".encode())
         os._exit(128 + signum)

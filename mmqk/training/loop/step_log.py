@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from mmqk.store import DivergenceRule, UserError, read_status
 from mmqk.store.checkpoints import checkpoint_name, checkpoints_in, step_of
 from mmqk.store.missing import Written
 from mmqk.training.loop.resume import check_restored
-from mmqk.training.step.module import StepRecord, TrainingModule
+from mmqk.training.step.module import TrainingModule
+from mmqk.training.step.record import StepRecord
+
+FLUSH_EVERY = 10  # steps
 
 
 class StepLog(L.Callback):
@@ -29,8 +32,7 @@ class StepLog(L.Callback):
     numbers and divergence (`DivergenceRule`), and stops a diverged run.
 
     Args:
-        flush_at: Flush at every multiple of one of these steps.
-        warmup_steps: Warm-up of the learning rate, for the divergence rule.
+        flush_at: Flush at every multiple of one of these steps; 0 is no step.
         at_start: Values that are known before the first step, logged at `first_step`.
         first_step: First step of the run: 0, or the step of the checkpoint of a fork.
 
@@ -40,11 +42,13 @@ class StepLog(L.Callback):
     """
 
     def __init__(
-        self, flush_at: Iterable[int], warmup_steps: int, at_start: dict[str, float], first_step: int = 0
+        self,
+        flush_at: Iterable[int] = (FLUSH_EVERY,),
+        at_start: Mapping[str, float] | None = None,
+        first_step: int = 0,
     ):
         self.flush_at, self.first_step = [n for n in flush_at if n], first_step
-        self.at_start = at_start
-        self.rule = DivergenceRule(warmup_steps)
+        self.at_start = dict(at_start or {})
         self.divergence: tuple[int, str] | None = None
         self.latest: dict[str, float] = {}
         self._records: list[StepRecord] = []
@@ -52,9 +56,17 @@ class StepLog(L.Callback):
         self._tokens = 0
         self._since = time.monotonic()
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, TrainingModule):
+            raise UserError(
+                f"StepLog logs the measurements of mmqk's TrainingModule, and this is a {type(pl_module).__name__}:"
+                " leave StepLog out of the Trainer's callbacks."
+            )
+        self.rule = DivergenceRule(pl_module.optim_config.warmup_steps)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._since = time.monotonic()
-        if trainer.global_step == self.first_step:
+        if self.at_start and trainer.global_step == self.first_step:
             for logger in trainer.loggers:
                 logger.log_metrics(self.at_start, self.first_step)
 

@@ -7,6 +7,7 @@ M modalities, G groups of targets whose gradients are kept: all targets, then op
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -73,7 +74,7 @@ def chunked_losses(
     )
     sums = sum_by_modality(ce_N.view_as(targets_BT), log_z_N.view_as(targets_BT), selected_BTM)
     objective = Objective(objective_G[0], objective_G[1:] if by_modality else None, weights_M, z_loss)
-    return LossSums(sums.count, sums.ce, sums.log_z, sums.log_z_sq, objective)
+    return replace(sums, objective=objective)
 
 
 class _Chunks(torch.autograd.Function):
@@ -98,7 +99,7 @@ class _Chunks(torch.autograd.Function):
             narrow = torch.get_autocast_dtype(device)
         N, G = group_mask_NG.shape
         ce_N, log_z_N = weight_N.new_empty(N), weight_N.new_empty(N)
-        # torch tells a Function nothing of no_grad, hence `train`.
+        # The grad mode is off in every forward of a Function, hence `train`.
         d_hidden_ND = hidden_ND.new_empty(hidden_ND.shape if train else 0, dtype=narrow)
         d_head_GVD = head_VD.new_zeros((G, *head_VD.shape) if train else 0, dtype=wide)
         with torch.autocast(device, enabled=False):
@@ -120,8 +121,8 @@ class _Chunks(torch.autograd.Function):
                 torch.mm(d_logits_CV, cast_VD, out=d_hidden_ND[rows])
                 _add_product(d_head_GVD[0], d_logits_CV.T, hidden_CD)
                 for g in range(1, G):
-                    own_CD = torch.where(group_mask_NG[rows, g, None], hidden_CD, 0.0)
-                    _add_product(d_head_GVD[g], d_logits_CV.T, own_CD)
+                    masked_CD = torch.where(group_mask_NG[rows, g, None], hidden_CD, 0.0)
+                    _add_product(d_head_GVD[g], d_logits_CV.T, masked_CD)
         value_N = ce_N + z_loss * log_z_N.square() if z_loss else ce_N
         objective_G = torch.where(group_mask_NG, (weight_N * value_N)[:, None], 0.0).sum(0)
         ctx.save_for_backward(d_hidden_ND, d_head_GVD, group_mask_NG)

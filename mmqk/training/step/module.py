@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self
 
 import lightning as L
 import torch
@@ -17,6 +18,7 @@ from mmqk.distributed import summed
 from mmqk.model import EarlyFusionTransformer, ModelConfig, RowStats, compile_blocks, keep_graphs, power_step
 from mmqk.model.norms import at_least_fp32
 from mmqk.model.transformer import Sink
+from mmqk.store import UserError
 from mmqk.training.fsdp import shard, whole, whole_model
 from mmqk.training.step.chunked_loss import chunked_losses
 from mmqk.training.step.losses import (
@@ -29,49 +31,12 @@ from mmqk.training.step.losses import (
 )
 from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 from mmqk.training.step.qk_clip import QKClip
+from mmqk.training.step.record import StepRecord, StepWatch
 from mmqk.training.step.row_stats import RowLog
 from mmqk.training.step.split_adam import SplitAdamW
 
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """The measurements of one optimizer step, on the device.
-
-    Attributes:
-        step: Number of updates including this one; the losses are those of the weights before the update.
-        lr: Learning rate of the update.
-        values: Loss, gradient norm before clipping, the flattened sums by modality (`modality_sums`), then the
-            measurements of QK-Clip (`QKClip.measured`) and of the attention kernel (`RowLog.measured`), if on.
-    """
-
-    step: int
-    lr: float
-    values: Tensor
-
-
-class StepWatch(Protocol):
-    """Receives the tensors of an optimizer step, in this order; it changes nothing.
-
-    Attributes:
-        attributing: Whether `before_backward` needs the loss by modality in this step.
-    """
-
-    @property
-    def attributing(self) -> bool: ...
-
-    def before_backward(self, parts_M: Tensor) -> None:
-        """Called for each micro-batch with the loss of each modality; the graph must be kept."""
-
-    def before_update(
-        self, optimizer: torch.optim.Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
-    ) -> None:
-        """Called after clipping with the clipping factor and, by parameter, the gradient norms before clipping."""
-
-    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before QK-Clip and the power step change the weights."""
 
 
 class TrainingModule(L.LightningModule):
@@ -85,25 +50,38 @@ class TrainingModule(L.LightningModule):
     After the first gradient norm that is not finite, the weights no longer change: the run has diverged, and
     `bad_site` needs the weights of that step.
 
+    Args:
+        model: The model; `blocks` must be filled.
+        loss: Terms of the loss and their weights.
+        optim: AdamW and its schedule, whose length is the Trainer's `max_steps`.
+        seed: Seed of the initial weights and of dropout.
+        backend: Attention backend, one of `BACKENDS`.
+
     Attributes:
         step_record: Record of the latest optimizer step; None after a callback has read it.
         step_watch: Receives the tensors of every step; None for none.
-        run_record: Id and configuration of the run, for its checkpoints; a fork reads them.
-        ranks: Number of processes and strategy (`RunConfig.ranks`), for the checkpoints too.
+        stored: Entries of its checkpoints. `mmqk.checkpoint` compares the configuration of the model on loading. Of a
+            run also its id and configuration, which a fork reads, and its processes (`RunConfig.ranks`).
     """
 
-    def __init__(self, model: ModelConfig, loss: LossConfig, optim: OptimConfig, seed: int, backend: str):
+    def __init__(
+        self,
+        model: ModelConfig,
+        loss: LossConfig | None = None,
+        optim: OptimConfig | None = None,
+        seed: int = 0,
+        backend: str = "sdpa",
+    ):
         super().__init__()
-        self.model_config, self.loss_config, self.optim_config, self.seed = model, loss, optim, seed
-        self.backend = backend
+        self.model_config, self.seed, self.backend = model, seed, backend
+        self.loss_config, self.optim_config = loss or LossConfig(), optim or OptimConfig()
         self.model = EarlyFusionTransformer(model, backend=backend, seed=seed)
         self.loss_weights_M: Tensor
         self.register_buffer("loss_weights_M", self._loss_weights(torch.get_default_dtype()), persistent=False)
-        self.run_record: dict[str, Any] | None = None
-        self.ranks: dict[str, Any] | None = None
+        self.stored: dict[str, Any] = {"mmqk_model": asdict(model)}
         self.step_record: StepRecord | None = None
         self.step_watch: StepWatch | None = None
-        self.qk_clip = None if optim.qk_clip is None else QKClip(self.model, optim.qk_clip)
+        self.qk_clip = None if self.optim_config.qk_clip is None else QKClip(self.model, self.optim_config.qk_clip)
         self.row_log = RowLog(model.modalities) if backend == "flex" else None
         self._step_loss: Tensor | None = None
         self._step_sums_RM: Tensor | None = None
@@ -115,7 +93,7 @@ class TrainingModule(L.LightningModule):
     def of(cls, run: RunConfig) -> Self:
         """The module of a run, with its recomputation and compilation."""
         module = cls(run.model, run.loss, run.optim, run.seed, run.backend)
-        module.run_record, module.ranks = run.record(), run.ranks
+        module.stored |= {"mmqk_run": run.record(), "mmqk_ranks": run.ranks}
         module.model.activation_checkpointing = run.activation_checkpointing
         if run.optim.split_second_moment or run.monitor.gradient_agreement or run.monitor.budget_every_n_steps:
             keep_graphs()
@@ -163,10 +141,10 @@ class TrainingModule(L.LightningModule):
         softcap, config = self.model_config.final_softcap, self.loss_config
         if config.chunk_size is None:
             M = len(self.model_config.modalities)
-            logits_BTV = model.raw_logits(*inputs)
+            logits_BTV = model(*inputs, output="raw_logits")
             return self._modality_losses(logits_BTV, *targets, M, softcap, log_z_grad=config.z_loss > 0)
         return chunked_losses(
-            model.hidden(*inputs),
+            model(*inputs, output="hidden"),
             model.head.weight,
             *targets,
             self.loss_weights_M,
@@ -192,7 +170,16 @@ class TrainingModule(L.LightningModule):
         return [self.model_config.modalities.index(name) for name in self.trained_modalities]
 
     def on_fit_start(self) -> None:
-        """Restore the loss weights in fp32: the precision bf16-true has rounded the buffer."""
+        """Restore the loss weights in fp32: the precision bf16-true has rounded the buffer.
+
+        Raises:
+            UserError: the Trainer trains in fp16.
+        """
+        if str(self.trainer.precision).startswith("16"):
+            raise UserError(
+                f"TrainingModule does not scale its loss, which precision {self.trainer.precision} needs: set"
+                " precision of lightning.Trainer to bf16-mixed or 32-true."
+            )
         self.loss_weights_M = self._loss_weights(self.loss_weights_M.dtype).to(self.device)
 
     def _loss_weights(self, dtype: torch.dtype) -> Tensor:
@@ -202,6 +189,7 @@ class TrainingModule(L.LightningModule):
     # One step, in the order of the calls ---------------------------------------------------------------
 
     def training_step(self, batch: TokenBatch, index: int) -> Tensor:
+        """The loss of one micro-batch; its sums are added to those of the step."""
         if self.model_config.residual_dropout or self.model_config.attn_dropout:
             self._seed_dropout(index)
         attributing = self.step_watch is not None and self.step_watch.attributing
@@ -238,6 +226,7 @@ class TrainingModule(L.LightningModule):
             torch.cuda.manual_seed(seed)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """One backward pass of `loss`; with `SplitAdamW` one of each modality's part of it."""
         parts_M, self._loss_parts_M = self._loss_parts_M, None
         optimizer = self.trainer.optimizers[0]
         if isinstance(optimizer, SplitAdamW):
@@ -251,7 +240,15 @@ class TrainingModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip by global norm and record the step; Lightning calls it once per optimizer step, before the update."""
+        """Clip by global norm and record the step; Lightning calls it once per optimizer step, before the update.
+
+        Raises:
+            UserError: the Trainer clips by value.
+        """
+        if gradient_clip_algorithm == "value":
+            raise UserError(
+                "TrainingModule clips by norm: leave gradient_clip_algorithm of lightning.Trainer out."
+            )
         if isinstance(optimizer, SplitAdamW):
             optimizer.sum_ranks()
         with_grad = {name: p for name, p in self._named_parameters if p.grad is not None}
@@ -282,15 +279,16 @@ class TrainingModule(L.LightningModule):
 
     def _record_step(self, optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
         assert self._step_sums_RM is not None and self._step_loss is not None
-        values = torch.cat([self._step_loss.float().view(1), self._step_sums_RM.flatten()])
+        sums = torch.cat([self._step_loss.float().view(1), self._step_sums_RM.flatten()])
         self._step_sums_RM = self._step_loss = None
-        values = summed(values)  # Lightning's `reduce` would add a barrier to every step
-        measured = [log.measured().float() for log in (self.qk_clip, self.row_log) if log is not None]
-        values = torch.cat([values[:1], grad_norm.float().view(1), values[1:], *measured])
+        sums = summed(sums)  # Lightning's `reduce` would add a barrier to every step
+        measured = [log.measured().float() for log in (self.row_log, self.qk_clip) if log is not None]
+        values = torch.cat([sums[:1], grad_norm.float().view(1), *measured, sums[1:]])
         lr = optimizer.param_groups[0]["lr"]
         self.step_record = StepRecord(self.trainer.global_step + 1, lr, values)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """A hook of the optimizer: the remedies that change weights after an update."""
         if self.step_watch is not None:
             self.step_watch.after_update(optimizer)
         if self.qk_clip is not None:
@@ -300,17 +298,15 @@ class TrainingModule(L.LightningModule):
 
     def named_values(self, values: list[float]) -> dict[str, float]:
         """The values of a `StepRecord` by tag."""
-        loss, grad_norm, *rest = values
+        remaining = iter(values)
         names, layers = self.model_config.modalities, self.model_config.n_layers
-        tags = {"loss": loss, "grad_norm": grad_norm}
+        tags = {"loss": next(remaining), "grad_norm": next(remaining)}
         if self.row_log is not None:
-            n_values = 2 * layers * len(names)
-            tags |= self.row_log.values(rest[-n_values:])
-            del rest[-n_values:]
+            tags |= self.row_log.values(list(islice(remaining, 2 * layers * len(names))))
         if self.qk_clip is not None:
-            tags |= self.qk_clip.values(rest[-2 * layers :])
-            del rest[-2 * layers :]
-        sums_RM = [rest[i : i + len(names)] for i in range(0, len(rest), len(names))]
+            tags |= self.qk_clip.values(list(islice(remaining, 2 * layers)))
+        sums = list(remaining)
+        sums_RM = [sums[i : i + len(names)] for i in range(0, len(sums), len(names))]
         return tags | modality_means(sums_RM, names)
 
     # Optimizer -----------------------------------------------------------------------------------------
@@ -326,12 +322,7 @@ class TrainingModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the configuration with the weights; `mmqk.checkpoint` compares it on loading."""
-        checkpoint["mmqk_model"] = asdict(self.model_config)
-        if self.run_record is not None:
-            checkpoint["mmqk_run"] = self.run_record
-        if self.ranks is not None:
-            checkpoint["mmqk_ranks"] = self.ranks
+        checkpoint.update(self.stored)
 
     # Losses outside of a step --------------------------------------------------------------------------
 

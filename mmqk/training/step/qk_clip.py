@@ -90,6 +90,8 @@ class QKClip:
         scale, window_of = self.model.attn_scale_value, self.model.config.window_of
 
         def sink(site: str, layer: int, tensor: Tensor) -> None:
+            if not torch.is_grad_enabled():
+                return  # a probe of `NormMonitor` repeats the forward
             if site == "q":
                 queries[layer] = tensor.detach()
             elif site == "k":

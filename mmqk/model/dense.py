@@ -1,0 +1,43 @@
+"""The arithmetic of attention in plain PyTorch: backend math, which every other kernel is tested against.
+
+Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head_dim.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .norms import at_least_fp32
+
+
+def dense_attention(
+    q_BHTK: Tensor,
+    k_BHTK: Tensor,
+    v_BHTK: Tensor,
+    mask: Tensor,
+    scale: float,
+    kind: str,
+    softcap: float | None,
+    dropout: float,
+) -> Tensor:
+    """`softmax(mask(cap(scale * q.k))) v`, or with a sigmoid for softmax, over all T x T logits.
+
+    The arguments are those of `mmqk.model.backends.attention`. It computes in at least fp32; the output has the dtype
+    of the values.
+    """
+    with torch.autocast(q_BHTK.device.type, enabled=False):
+        q, k, v = at_least_fp32(q_BHTK), at_least_fp32(k_BHTK), at_least_fp32(v_BHTK)
+        logits_BHTS = (scale * q) @ k.transpose(-1, -2)
+        if softcap is not None:
+            logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
+        # Adding -inf in place is one forward pass and no backward pass over the logits; masked_fill is one of each.
+        logits_BHTS += mask
+        if kind == "softmax":
+            weight_BHTS = torch.softmax(logits_BHTS, dim=-1)
+        else:
+            weight_BHTS = torch.sigmoid(logits_BHTS - math.log(q.shape[-2]))
+        if dropout:
+            weight_BHTS = F.dropout(weight_BHTS, dropout)
+        return (weight_BHTS @ v).to(v_BHTK.dtype)

@@ -1,0 +1,38 @@
+"""Private parts of Lightning that mmqk uses, as read in Lightning 2.6.6. No other file of mmqk touches one."""
+
+from __future__ import annotations
+
+import traceback
+
+import lightning as L
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+
+def leave_signals_alone(trainer: L.Trainer) -> None:
+    """Install no signal handlers: Lightning's SIGTERM handler waits for the other processes.
+
+    `mmqk.training.loop.signals` handles the signals. Lightning has no public switch for its handlers.
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+
+
+def skip_sigterm_broadcast(trainer: L.Trainer) -> None:
+    """Do not exchange SIGTERM between the processes in every step, because that synchronizes with the device.
+
+    `Lifecycle` exchanges the signals at every flush.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def start_process_group(strategy: ModelParallelStrategy) -> None:
+    """Start the process group before `fit`; the public `setup_environment` needs a module, which comes later."""
+    strategy._setup_distributed()
+
+
+def raised_by_loading(error: BaseException) -> bool:
+    """Whether Lightning raised the error while it loaded a checkpoint: a frame is in its checkpoint_connector.
+
+    Lightning lets the errors of `load_state_dict` and of its own loops through unchanged.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    return any("checkpoint_connector" in frame.f_globals.get("__name__", "") for frame, _ in frames)

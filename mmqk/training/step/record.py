@@ -1,0 +1,48 @@
+"""What a training step hands to the callbacks: its measurements, and its tensors while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The measurements of one optimizer step, on the device.
+
+    Attributes:
+        step: Number of updates including this one; the losses are those of the weights before the update.
+        lr: Learning rate of the update.
+        values: Loss; gradient norm before clipping; `RowLog.measured` and `QKClip.measured`, if on; `modality_sums`,
+            flattened. `TrainingModule.named_values` reads them.
+    """
+
+    step: int
+    lr: float
+    values: Tensor
+
+
+class StepWatch(Protocol):
+    """Receives the tensors of an optimizer step, in this order; it changes nothing.
+
+    Attributes:
+        attributing: Whether `before_backward` needs the loss by modality in this step.
+    """
+
+    @property
+    def attributing(self) -> bool: ...
+
+    def before_backward(self, parts_M: Tensor) -> None:
+        """Called for each micro-batch with the loss of each modality; the graph must be kept."""
+
+    def before_update(
+        self, optimizer: torch.optim.Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
+    ) -> None:
+        """Called after clipping with the clipping factor and, by parameter, the gradient norms before clipping."""
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before QK-Clip and the power step change the weights."""

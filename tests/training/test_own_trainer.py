@@ -1,0 +1,123 @@
+"""mmqk's parts in somebody's own lightning.Trainer: the code of the docs, as it is."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mmqk.data.config import DataConfig
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.monitors import NormMonitor
+from mmqk.store import UserError
+from mmqk.training.loop.step_log import StepLog
+from tests.training.toy import fit, module_of, toy_batch, weights
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def block(page: str, section: str) -> str:
+    """The first Python block of a section."""
+    text = (ROOT / page).read_text().partition(f"## {section}\n")[2]
+    found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch) -> Callable[[str], dict[str, Any]]:
+    """Runs code in a folder with mmqk's data; returns its names."""
+    for name in ("data", ".cache"):
+        (ROOT / name).mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    def run(code: str) -> dict[str, Any]:
+        names: dict[str, Any] = {"__name__": "mine"}
+        torch.manual_seed(0)
+        exec(code, names)
+        return names
+
+    return run
+
+
+def logged(trainer: L.Trainer) -> dict[str, list[int]]:
+    """Steps of each tag in the logger that Lightning made."""
+    events = EventAccumulator(trainer.logger.log_dir, size_guidance={"scalars": 0}).Reload()
+    return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_the_docs_train_mmqks_model_and_the_monitor_changes_no_weight(run):
+    code = block("docs/train.md", "In your own Trainer")
+    names = run(code)
+    tags = logged(names["trainer"])
+    assert names["trainer"].global_step == 20
+    assert all(tags[tag] == list(range(1, 21)) for tag in ("loss/text", "loss/image", "grad_norm", "lr"))
+    assert tags["attn_logit_absmax/text-image/layer01"] == tags["q_norm/image/layer00"] == [10, 20]
+    # The control: without the callbacks the same weights, and none of the numbers.
+    without = run(code.replace("callbacks=[StepLog(), monitor]", "callbacks=[]"))
+    assert not any(tag.startswith(("loss", "attn", "q_norm")) for tag in logged(without["trainer"]))
+    before, after = (n["module"].model.state_dict() for n in (without, names))
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_the_code_of_the_readme_is_that_of_the_docs():
+    section = (ROOT / "README.md").read_text().partition("## Your own model\n")[2]
+    attached, trained = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
+    whole = block("docs/train.md", "In your own Trainer")
+    assert whole.endswith(trained) and not whole.endswith(attached)
+
+
+def test_the_docs_measure_somebodys_own_module(run):
+    code = block("docs/monitors.md", "In Lightning")
+    names = run(code)
+    tags = logged(names["trainer"])
+    assert tags["attn_logit_absmax/text-image/layer01"] == tags["q_norm/text/layer01"] == [10, 20]
+    # The control: an attribute that the training step does not call is refused with a sentence.
+    with pytest.raises(UserError, match=r"NormMonitor\(model='nett'\): Mine has no such module"):
+        run(code.replace('"net"', '"nett"'))
+
+
+@pytest.mark.parametrize("optim", [{}, {"qk_clip": 1e-3}, {"split_second_moment": True}], ids=str)
+def test_a_probe_changes_no_weight_of_a_remedy(optim):
+    """QK-Clip reads the attention logits of every forward of training, and of no probe."""
+    batches, found = [toy_batch(seed) for seed in range(6)], []
+    for callbacks in ([], [NormMonitor("model", {"image": range(9, 16)}, every_n_steps=1, sequences=2)]):
+        module = module_of(backend="sdpa", **optim)
+        fit(module, batches, callbacks=callbacks)
+        found.append(weights(module))
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"max_epochs": 1}, r"TokenDataModule needs the number of steps: set max_steps of lightning.Trainer."),
+        ({"max_steps": 2, "accumulate_grad_batches": 3}, r"data.batch_size 4 is not a multiple of accumulate"),
+        ({"max_steps": 2, "gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, r"Module clips by norm"),
+        ({"max_steps": 2, "precision": "16-true"}, r"TrainingModule does not scale its loss, .* 16-true needs"),
+    ],
+)
+def test_a_trainer_that_cannot_be_served_is_one_sentence(tiny_data, trainer, message):
+    folders = {"pairs": f"{tiny_data}/pairs", "text": f"{tiny_data}/text", "cache": f"{tiny_data}/cache"}
+    config = DataConfig(**folders, tokenizers=f"{tiny_data}/tokenizers", seq_len=88, batch_size=4, val_sequences=8)
+    data = TokenDataModule(config)
+    module = module_of(replace(module_of().model_config, vocab_sizes=data.blocks))
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    with pytest.raises(UserError, match=message):
+        L.Trainer(**trainer, **quiet).fit(module, datamodule=data)
+
+
+def test_the_log_of_another_module_is_one_sentence():
+    with pytest.raises(UserError, match="StepLog logs the measurements of mmqk's TrainingModule, and this is a B"):
+        StepLog().setup(L.Trainer(logger=False), type("Boring", (L.LightningModule,), {})(), "fit")
