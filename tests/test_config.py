@@ -13,6 +13,8 @@ import torch
 from mmqk.config import Parent, build_parser, print_yaml, resolve
 from mmqk.config.sentences import RENAMED
 from mmqk.store import OneSentenceParser, UserError, cli_main, differing_fields, flatten, read_metrics
+from mmqk.train import main
+
 
 @pytest.mark.parametrize(
     ("extra", "says"),
