@@ -6,6 +6,7 @@ torch is imported only when a configuration is resolved, so that ``--help`` is f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from mmqk.ablation.devices import cores, gpus
 from mmqk.ablation.estimate import time_left
 from mmqk.ablation.plan import plan
 from mmqk.ablation.pool import LOG_NAME, PRELOAD, TRAIN, Pool, start_server
-from mmqk.ablation.progress import Progress, table
+from mmqk.ablation.progress import PoolProgress, table
 from mmqk.ablation.record import check_out
 from mmqk.ablation.replays import arm_of, plan_of_run
 from mmqk.ablation.resolver import Resolver
@@ -92,20 +93,20 @@ def main(argv: list[str] | None = None) -> int:
         f" {jobs} at a time",
         flush=True,
     )
-    progress = Progress()
-    pool = Pool(
-        tasks,
-        jobs,
-        entry=TRAIN,
-        preload=PRELOAD,
-        tick=progress,
-        more=session.more,
-        devices=devices,
-        until=until,
-    )
-    session.follow(pool)
-    pool.run()
-    progress.close()
+    with contextlib.closing(PoolProgress()) as progress:
+        pool = Pool(
+            tasks,
+            jobs,
+            entry=TRAIN,
+            preload=PRELOAD,
+            tick=progress,
+            more=session.more,
+            ready=session.ready,
+            to_come=session.to_come,
+            devices=devices,
+            until=until,
+        )
+        pool.run()
     session.more()
     outcomes = session.outcomes(pool.outcomes)
     print("\n".join([table(outcomes), *session.remarks(), dashboards(out)]), flush=True)

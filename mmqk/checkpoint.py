@@ -96,16 +96,16 @@ def _check_weights(content: dict[str, Any]) -> None:
             model = EarlyFusionTransformer(ModelConfig.from_dict(content["mmqk_model"]), "math")
     except Exception as error:
         raise CheckpointError("has a model that this version of mmqk does not know") from error
-    there = content.get("state_dict")
-    if not isinstance(there, dict):
+    weights = content.get("state_dict")
+    if not isinstance(weights, dict):
         raise CheckpointError("lacks its part state_dict")
     expected = {PREFIX + name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name in sorted(expected.keys() | there.keys(), key=str):
-        if name not in there:
+    for name in sorted(expected.keys() | weights.keys(), key=str):
+        if name not in weights:
             raise CheckpointError(f"lacks the weights {name}")
         if name not in expected:
             raise CheckpointError(f"has weights {name}, which its model does not have")
-        if not isinstance(there[name], Tensor) or there[name].shape != expected[name]:
+        if not isinstance(weights[name], Tensor) or weights[name].shape != expected[name]:
             raise CheckpointError(f"has weights {name} that are not of shape {tuple(expected[name])}")
 
 
@@ -185,12 +185,12 @@ def newest_checkpoint(run: Path) -> Path:
     Raises:
         UserError: the folder has none.
     """
-    found = checkpoints_in(run / "checkpoints")
-    if not found:
+    checkpoints = checkpoints_in(run / "checkpoints")
+    if not checkpoints:
         strays = strays_in(run / "checkpoints")
         named = f" named step<step>.ckpt, only {strays[0].name}" if strays else ""
         raise UserError(f"{run} has no checkpoint{named}: name the folder of a run that wrote one.")
-    return found[-1]
+    return checkpoints[-1]
 
 
 def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer:

@@ -23,11 +23,11 @@ def time_left(outcomes: Mapping[Task, Outcome], jobs: int) -> str:
     seconds = 0.0
     borrowed = 0
     for task in open_runs:
-        paces = _paces(outcomes, task)
-        if paces is None:
+        pace = _pace(outcomes, task)
+        if pace is None:
             return f"time to train {_runs(len(open_runs))}: unknown, because no run of this grid has finished"
-        pace, of_family = paces
-        seconds += pace * max(0, task.max_steps - max(outcomes[task].step, task.first))
+        of_step, of_family = pace
+        seconds += of_step * max(0, task.max_steps - max(outcomes[task].step, task.first))
         borrowed += not of_family
     from_others = f" ({borrowed} from the speed of other arms)" if borrowed else ""
     at_once = f", {jobs} at a time" if jobs > 1 else ""
@@ -35,27 +35,18 @@ def time_left(outcomes: Mapping[Task, Outcome], jobs: int) -> str:
     return f"time to train {_runs(len(open_runs))}{at_once}: about {left} (minutes:seconds){from_others}"
 
 
-def _paces(outcomes: Mapping[Task, Outcome], task: Task) -> tuple[float, bool] | None:
-    """Seconds per step, and whether they are from runs of the same arm or family."""
-    family = task.entry.get("family", task.arm)
-    alike = (
-        {t: o for t, o in outcomes.items() if t.arm == task.arm},
-        {t: o for t, o in outcomes.items() if t.entry.get("family", t.arm) == family},
-        outcomes,
-    )
-    for place, group in enumerate(alike):
-        if (pace := _pace(group)) is not None:
-            return pace, place < 2
-    return None
-
-
-def _pace(outcomes: Mapping[Task, Outcome]) -> float | None:
+def _pace(outcomes: Mapping[Task, Outcome], task: Task) -> tuple[float, bool] | None:
+    """Seconds per step, and whether they are from runs of the same arm or family; None if no run has finished."""
     paces = [
-        o.seconds / (o.step - t.first)
+        (t, o.seconds / (o.step - t.first))
         for t, o in outcomes.items()
         if o.finished and o.step > t.first and o.seconds > 0
     ]
-    return median(paces) if paces else None
+    of_arm = [pace for t, pace in paces if t.arm == task.arm]
+    family = task.entry.get("family", task.arm)
+    of_family = of_arm or [pace for t, pace in paces if t.entry.get("family", t.arm) == family]
+    alike = of_family or [pace for _, pace in paces]
+    return (median(alike), bool(of_family)) if alike else None
 
 
 def _runs(count: int) -> str:

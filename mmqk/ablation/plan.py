@@ -19,8 +19,6 @@ from mmqk.ablation.resolver import (
     Plan,
     ResolvedJob,
     Resolver,
-    StartCheckpoint,
-    by_variant,
     checkpoint_of,
     threads_of,
 )
@@ -59,7 +57,6 @@ class _Planner:
     def __post_init__(self) -> None:
         self.jobs = {job.key: job for job in self.grid.jobs}
         self.parts = parts_of(self.jobs.values())
-        self.folders = by_variant(self.out)
 
     def plan(self) -> Plan:
         for job in self.jobs.values():
@@ -137,7 +134,7 @@ class _Planner:
         variant = identity_hash({name: value for name, value in run.identity.items() if name != "seed"})
         seed = f"seed{run.identity['seed']}"
         folder = self.out / f"{job.arm}-{variant}" / seed
-        others = [path / seed for path in self.folders.get(variant, ())]
+        others = [path / seed for path in sorted(self.out.glob(f"*-{variant}"))]
         existing = (f for f in (folder, *others) if (read_run(f) or {}).get("id") == run.id)
         return next(existing, folder)
 
@@ -193,42 +190,36 @@ class _Planner:
         task = self._task(resolved)
         if resolved.start is None or standing(task).finished:
             return task
-        begin = self._beginning(resolved.start)
-        if begin.file is None:
-            return BlockedJob(task, begin.reason, begin.on, begin.possible, begin.mistake, begin.at)
-        return self._task(resolved, begin.file)
+        start = self._start_of(task, resolved.start)
+        return start if isinstance(start, BlockedJob) else self._task(resolved, start)
 
-    def _beginning(self, start: ForkPoint) -> StartCheckpoint:
-        """The checkpoint of a run at a step, or the reason why there is none yet."""
+    def _start_of(self, task: Task, start: ForkPoint) -> Path | BlockedJob:
+        """The checkpoint that a task starts from, or the reason why there is none yet."""
         parent, step = start.parent, start.step
         if file := checkpoint_of(parent.folder, step):
-            return StartCheckpoint(file)
+            return file
         now = standing(parent.task())
         if now.status == "diverged" and now.step < step:
             reason = f"{parent.job.arm} seed {parent.seed} diverged at step {now.step}, before step {step}"
-            return StartCheckpoint(reason=reason, possible=False)
+            return BlockedJob(task, reason, possible=False)
         reason = f"waits for step {step} of {parent.job.arm} seed {parent.seed}"
+        before = self._start_of(task, parent.start) if parent.start else None
         if not now.finished:
-            before = self._beginning(parent.start) if parent.start else StartCheckpoint()
-            on = (parent.folder, *before.on)
-            return StartCheckpoint(reason=reason, on=on, possible=before.possible, at=(parent.folder, step))
+            on, possible = (before.on, before.possible) if isinstance(before, BlockedJob) else ((), True)
+            return BlockedJob(task, reason, (parent.folder, *on), possible, at=(parent.folder, step))
         # The parent finished without this checkpoint: train it again in a second folder.
-        before = self._beginning(parent.start) if parent.start else StartCheckpoint()
-        if parent.start and before.file is None:
+        if isinstance(before, BlockedJob):
             return before
-        again = self._again(parent, before.file)
-        file = checkpoint_of(again.folder, step)
-        if file is None and standing(again).finished:
+        again = self._beside(parent, before)
+        self._note(again)
+        if file := checkpoint_of(again.folder, step):
+            return file
+        if standing(again).finished:
             reason = (
                 f"{again.name} kept no checkpoint of step {step}: remove {again.folder} to train it again"
             )
-            return StartCheckpoint(reason=reason, possible=False, mistake=True)
-        return StartCheckpoint(file, reason, (again.folder,), at=(again.folder, step))
-
-    def _again(self, parent: ResolvedJob, file: Path | None) -> Task:
-        task = self._beside(parent, file)
-        self._note(task)
-        return task
+            return BlockedJob(task, reason, possible=False, mistake=True)
+        return BlockedJob(task, reason, (again.folder,), at=(again.folder, step))
 
     def _note(self, task: Task) -> None:
         if task.folder not in self.tasks:
@@ -261,12 +252,9 @@ class _Planner:
 
     def _at(self, resolved: ResolvedJob) -> str:
         """The flag for the checkpoints that its forks start from, and those of its configuration."""
+        configured = resolved.run.nested()["checkpoint"].get("at") or []
         first = resolved.start.step if resolved.start else 0
-        configured = (
-            resolved.run.nested()["checkpoint"].get("at") or [] if self.at.get(resolved.folder) else []
-        )
-        steps = sorted({*configured, *self.at.get(resolved.folder, set())} - {first})
-        return f"--checkpoint.at={steps}"
+        return f"--checkpoint.at={sorted({*configured, *self.at[resolved.folder]} - {first})}"
 
     def _threads(self, resolved: ResolvedJob) -> tuple[str, ...]:
         """The flag for CPU threads: each run gets its share of the cores unless its configuration sets threads.
@@ -275,10 +263,10 @@ class _Planner:
         """
         if resolved.run.threads:
             return ()
-        recorded = threads_of(resolved.folder) or (
-            threads_of(resolved.start.parent.folder) if resolved.start else 0
-        )
-        return (f"--threads={recorded or self.resolver.threads}",)
+        threads = threads_of(resolved.folder)
+        if not threads and resolved.start:
+            threads = threads_of(resolved.start.parent.folder)
+        return (f"--threads={threads or self.resolver.threads}",)
 
     def _replay(self, resolved: ResolvedJob) -> None:
         rule = resolved.job.family.replay
@@ -289,20 +277,17 @@ class _Planner:
         if original is None:
             return
         if resolved.start:
-            begin = self._beginning(resolved.start)
-            if begin.file is None:
-                self.waiting.append(
-                    BlockedJob(original, f"its replay {begin.reason}", begin.on, begin.possible)
-                )
+            start = self._start_of(original, resolved.start)
+            if isinstance(start, BlockedJob):
+                reason = f"its replay {start.reason}"
+                self.waiting.append(BlockedJob(original, reason, start.on, start.possible))
                 return
-            original = self._task(resolved, begin.file)
-        tasks, left = replays_of(resolved, original, now.step, rule, self.resolver, self.out)
+            original = self._task(resolved, start)
+        tasks, waiting = replays_of(resolved, original, now.step, rule, self.resolver, self.out)
         for task in tasks:
             self.tasks.setdefault(task.folder, task)
             self.entries.append(task.record(self.out))
-        if left is not None:
-            task, reason, possible = left
-            self.waiting.append(BlockedJob(task, reason, tuple(t.folder for t in tasks), possible))
+        self.waiting += waiting
 
 
 def _where(job: Job) -> str:

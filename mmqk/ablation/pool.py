@@ -1,7 +1,8 @@
 """Run jobs in parallel, each in a process forked from a server that has already imported torch.
 
 The server (multiprocessing's *forkserver*) has used no device and started no thread, so a run starts in a fraction of
-a second. A run that fails or is killed is recorded; the others continue.
+a second. A run that fails or is killed is recorded; the others continue. `concurrent.futures.ProcessPoolExecutor` is
+not used, because a killed worker ends all its workers, it hides exit codes, and it sends no signal to one run.
 """
 
 from __future__ import annotations
@@ -57,22 +58,20 @@ class Pool:
         ready: called while fewer than ``jobs`` runs train; True if `more` has new tasks although no run has ended.
         devices: values of CUDA_VISIBLE_DEVICES; each run gets the one with the fewest runs. Empty: not set.
         until: time of the monotonic clock at which runs are interrupted, as by a signal.
-
-    Attributes:
-        to_come: number of runs that will follow, for the display.
+        to_come: returns the number of runs that will follow, for the display.
     """
 
     tasks: Sequence[Task]
     jobs: int
     entry: str = TRAIN
     preload: Sequence[str] = PRELOAD
-    tick: Callable[[Pool], None] | None = None
+    tick: Callable[[Pool], None] = lambda pool: None
     grace: float = GRACE_SECONDS
-    more: Callable[[], Sequence[Task]] | None = None
-    ready: Callable[[], bool] | None = None
+    more: Callable[[], Sequence[Task]] = lambda: ()
+    ready: Callable[[], bool] = lambda: False
     devices: Sequence[str] = ()
     until: float = math.inf
-    to_come: int = 0
+    to_come: Callable[[], int] = lambda: 0
     signal_received: int | None = field(default=None, init=False)
     running: dict[Task, Running] = field(default_factory=dict, init=False)
     outcomes: dict[Task, Outcome] = field(default_factory=dict, init=False)
@@ -104,8 +103,7 @@ class Pool:
                     wait([run.process.sentinel for run in self.running.values()], timeout=POLL_SECONDS)
                     pending += self._reap()
                     pending += self._new()
-                    if self.tick is not None:
-                        self.tick(self)
+                    self.tick(self)
             finally:
                 # Runs are alive here only after an unexpected exception.
                 self._kill()
@@ -127,10 +125,8 @@ class Pool:
 
     def _new(self) -> list[Task]:
         """New tasks after a run has ended or has written the checkpoint of a fork."""
-        if self.more is None or self.stopping:
-            return []
         room = len(self.running) < self.jobs
-        if not self._news and not (room and self.ready is not None and self.ready()):
+        if self.stopping or not (self._news or (room and self.ready())):
             return []
         self._news = False
         new = [task for task in self.more() if task not in self.outcomes]

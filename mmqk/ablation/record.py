@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ from mmqk.ablation.resolver import Plan
 from mmqk.grid.claims import claims_hash
 from mmqk.grid.grid import Grid
 from mmqk.grid.record import ABLATION_NAME, read_ablation
-from mmqk.store import FolderLock, UserError, read_run, write_json
+from mmqk.store import FolderLock, UserError, locked, read_run, write_json
 
 LOCK_NAME = "ablation.lock"
 STALE = "stale"
@@ -46,7 +43,7 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with _alone(out / LOCK_NAME):
+        with locked(out / LOCK_NAME):
             first = read_ablation(out) or {}
             plan = make()
             now = claims_hash(grid.raw)
@@ -59,7 +56,8 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
             }
             runs = [{**run, "claims": before.get((run["id"], run["arm"]), now)} for run in plan.entries]
             record: dict[str, Any] = {"name": grid.name, "registered": registered, "grid": grid.raw}
-            if first.get("lost") or (not first and grid.raw.get("claims") and _begun(plan)):
+            begun = (read_run(task.folder) is not None for task in plan.tasks)
+            if first.get("lost") or (not first and grid.raw.get("claims") and any(begun)):
                 record["lost"] = True
             record |= {"runs": runs, "threads": threads}
             if plan.choices:
@@ -69,21 +67,6 @@ def write_record(out: Path, grid: Grid, make: Callable[[], Plan], threads: int) 
             return plan
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): give another --out") from error
-
-
-def _begun(plan: Plan) -> bool:
-    """Whether a run of the plan has begun."""
-    return any(read_run(task.folder) is not None for task in plan.tasks)
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def code_of(folder: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def replays_of(
     resolver: Resolver,
     out: Path,
     root: Path | None = None,
-) -> tuple[list[Task], tuple[Task, str, bool] | None]:
+) -> tuple[list[Task], list[BlockedJob]]:
     """The control and the replays of a run.
 
     Args:
@@ -48,41 +49,48 @@ def replays_of(
         root: the folder of the replays, by default beside the run.
 
     Returns:
-        The tasks that can start or have ended; for the other replays (placeholder task, reason, whether they can
-        still start), or None.
+        The tasks that can start or have ended, and one blocked job in place of the other replays.
     """
     steps = steps_before(diverged, rule, resolved.first)
     if not steps:
         reason = f"diverged at step {diverged}: there is no earlier step to replay from"
-        return [], (_task(original, "", (), Path(), "", 0, {}), reason, False)
+        return [], [BlockedJob(_task(original), reason, possible=False)]
     of = Path(original.record(out)["folder"]).as_posix()
     root = root or resolved.folder.with_name(f"{resolved.folder.name}-replays")
-    control, start = _control(resolved, original, steps, resolver, root)
-    entry: dict[str, Any] = {"of": of, "depth": None, "step": start, "numerics": CONTROL, "number": 0}
-    first = _task(original, CONTROL, control.args, control.folder, control.run.id, control.max_steps, entry)
+    control = _control(resolved, original, steps, resolver, root)
+    replay: dict[str, Any] = {
+        "of": of,
+        "depth": None,
+        "step": control.first,
+        "numerics": CONTROL,
+        "number": 0,
+    }
+    first = _task(original, CONTROL, control.args, control.folder, control.run.id, control.max_steps, replay)
     ends = {s: min(s + math.ceil(rule.horizon * (diverged - s)), 10**9) for s in steps.values()}
-    count = len(steps) * 3 * rule.replays
+    numerics = numerics_of(resolved.run.identity)
+    each = len(numerics) * rule.replays
     rest = _task(
-        original, "", (), root / "replays", "", 3 * rule.replays * sum(e - s for s, e in ends.items()), {}
+        original, folder=root / "replays", max_steps=each * sum(end - step for step, end in ends.items())
     )
-    now = standing(first)
+    tasks, now = [first], standing(first)
+
+    def blocked(reason: str, possible: bool = False) -> list[BlockedJob]:
+        return [BlockedJob(rest, reason, tuple(task.folder for task in tasks), possible)]
+
     if not now.finished:
-        return [first], (rest, f"{count} replays wait for {first.name}", True)
+        return tasks, blocked(f"{each * len(steps)} replays wait for {first.name}", possible=True)
     if (now.status, now.step) != ("diverged", diverged):
-        reason = (
+        return tasks, blocked(
             f"its control {now.status} at step {now.step} and not at {diverged}: the run is not reproducible"
         )
-        return [first], (rest, reason, False)
-    tasks = [first]
     for depth, step in steps.items():
         file = checkpoint_of(control.folder, step)
         if file is None:
-            reason = (
+            return tasks, blocked(
                 f"its control kept no checkpoint of step {step}: remove {control.folder} to train it again"
             )
-            return tasks, (rest, reason, False)
         for number in range(1, rule.replays + 1):
-            for numerics, settings in numerics_of(resolved.run.identity).items():
+            for kind, settings in numerics.items():
                 fields = {
                     **settings,
                     "trainer.max_steps": ends[step],
@@ -92,12 +100,12 @@ def replays_of(
                 }
                 args = tuple(flags(fields))
                 run = resolver(args, f"replays of {original.name}", control, step)
-                name = f"d{depth:g}-{numerics}-{number}"
-                entry = {"of": of, "depth": depth, "step": step, "numerics": numerics, "number": number}
+                name = f"d{depth:g}-{kind}-{number}"
+                replay = {"of": of, "depth": depth, "step": step, "numerics": kind, "number": number}
                 args = ("--fork", str(file), *args, *_threads(run, resolved, resolver))
                 folder = root / f"{name}-{run.id}"
-                tasks.append(_task(original, name, args, folder, run.id, ends[step], entry))
-    return tasks, None
+                tasks.append(_task(original, name, args, folder, run.id, ends[step], replay))
+    return tasks, []
 
 
 def plan_of_run(folder: Path, out: Path, resolver: Resolver, rule: ReplayRule) -> Plan:
@@ -120,10 +128,8 @@ def plan_of_run(folder: Path, out: Path, resolver: Resolver, rule: ReplayRule) -
     entry: dict[str, Any] = {"family": name, "point": {}, "role": "verdict", "fork": None, "replay": None}
     resolved = ResolvedJob(Job(name, None, args, Arm(name, name, "", (), {})), args, run, folder)
     task = Task(name, resolved.seed, args, folder, run.id, resolved.max_steps, entry)
-    tasks, left = replays_of(resolved, task, status.step, rule, resolver, out, out)
-    waiting = () if left is None else (BlockedJob(left[0], left[1], tuple(t.folder for t in tasks), left[2]),)
-    entries = tuple(t.record(out) for t in (task, *tasks))
-    return Plan(tuple(tasks), waiting, entries)
+    tasks, waiting = replays_of(resolved, task, status.step, rule, resolver, out, out)
+    return Plan(tuple(tasks), tuple(waiting), tuple(t.record(out) for t in (task, *tasks)))
 
 
 def arm_of(folder: Path) -> str:
@@ -163,11 +169,11 @@ def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _control(
     resolved: ResolvedJob, original: Task, steps: Mapping[float, int], resolver: Resolver, root: Path
-) -> tuple[ResolvedJob, int]:
-    """The same run from its nearest earlier checkpoint, or from its start; and the step at which it starts."""
+) -> ResolvedJob:
+    """The same run from its nearest earlier checkpoint, or from its start."""
     at = f"--checkpoint.at={sorted(steps.values())}"
-    first = resolved.first
-    kept = {s: f for s, f in checkpoints_of(resolved.folder).items() if first < s < min(steps.values())}
+    earliest = min(steps.values())
+    kept = {s: f for s, f in checkpoints_of(resolved.folder).items() if resolved.first < s < earliest}
     # A control that has begun keeps its start.
     for folder in sorted(root.glob(f"{CONTROL}-*")):
         record = read_run(folder) or {}
@@ -178,15 +184,11 @@ def _control(
             kept = {begun: kept[begun]}
     if not kept:
         args = (*(arg for arg in original.args if not arg.startswith("--checkpoint.at=")), at)
-        return ResolvedJob(
-            resolved.job, args, resolved.run, root / f"{CONTROL}-{resolved.run.id}", resolved.start
-        ), first
+        return replace(resolved, args=args, folder=root / f"{CONTROL}-{resolved.run.id}")
     start, file = list(kept.items())[-1]
     run = resolver((), f"replays of {original.name}", resolved, start)
     args = ("--fork", str(file), at, *_threads(run, resolved, resolver))
-    return ResolvedJob(
-        resolved.job, args, run, root / f"{CONTROL}-{run.id}", ForkPoint(resolved, start)
-    ), start
+    return ResolvedJob(resolved.job, args, run, root / f"{CONTROL}-{run.id}", ForkPoint(resolved, start))
 
 
 def _schedule(identity: Mapping[str, Any]) -> int:
@@ -201,14 +203,15 @@ def _threads(run: Any, of: ResolvedJob, resolver: Resolver) -> tuple[str, ...]:
 
 def _task(
     original: Task,
-    name: str,
-    args: tuple[str, ...],
-    folder: Path,
-    id: str,
-    max_steps: int,
-    replay: Mapping[str, Any],
+    name: str = "",
+    args: tuple[str, ...] = (),
+    folder: Path = Path(),
+    id: str = "",
+    max_steps: int = 0,
+    replay: Mapping[str, Any] | None = None,
 ) -> Task:
+    """A replay of a run, or by default a placeholder for replays that are not known yet."""
     arm = f"{original.arm}-replay" + (f"-{name}" if name else "")
-    entry = {**original.entry, "role": "replay", "replay": dict(replay), "fork": None}
-    first = replay.get("step", 0)
+    entry = {**original.entry, "role": "replay", "replay": dict(replay or {}), "fork": None}
+    first = entry["replay"].get("step", 0)
     return Task(arm, original.seed, args, folder, id, max_steps, entry, original.part, first)

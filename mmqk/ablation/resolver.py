@@ -58,18 +58,6 @@ class ForkPoint:
 
 
 @dataclass(frozen=True)
-class StartCheckpoint:
-    """The checkpoint that a fork starts from, or the reason why there is none yet."""
-
-    file: Path | None = None
-    reason: str = ""
-    on: tuple[Path, ...] = ()
-    possible: bool = True
-    at: tuple[Path, int] | None = None
-    mistake: bool = False
-
-
-@dataclass(frozen=True)
 class BlockedJob:
     """A run that cannot start yet.
 
@@ -159,11 +147,3 @@ def checkpoint_of(folder: Path, step: int) -> Path | None:
 def checkpoints_of(folder: Path) -> dict[int, Path]:
     """Checkpoints of a run by step, ascending."""
     return {step_of(path): path for path in checkpoints_in(folder / "checkpoints")}
-
-
-def by_variant(out: Path) -> dict[str, Sequence[Path]]:
-    """Folders of arms by the hash at the end of their names."""
-    folders: dict[str, list[Path]] = {}
-    for path in sorted(out.glob("*-*")):
-        folders.setdefault(path.name.rpartition("-")[2], []).append(path)
-    return dict(folders)

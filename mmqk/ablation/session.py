@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmqk.ablation.pool import Pool
 from mmqk.ablation.record import code_of, set_aside, write_record
 from mmqk.ablation.resolver import BlockedJob, Plan, checkpoint_of
 from mmqk.ablation.task import Outcome, Task, standing
@@ -40,7 +39,6 @@ class Session:
     rerun_stale: bool = False
     plan: Plan = field(default_factory=Plan)
     moved: list[str] = field(default_factory=list)
-    pool: Pool | None = None
     error: UserError | None = None
     _seen: set[Path] = field(default_factory=set)
 
@@ -60,7 +58,6 @@ class Session:
         self.plan = write_record(self.out, self.grid, self.make, self.threads)
         while self.rerun_stale and self._set_aside():
             self.plan = write_record(self.out, self.grid, self.make, self.threads)
-        self._update_pool()
         on = {folder for wait in self.waiting for folder in wait.on}
         # No other process may be training them, so this part trains them.
         return [*self.tasks, *(t for t in self.plan.tasks if not self._mine(t) and t.folder in on)]
@@ -73,11 +70,9 @@ class Session:
             self.error = error
             return []
 
-    def follow(self, pool: Pool) -> None:
-        """Keep the pool's number of runs to come up to date."""
-        self.pool = pool
-        pool.ready = self.ready
-        self._update_pool()
+    def to_come(self) -> int:
+        """Number of runs of this part that wait for others and can still start."""
+        return sum(wait.possible for wait in self.waiting)
 
     def ready(self) -> bool:
         """Whether a running parent has written the checkpoint of a fork."""
@@ -115,10 +110,6 @@ class Session:
             ]
         edges = [choice.edge for choice in self.plan.choices if choice.edge]
         return [*sentences, *self.moved, *edges]
-
-    def _update_pool(self) -> None:
-        if self.pool is not None:
-            self.pool.to_come = sum(wait.possible for wait in self.waiting)
 
     def _mine(self, task: Task) -> bool:
         k, n = self.part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmqk.ablation.views import View
+from mmqk.ablation.views import Extreme, View, worst
 from mmqk.store import Alarm, clock, parsed_tag
 
 ALARMS_SHOWN = 8
@@ -48,13 +47,12 @@ ROWS = (
 )
 
 
-def runs_table(views: Sequence[View], width: int, footer: str = "") -> RenderableType:
-    """One row per run; for a single run also its statistics by modality; the newest alarms; a footer.
+def runs_table(views: Sequence[View], width: int) -> RenderableType:
+    """One row per run; for a single run also its statistics by modality; the newest alarms.
 
     Args:
         views: in the order of the rows.
         width: largest width of a row in characters.
-        footer: last line.
     """
     parts: list[RenderableType] = [_table(views, width)] if views else []
     if len(views) == 1 and views[0].modalities:
@@ -66,8 +64,6 @@ def runs_table(views: Sequence[View], width: int, footer: str = "") -> Renderabl
     ]
     if lines:
         parts += [Text(), *lines]
-    if footer:
-        parts.append(_line(footer))
     return Group(*parts)
 
 
@@ -77,7 +73,10 @@ def _table(views: Sequence[View], width: int) -> Table:
         "run": [_short(view.name, max(16, width // 3)) for view in views],
         "status": [view.status for view in views],
         "step": [f"{view.step}/{view.max_steps}" if view.max_steps else str(view.step) for view in views],
-        **{f"loss {m}": [_loss(view.values.get(f"loss/{m}")) for view in views] for m in modalities},
+        **{
+            f"loss {m}": [_formatted(view.values.get(f"loss/{m}"), ".2f") for view in views]
+            for m in modalities
+        },
     }
     last = {
         "alarms": [_count(view) for view in views],
@@ -88,14 +87,14 @@ def _table(views: Sequence[View], width: int) -> Table:
     last = {title: cells for title, cells in last.items() if any(cells)}
     columns = dict(first)
     for title, statistic, smallest in WORST:
-        worst = {(m, view.name): view.extreme(statistic, m, smallest) for m in modalities for view in views}
-        more = {f"{title} {m}": [_cell(worst[m, view.name]) for view in views] for m in modalities}
-        one = {title: [_cell(_worse([worst[m, view.name] for m in modalities], smallest)) for view in views]}
+        extremes = [[view.extreme(statistic, m, smallest) for m in modalities] for view in views]
+        more = {f"{title} {m}": [_cell(row[place]) for row in extremes] for place, m in enumerate(modalities)}
+        one = {title: [_cell(worst([one for one in row if one], smallest)) for row in extremes]}
         for group in (more, one):  # by modality, or else one column for all
             if any(any(cells) for cells in group.values()) and _width(columns | group | last) <= width:
                 columns |= group
                 break
-    speed = {"tok/s": [_whole(view.values.get("tokens_per_s")) for view in views]}
+    speed = {"tok/s": [_formatted(view.values.get("tokens_per_s"), ".0f") for view in views]}
     if any(speed["tok/s"]) and _width(columns | speed | last) <= width:
         columns |= speed
     columns |= last
@@ -156,34 +155,19 @@ def _short(name: str, length: int) -> str:
     return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
-def _cell(extreme: tuple[float, int | None] | None) -> str:
+def _cell(extreme: Extreme | None) -> str:
     if extreme is None:
         return ""
     value, layer = extreme
     return _number(value) + ("" if layer is None else f" L{layer}")
 
 
-def _worse(
-    extremes: Sequence[tuple[float, int | None] | None], smallest: bool
-) -> tuple[float, int | None] | None:
-    values = [one for one in extremes if one is not None]
-    # A NaN ranks worst.
-    worst = [one for one in values if math.isnan(one[0])]
-    return (worst or [(min if smallest else max)(values, key=lambda one: one[0])])[0] if values else None
+def _number(value: float) -> str:
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-def _loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.0f}" if 1000 <= abs(value) < math.inf and abs(value) < 1e6 else f"{value:.3g}"
-
-
-def _whole(value: float | None) -> str:
-    return "" if value is None or not math.isfinite(value) else f"{value:.0f}"
+def _formatted(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
 
 
 def _width(columns: dict[str, list[str]]) -> int:

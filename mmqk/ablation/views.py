@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,22 +13,24 @@ from mmqk.grid.record import read_ablation
 from mmqk.store import (
     Alarm,
     DamagedFile,
-    Status,
     UserError,
-    from_json,
+    find_runs,
     is_locked,
     open_regular,
-    parse_json,
     parsed_tag,
     read_alarms,
     read_run,
     read_status,
 )
+from mmqk.store.folder import STATUS_NAME
+from mmqk.store.metrics import METRICS_NAME, parse_line, with_floats
 
 # The first read of a longer file starts this far from its end.
 TAIL_BYTES = 8 * 2**20
 # A run that wrote this recently is running, even if its lock cannot be checked.
 FRESH_SECONDS = 60.0
+
+Extreme = tuple[float, int | None]  # a value and its layer
 
 
 @dataclass
@@ -61,9 +64,7 @@ class View:
     def modalities(self) -> list[str]:
         return [name.partition("/")[2] for name in self.values if name.startswith("loss/")]
 
-    def extreme(
-        self, statistic: str, modality: str, smallest: bool = False
-    ) -> tuple[float, int | None] | None:
+    def extreme(self, statistic: str, modality: str, smallest: bool = False) -> Extreme | None:
         """The largest (or smallest) newest value over layers, and its layer; for a pair also over key modalities."""
         values = [
             (value, parsed.layer)
@@ -72,11 +73,13 @@ class View:
             and (parsed := parsed_tag(name)).head is None
             and modality == (parsed.pair[0] if parsed.pair else parsed.modality)
         ]
-        if not values:
-            return None
-        # A NaN ranks worst.
-        worst = [pair for pair in values if pair[0] != pair[0]]
-        return worst[0] if worst else (min if smallest else max)(values, key=lambda pair: pair[0])
+        return worst(values, smallest)
+
+
+def worst(values: Sequence[Extreme], smallest: bool) -> Extreme | None:
+    """The largest (or smallest) value, or a NaN if there is one; None without values."""
+    nans = [pair for pair in values if math.isnan(pair[0])]
+    return nans[0] if nans else (min if smallest else max)(values, key=lambda pair: pair[0], default=None)
 
 
 class Follow:
@@ -108,23 +111,18 @@ class Follow:
         view.status, view.reason = status.status, status.reason
         view.step = max(self._step, status.step)
         if status.status == "running":
-            written = _mtime(self.folder / "metrics.jsonl")
-            if not is_locked(self.folder) and time.time() - max(written, self._started()) > FRESH_SECONDS:
+            written, started = (_mtime(self.folder / name) for name in (METRICS_NAME, STATUS_NAME))
+            if not is_locked(self.folder) and time.time() - max(written, started) > FRESH_SECONDS:
                 view.status = "stopped"
             else:
-                view.left = self._left(status, written, max_steps)
+                done, took = self._step - status.step, written - started
+                if done > 0 and took > 0 and max_steps:
+                    view.left = took / done * (max_steps - self._step)
         return view
-
-    def _started(self) -> float:
-        return _mtime(self.folder / "status.json")
-
-    def _left(self, status: Status, written: float, max_steps: int) -> float | None:
-        done, took = self._step - status.step, written - self._started()
-        return took / done * (max_steps - self._step) if done > 0 and took > 0 and max_steps else None
 
     def _read(self) -> None:
         try:
-            with open_regular(self.folder / "metrics.jsonl") as file:
+            with open_regular(self.folder / METRICS_NAME) as file:
                 stat = os.fstat(file.fileno())
                 same = self._file == (stat.st_dev, stat.st_ino) and stat.st_size >= self._offset
                 if not same:  # another file: a resumed run drops lines
@@ -137,17 +135,11 @@ class Follow:
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            self._take(line)
-
-    def _take(self, line: bytes) -> None:
-        try:
-            record = parse_json(line)
-            step = int(record.pop("step"))
-            values = {name: from_json(value) for name, value in record.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            return
-        self._values.update(values)
-        self._step = max(self._step, step)
+            if (record := parse_line(line)) is not None:
+                self._step = max(self._step, record.pop("step"))
+                self._values.update(
+                    {k: v for k, v in with_floats(record).items() if isinstance(v, int | float)}
+                )
 
 
 def follow(folders: Iterable[Path]) -> list[Follow]:
@@ -160,34 +152,13 @@ def follow(folders: Iterable[Path]) -> list[Follow]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate writes to")
-        runs = _of_ablation(folder) or _by_files(folder)
-        if not runs:
-            raise UserError(
-                f"{folder} holds no run (no run.json or metrics.jsonl): give a folder that has runs"
-            )
-        follows += runs
+        if entries := (read_ablation(folder) or {}).get("runs"):
+            follows += [Follow(f"{e['arm']} seed {e['seed']}", folder / e["folder"]) for e in entries]
+        else:
+            for path in find_runs(folder):
+                name = path.resolve().name if path == folder else path.relative_to(folder).as_posix()
+                follows.append(Follow(name, path))
     return follows
-
-
-def _of_ablation(folder: Path) -> list[Follow]:
-    return [
-        Follow(f"{entry['arm']} seed {entry['seed']}", folder / entry["folder"])
-        for entry in (read_ablation(folder) or {"runs": ()})["runs"]
-    ]
-
-
-def _by_files(folder: Path) -> list[Follow]:
-    paths = [folder, *(path for pattern in ("*", "*/*", "*/*/*") for path in sorted(folder.glob(pattern)))]
-    runs = [
-        path
-        for path in paths
-        if path.is_dir() and any((path / name).exists() for name in ("run.json", "metrics.jsonl"))
-    ]
-    return [Follow(_name(path, folder), path) for path in runs]
-
-
-def _name(path: Path, root: Path) -> str:
-    return path.resolve().name if path == root else path.relative_to(root).as_posix()
 
 
 def _mtime(path: Path) -> float:

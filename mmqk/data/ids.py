@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import os
-import shutil
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mmqk.data.tokens.folder import TOKENS, Layout, TokenWriter
-from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fraction, run_main, tag
+from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fraction, new_folder, run_main, tag
 
 EPILOG = """\
 An array is a .npy file. In a 2-D array each row is a document. A 1-D array NAME.npy takes the documents' lengths from
@@ -85,12 +82,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
     """Write the folder elsewhere and move it to --out when complete; return the document counts by split."""
-    out = args.out.resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{out.name}-", dir=out.parent))
-    try:
-        # A subfolder, as only its owner can read a folder of mkdtemp.
-        writer = TokenWriter(scratch / "tokens", "tokens", layout)
+    with new_folder(args.out) as folder:
+        writer = TokenWriter(folder, "tokens", layout)
         counts = {"train": 0, "val": 0}
         for split, pattern in (("train", args.train), ("val", args.val)):
             for number, path in enumerate(_files(pattern)):
@@ -115,9 +108,6 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
                 " documents, --val, or another --val-fraction."
             )
         writer.finish(about={"train": args.train, "val": args.val or f"{args.val_fraction} of them"})
-        os.rename(writer.folder, out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return counts
 
 

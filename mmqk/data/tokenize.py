@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -17,12 +16,12 @@ from typing import Any, get_args
 from PIL import Image
 
 from mmqk.data.tokens.folder import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
-from mmqk.data.tokens.pool import TokenizeProgress, run_shards
+from mmqk.data.tokens.pool import ShardProgress, run_shards
 from mmqk.data.tokens.worker import Job, ShardPart
 from mmqk.shards.images import MAX_PIXELS, Fit
 from mmqk.shards.tars import expand
 from mmqk.shards.unread import DOTTED, EXAMPLES, Unread, printable
-from mmqk.store import DamagedFile, OneSentenceParser, UserError, read_json, run_main, write_json
+from mmqk.store import DamagedFile, OneSentenceParser, UserError, locked, read_json, run_main, write_json
 
 # Subfolder until all parts are written: the options of the command, and a record of each finished shard.
 UNFINISHED = "unfinished"
@@ -188,12 +187,12 @@ def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
     """Lock the folder against other processes, after a check that it was begun with these options."""
     unfinished = out / UNFINISHED
     if out.exists() and not unfinished.is_dir() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is no token folder: give another --out")
+        raise UserError(f"{out} exists and is not a token folder: give another --out")
     unfinished.mkdir(parents=True, exist_ok=True)
-    with open(unfinished / "lock", "w") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+            stack.enter_context(locked(unfinished / "lock", wait=False))
+        except BlockingIOError:
             raise UserError(f"another process is writing {out}: wait for it, or give another --out") from None
         begun = read_json(unfinished / OPTIONS, advice=BEGIN_AGAIN)
         if begun is None:
@@ -216,38 +215,29 @@ def _tokenize(job: Job, shards: list[ShardPart], workers: int | None) -> list[di
     broken: list[str] = []
     if records and left:
         print(f"continuing with {len(left)} of {len(shards)} shards", flush=True)
-    progress = TokenizeProgress(
-        {shard.part: states[shard.part][0] for shard in left},
-        len(shards),
-        len(records),
-        sum(record["samples"] for record in records.values()),
-        sum(sum(record["dropped"].values()) for record in records.values()),
-    )
+    progress = ShardProgress([states[shard.part][0] for shard in left], len(shards), records, broken)
 
-    def handle(shard: ShardPart | None, message: tuple[str, Any]) -> None:
-        kind, content = message
+    def handle(shard: ShardPart, result: tuple[str, Any]) -> None:
+        kind, content = result
         if kind == "unwritable":
             raise UserError(
                 f"{job.out} cannot be written ({content}): make room and run the same command again"
             )
-        if kind == "done" and shard is not None:
+        if kind == "done":
             # The last write of a shard: it is done when its record exists.
             write_json(unfinished / f"{shard.part}.json", {"state": states[shard.part], "record": content})
             records[shard.part] = content
-        elif kind == "broken":
+        else:
             broken.append(content)
-        progress(shard, message)
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         if left:
-            run_shards(job, left, min(cores if workers is None else workers, len(left)), handle)
+            with closing(progress.progress):
+                run_shards(job, left, min(cores if workers is None else workers, len(left)), handle, progress)
     except KeyboardInterrupt:
-        progress.close()
         print(f"{len(records)} of {len(shards)} shards are kept in {job.out}: the same command continues")
         raise
-    finally:
-        progress.close()
     if broken:
         more = f"; and {len(broken) - 3} more" if len(broken) > 3 else ""
         raise UserError(

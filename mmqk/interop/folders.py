@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig
-from mmqk.store import UserError, read_json
+from mmqk.store import UserError, new_folder, read_json
 
 from .names import IMAGE_TOKENIZER, READ
 from .write import architecture_of, import_transformers
@@ -122,22 +119,12 @@ def check_empty(out: Path) -> None:
 def _publish(out: Path, write: Callable[[Path], None]) -> None:
     """Call `write` on a temporary folder next to `out`, then rename that to `out`."""
     check_empty(out)
-    out = out.resolve()
-    scratch = None
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f"{out.name}-", dir=out.parent))
-        # A folder inside, because other users cannot read a folder of mkdtemp.
-        whole = scratch / "whole"
-        whole.mkdir()
-        write(whole)
-        os.rename(whole, out)
+        with new_folder(out) as folder:
+            write(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk may raise any of them
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
         raise UserError(f"{out} cannot be written ({reason}): give another --to.") from error
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextlib.contextmanager

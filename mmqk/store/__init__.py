@@ -1,5 +1,6 @@
 """Reads and writes run folders: identity, lock, status, metrics, tags, alarms. Standard library only."""
 
+# ruff: noqa: F401
 from mmqk.store.alarms import (
     Alarm,
     AlarmConfig,
@@ -16,15 +17,26 @@ from mmqk.store.files import (
     DamagedFile,
     check_regular,
     naming,
+    new_folder,
     open_regular,
     parse_json,
     read_json,
     read_regular,
+    replacing,
     write_atomic,
     write_folder,
     write_json,
 )
-from mmqk.store.folder import EXIT_CODES, FINISHED, RunFolder, Status, mark_ended, read_run, read_status
+from mmqk.store.folder import (
+    EXIT_CODES,
+    FINISHED,
+    RunFolder,
+    Status,
+    find_runs,
+    mark_ended,
+    read_run,
+    read_status,
+)
 from mmqk.store.formatting import clock, dashboards, relative, relative_word, without_roots
 from mmqk.store.identity import (
     canonical,
@@ -33,63 +45,6 @@ from mmqk.store.identity import (
     hash_fraction,
     identity_hash,
 )
-from mmqk.store.lock import FolderLock, is_locked
-from mmqk.store.metrics import MetricLines, MetricsWriter, from_json, last_metrics, read_metrics
+from mmqk.store.lock import FolderLock, is_locked, locked
+from mmqk.store.metrics import MetricsWriter, from_json, last_metrics, read_metrics
 from mmqk.store.tags import Tag, parse_tag, parsed_tag, tag
-
-__all__ = [
-    "EXIT_CODES",
-    "FINISHED",
-    "Alarm",
-    "AlarmConfig",
-    "AlarmRules",
-    "DamagedFile",
-    "DivergenceRule",
-    "FolderLock",
-    "MetricLines",
-    "MetricsWriter",
-    "OneSentenceParser",
-    "RunFolder",
-    "Status",
-    "Tag",
-    "UserError",
-    "alarms_of",
-    "append_alarms",
-    "canonical",
-    "check_regular",
-    "cli_main",
-    "clock",
-    "code_hash",
-    "dashboards",
-    "differing_fields",
-    "disk_sentence",
-    "flatten",
-    "from_json",
-    "hash_fraction",
-    "identity_hash",
-    "is_locked",
-    "last_metrics",
-    "mark_ended",
-    "naming",
-    "open_regular",
-    "parse_json",
-    "parse_tag",
-    "parsed_tag",
-    "read_alarms",
-    "read_json",
-    "read_metrics",
-    "read_regular",
-    "read_run",
-    "read_status",
-    "relative",
-    "relative_word",
-    "run_main",
-    "same_code",
-    "tag",
-    "truncate_alarms",
-    "with_dashes",
-    "without_roots",
-    "write_atomic",
-    "write_folder",
-    "write_json",
-]

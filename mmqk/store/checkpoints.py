@@ -7,7 +7,6 @@ the footer.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from mmqk.store.files import naming, sync_folder
+from mmqk.store.files import replacing, sync_folder
 
 PARTIAL_SUFFIX, REFUSED_SUFFIX = ".partial", ".refused"
 _NAME = re.compile(r"step(\d{8,})\.ckpt", re.ASCII)
@@ -94,18 +93,7 @@ def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(PARTIAL_SUFFIX)
-    try:
-        with naming(path):
-            _write_and_read_back(partial, path, write)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-    sync_folder(path.parent)
-
-
-def _write_and_read_back(partial: Path, path: Path, write: Callable[[_Hashed], None]) -> None:
-    with open(partial, "wb") as file:
+    with replacing(path, partial) as file:
         hashed = _Hashed(file)
         write(hashed)
         file.write(hashed.footer())
@@ -113,11 +101,10 @@ def _write_and_read_back(partial: Path, path: Path, write: Callable[[_Hashed], N
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):  # the next read then comes from the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    try:
-        has_digest(partial, hashed.footer())
-    except DamagedError as error:
-        raise OSError(errno.EIO, "the disk returns other bytes than were written", str(path)) from error
-    os.replace(partial, path)
+        try:
+            has_digest(partial, hashed.footer())
+        except DamagedError as error:
+            raise OSError(errno.EIO, "the disk returns other bytes than were written") from error
 
 
 def has_digest(path: Path, footer: bytes | None = None) -> bool:

@@ -31,8 +31,8 @@ DECIDES = (
 # of `DECIDES` inside one of these folders comes first.
 LEAVES = (
     "__init__.py", "data/__init__.py", "data/tokenize.py", "monitors/__init__.py", "monitors/adapters",
-    "monitors/attach.py", "monitors/lightning.py", "monitors/third_party", "store", "tokenizers/__init__.py",
-    "train.py", "training/__init__.py", "training/logging", "training/loop/__init__.py",
+    "monitors/attach.py", "monitors/lightning.py", "monitors/third_party", "progress.py", "store",
+    "tokenizers/__init__.py", "train.py", "training/__init__.py", "training/logging", "training/loop/__init__.py",
     "training/loop/cpu_tuning.py", "training/loop/lifecycle.py", "training/loop/lightning_private.py",
     "training/loop/memory.py", "training/loop/signals.py",
 )  # fmt: skip

@@ -44,18 +44,22 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace ``path`` by ``content`` atomically and durably.
+@contextlib.contextmanager
+def replacing(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
+    """A temporary file that replaces ``path`` atomically and durably at the end of the ``with`` block.
+
+    Args:
+        path: the file to replace or create.
+        temporary: path of the temporary file, in the same folder; a hidden name by default.
 
     Raises:
-        OSError: the folder cannot be written; ``path`` is then unchanged.
+        OSError: the folder cannot be written. After any error ``path`` is unchanged.
     """
-    data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    temporary = temporary or path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:
         with naming(path):
             with open(temporary, "wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -66,6 +70,16 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     sync_folder(path.parent)
 
 
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replace ``path`` by ``content`` atomically and durably.
+
+    Raises:
+        OSError: the folder cannot be written; ``path`` is then unchanged.
+    """
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
 def write_json(path: Path, value: Any) -> None:
     """`write_atomic` of indented JSON, keys in order; numbers that are not finite become strings."""
     try:
@@ -73,6 +87,22 @@ def write_json(path: Path, value: Any) -> None:
     except ValueError:
         text = json.dumps(_with_text(value), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(path, text + "\n")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """An empty folder that is renamed to ``out``, which may not hold files, at the end of the ``with`` block.
+
+    Raises:
+        OSError: the folder cannot be written. After any error the new folder is removed and ``out`` unchanged.
+    """
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}-", dir=out.parent, ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch) / "folder"  # other users can read it, unlike a temporary folder
+        folder.mkdir()
+        yield folder
+        os.rename(folder, out)
 
 
 def write_folder(out: Path, files: Mapping[str, bytes | str]) -> None:
@@ -140,7 +170,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise OSError(None, "it is a folder" if stat.S_ISDIR(mode) else "it is no file")
+            raise OSError(None, "it is a folder" if stat.S_ISDIR(mode) else "it is not a file")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -272,7 +302,7 @@ def _check_levels(value: Any) -> None:
                 try:
                     one.encode()
                 except UnicodeEncodeError:
-                    raise ValueError("it has half a character in a text") from None
+                    raise ValueError("it has an unpaired surrogate") from None
         if not deeper:
             return
         level = deeper

@@ -117,6 +117,19 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     return read_json(folder / RUN_NAME, RUN_SHAPE, "restore it from a copy, or give another --out")
 
 
+def find_runs(folder: Path) -> list[Path]:
+    """The run folders at and up to three levels below ``folder``: those with a run.json or metrics.jsonl, sorted.
+
+    Raises:
+        UserError: there is none.
+    """
+    folders = [folder, *(path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern))]
+    runs = [path for path in folders if any((path / name).exists() for name in (RUN_NAME, METRICS_NAME))]
+    if not runs:
+        raise UserError(f"{folder} holds no run (no run.json or metrics.jsonl): give a folder that has runs")
+    return sorted(runs)
+
+
 class RunFolder:
     """A run folder that this process has locked: `open` locks it, `close` (or a with statement) unlocks it.
 
@@ -132,14 +145,12 @@ class RunFolder:
         self._lock = lock
         self.record = dict(record)
         self.id: str = record["id"]
-        status = read_status(path)
-        finished = _finished(path)
+        before = read_status(path) or Status("running")
         self.state: Literal["new", "resume", "finished"] = (
-            "new" if new else "finished" if finished else "resume"
+            "new" if new else "finished" if before.finished else "resume"
         )
         self.stale = self.state == "finished" and not same_code(record.get("code"), code)
-        self._seconds_before = status.seconds if status is not None and not new else 0.0
-        self._lost = status.lost if status is not None and not new else ""
+        self._seconds_before, self._lost = before.seconds, before.lost
         self._opened = time.monotonic()
         self._writing = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""The identity of a run: a record of its fields, and the hash of it."""
+"""The identity of a run: a record of its fields, and the hash of that record."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The lock that lets one process at a time train in a run folder.
+"""Locks of files, and the lock that lets one process at a time train in a run folder.
 
-The lock is POSIX (`fcntl.lockf`): it ends with the process, even if it is killed, and forked loader workers that
-outlive a killed run do not inherit it. This file handles two properties of such locks: the same process can take a
-lock twice without an error, and closing *any* descriptor of the file drops the lock.
+The locks are POSIX (`fcntl.lockf`): a lock ends with its process, even if that is killed, and forked loader workers
+that outlive a killed run do not inherit it. `FolderLock` handles two properties of such locks: the same process can
+take a lock twice without an error, and closing *any* descriptor of the file drops the lock.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from mmqk.store.errors import UserError
@@ -19,6 +20,25 @@ LOCK_NAME = "run.lock"
 
 # Locks by file, with the id of the process that took them: a forked child inherits this table, but not the locks.
 _held: dict[tuple[int, int], int] = {}
+
+
+@contextlib.contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock of a file, which is created.
+
+    Args:
+        path: the lock file.
+        wait: wait until no other process holds the lock.
+
+    Raises:
+        BlockingIOError: another process holds the lock, and ``wait`` is false.
+        OSError: the file cannot be written (the error has its name) or locked.
+    """
+    descriptor = _lock(path, wait)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class FolderLock:
@@ -33,23 +53,19 @@ class FolderLock:
         if _held_here(path):
             raise UserError(f"this process is already training in {folder}: give another --out")
         try:
-            # No O_TRUNC: the file has the process id of the lock's holder.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror}): give another --out") from error
-        try:
-            _take(descriptor)
-        except OSError as error:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip()
-            os.close(descriptor)
-            if not isinstance(error, BlockingIOError | PermissionError):
-                raise UserError(
-                    f"{path} cannot be locked ({error.strerror}): put --out on a file system with locks"
-                ) from error
+            descriptor = _lock(path, wait=False)
+        except BlockingIOError:
+            holder = path.read_bytes()[:32].decode(errors="replace").strip()
             who = f" (process {holder})" if holder else ""
             raise UserError(
                 f"another process{who} is training in {folder}: wait for it or give another --out"
             ) from None
+        except OSError as error:
+            if error.filename is None:
+                raise UserError(
+                    f"{path} cannot be locked ({error.strerror}): put --out on a file system with locks"
+                ) from error
+            raise UserError(f"{path} cannot be written ({error.strerror}): give another --out") from error
         self._descriptor: int | None = descriptor
         self._pid = os.getpid()
         self._key = _file_key(os.fstat(descriptor))
@@ -86,13 +102,24 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def _take(descriptor: int) -> None:
-    # Try again, since `is_locked` takes the lock for an instant, which must not refuse a run.
-    for _ in range(10):
-        with contextlib.suppress(BlockingIOError, PermissionError):
-            return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(0.02)
-    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _lock(path: Path, wait: bool) -> int:
+    """Open and lock a file; returns the descriptor, whose close ends the lock."""
+    # No O_TRUNC: run.lock has the process id of the lock's holder.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if wait:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            return descriptor
+        for attempt in range(11):
+            # Try again, since `is_locked` takes the lock for an instant, which must not refuse a run.
+            time.sleep(0.02 if attempt else 0)
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+        raise BlockingIOError
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _held_here(path: Path) -> bool:

@@ -88,32 +88,20 @@ class MetricsWriter:
         self._step, self._values = None, {}
 
 
-class MetricLines(list[dict[str, Any]]):
-    """Records by rising step, each ``{"step": int, tag: float}``.
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a metrics file by rising step, each ``{"step": int, tag: float}``; empty without a file.
 
-    Attributes:
-        truncated: a line could not be read and was skipped; usually the last line of a killed run.
+    The lines of one step are merged, and later values win. A line that cannot be read is skipped.
     """
-
-    truncated: bool = False
-
-
-def read_metrics(path: str | os.PathLike[str]) -> MetricLines:
-    """The lines of a metrics file, those of one step merged (later values win); empty without a file."""
     steps: dict[int, dict[str, Any]] = {}
-    lines = MetricLines()
     try:
         content = read_regular(path)
     except FileNotFoundError:
-        return lines
+        return []
     for line in content.splitlines():
-        record = parse_line(line)
-        if record is None:
-            lines.truncated = True
-        else:
+        if (record := parse_line(line)) is not None:
             steps.setdefault(record["step"], {}).update(record)
-    lines.extend(_with_floats(steps[step]) for step in sorted(steps))
-    return lines
+    return [with_floats(steps[step]) for step in sorted(steps)]
 
 
 def last_metrics(
@@ -132,11 +120,12 @@ def last_metrics(
         return {}
     for line in reversed(lines):
         if (record := parse_line(line)) is not None and (having is None or having in record):
-            return _with_floats(record)
+            return with_floats(record)
     return {}
 
 
-def _with_floats(record: dict[str, Any]) -> dict[str, Any]:
+def with_floats(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of `parse_line` with the strings "nan", "inf" and "-inf" as numbers."""
     return {k: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
 
 

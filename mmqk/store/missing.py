@@ -102,7 +102,7 @@ def examine(folder: Path, first: int, step: int, written: Mapping[str, Any] | No
             sentences[place] = f"{name} was changed after it was written"
         readable = parse_line if name == METRICS_NAME else alarm_of_line
         damaged = [line for line in lines if readable(line) is None]
-        # A last line that a kill cut off is no damage: the resume repeats its step.
+        # A last line that a kill cut off is not damage: the resume repeats its step.
         if damaged and not sentences[place] and damaged[-1] is lines[-1] and not lines[-1].endswith(b"\n"):
             damaged.pop()
         _keep(folder / f"{name}{DAMAGED_SUFFIX}", damaged)

@@ -79,7 +79,7 @@ def parse_tag(text: str) -> Tag:
 
 @lru_cache(maxsize=65536)
 def parsed_tag(name: str) -> Tag:
-    """The parts of a tag; a name that is no tag becomes the statistic."""
+    """The parts of a tag; a name that is not a tag becomes the statistic."""
     try:
         return parse_tag(name)
     except ValueError:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar, get_args
+from typing import get_args
 
 import numpy as np
 
 from mmqk.shards.images import MAX_PIXELS, Fit
-from mmqk.store import UserError, clock
-
-SAID_EVERY_S = 15.0
-
-Item = TypeVar("Item")
+from mmqk.store import UserError
 
 
 @dataclass(frozen=True)
@@ -111,14 +105,3 @@ def dropped_account(dropped: Counter[str]) -> str:
     """``, 3 dropped (no caption: 1, no image file: 2)``; empty if nothing was."""
     reasons = ", ".join(f"{reason}: {n:,}" for reason, n in sorted(dropped.items()))
     return f", {dropped.total():,} dropped ({reasons})" if dropped else ""
-
-
-def said_progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """The items, with a line now and then on how many of them are done."""
-    started = said = time.monotonic()
-    for done, item in enumerate(items, 1):
-        yield item
-        if (now := time.monotonic()) - said > SAID_EVERY_S:
-            left = clock((now - started) / done * (total - done))
-            print(f"{done:,} of {total:,} {what} · about {left} left", flush=True)
-            said = now

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mmqk.progress import track
 from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, load_manifest, manifest_hash
 from mmqk.shards.pairs import read_pairs
@@ -26,7 +27,7 @@ from mmqk.shards.samples import NO_IMAGE, NO_LISTS, interleaved_of, pair_of
 from mmqk.shards.tars import TarIndex, expand, index_tar
 from mmqk.shards.unread import Unread
 from mmqk.store import UserError, hash_fraction, identity_hash
-from mmqk.tokenizers.choice import Selection, account, dropped_account, said_progress, spread
+from mmqk.tokenizers.choice import Selection, account, dropped_account, spread
 from mmqk.tokenizers.image_config import ImageTokenizerConfig
 
 SPLITS = ("train", "val")
@@ -106,7 +107,7 @@ class Tars:
     @cached_property
     def indexes(self) -> list[TarIndex]:
         """Where every sample lies; a shard that is damaged or cut short is an error before any training."""
-        return [index_tar(path) for path in said_progress(self.paths, len(self.paths), "shards listed")]
+        return [index_tar(path) for path in track(self.paths, len(self.paths), "shards listed")]
 
     @property
     def total(self) -> int:
@@ -172,7 +173,7 @@ class Tars:
         first = np.cumsum([0, *map(len, self.indexes)])
         shards = np.searchsorted(first, wanted, side="right") - 1
         places = zip(shards.tolist(), (wanted - first[shards]).tolist(), strict=True)
-        for turn, (shard, place) in enumerate(said_progress(places, len(wanted), f"samples read for {what}")):
+        for turn, (shard, place) in enumerate(track(places, len(wanted), f"samples read for {what}")):
             yield turn, self.indexes[shard].read(place)
 
     def identity(self) -> str:

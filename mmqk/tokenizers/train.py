@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mmqk.store import OneSentenceParser, UserError, clock, run_main, write_atomic
+from mmqk.progress import Progress
+from mmqk.store import OneSentenceParser, UserError, run_main, write_atomic
 from mmqk.tokenizers.choice import add_data_arguments, choice_of
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE
@@ -242,20 +242,30 @@ def _progress(steps: int) -> Any:
     import lightning as L
 
     class TrainProgress(L.Callback):
-        """One line at each look at the held-out images, with the time left."""
+        """Shows the step and the values of each validation."""
 
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            self.started = time.monotonic()
+            self.progress = Progress()
+            self.progress.begin(0)
 
         def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             done, values = trainer.global_step, trainer.callback_metrics
-            left = (time.monotonic() - self.started) / max(1, done) * (steps - done)
-            print(
+            line = (
                 f"image: step {done}/{steps} · held out: PSNR {values['val/psnr']:.2f} dB, perplexity"
                 f" {values['val/perplexity']:.0f}, {values['val/codes_used']:.0f} codes used"
-                f" · about {clock(left)} left",
-                flush=True,
             )
+            if done < steps:
+                self.progress.show(line, done, steps)
+            else:
+                self.progress.close(line)
+
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            self.progress.close()
+
+        def on_exception(
+            self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+        ) -> None:
+            self.progress.close()
 
     return TrainProgress()
 

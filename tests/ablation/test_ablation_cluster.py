@@ -170,7 +170,7 @@ def test_each_run_sees_one_gpu_by_turns(world, tmp_path, monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setattr(ablate, "Progress", Watching)
+    monkeypatch.setattr(ablate, "PoolProgress", Watching)
     assert world(grid=grid) == 0  # as many at a time as there are GPUs
     assert ["3", "5"] in seen and max(map(len, seen)) == 2
     said = [re.findall(r"^device (\S+)$", log.read_text(), re.M) for log in Path("runs").rglob("train.log")]

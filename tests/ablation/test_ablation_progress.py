@@ -2,8 +2,10 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 from mmqk.ablation.pool import Pool
-from mmqk.ablation.progress import Progress, clock, table
+from mmqk.ablation.progress import PoolProgress, table
 from mmqk.ablation.task import Outcome, Task
 from mmqk.store import MetricsWriter
 
@@ -11,6 +13,21 @@ from mmqk.store import MetricsWriter
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The monotonic clock in seconds, to set."""
+    seconds = [1000.0]
+    monkeypatch.setattr("mmqk.progress.time.monotonic", lambda: seconds[0])
+    return seconds
+
+
+def line(progress, pool):
+    text, done, total = progress.state(pool)
+    if done is not None:
+        progress.progress.begin(done)
+    return progress.progress.line(text, done, total)
 
 
 def make(tmp_path, states):
@@ -36,7 +53,7 @@ def log(folder: Path, step):
         writer.close()
 
 
-def test_the_line_says_which_run_where_it_is_and_how_long(tmp_path):
+def test_the_line_has_the_run_its_step_and_the_time_left(tmp_path, now):
     pool = make(
         tmp_path,
         {
@@ -48,35 +65,34 @@ def test_the_line_says_which_run_where_it_is_and_how_long(tmp_path):
             "kept": (Outcome("waiting", 40), None),
         },
     )
-    progress = Progress(io.StringIO())
-    assert progress.line(pool, 1000.0) == "run 3 of 6 · a seed 0 · step 20/100 · loss 3.21 · 2 running"
+    progress = PoolProgress(io.StringIO())
+    assert line(progress, pool) == "run 3 of 6 · a seed 0 · step 20/100 · loss 3.21 · 2 running"
+    now[0] += 10.0
     # 30 steps more in 10 s, 10 of them of b: a has 60 left, b 90, next 100 and kept 60.
     log(tmp_path / "a", 40)
     log(tmp_path / "b", 10)
-    assert progress.line(pool, 1010.0).endswith("step 40/100 · loss 3.21 · 2 running · about 1:43 left")
-    pool.to_come = 3
-    assert progress.line(pool, 1010.0).startswith("run 3 of 9")
-    pool.signal_received = 2
-    assert progress.line(pool, 1010.0).endswith("2 running · stopping (again to end at once)")
+    assert line(progress, pool).endswith("step 40/100 · loss 3.21 · 2 running · about 1:43 left")
+    pool.to_come = lambda: 3
+    assert line(progress, pool).startswith("run 3 of 9")
+    pool._signals = 1
+    assert line(progress, pool).endswith("2 running · stopping (again to end at once)")
 
 
 def test_a_run_without_metrics_is_starting_and_a_held_folder_is_named(tmp_path, monkeypatch):
-    progress = Progress(io.StringIO())
+    progress = PoolProgress(io.StringIO())
     pool = make(tmp_path, {"a": (Outcome("running"), None)})
-    assert progress.line(pool, 0.0) == "run 1 of 1 · a seed 0 · starting · 1 running"
+    assert line(progress, pool) == "run 1 of 1 · a seed 0 · starting · 1 running"
     pool = make(tmp_path, {"a": (Outcome("waiting"), None), "b": (Outcome("completed", 100), None)})
-    assert progress.line(pool, 0.0) == "about to start a seed 0"
+    assert line(progress, pool) == "about to start a seed 0"
     monkeypatch.setattr("mmqk.ablation.progress.is_locked", lambda folder: folder == tmp_path / "a")
-    assert progress.line(pool, 0.0) == f"waiting: another process trains a seed 0 in {tmp_path / 'a'}"
+    assert line(progress, pool) == f"waiting: another process trains a seed 0 in {tmp_path / 'a'}"
 
 
-def test_a_log_gets_a_line_every_ten_seconds(tmp_path, monkeypatch):
+def test_a_log_gets_a_line_every_ten_seconds(tmp_path, now):
     pool = make(tmp_path, {"a" * 60: (Outcome("running"), 7)})
-    now = [100.0]
-    monkeypatch.setattr("mmqk.ablation.progress.time.monotonic", lambda: now[0])
     out = io.StringIO()
-    progress = Progress(out)
-    for lines in (1, 1, 1, 2):
+    progress = PoolProgress(out)
+    for lines in (0, 0, 0, 1, 1, 1, 2):
         progress(pool)
         progress(pool)
         assert out.getvalue().count("run 1 of 1") == out.getvalue().count("\n") == lines
@@ -85,14 +101,12 @@ def test_a_log_gets_a_line_every_ten_seconds(tmp_path, monkeypatch):
     assert "\x1b" not in out.getvalue()
 
 
-def test_a_terminal_shows_the_table_of_what_runs_and_rewrites_it_in_place(tmp_path, monkeypatch):
+def test_a_terminal_shows_the_table_of_the_running_runs_and_redraws_it(tmp_path, monkeypatch, now):
     pool = make(tmp_path, {"a" * 60: (Outcome("running"), 7), "b": (Outcome("running"), 3)})
-    now = [100.0]
-    monkeypatch.setattr("mmqk.ablation.progress.time.monotonic", lambda: now[0])
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
-    progress = Progress(out)
+    progress = PoolProgress(out)
     for _ in range(5):
         progress(pool)
         progress(pool)
@@ -124,7 +138,3 @@ def test_the_table_has_a_row_a_run_and_a_sentence_where_there_is_a_reason(tmp_pa
         "bad          3  diverged     7/100                   3",
         "bad seed 3 diverged: loss became nan",
     ]
-
-
-def test_time_is_minutes_and_seconds():
-    assert [clock(s) for s in (0, 59.6, 61, 3600)] == ["0:00", "1:00", "1:01", "60:00"]

@@ -10,6 +10,7 @@ import lzma
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -25,8 +26,7 @@ from PIL import Image
 from mmqk.data import tokenize
 from mmqk.data.tokens import worker as tokenize_worker
 from mmqk.data.tokens.folder import open_tokens
-from mmqk.data.tokens.pool import TokenizeProgress
-from mmqk.data.tokens.worker import ShardPart
+from mmqk.data.tokens.pool import ShardProgress
 from mmqk.shards.images import BROKEN, TOO_LARGE, UNKNOWN, load_image
 from mmqk.shards.samples import EMPTY_DOCUMENT, NO_CAPTION, NO_IMAGE, NO_MATCH, NO_TEXT, NOT_JSON, NOT_UNICODE
 from mmqk.shards.unread import DOTTED, HIDDEN, META, NO_DOT, OF_DROPPED, UNUSED
@@ -501,32 +501,71 @@ def test_killed_in_the_middle_and_resumed_with_other_workers(run: Any, shards: P
     assert content(out) == expected
 
 
-def test_a_worker_that_is_killed_costs_one_shard(
+HELD = """
+import os, sys
+from mmqk.data import tokenize
+from mmqk.store import cli_main
+run_shards, held = tokenize.run_shards, sys.argv.pop(1)
+def hold_back(*args):
+    os.remove(held)
+    os.mkfifo(held)
+    run_shards(*args)
+tokenize.run_shards = hold_back
+if __name__ == "__main__":
+    sys.exit(cli_main(tokenize.main)(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_ends_the_workers_at_once(shards: Path, tiny_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(HELD)
+    held, out = shards / "00002.tar", tmp_path / "out"
+    args = [*pattern(shards), "--out", str(out), "--tokenizers", str(tiny_data / "tokenizers"), "--workers=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "held.py"), str(held), *args],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+    )  # fmt: skip
+    while len(list((out / "unfinished").glob("0*.json"))) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    printed, errors = process.communicate(timeout=60)  # until the workers have closed stderr too
+    assert (process.returncode, errors) == (130, "mmqk: interrupted\n")
+    assert "2 of 4 shards are kept" in printed
+
+
+def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
     run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = content(run(*pattern(shards), out="expected")[0])
     held = shards / "00002.tar"
     whole = held.read_bytes()
-    held_back: list[Path] = []
-    take = TokenizeProgress.__call__
+    begin = tokenize.run_shards
 
-    def kill(self: TokenizeProgress, shard: ShardPart | None, message: tuple[str, Any]) -> None:
-        if message[0] == "ready" and not held_back:  # after the patterns were read
-            held_back.append(held)
-            held.unlink()
-            os.mkfifo(held)  # whoever opens it waits
-        if message[0] == "done" and shard is not None and shard.part == "00001":
+    def hold_back(*args: Any) -> None:  # after the patterns were read
+        held.unlink()
+        os.mkfifo(held)  # a process that opens it waits
+        begin(*args)
+
+    ticks = 0
+
+    def kill(self: ShardProgress, counts_N3: np.ndarray) -> None:
+        nonlocal ticks
+        ticks += bool(counts_N3[:2, 2].all())
+        if ticks == 3:
             (worker,) = multiprocessing.active_children()
             worker.kill()
-        take(self, shard, message)
 
-    monkeypatch.setattr(TokenizeProgress, "__call__", kill)
-    message = refused(run, *pattern(shards), workers=1)
-    assert "00002.tar lost its worker (signal 9)" in message and "1 of 4 shards" in message
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenize, "run_shards", hold_back)
+        patched.setattr(ShardProgress, "__call__", kill)
+        message = refused(run, *pattern(shards), workers=1)
+    assert "a worker was killed while tokenizing" in message and message.count(".tar") == 1
+    assert "00002.tar: if memory ran out" in message and "the same command continues" in message
     held.unlink()
     held.write_bytes(whole)
     folder, said = run(*pattern(shards))
-    assert content(folder) == expected and "continuing with 1 of 4" in said
+    assert content(folder) == expected and "continuing with 2 of 4" in said
 
 
 def test_other_options_for_a_folder_that_was_begun(
@@ -613,9 +652,9 @@ def test_mistakes_are_one_sentence(run: Any, shards: Path, tmp_path: Path) -> No
     assert not (tmp_path / "o").exists()
     (tmp_path / "out2").mkdir()
     (tmp_path / "out2" / "thesis.doc").touch()
-    assert "is no token folder" in refused(run, *pattern(shards), out="out2")
+    assert "is not a token folder" in refused(run, *pattern(shards), out="out2")
     (tmp_path / "file").touch()
-    assert "is no token folder" in refused(run, *pattern(shards), out="file")
+    assert "is not a token folder" in refused(run, *pattern(shards), out="file")
     assert "cannot be written" in refused(run, *pattern(shards), out="file/below")
 
 
@@ -645,29 +684,27 @@ def test_two_at_once(run: Any, shards: Path) -> None:
     assert "1 of 4 shards" in refused(run, *pattern(shards))
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_progress_line() -> None:
-    a, b = ShardPart("00000", Path("a")), ShardPart("00001", Path("b"))
-    for stream in (Terminal(), io.StringIO()):
-        progress = TokenizeProgress({"00000": 1000, "00001": 3000}, 4, 2, 500, 7, stream)
-        assert progress.line(0.0) == "2 of 4 shards · starting"
-        progress(a, ("ready", None))
-        assert progress.line(9e9) == "2 of 4 shards · starting"
-        progress(a, ("progress", (100, 2, 0.5)))
-        began = progress._began
-        assert began is not None
-        # 500 of 4,000 bytes in 10 s: 70 s for the rest.
-        line = "2 of 4 shards · 600 samples · 10 samples/s · 9 dropped · about 1:10 left"
-        assert progress.line(began + 10) == line
-        progress(a, ("done", {"samples": 150, "dropped": {"x": 3}}))
-        progress(b, ("broken", "b is broken"))
-        line = "3 of 4 shards · 650 samples · 15 samples/s · 10 dropped · 1 unreadable · about 0:00 left"
-        assert progress.line(began + 10) == line
-        progress(None, ("tick", None))
-        progress.close()
-        assert ("\r\x1b[K" in stream.getvalue()) == stream.isatty()
-    assert stream.getvalue() == ""  # nothing yet for a log file: the first line comes after ten seconds
+def test_the_progress_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    records: dict[str, Any] = {part: {"samples": 250, "dropped": {"x": 3}} for part in "ab"}
+    broken: list[str] = []
+    stream = io.StringIO()
+    shown = ShardProgress([1000, 3000], 4, records, broken, stream)
+    counts_N3 = np.zeros((2, 3))
+    shown(counts_N3)
+    assert shown.state(counts_N3)[0] == "2 of 4 shards · starting"
+    counts_N3[0] = 50, 2, 0.25
+    shown(counts_N3)
+    assert stream.getvalue() == ""  # the first line of a log comes after ten seconds
+    now, counts_N3[0] = 110.0, (100, 2, 0.5)
+    shown(counts_N3)
+    # 250 bytes in 10 s: 140 s for the other 3,500.
+    line = "2 of 4 shards · 600 samples · 5 samples/s · 8 dropped · about 2:20 left\n"
+    assert stream.getvalue() == line
+    now, counts_N3[0], counts_N3[1] = 120.0, (150, 3, 1), (0, 0, 1)
+    records["c"] = {"samples": 150, "dropped": {"x": 3}}
+    broken.append("b is broken")
+    shown(counts_N3)
+    line = "3 of 4 shards · 650 samples · 5 samples/s · 9 dropped · 1 unreadable · about 0:00 left\n"
+    assert stream.getvalue().endswith(line)

@@ -180,7 +180,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "shards/manifest.json")
     refused.append(lambda: manifest.load_manifest(tmp_path / "shards"))
     for do in refused:
-        with pytest.raises(UserError, match=r"is a pipe and not a regular file|it is no file"):
+        with pytest.raises(UserError, match=r"is a pipe and not a regular file|it is not a file"):
             within_a_minute(do)
     link = tmp_path / "link.tar"  # a link to a file is a file
     (tmp_path / "a.bin").write_bytes(b"")

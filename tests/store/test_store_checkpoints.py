@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.store import checkpoints as store
+from mmqk.store import files
 from mmqk.store.checkpoints import (
     FOOTER_BYTES,
     DamagedError,
@@ -72,7 +73,7 @@ def test_a_kill_leaves_the_old_or_the_new_one(tmp_path, monkeypatch, before):
     write(path, b"old")
     child = os.fork()
     if not child:
-        where = store if before == "sync_folder" else store.os
+        where = files if before == "sync_folder" else store.os
         monkeypatch.setattr(where, before, lambda *_: os._exit(9))
         write(path, b"new" * 100)
         os._exit(0)

@@ -49,7 +49,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
     path = tmp_path / "x.json"
     makers = {
         "it is a folder": path.mkdir,
-        "it is no file": lambda: os.mkfifo(path),
+        "it is not a file": lambda: os.mkfifo(path),
         "Too many levels of symbolic links": lambda: path.symlink_to(path),
         "it is a link to a missing file": lambda: path.symlink_to(tmp_path / "nowhere"),
     }

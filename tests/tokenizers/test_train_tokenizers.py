@@ -41,7 +41,7 @@ def test_two_steps_from_the_command_line(small_data, tmp_path, capsys):
     codes = image.encode(images)
     assert codes.shape == (6, 64) and codes.unique().numel() > 1
     assert image.decode(codes).shape == images.shape
-    printed = capsys.readouterr().out
+    printed = "".join(capsys.readouterr())
     assert "step 2/2" in printed and "PSNR" in printed and "wrote" in printed
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

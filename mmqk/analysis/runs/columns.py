@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mmqk.store import parse_json, read_regular
-from mmqk.store.metrics import is_record
+from mmqk.store import read_regular
+from mmqk.store.metrics import is_record, parse_line
 
 Series = tuple[NDArray[Any], NDArray[np.float64]]
 
@@ -83,16 +83,9 @@ def read_columns(path: str | os.PathLike[str]) -> Columns:
     except (ValueError, RecursionError):
         records = []
     if len(records) != len(lines):
-        records = [_record(line) for line in lines]
+        records = [parse_line(line) for line in lines]
     whole = [record for record in records if is_record(record)]
     return Columns(whole, truncated=len(whole) < len(lines))
-
-
-def _record(line: bytes) -> Any:
-    try:
-        return parse_json(line)
-    except ValueError:
-        return None
 
 
 def _columns(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, _Kept]]:

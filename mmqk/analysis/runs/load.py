@@ -24,6 +24,7 @@ from mmqk.store import (
     Status,
     Tag,
     UserError,
+    find_runs,
     parse_tag,
     read_alarms,
     read_json,
@@ -243,15 +244,7 @@ def load_runs(folder: str | Path) -> list[Run]:
             for entry in ablation["runs"]
             if os.path.isdir(folder / entry["folder"])
         ]
-    paths = sorted(
-        path
-        for pattern in (".", "*", "*/*", "*/*/*")
-        for path in (folder.glob(pattern) if pattern != "." else [folder])
-        if path.is_dir() and ((path / "run.json").exists() or (path / "metrics.jsonl").exists())
-    )
-    if not paths:
-        raise UserError(f"{folder} holds no run (no run.json or metrics.jsonl): give a folder that has runs")
-    return [_load(path, *_names(path, folder)) for path in paths]
+    return [_load(path, *_names(path, folder)) for path in find_runs(folder)]
 
 
 def _names(path: Path, root: Path) -> tuple[str, str, int]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +23,7 @@ from mmqk.data.tokens.folder import (
 )
 from mmqk.shards.manifest import MANIFEST, manifest_hash
 from mmqk.shards.pairs import read_pairs, read_text
-from mmqk.store import UserError
+from mmqk.store import UserError, locked, new_folder
 
 FORMAT = 3
 ENCODE_BATCH = 64
@@ -103,20 +101,18 @@ def _to_stderr(line: str) -> None:
 def _make(
     kind: str, folder: Path, tokenizers: Path, made_by: str, made: Path, say: Callable[[str], None]
 ) -> None:
-    try:
-        made.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(f"{made}.lock", "w")  # noqa: SIM115 (closed by the with below)
-    except OSError as error:
-        raise UserError(
-            f"The token cache {made.parent} cannot be written ({error.strerror}): set --data.cache."
-        ) from error
-    with lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        try:
+            made.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(Path(f"{made}.lock")))
+        except OSError as error:
+            raise UserError(
+                f"The token cache {made.parent} cannot be written ({error.strerror}): set --data.cache."
+            ) from error
         if is_token_folder(made):  # by a process that had the lock before us
             return
-        scratch = Path(tempfile.mkdtemp(prefix=f"{made.name}-", dir=made.parent))
-        try:
-            writer = TokenWriter(scratch, kind, layout_of(tokenizers), made_by)
+        with new_folder(made) as folder_of_tokens:
+            writer = TokenWriter(folder_of_tokens, kind, layout_of(tokenizers), made_by)
             encode = _pairs if kind == "pair" else _documents
             for split in SPLITS:
                 say(f"tokenizing the {split} shards of {folder} (once; kept in {made})")
@@ -124,9 +120,6 @@ def _make(
             writer.finish(about={"from": str(folder)})
             if made.exists():  # half a cache, left by a process that was killed
                 shutil.rmtree(made)
-            os.rename(scratch, made)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _documents(folder: Path, split: str, tokenizers: Path) -> Iterator[np.ndarray]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from mmqk.shards.manifest import sha256_file
-from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, write_json
+from mmqk.store import DamagedFile, UserError, check_regular, identity_hash, read_json, replacing, write_json
 
 TOKENS = "tokens.json"
 FORMAT = 2
@@ -167,12 +166,8 @@ class TokenWriter:
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "wb") as file:
+    with replacing(path, path.with_name(f"{path.name}.partial")) as file:
         np.save(file, array)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 class TokenStore:

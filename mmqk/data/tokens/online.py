@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from mmqk.shards.manifest import MANIFEST, checked_shards, load_manifest, manife
 from mmqk.shards.samples import IMAGE_FIELDS, REASONS, pair_of, unread_fields, unread_reason
 from mmqk.shards.tars import TarIndex, expand, index_tar
 from mmqk.shards.unread import UNUSED, Unread
-from mmqk.store import UserError, identity_hash
+from mmqk.store import UserError, identity_hash, replacing
 
 # A run ends with an error once more than this share of the samples cannot be used: of all samples, or of those read
 # so far once LEAST_UNUSABLE of these cannot be. A single one is always skipped.
@@ -346,10 +345,9 @@ def _save(kept: _Kept, place: Path) -> None:
     index = kept.index
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        # In a folder of its own: other processes may be making the same index.
-        with tempfile.TemporaryDirectory(prefix=f"{place.stem}-", dir=place.parent) as scratch:
+        with replacing(place) as file:
             np.savez(
-                partial := Path(scratch) / place.name,
+                file,
                 keys=np.array(index.keys, dtype=np.str_),
                 fields=np.array(index._fields, dtype=np.str_),
                 extent=index._extent_N2,
@@ -360,6 +358,5 @@ def _save(kept: _Kept, place: Path) -> None:
                 content=np.array(kept.content),
                 sha256=np.array(kept.sha256),
             )
-            partial.replace(place)
     except OSError:
         pass  # it is made again the next time

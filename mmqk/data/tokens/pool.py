@@ -1,120 +1,112 @@
-"""Send shards to worker processes, receive their messages, and show one line of progress."""
+"""Tokenize shards in worker processes, and show their progress."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
-import sys
+import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, TextIO, cast
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from itertools import islice
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_end
+from typing import Any, TextIO
 
-from mmqk.data.tokens.worker import Encoder, Job, Report, ShardPart
-from mmqk.store import UserError, clock
+import numpy as np
 
-LIVE_EVERY_SECONDS = 0.5
-PLAIN_EVERY_SECONDS = 10.0
-_MEMORY = "if memory ran out, give fewer --workers or a smaller --max-pixels"
+from mmqk.data.tokens.worker import Encoder, Job, ShardPart
+from mmqk.progress import Progress
+from mmqk.store import UserError
 
-# A shard and a message about it: ("ready", None) when its worker begins, ("progress", (samples, dropped, share)),
-# ("done", record), ("broken", sentence), ("unwritable", why); or no shard and ("tick", None) to update the line.
-Handle = Callable[[ShardPart | None, tuple[str, Any]], None]
+TICK_SECONDS = 0.5
+_NAMED = 3
+
+# A shard and its result: ("done", record), ("broken", sentence) if it cannot be read, ("unwritable", why).
+Handle = Callable[[ShardPart, tuple[str, Any]], None]
+# Samples, dropped samples and share of the file read, by shard.
+Tick = Callable[[np.ndarray], None]
 
 
-def run_shards(job: Job, shards: Sequence[ShardPart], workers: int, handle: Handle) -> None:
+def run_shards(job: Job, shards: Sequence[ShardPart], workers: int, handle: Handle, tick: Tick) -> None:
     """Tokenize shards in worker processes, or in this process if workers is 0.
 
-    If a worker is killed, its shard is reported as broken and a new worker replaces it.
+    Args:
+        job: the settings of all shards.
+        shards: the shards, in the order of their start.
+        workers: number of processes.
+        handle: called in this process with each shard and its result.
+        tick: called at least every half second, in this process, with the counts (shards, 3) so far.
 
     Raises:
-        UserError: the tokenizers cannot be used.
-        RuntimeError: a bug in a worker, with its traceback. Errors of `handle` are passed on.
+        UserError: the tokenizers cannot be used, or a worker was killed. Errors of `handle` and bugs are passed on.
     """
     if workers == 0:
-        with one_thread():
-            encoder = Encoder(job)
-            handle(None, ("ready", None))
-            for shard in shards:
-                report = _reporter(shard, handle)
-                handle(shard, attempt(encoder, shard, report))
+        with _one_thread():
+            _in_this_process(Encoder(job), shards, handle, tick)
         return
-    waiting = list(reversed(shards))
-    ready: set[Connection] = set()
-    crew: dict[Connection, tuple[BaseProcess, ShardPart]] = {}
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    shared = context.RawArray("d", 3 * len(shards))
+    counts_N3 = np.frombuffer(shared).reshape(-1, 3)
+    # The workers end when this process closes its end of the pipe, or is killed.
+    theirs, ours = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(workers, context, _begin, (shared, theirs))
+    waiting = iter(enumerate(shards))
+    running: dict[Future[tuple[str, Any]], tuple[int, ShardPart]] = {}
     try:
-        while waiting or crew:
-            while waiting and len(crew) < workers:
-                shard = waiting.pop()
-                connection, process = _start(job)
-                _send(connection, shard)
-                crew[connection] = (process, shard)
-            for speaking in wait(list(crew), timeout=LIVE_EVERY_SECONDS):
-                connection = cast("Connection", speaking)
-                process, shard = crew[connection]
-                try:
-                    message = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    del crew[connection]
-                    process.join()
-                    if connection not in ready:
-                        raise RuntimeError(f"a worker ended while starting ({_how(process)})") from None
-                    message = ("broken", f"{shard.path} lost its worker ({_how(process)}): {_MEMORY}")
-                if message[0] == "ready":
-                    ready.add(connection)
-                if message[0] == "refused":
-                    raise UserError(message[1])
-                if message[0] == "failed":
-                    raise RuntimeError(f"a worker failed at {shard.path}:\n{message[1]}")
-                if message[0] not in ("ready", "progress") and connection in crew:
-                    if waiting:
-                        crew[connection] = (process, following := waiting.pop())
-                        _send(connection, following)
-                    else:
-                        del crew[connection]
-                        connection.close()  # which ends the process
-                handle(shard, message)
-            handle(None, ("tick", None))
+        while True:
+            for place, shard in islice(waiting, workers - len(running)):
+                running[pool.submit(_tokenize, job, place, shard)] = place, shard
+            if not running:
+                break
+            ended, _ = wait(running, TICK_SECONDS, FIRST_COMPLETED)
+            for future in sorted(ended, key=lambda future: future.exception() is not None):
+                result = future.result()
+                place, shard = running.pop(future)
+                if result[0] == "refused":
+                    raise UserError(result[1])
+                counts_N3[place] = _final(counts_N3[place], result)
+                handle(shard, result)
+            tick(counts_N3)
+        pool.shutdown()
+    except BrokenProcessPool:
+        paths = [str(shard.path) for _, shard in running.values()]
+        more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+        during = f" while tokenizing {', '.join(paths[:_NAMED])}{more}" if paths else ""
+        raise UserError(
+            f"a worker was killed{during}: if memory ran out, give fewer --workers or a smaller --max-pixels;"
+            " finished shards are kept, and the same command continues"
+        ) from None
     finally:
-        for process, _ in crew.values():
-            process.terminate()
-        for process, _ in crew.values():
-            process.join()
+        ours.close()
+        pool.shutdown(cancel_futures=True)
+        theirs.close()
 
 
-def _reporter(shard: ShardPart, handle: Handle) -> Callable[[int, int, float], None]:
-    return lambda *now: handle(shard, ("progress", now))
+def _in_this_process(encoder: Encoder, shards: Sequence[ShardPart], handle: Handle, tick: Tick) -> None:
+    counts_N3 = np.zeros((len(shards), 3))
+    for place, shard in enumerate(shards):
+
+        def report(*now: float, place: int = place) -> None:
+            counts_N3[place] = now
+            tick(counts_N3)
+
+        result = _attempt(encoder, shard, report)
+        counts_N3[place] = _final(counts_N3[place], result)
+        handle(shard, result)
 
 
-def _start(job: Job) -> tuple[Connection, BaseProcess]:
-    # spawn, as torch's threads do not survive a fork
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, job), daemon=True)
-    process.start()
-    theirs.close()
-    return ours, process
-
-
-def _send(connection: Connection, shard: ShardPart) -> None:
-    # If the worker has just died, `run_shards` gets EOFError from its connection.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        connection.send(shard)
-
-
-def _how(process: BaseProcess) -> str:
-    code = process.exitcode
-    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+def _final(counts_3: np.ndarray, result: tuple[str, Any]) -> tuple[float, float, float]:
+    """The counts of a shard that is done; a broken shard counts as read and has no samples."""
+    return (counts_3[0], counts_3[1], 1.0) if result[0] == "done" else (0.0, 0.0, 1.0)
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """Run torch on one thread: the workers share the cores, and sums do not depend on the number of cores."""
     import torch
 
@@ -126,124 +118,102 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def attempt(encoder: Encoder, shard: ShardPart, report: Report) -> tuple[str, Any]:
-    """Return ``done`` and the record, ``broken`` if the shard cannot be read, or ``unwritable`` for the output."""
+def _attempt(encoder: Encoder, shard: ShardPart, report: Callable[..., None]) -> tuple[str, Any]:
     try:
         return "done", encoder.shard(shard, report)
     except UserError as error:
         return "broken", str(error)
-    except (BrokenPipeError, EOFError):
-        raise
     except OSError as error:
         return "unwritable", error.strerror or str(error)
 
 
-def work(connection: Connection, job: Job) -> None:
-    """Main loop of a worker process: receive shards through the connection, send messages back.
+# In a worker, the counts of all shards, shared with the parent.
+_counts_N3 = np.zeros((0, 3))
 
-    The process ends when the connection closes, so that it does not outlive its parent for long.
-    """
+
+def _begin(shared: Any, parent: Connection) -> None:
+    """Prepare a worker process."""
+    global _counts_N3
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the workers
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        with one_thread():
-            try:
-                encoder = Encoder(job)
-            except UserError as error:
-                connection.send(("refused", str(error)))
-                return
-            connection.send(("ready", None))
-            while True:
-                shard = connection.recv()
-                connection.send(attempt(encoder, shard, lambda *now: connection.send(("progress", now))))
-    except (BrokenPipeError, EOFError, ConnectionResetError):
-        return
-    except Exception:
-        connection.send(("failed", traceback.format_exc()))
+    _counts_N3 = np.frombuffer(shared).reshape(-1, 3)
 
 
-@dataclass
-class TokenizeProgress:
-    """Progress of the shards: rewritten in place on a terminal, otherwise a line every ten seconds.
+def _end_with(parent: Connection) -> None:
+    wait_for_end([parent])
+    os._exit(1)
+
+
+def _tokenize(job: Job, place: int, shard: ShardPart) -> tuple[str, Any]:
+    """Tokenize a shard in a worker; ``refused`` and a sentence if the tokenizers cannot be used."""
+    with _one_thread():
+        try:
+            encoder = _encoder(job)
+        except UserError as error:
+            return "refused", str(error)
+        return _attempt(encoder, shard, lambda *now: _counts_N3.__setitem__(place, now))
+
+
+@cache
+def _encoder(job: Job) -> Encoder:
+    return Encoder(job)
+
+
+class ShardProgress:
+    """Shows the progress of the shards.
 
     ``3 of 100 shards · 30,120 samples · 512 samples/s · 12 dropped · about 1:45 left``
 
-    The rate counts from the time when the first worker is ready; the time left is estimated from the bytes read.
+    The rate counts from the first samples; the time left is estimated from the bytes read.
 
-    Attributes:
-        sizes: bytes of the shards still to do, by part.
-        total: all shards.
-        shards: shards that are done.
-        samples: samples of the done shards.
-        dropped: dropped samples of the done shards.
+    Args:
+        sizes: bytes of the shards to tokenize, in the order of `run_shards`.
+        total: number of all shards.
+        records: records of the finished shards by part; the caller adds to it.
+        broken: a sentence for each shard that cannot be used; the caller adds to it.
         stream: stderr by default.
     """
 
-    sizes: dict[str, int]
-    total: int
-    shards: int = 0
-    samples: int = 0
-    dropped: int = 0
-    stream: TextIO = field(default_factory=lambda: sys.stderr)
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        total: int,
+        records: Mapping[str, Mapping[str, Any]],
+        broken: Collection[str],
+        stream: TextIO | None = None,
+    ):
+        self.progress = Progress(stream)
+        self._sizes_N = np.array(sizes, dtype=float)
+        self._total, self._records, self._broken = total, records, broken
+        self._samples_before = sum(record["samples"] for record in records.values())
+        self._dropped_before = sum(sum(record["dropped"].values()) for record in records.values())
+        self._first: tuple[float, float] | None = None
 
-    def __post_init__(self) -> None:
-        self.live = self.stream.isatty()
-        self._running: dict[str, tuple[int, int, float]] = {}
-        self._read = 0
-        self._broken = 0
-        self._began: float | None = None
-        self._before = self.samples
-        self._shown = time.monotonic() if not self.live else 0.0
-        self._written = False
+    def __call__(self, counts_N3: np.ndarray) -> None:
+        """Show the progress if the interval has passed."""
+        if self._first is None and counts_N3.any():
+            self._first = time.monotonic(), counts_N3[:, 0].sum()
+            self.progress.begin(self._bytes(counts_N3))
+        if self.progress.due():
+            self.progress.show(*self.state(counts_N3))
 
-    def __call__(self, shard: ShardPart | None, message: tuple[str, Any]) -> None:
-        """Handle a message of `run_shards` and show the line if an interval has passed."""
-        kind, content = message
-        if kind == "ready" and self._began is None:
-            self._began = time.monotonic()
-        elif kind == "progress" and shard is not None:
-            self._running[shard.part] = content
-        elif kind in ("done", "broken") and shard is not None:
-            self._running.pop(shard.part, None)
-            self._read += self.sizes[shard.part]
-            self._broken += kind == "broken"
-            if kind == "done":
-                self.shards += 1
-                self.samples += content["samples"]
-                self.dropped += sum(content["dropped"].values())
-        now = time.monotonic()
-        if now - self._shown >= (LIVE_EVERY_SECONDS if self.live else PLAIN_EVERY_SECONDS):
-            self._shown = now
-            self._write(self.line(now))
-
-    def close(self) -> None:
-        """Clear the line of a terminal."""
-        if self.live and self._written:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
-
-    def line(self, now: float) -> str:
-        """The line at time ``now`` (seconds of a monotonic clock)."""
-        samples = self.samples + sum(running[0] for running in self._running.values())
-        parts = [f"{self.shards} of {self.total} shards"]
-        if self._began is None or not (self._running or self._read):
-            return " · ".join([*parts, "starting"])
-        seconds = max(now - self._began, 1e-9)
-        rate = (samples - self._before) / seconds
-        dropped = self.dropped + sum(running[1] for running in self._running.values())
-        parts += [f"{samples:,} samples", f"{rate:,.0f} samples/s", f"{dropped:,} dropped"]
+    def state(self, counts_N3: np.ndarray) -> tuple[str, float | None, float]:
+        """The text, and for the time left the bytes read and all bytes."""
+        parts, total = [f"{len(self._records)} of {self._total} shards"], float(self._sizes_N.sum())
+        if self._first is None:
+            return " · ".join([*parts, "starting"]), None, total
+        samples, dropped, _ = counts_N3.sum(axis=0)
+        start, first = self._first
+        rate = (samples - first) / max(time.monotonic() - start, 1e-9)
+        parts += [
+            f"{self._samples_before + samples:,.0f} samples",
+            f"{rate:,.0f} samples/s",
+            f"{self._dropped_before + dropped:,.0f} dropped",
+        ]
         if self._broken:
-            parts.append(f"{self._broken} unreadable")
-        read = self._read + sum(self.sizes[part] * running[2] for part, running in self._running.items())
-        if read > 0:
-            parts.append(f"about {clock(seconds / read * (sum(self.sizes.values()) - read))} left")
-        return " · ".join(parts)
+            parts.append(f"{len(self._broken)} unreadable")
+        return " · ".join(parts), self._bytes(counts_N3), total
 
-    def _write(self, line: str) -> None:
-        if self.live:
-            line = line[: max(20, shutil.get_terminal_size().columns - 1)]
-            self.stream.write(f"\r\x1b[K{line}")
-        else:
-            self.stream.write(f"{line}\n")
-        self._written = True
-        self.stream.flush()
+    def _bytes(self, counts_N3: np.ndarray) -> float:
+        return float(self._sizes_N @ counts_N3[:, 2])

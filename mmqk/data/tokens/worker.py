@@ -214,7 +214,6 @@ class _Part:
     def write(self) -> None:
         """Write the pending documents as one file per split."""
         self._encode()
-        # If the parent was killed this raises, so that the process does not write at the same time as the next run.
         self._report(self.samples, sum(self.dropped.values()), self._share)
         # "_" sorts after ".", so that files are read in the order in which they were written.
         name = f"{self._name}_{self._files:06d}" if self._files else self._name

@@ -8,6 +8,7 @@ probes         growth, collapse: one value per probe
 rules          `AlarmRules`: all rules and non_finite over every series of a run
 """
 
+# ruff: noqa: F401
 from mmqk.store.alarms.alarm import (
     ALARMS_NAME,
     NAMES,
@@ -20,18 +21,3 @@ from mmqk.store.alarms.config import AlarmConfig
 from mmqk.store.alarms.divergence import DivergenceRule
 from mmqk.store.alarms.rules import AlarmRules, alarms_of
 from mmqk.store.alarms.steps import spike_rate, spike_score
-
-__all__ = [
-    "ALARMS_NAME",
-    "NAMES",
-    "Alarm",
-    "AlarmConfig",
-    "AlarmRules",
-    "DivergenceRule",
-    "alarms_of",
-    "append_alarms",
-    "read_alarms",
-    "spike_rate",
-    "spike_score",
-    "truncate_alarms",
-]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mmqk.store.alarms.alarm import Alarm
@@ -17,14 +17,14 @@ ABOVE_INITIAL_NATS = 0.1
 ABOVE_BEST_NATS = 0.5
 
 
+@dataclass
 class _Series:
     """State of the rule for one modality's loss."""
 
-    def __init__(self) -> None:
-        self.initial: float | None = None
-        self.above = 0
-        self.best: float | None = None
-        self.window: deque[float] = deque(maxlen=WINDOW)
+    initial: float | None = None
+    above: int = 0
+    best: float | None = None
+    window: list[float] = field(default_factory=list)
 
 
 class DivergenceRule:
@@ -52,15 +52,12 @@ class DivergenceRule:
 
     def alarms(self, step: int, losses: Mapping[str, float]) -> list[Alarm]:
         """Add the losses of ``step``; returns one alarm for each modality that has diverged."""
-        alarms = []
-        for modality, loss in losses.items():
-            series = self._series.setdefault(modality, _Series())
-            alarm = self._one(series, step, modality, float(loss))
-            if alarm is not None:
-                alarms.append(alarm)
-        return alarms
+        alarms = (self._one(step, modality, float(loss)) for modality, loss in losses.items())
+        return [alarm for alarm in alarms if alarm is not None]
 
-    def _one(self, series: _Series, step: int, modality: str, loss: float) -> Alarm | None:
+    def _one(self, step: int, modality: str, loss: float) -> Alarm | None:
+        series = self._series.setdefault(modality, _Series())
+
         def alarm(value: float, threshold: float, sentence: str) -> Alarm:
             return Alarm("divergence", step, tag("loss", modality), value, threshold, sentence)
 
@@ -78,7 +75,7 @@ class DivergenceRule:
                 f"{modality} loss {loss:.2f} was {ABOVE_INITIAL_NATS} nat above its initial {initial:.2f} for"
                 f" {WINDOW} steps",
             )
-        series.window.append(loss)
+        series.window = [*series.window, loss][-WINDOW:]
         if len(series.window) < WINDOW:
             return None
         median = statistics.median(series.window)
@@ -94,15 +91,8 @@ class DivergenceRule:
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resume, as plain data."""
-        return {
-            modality: {"initial": s.initial, "above": s.above, "best": s.best, "window": list(s.window)}
-            for modality, s in self._series.items()
-        }
+        return {modality: asdict(series) for modality, series in self._series.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        self._series = {}
-        for modality, saved in state.items():
-            series = self._series[modality] = _Series()
-            series.initial, series.above, series.best = saved["initial"], saved["above"], saved["best"]
-            series.window.extend(saved["window"])
+        self._series = {modality: _Series(**saved) for modality, saved in state.items()}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
-from typing import Any
 
 from mmqk.store.alarms.alarm import Alarm
+from mmqk.store.alarms.rule import Rule
 from mmqk.store.formatting import plain
 
 # Series of the growth rule. Norms before QK-Norm are not among them, since the norm removes their growth, nor are
@@ -33,7 +32,7 @@ GROWTH_LOGIT = 50.0
 COLLAPSE_SHARE = 0.1
 
 
-class Growth:
+class Growth(Rule):
     """A norm or largest logit that has doubled since a fifth of the run and doubles again before its end.
 
     The rule starts at a fifth of the run, at the end of the warm-up or at step 100, whichever is latest. It fits a
@@ -44,13 +43,14 @@ class Growth:
     continue for as many steps as since the rule's start. Values that are not positive are skipped.
     """
 
+    STATE = ("first", "points", "on")
+
     def __init__(self, warmup_steps: int, max_steps: int, fewest: float = 0.0):
         self.start = max(GROWTH_START_STEPS, warmup_steps, round(GROWTH_START_SHARE * max_steps))
         self.max_steps, self.fewest = max_steps, fewest
         self.span = max(GROWTH_STEPS, GROWTH_SHARE * max_steps)
         self.first: list[float] = []
-        self.points: list[tuple[int, float]] = []
-        self.on = False
+        self.points: list[list[float]] = []  # step, logarithm of the value
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
         """Add a value; returns an alarm if growth begins."""
@@ -60,7 +60,7 @@ class Growth:
             return None  # skip probes closer than that, so that the window stays short
         if len(self.first) < GROWTH_FIRST:
             self.first.append(value)
-        self.points.append((step, math.log(value)))
+        self.points.append([step, math.log(value)])
         while len(self.points) > GROWTH_PROBES and step - self.points[1][0] >= self.span:
             del self.points[0]
         slope, error, end = _line(self.points)
@@ -75,8 +75,7 @@ class Growth:
             and grown >= GROWTH_FACTOR
             and value >= self.fewest
         )
-        began, self.on = grows and not self.on, grows
-        if not began:
+        if not self.begins(grows):
             return None
         doubling = math.log(2) / slope
         sentence = (
@@ -85,16 +84,8 @@ class Growth:
         )
         return Alarm("growth", step, tag, value, GROWTH_FACTOR * first, sentence)
 
-    def state_dict(self) -> dict[str, Any]:
-        points = [list(point) for point in self.points]
-        return {"first": list(self.first), "points": points, "on": self.on}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.first, self.on = list(state["first"]), state["on"]
-        self.points = [(int(step), float(value)) for step, value in state["points"]]
-
-
-def _line(points: list[tuple[int, float]]) -> tuple[float, float, float]:
+def _line(points: list[list[float]]) -> tuple[float, float, float]:
     """Least-squares slope, its standard error (inf below three points), and the line's value at the last point."""
     n = len(points)
     if n < 3:
@@ -106,17 +97,18 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float, float]:
     return slope, math.sqrt(rest / (n - 2) / xx), mean_y + slope * (points[-1][0] - mean_x)
 
 
-class Collapse:
+class Collapse(Rule):
     """Attention entropy below a tenth of its value at the start.
 
     Low entropy alone can be benign, if each query attends to a different key. It is collapse if the rank of the
     layer's attention has fallen too, so the sentence gives the rank if it is measured.
     """
 
+    STATE = ("first", "first_rank", "on")
+
     def __init__(self) -> None:
         self.first: float | None = None
         self.first_rank: float | None = None
-        self.on = False
 
     def update(self, step: int, tag: str, value: float, rank: float | None = None) -> Alarm | None:
         """Add an entropy and the rank of its layer; returns an alarm if the entropy falls below the threshold."""
@@ -124,17 +116,11 @@ class Collapse:
             return None
         if self.first is None:
             self.first, self.first_rank = value, rank
-        low = value < COLLAPSE_SHARE * self.first
-        began, self.on = low and not self.on, low
-        if not began:
+        if not self.begins(value < COLLAPSE_SHARE * self.first):
             return None
-        sentence = f"{tag} {plain(value)} nats is {value / self.first:.0%} of its {plain(self.first)} at the start"
+        sentence = (
+            f"{tag} {plain(value)} nats is {value / self.first:.0%} of its {plain(self.first)} at the start"
+        )
         if rank is not None and self.first_rank is not None:
             sentence += f"; the rank of the layer's attention is {plain(rank)}, from {plain(self.first_rank)}"
         return Alarm("collapse", step, tag, value, COLLAPSE_SHARE * self.first, sentence)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"first": self.first, "first_rank": self.first_rank, "on": self.on}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.first, self.first_rank, self.on = state["first"], state["first_rank"], state["on"]

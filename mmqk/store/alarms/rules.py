@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from mmqk.store.alarms.alarm import Alarm
 from mmqk.store.alarms.divergence import DivergenceRule
 from mmqk.store.alarms.probes import GROWTH_LOGIT, LOGITS, NORMS, Collapse, Growth
 from mmqk.store.alarms.steps import STALL_ABOVE_NATS, Spike, SpikeOfMedian, Stall
 from mmqk.store.tags import parsed_tag, tag
-
-R = TypeVar("R", Spike, SpikeOfMedian, Stall, Growth, Collapse)
 
 
 class AlarmRules:
@@ -43,9 +41,9 @@ class AlarmRules:
             statistic, modality, layer, head = parsed_tag(name)
             # Only the norm of the whole gradient: norms by parameter are measured at probes, not at each step.
             if name == "grad_norm" or (statistic == "loss" and self._is_trained(modality)):
-                alarms.append(self._rule("spike", name, Spike).update(step, name, value))
+                alarms.append(self._rule("spike", name).update(step, name, value))
             if statistic == "loss" and self._is_trained(modality):
-                alarms.append(self._rule("spike_median", name, SpikeOfMedian).update(step, name, value))
+                alarms.append(self._rule("spike_median", name).update(step, name, value))
                 if modality is not None:
                     losses[modality] = value
                     alarms.append(self._stalled(step, modality, values))
@@ -53,10 +51,10 @@ class AlarmRules:
                 self._unigram[modality] = value
             elif head is None and (statistic == LOGITS or statistic in NORMS):
                 kind = "logits" if statistic == LOGITS else "norms"
-                alarms.append(self._rule(kind, name, Growth).update(step, name, value))
+                alarms.append(self._rule(kind, name).update(step, name, value))
             elif head is None and statistic == "attn_entropy" and layer is not None:
                 rank = values.get(tag("attn_rank", layer=layer))
-                alarms.append(self._rule("collapse", name, Collapse).update(step, name, value, rank))
+                alarms.append(self._rule("collapse", name).update(step, name, value, rank))
         alarms += self._divergences(step, losses)
         return [alarm for alarm in alarms if alarm is not None]
 
@@ -70,13 +68,11 @@ class AlarmRules:
             "collapse": Collapse,
         }
 
-    def _rule(self, kind: str, name: str, of: type[R]) -> R:
+    def _rule(self, kind: str, name: str) -> Any:
         rules = self._rules[kind]
         if name not in rules:
             rules[name] = self._makers()[kind]()
-        rule = rules[name]
-        assert isinstance(rule, of)
-        return rule
+        return rules[name]
 
     def _is_trained(self, modality: str | None) -> bool:
         return self.trained is None or modality is None or modality in self.trained
@@ -106,7 +102,7 @@ class AlarmRules:
             if modality not in self._unigram:
                 return None
             ceiling = self._unigram[modality] - STALL_ABOVE_NATS
-        return self._rule("stall", name, Stall).update(step, name, values[name], ceiling)
+        return self._rule("stall", name).update(step, name, values[name], ceiling)
 
     def _divergences(self, step: int, losses: Mapping[str, float]) -> list[Alarm]:
         alarms = self._divergence.alarms(step, losses)
@@ -138,8 +134,8 @@ class AlarmRules:
         for kind, rules in state["rules"].items():
             self._rules[kind] = {}
             for name, saved in rules.items():
-                rule = self._rules[kind][name] = makers[kind]()
-                rule.load_state_dict(saved)
+                self._rules[kind][name] = makers[kind]()
+                self._rules[kind][name].load_state_dict(saved)
 
 
 def alarms_of(

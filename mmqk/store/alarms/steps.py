@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from mmqk.store.alarms.alarm import Alarm
+from mmqk.store.alarms.rule import Rule
 from mmqk.store.alarms.window import RunningMoments, Window
 from mmqk.store.formatting import plain
 
@@ -34,45 +34,37 @@ STALL_NATS = 0.05
 STALL_ABOVE_NATS = 0.1
 
 
-class Spike:
+class Spike(Rule):
     """A value at least 7 standard deviations above the mean of the last 1000 values before it (OLMo 2).
 
     The standard deviation is the sample one of the same values. The rule needs 100 values that are not all equal.
     Values that are not finite are skipped.
     """
 
+    STATE = ("window", "on")
+
     def __init__(self) -> None:
         self.window = RunningMoments(SPIKE_WINDOW)
-        self.on = False
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
         """Add a value; returns an alarm if a spike begins."""
         if not math.isfinite(value):
             return None
-        alarm, mean, std = None, 0.0, 0.0
-        if len(self.window) >= SPIKE_FEWEST:
+        mean, std, count = 0.0, 0.0, len(self.window)
+        if count >= SPIKE_FEWEST:
             mean, std = self.window.mean, self.window.std
-        threshold = mean + SPIKE_STDS * std
-        spikes = std > 1e-9 * abs(mean) and value >= threshold
-        if spikes and not self.on:
-            sentence = (
-                f"{tag} {plain(value, 4)} is {(value - mean) / std:.1f} standard deviations above the mean"
-                f" {plain(mean, 4)} of the last {len(self.window)} steps"
-            )
-            alarm = Alarm("spike", step, tag, value, threshold, sentence)
-        self.on = spikes
         self.window.push(value)
-        return alarm
+        threshold = mean + SPIKE_STDS * std
+        if not self.begins(std > 1e-9 * abs(mean) and value >= threshold):
+            return None
+        sentence = (
+            f"{tag} {plain(value, 4)} is {(value - mean) / std:.1f} standard deviations above the mean"
+            f" {plain(mean, 4)} of the last {count} steps"
+        )
+        return Alarm("spike", step, tag, value, threshold, sentence)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"window": self.window.state_dict(), "on": self.on}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.window.load_state_dict(state["window"])
-        self.on = state["on"]
-
-
-class SpikeOfMedian:
+class SpikeOfMedian(Rule):
     """A loss more than 0.1 nat above the median of its last 201 values, this one included (Qwen).
 
     The window must be full, and during training it trails; `spike_rate` centers it. If healthy steps scatter by more
@@ -80,9 +72,10 @@ class SpikeOfMedian:
     small batches Qwen's threshold would give an alarm at every fifth step.
     """
 
+    STATE = ("window", "on")
+
     def __init__(self) -> None:
         self.window = Window(MEDIAN_WINDOW)
-        self.on = False
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
         """Add a value; returns an alarm if a spike begins."""
@@ -93,26 +86,16 @@ class SpikeOfMedian:
             return None
         median = self.window.median
         above = max(ABOVE_MEDIAN_NATS, ABOVE_MEDIAN_STDS * self.window.spread)
-        began = value > median + above and not self.on
-        self.on = value > median + above
-        if not began:
+        if not self.begins(value > median + above):
             return None
-        above_now = value - median
         sentence = (
-            f"{tag} {plain(value, 4)} is {above_now:.2f} above the median {plain(median, 4)} of the last"
+            f"{tag} {plain(value, 4)} is {value - median:.2f} above the median {plain(median, 4)} of the last"
             f" {MEDIAN_WINDOW} steps"
         )
         return Alarm("spike_median", step, tag, value, median + above, sentence)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"window": self.window.state_dict(), "on": self.on}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.window.load_state_dict(state["window"])
-        self.on = state["on"]
-
-
-class Stall:
+class Stall(Rule):
     """A loss that stays above what a model without context reaches, and no longer improves.
 
     The median of the last 50 values has not fallen by 0.05 nat in a fifth of the run (in 200 steps at least; in
@@ -120,6 +103,8 @@ class Stall:
     floor is known, otherwise the modality's unigram loss minus 0.1 nat, since the unigram loss takes no context.
     A constant loss below its ceiling counts as converged. Without a ceiling there is no alarm.
     """
+
+    STATE = ("window", "level", "since", "on")
 
     def __init__(self, warmup_steps: int, max_steps: int):
         self.warmup_steps = warmup_steps
@@ -129,7 +114,6 @@ class Stall:
         self.window = Window(STALL_MEDIAN)
         self.level: float | None = None
         self.since = 0
-        self.on = False
 
     def update(self, step: int, tag: str, value: float, ceiling: float | None) -> Alarm | None:
         """Add a value and its ceiling; returns an alarm if a stall begins."""
@@ -149,13 +133,6 @@ class Stall:
             f" above the {ceiling:.2f} that a learning model reaches"
         )
         return Alarm("stall", step, tag, median, ceiling, sentence)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"window": self.window.state_dict(), "level": self.level, "since": self.since, "on": self.on}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.window.load_state_dict(state["window"])
-        self.level, self.since, self.on = state["level"], state["since"], state["on"]
 
 
 def spike_score(values: Sequence[float]) -> float:

@@ -16,7 +16,7 @@ import lightning as L
 from lightning.pytorch.loggers.logger import Logger
 
 from mmqk.monitors.training_run.callback import RunMonitor
-from mmqk.store import Alarm, AlarmConfig, AlarmRules, append_alarms, parse_tag, truncate_alarms
+from mmqk.store import Alarm, AlarmConfig, AlarmRules, append_alarms, parse_tag, replacing, truncate_alarms
 from mmqk.store.checkpoints import PARTIAL_SUFFIX, checkpoint_name
 from mmqk.training.logging.loggers import RunLogger, StoryLogger
 from mmqk.training.loop.signals import Interrupted
@@ -182,9 +182,8 @@ class Alarms(L.Callback):
         try:
             os.link(newest, path)
         except OSError:  # a file system without hard links
-            partial = path.with_suffix(PARTIAL_SUFFIX)
-            shutil.copyfile(newest, partial)
-            os.replace(partial, path)
+            with open(newest, "rb") as source, replacing(path, path.with_suffix(PARTIAL_SUFFIX)) as file:
+                shutil.copyfileobj(source, file)
 
     def state_dict(self) -> dict[str, Any]:
         # Include the last flush; after an interruption the resumed run acts on the waiting alarms.

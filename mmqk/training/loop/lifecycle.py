@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import time
 
 import lightning as L
 import torch
 
 from mmqk.distributed import largest
-from mmqk.store import RunFolder, clock, disk_sentence
+from mmqk.progress import Progress
+from mmqk.store import RunFolder, disk_sentence
 from mmqk.training.loop.signals import ENDING, Interrupted
 from mmqk.training.loop.step_log import Checkpoints, StepLog, ends_step
 from mmqk.training.step.module import TrainingModule
@@ -86,28 +85,28 @@ class Lifecycle(L.Callback):
 
 
 class ProgressLine(L.Callback):
-    """A progress line: rewritten in place on a terminal, else printed every ten seconds."""
+    """Shows the step, the losses and the time left on stderr."""
 
     def __init__(self, step_log: StepLog):
         self.step_log = step_log
-        self._shown = 0.0
-        self._warm: tuple[float, int] | None = None  # time and step at the end of the first batch
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._shown, self._warm = 0.0, None
+        self._progress = Progress()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx: int) -> None:
-        now, live = time.monotonic(), sys.stderr.isatty()
         step, last = trainer.global_step, trainer.global_step == trainer.max_steps
-        if self._warm is None:
-            self._warm = now, step  # excluded from the estimate: it may compile
-        if not trainer.is_global_zero or (now - self._shown < (0.5 if live else 10.0) and not last):
+        self._progress.begin(step)  # after the first batch, which may compile
+        if not trainer.is_global_zero or not (last or self._progress.due()):
             return
-        self._shown = now
         losses = " · ".join(f"{k} {v:.3f}" for k, v in self.step_log.latest.items() if k.startswith("loss"))
         line = f"step {step}/{trainer.max_steps} · {losses or 'starting'}"
-        start, first = self._warm
-        if step > first:
-            line += f" · {clock((now - start) / (step - first) * (trainer.max_steps - step))} left"
-        ends = "\n" if last or not live else ""
-        print(f"\r\x1b[K{line}" if live else line, end=ends, file=sys.stderr, flush=True)
+        if last:
+            self._progress.close(line)
+        else:
+            self._progress.show(line, step, trainer.max_steps)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._progress.close()
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        self._progress.close()

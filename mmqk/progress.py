@@ -1,0 +1,126 @@
+"""The progress of a command on stderr: rich redraws it on a terminal; a log gets a plain line every ten seconds."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from mmqk.store import clock
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+TERMINAL_SECONDS, LOG_SECONDS = 0.5, 10.0
+BAR_WIDTH = 20
+
+Item = TypeVar("Item")
+
+
+class Progress:
+    """A line of text with the time left, on a terminal also with a bar.
+
+    The time left is estimated from the work done since `begin`. rich is imported at the first display on a terminal.
+
+    Args:
+        stream: stderr by default.
+    """
+
+    def __init__(self, stream: TextIO | None = None):
+        self.stream = sys.stderr if stream is None else stream
+        self.terminal = self.stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._shown = -math.inf if self.terminal else time.monotonic()
+        self._began: tuple[float, float] | None = None
+        self._live: Any = None
+        self._bar: Any = None
+
+    def due(self) -> bool:
+        """Whether half a second has passed since the last `show`, or ten seconds in a log."""
+        return time.monotonic() - self._shown >= (TERMINAL_SECONDS if self.terminal else LOG_SECONDS)
+
+    def begin(self, done: float) -> None:
+        """Start the clock of the time left when ``done`` units of work are done; later calls do nothing."""
+        self._began = self._began or (time.monotonic(), done)
+
+    def line(self, text: str, done: float | None = None, total: float | None = None) -> str:
+        """The text and the time left, if it can be estimated."""
+        if self._began is None or done is None or total is None or done <= self._began[1]:
+            return text
+        start, first = self._began
+        left = (time.monotonic() - start) / (done - first) * (total - done)
+        return f"{text} · about {clock(left)} left"
+
+    def show(
+        self,
+        text: str,
+        done: float | None = None,
+        total: float | None = None,
+        above: Callable[[int], RenderableType] | None = None,
+    ) -> None:
+        """Show the progress now.
+
+        Args:
+            text: one line.
+            done: units of work that are done; None before the work begins.
+            total: units of all work.
+            above: what a terminal shows above the line, for a width in characters.
+        """
+        self._shown = time.monotonic()
+        if done is not None:
+            self.begin(done)
+        line = self.line(text, done, total)
+        if self.terminal:
+            self._draw(line, done, total, above)
+        else:
+            self._print(line)
+
+    def close(self, last: str = "") -> None:
+        """Remove the display from a terminal; then print the line ``last``, if given."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if last:
+            self._print(last)
+
+    def _print(self, line: str) -> None:
+        self.stream.write(f"{line}\n")
+        self.stream.flush()
+
+    def _draw(self, line: str, done: float | None, total: float | None, above: Any) -> None:
+        from rich import progress
+        from rich.console import Console, Group
+        from rich.live import Live
+
+        if self._live is None:
+            console = Console(file=self.stream, force_terminal=True)
+            columns = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(BAR_WIDTH)
+            self._bar = progress.Progress(*columns, console=console, auto_refresh=False)
+            self._bar.add_task("")
+            self._live = Live(
+                console=console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=self.stream is sys.stderr,  # other lines are printed above the display
+            )
+            self._live.start()
+            console.show_cursor(True)  # rich hides it, and a killed process would not show it again
+        self._bar.update(self._bar.task_ids[0], description=line, total=total, completed=done or 0)
+        parts = [] if above is None else [above(self._live.console.width)]
+        self._live.update(Group(*parts, self._bar.get_renderable()), refresh=True)
+
+
+def track(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """The items, with their progress: ``1,200 of 20,000 samples read · about 1:45 left``."""
+    progress = Progress()
+    progress.begin(0)
+    try:
+        for done, item in enumerate(items):
+            if progress.due():
+                progress.show(f"{done:,} of {total:,} {what}", done, total)
+            yield item
+    finally:
+        progress.close()
