@@ -47,7 +47,7 @@ golden: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 test-oldest-torch:
 	test -d .venv-torch-2.6 || $(BASE_PYTHON) -m venv .venv-torch-2.6
 	.venv-torch-2.6/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.6.*' \
-		pytest numpy pillow scipy pyyaml matplotlib jinja2
+		pytest numpy pillow scipy pandas pyyaml matplotlib jinja2
 	.venv-torch-2.6/bin/python -m pytest tests/monitors --ignore tests/monitors/test_free.py
 
 tensorboard: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)

@@ -105,6 +105,7 @@ os.chdir({str(ROOT)!r})
 assert resolve(["--config=configs/demo.yaml"]).out.parts[:2] == ("runs", "demo")
 """
 # What mmqk needs and somebody else's training environment may not have.
+# Not pandas: torch.compiler looks for it.
 LAB = (
     *("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "transformers", "tensorboard"),
     *("webdataset", "timm", "tokenizers", "safetensors", "torchvision", "jsonargparse", "yaml", "PIL"),

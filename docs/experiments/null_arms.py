@@ -71,8 +71,8 @@ def pool(planted: Planted = Planted()) -> Pool:
                 if line[tag] and "unigram" not in tag:
                     record[tag] = float(line[tag]) + planted.nats
             records.append(record)
-        # Measured once for all splits.
-        run.__dict__ |= {"_columns": Columns(records), "_measured": {}, "_learning": {}, "_chosen_by": {}}
+        # Copies of the run, in any arm, share its columns and its measured values.
+        run.__dict__["_columns"] = Columns(records)
         _ = run.tags
         found[rate, seed] = run
     return found

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
     out = args.out or Path("reports") / default_name(args.runs)
     study, verdicts = write_report(args.runs, out)
-    print(headline(study, verdicts)[0])
+    print(headline(study, verdicts))
     for verdict in verdicts:
         unchecked = f" (not checked: {', '.join(verdict.claim.unchecked)})" if verdict.claim.unchecked else ""
         print(f"  {verdict.claim.id}: {verdict.verdict}{unchecked}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from mmqk.analysis.formatting import capital, decimals, fixed, listed, nats, number, plural
 from mmqk.analysis.metrics import METRICS, Metric, final_loss
+from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.replays import ReplayVerdict, replay_verdicts
 from mmqk.analysis.stats.effects import Effect
 from mmqk.analysis.stats.exact import Counts
@@ -42,11 +41,10 @@ def lead(study: Study, verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list
     return leading, [v for v in decided if v not in leading]
 
 
-def headline(study: Study, verdicts: Sequence[Verdict]) -> tuple[str, list[str]]:
-    """The title of the page, and a sentence below it for each further claim."""
-    leading, rest = lead(study, verdicts)
-    title = "; ".join(finding(study, v).rstrip(".") for v in leading)
-    return title or _plain_headline(study), [finding(study, v) for v in rest]
+def headline(study: Study, verdicts: Sequence[Verdict]) -> str:
+    """The title of the page."""
+    leading, _ = lead(study, verdicts)
+    return "; ".join(finding(study, v).rstrip(".") for v in leading) or _plain_headline(study)
 
 
 def finding(study: Study, verdict: Verdict) -> str:
@@ -306,20 +304,16 @@ def _about_runs(study: Study) -> list[str]:
         items.append(
             f"Results of unfinished runs: {', '.join(parts)}. Figures show such runs; verdicts do not count them."
         )
-    rates = sorted({float(v) for v in _values(study, study.hero, "optim.lr")})
+    rates = {learning_rate(run) for arm in study.hero for run in study.of_arm(arm)}
+    rates = {rate for rate in rates if math.isfinite(rate)}
     tuned = any(study.selection(study.arms[arm]) for arm in study.hero)
     if study.registered and len(rates) == 1 and len(study.hero) > 1 and not tuned:
         items.append(
-            f"Other learning rates: the compared arms ran at {rates[0]:g} and were not tuned separately, so an arm "
-            "may do better or worse at its best learning rate."
+            f"Other learning rates: the compared arms ran at {rates.pop():g} and were not tuned separately, so an "
+            "arm may do better or worse at its best learning rate."
         )
     if len({run.code for run in study.runs if run.code}) > 1:
         items.append(
             "Whether code changes between the runs matter: the runs used several versions of the code."
         )
     return items
-
-
-def _values(study: Study, arms: Sequence[str], name: str) -> list[float]:
-    values = [run.setting(name) for arm in arms for run in study.of_arm(arm)]
-    return [v for v in values if isinstance(v, int | float) and np.isfinite(v)]

@@ -27,7 +27,7 @@ from mmqk.report.figures.style import arm_colors
 from mmqk.report.findings import about_numbers, cannot_tell, finding, headline, lead
 from mmqk.report.render import TEMPLATES, css, render
 from mmqk.report.run_table import anchor, run_rows, totals
-from mmqk.report.tables import arm_rows, claim_sections, data_rows, environment, used_marks, verdict_rows
+from mmqk.report.tables import arm_rows, data_rows, environment, used_marks, verdict_rows
 from mmqk.store import UserError, relative_word, without_roots, write_folder
 
 # mmqk.inspection uses the same style sheet.
@@ -122,8 +122,8 @@ def page_content(findings: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dic
     rows, stands = run_rows(study, colors), arm_rows(study, colors)
     shown = {study.label(arm) for arm in study.shown}
     claims = [
-        row | section | {"figure": views[drawn.claims[row["id"]].name] if row["id"] in drawn.claims else None}
-        for row, section in zip(verdict_rows(study, verdicts), claim_sections(study, verdicts), strict=True)
+        row | {"figure": views[drawn.claims[row["id"]].name] if row["id"] in drawn.claims else None}
+        for row in verdict_rows(study, verdicts)
     ]
     sections = []
     if drawn.papers:
@@ -136,7 +136,7 @@ def page_content(findings: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dic
             sections.append({"id": id, "title": heading, "figures": present, "ended": ended})
     content = {
         "page": {
-            "title": headline(study, verdicts)[0],
+            "title": headline(study, verdicts),
             "titles": _titles(study, verdicts),
             "standfirst": _standfirst(study, verdicts),
             "kicker": _kicker(study),
@@ -175,7 +175,7 @@ def _titles(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
     """The title in parts, each with a link to the source of its numbers."""
     leading, _ = lead(study, verdicts)
     parts = [{"text": finding(study, v).rstrip("."), "href": f"#claim-{slug(v.claim.id)}"} for v in leading]
-    return parts or [{"text": headline(study, verdicts)[0], "href": "#runs"}]
+    return parts or [{"text": headline(study, verdicts), "href": "#runs"}]
 
 
 def _standfirst(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:

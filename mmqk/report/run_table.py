@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from mmqk.analysis.formatting import DASH, capital, count, duration, listed, nats, number, plural, slug
@@ -25,29 +25,28 @@ def anchor(run: Run) -> str:
 
 def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
     """One row per run, also for runs that have not started; a run that two arms share has one row."""
-    arms_of: dict[str, list[str]] = {}
-    by_arm: dict[str, list[Run]] = {}
+    arms_of: defaultdict[str, list[str]] = defaultdict(list)
+    by_arm: defaultdict[str, list[Run]] = defaultdict(list)
     for run in study.runs:
         if run.name not in arms_of:
-            by_arm.setdefault(run.arm, []).append(run)
-        arms_of.setdefault(run.name, []).append(run.arm)
-    missing: dict[str, list[int]] = {}
+            by_arm[run.arm].append(run)
+        arms_of[run.name].append(run.arm)
+    missing: defaultdict[str, list[int]] = defaultdict(list)
     for arm, seed in study.missing:
-        missing.setdefault(arm, []).append(seed)
+        missing[arm].append(seed)
     modalities = study.modalities
     rows: list[dict[str, Any]] = []
     anchors: set[str] = set()
     for arm in dict.fromkeys([*study.arms, *by_arm, *missing]):
-        order = sorted(by_arm.get(arm, ()), key=lambda run: (ROLES.get(run.role, 9), run.seed, run.name))
+        order = sorted(by_arm[arm], key=lambda run: (ROLES.get(run.role, 9), run.seed, run.name))
         for run in order:
             texts = (_role(run), run.status.reason, *run.notes, _alarms(run))
-            remarks = [capital(text).rstrip(".") + "." for text in texts if text]
-            others = {study.label(a): None for a in arms_of[run.name]}
+            remarks = [capital(text).rstrip(".") + "." for text in dict.fromkeys(texts) if text]
             rows.append(
                 {
                     "anchor": anchor(run),
                     "arms": [a for a in dict.fromkeys(arms_of[run.name]) if a not in anchors],
-                    "label": listed(list(others)),
+                    "label": listed(list(dict.fromkeys(map(study.label, arms_of[run.name])))),
                     "color": colors.get(arm, "#000000"),
                     "seed": run.seed,
                     "status": run.status.status,
@@ -70,16 +69,13 @@ def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
                 "color": colors.get(arm, "#000000"),
                 "seed": seed,
                 "status": "not started",
-                "step": DASH,
+                **dict.fromkeys(("step", "logit", "tokens", "seconds"), DASH),
                 "losses": [DASH] * len(modalities),
-                "logit": DASH,
-                "tokens": DASH,
-                "seconds": DASH,
                 "remarks": "",
                 "name": arm,
                 "arm": arm,
             }
-            for i, seed in enumerate(missing.get(arm, ()))
+            for i, seed in enumerate(missing[arm])
         ]
     return rows
 

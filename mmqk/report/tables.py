@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmqk.analysis.formatting import DASH, capital, listed, nats, plural, slug
@@ -16,6 +17,7 @@ from mmqk.analysis.metrics import (
     learnt,
     unigram_entropy,
 )
+from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict, middle
 from mmqk.report.figures.claims import claim_arms, claim_runs, outcome_rows
@@ -27,18 +29,24 @@ MOST_LINKS, MOST_ARMS = 24, 4
 
 
 def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One row per claim."""
+    """One row per claim, also with the content of its section: what was registered, and the result of each run."""
     rows = []
     for verdict in verdicts:
-        claim = verdict.claim
+        claim, threshold = verdict.claim, threshold_in_words(verdict)
         effect, medians = effect_and_medians(study, verdict)
-        used = claim_runs(study, verdict)
-        runs: list[tuple[str, list[dict[str, Any]]]] = []
-        for arm in claim_arms(study, verdict):
-            links = [{"seed": run.seed, "anchor": anchor(run)} for run in used if run.arm == arm]
-            runs.append((f"{study.label(arm)}, seed", links))
-        if len(used) > MOST_LINKS or len(runs) > MOST_ARMS:
-            runs = [(f"{len(used)} runs of {plural(len(runs), 'arm')}, listed in", [section_link(claim.id)])]
+        seeds, outcomes = outcome_rows(study, verdict)
+        for result in (result for row in outcomes for cell in row["cells"] for result in cell):
+            run = result.pop("run")
+            result["anchor"] = anchor(run) if run else ""
+        registered = [
+            ("Registered as", claim.status),
+            ("Metric", claim.metric),
+            ("Estimand", claim.estimand),
+            ("Smallest effect of interest", threshold),
+            ("Falsifier", claim.falsifier),
+            ("Not checked", listed(claim.not_checked)),
+            ("Exclusions", claim.exclusions),
+        ]
         rows.append(
             {
                 "id": claim.id,
@@ -51,51 +59,31 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
                 "number_there": claim.number_there or DASH,
                 "effect": effect,
                 "medians": medians,
-                "threshold": threshold_in_words(verdict),
+                "threshold": threshold,
                 "verdict": verdict.verdict,
                 "css": verdict.verdict.replace(" ", "-"),
                 "note": " ".join(verdict.notes),
                 "controls": verdict.controls,
-                "runs": runs,
+                "runs": _run_links(study, verdict),
+                "metric": claim.metric,
+                "seeds": seeds,
+                "outcomes": outcomes,
+                "registered": [(name, str(value).rstrip(".")) for name, value in registered if value],
             }
         )
     return rows
 
 
-def section_link(claim: str) -> dict[str, Any]:
-    """A link to the section of a claim, in the form of a link to a run."""
-    return {"seed": claim, "anchor": f"claim-{slug(claim)}"}
-
-
-def claim_sections(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One section per claim: what was registered, and the result of each run."""
-    sections = []
-    for verdict in verdicts:
-        claim = verdict.claim
-        seeds, rows = outcome_rows(study, verdict)
-        for row in rows:
-            for cell in row["cells"]:
-                for result in cell:
-                    run = result.pop("run")
-                    result["anchor"] = anchor(run) if run else ""
-        registered = [
-            ("Registered as", claim.status),
-            ("Metric", claim.metric),
-            ("Estimand", getattr(claim, "estimand", "")),
-            ("Smallest effect of interest", threshold_in_words(verdict)),
-            ("Falsifier", claim.falsifier),
-            ("Not checked", listed(claim.not_checked)),
-            ("Exclusions", getattr(claim, "exclusions", "")),
-        ]
-        sections.append(
-            {
-                "metric": claim.metric,
-                "seeds": seeds,
-                "outcomes": rows,
-                "registered": [(name, str(value).rstrip(".")) for name, value in registered if value],
-            }
-        )
-    return sections
+def _run_links(study: Study, verdict: Verdict) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Links to the runs of a claim by arm; one link to its section if there are too many."""
+    runs, arms = claim_runs(study, verdict), claim_arms(study, verdict)
+    if len(runs) > MOST_LINKS or len(arms) > MOST_ARMS:
+        section = {"seed": verdict.claim.id, "anchor": f"claim-{slug(verdict.claim.id)}"}
+        return [(f"{len(runs)} runs of {plural(len(arms), 'arm')}, listed in", [section])]
+    return [
+        (f"{study.label(arm)}, seed", [{"seed": r.seed, "anchor": anchor(r)} for r in runs if r.arm == arm])
+        for arm in arms
+    ]
 
 
 def used_marks(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
@@ -142,32 +130,36 @@ def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
 
 def data_rows(study: Study) -> list[dict[str, Any]]:
     """How predictable the tokens are: one row per modality, or several if arms read different data."""
-    rows: dict[str, dict[str, Any]] = {}
-    for modality in study.modalities:
-        for arm in study.arms:
-            runs = [run for run in study.of_arm(arm) if isinstance(run.data.get(modality), dict)]
-            if not runs:
-                continue
-            statistics = runs[0].data[modality]
-            row: dict[str, Any] = {
+    import pandas as pd  # slow to import
+
+    rows = []
+    for modality, arm in itertools.product(study.modalities, study.arms):
+        runs = [run for run in study.of_arm(arm) if modality in run.data]
+        if not runs:
+            continue
+        statistics = runs[0].data[modality]
+        losses = [best_loss(run, modality) for run in runs if is_trained(run, modality)]
+        rows.append(
+            {
                 "modality": modality,
                 "share": _share(statistics.get("share")),
                 "used": f"{statistics.get('used', 0):,} of {statistics.get('block', 0):,}",
-                "unigram": _entropy(statistics.get("unigram")),
-                "compressed": _entropy(statistics.get("compressed")),
-                "model": _entropy(statistics.get("model")),
-                "floor": _entropy(statistics.get("floor")),
+                **{
+                    name: _entropy(statistics.get(name))
+                    for name in ("unigram", "compressed", "model", "floor")
+                },
                 "repeated": _share(statistics.get("repeated")),
+                "arms": study.label(arm),
+                "best": min(filter(math.isfinite, losses), default=math.nan),
             }
-            key = json.dumps(row)
-            rows.setdefault(key, row | {"arms": [], "best": math.inf})
-            rows[key]["arms"].append(study.label(arm))
-            losses = [best_loss(run, modality) for run in runs if is_trained(run, modality)]
-            rows[key]["best"] = min([rows[key]["best"], *(loss for loss in losses if math.isfinite(loss))])
-    for row in rows.values():
-        row["arms"] = "all" if len(row["arms"]) == len(study.arms) else listed(row["arms"])
-        row["best"] = nats(row["best"]) if math.isfinite(row["best"]) else DASH
-    return list(rows.values())
+        )
+    if not rows:
+        return []
+    same = [name for name in rows[0] if name not in ("arms", "best")]
+    table = pd.DataFrame(rows).groupby(same, sort=False).agg({"arms": list, "best": "min"}).reset_index()
+    table["arms"] = ["all" if len(arms) == len(study.arms) else listed(arms) for arms in table["arms"]]
+    table["best"] = [_nats(best) for best in table["best"]]
+    return [dict(zip(table.columns, row, strict=True)) for row in table.itertuples(index=False)]
 
 
 def _entropy(value: Any) -> str:
@@ -180,21 +172,18 @@ def _share(value: Any) -> str:
 
 def environment(study: Study) -> list[tuple[str, str]]:
     """Versions, machine, precision and code of the runs; every value if the runs differ."""
-    rows: list[tuple[str, str]] = []
-    rows.append(("Versions", _distinct(study, lambda run: _pairs(run.details.get("versions")))))
-    rows.append(("Machine", _distinct(study, lambda run: _pairs(run.details.get("machine")))))
-    for name, field in (
-        ("Precision", "trainer.precision"),
-        ("Attention backend", "backend"),
-        ("Threads per run", "threads"),
-    ):
-        rows.append((name, _distinct(study, lambda run, field=field: _text(run.setting(field)))))
-    rows.append(("Code", _distinct(study, lambda run: run.code)))
-    return [(name, value) for name, value in rows if value]
-
-
-def _distinct(study: Study, of: Any) -> str:
-    return " / ".join(dict.fromkeys(filter(None, (of(run) for run in study.runs))))
+    texts: dict[str, Callable[[Run], str]] = {
+        "Versions": lambda run: _pairs(run.details.get("versions")),
+        "Machine": lambda run: _pairs(run.details.get("machine")),
+        "Precision": lambda run: _text(run.setting("trainer.precision")),
+        "Attention backend": lambda run: _text(run.setting("backend")),
+        "Threads per run": lambda run: _text(run.setting("threads")),
+        "Code": lambda run: run.code,
+    }
+    rows = [
+        (name, " / ".join(dict.fromkeys(filter(None, map(text, study.runs))))) for name, text in texts.items()
+    ]
+    return [row for row in rows if row[1]]
 
 
 def _pairs(record: Any) -> str:

@@ -7,7 +7,7 @@ from fake_runs import DEMO, Planted, write_demo
 
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.verdicts.claims import Claim
-from mmqk.analysis.verdicts.compared import groups, measure, spread_outcomes
+from mmqk.analysis.verdicts.compared import compare, measure, spread_outcomes
 
 
 def verdicts(folder, planted=None, change=None):
@@ -110,6 +110,6 @@ def test_forks_of_one_run_give_the_spread_once(tmp_path, forked, arms):
         if forked and run.arm.startswith("late"):
             run.fork = {"parent": parents[run.seed], "step": 100}
     claim = Claim("T", "", metric="largest_attention_logit", treatment="mixed", control="mixed-qk")
-    compared = groups(study, claim)
-    spread = spread_outcomes(study, claim, compared, measure(compared, claim.metric))
+    compared = compare(study, claim)
+    spread = spread_outcomes(compared, measure(compared.groups, claim.metric))
     assert len(spread) == arms and math.isfinite(sum(map(sum, spread.values())))

@@ -23,7 +23,7 @@ from mmqk.report.figures.curves import binned, layer_map
 from mmqk.report.figures.fork_tree import fork_figure, fork_tree
 from mmqk.report.figures.standard import figures, hero
 from mmqk.report.figures.style import arm_colors
-from mmqk.report.findings import cannot_tell, finding, headline
+from mmqk.report.findings import cannot_tell, finding, headline, lead
 from mmqk.report.page import Drawn, page_content, write_report
 from mmqk.report.render import css, render
 from mmqk.report.tables import arm_rows, data_rows
@@ -289,11 +289,11 @@ def test_diverged_lines_are_marked(demo):
 
 def test_sentences_follow_the_verdicts(tmp_path):
     study = load_study(write_demo(tmp_path / "a", {"mixed-qk": Planted(120.0)}))
-    title, _ = headline(study, judge(study))
+    title = headline(study, judge(study))
     assert "0.500 times as high" in title
     assert title.endswith(", short of the smallest effect of interest, a factor of 1.99")
     study = load_study(write_demo(tmp_path / "b", leave_out=("mixed-qk",)))
-    assert "C2 was not run" in headline(study, judge(study))[0]
+    assert "C2 was not run" in headline(study, judge(study))
 
 
 def test_the_grid_may_word_a_finding(tmp_path):
@@ -302,11 +302,11 @@ def test_the_grid_may_word_a_finding(tmp_path):
         grid["report"]["headline"] = ["C10", "C2"]
 
     study = load_study(write_demo(tmp_path / "demo", change=change))
-    title, rest = headline(study, judge(study))
+    title = headline(study, judge(study))
     assert title.startswith(
         "Image loss: ×1.09 (0.858 to 1.39), 3 seeds; The largest attention logit ended 7.06"
     )
-    assert rest == []
+    assert lead(study, judge(study))[1] == []
 
 
 def test_a_loss_is_worded_as_a_difference(tmp_path):

@@ -108,9 +108,9 @@ def test_runs_that_failed_and_runs_that_lack_are_said_in_the_sentence(tmp_path):
 
 def test_exploratory_findings_are_called_so(tmp_path):
     study, found = of_claim(tmp_path, change=lambda grid: grid["claims"][0].update(status="exploratory"))
-    assert headline(study, list(found.values()))[0].startswith("Exploratory: ")
+    assert headline(study, list(found.values())).startswith("Exploratory: ")
     study, found = of_claim(tmp_path / "confirmatory")
-    assert "Exploratory" not in headline(study, list(found.values()))[0]
+    assert "Exploratory" not in headline(study, list(found.values()))
 
 
 def test_what_was_not_measured_is_not_called_shown(tmp_path):

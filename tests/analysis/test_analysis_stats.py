@@ -96,7 +96,7 @@ def test_only_shared_seeds_count():
 def test_one_seed_has_no_interval():
     assert pooled_spread({"a": [1.0], "b": [2.0]}) is None
     effect = paired_effect({0: 2.0}, {0: 1.0}, None)
-    assert effect.value == 1.0 and not effect.has_interval and math.isnan(effect.margin)
+    assert effect.value == 1.0 and not effect.has_interval and math.isnan(effect.beyond(0.05))
 
 
 def test_equal_seeds_have_no_spread():
@@ -111,9 +111,9 @@ def test_smallest_detectable_effect_is_that_of_methods():
         values = 0.14 * stats.zscore(np.arange(n), ddof=1)
         spread = pooled_spread({arm: list(values) for arm in ("a", "b", "c", "d", "e")})
         effect = paired_effect(by_seed(values + 1), by_seed(values), spread)
-        assert effect.margin == pytest.approx(expected, abs=0.03)
+        assert effect.beyond(0.05) == pytest.approx(expected, abs=0.03)
         # The noncentral t says how often it is found.
-        shift = effect.margin / (spread.sd * math.sqrt(2 / n))
+        shift = effect.beyond(0.05) / (spread.sd * math.sqrt(2 / n))
         power = 1 - stats.nct.cdf(stats.t.ppf(0.975, spread.df), spread.df, shift)
         assert power == pytest.approx(0.8, abs=0.03)
 

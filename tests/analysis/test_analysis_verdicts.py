@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,7 +45,6 @@ def test_planted_effect_is_reproduced_with_its_numbers(tmp_path):
         found.effect.df == 6
         and "Standard deviation over seeds by arm 0.12, 0.12, 0.12, pooled 0.12" in " ".join(found.notes)
     )
-    assert "spread" not in {field.name for field in fields(found)}
     half = 2.4469 * 0.12 * math.sqrt(2 / 3)
     assert found.effect.low == pytest.approx(found.effect.value - half, abs=1e-4)
     assert all(controls(found).values()) and len(found.runs) == 6
@@ -319,7 +318,7 @@ def test_a_positive_control_that_ends_in_nan_counts_as_what_was_seen(tmp_path):
 def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
     """The interval must clear delta, not 0: simulated with the spread that these seeds have."""
     found = verdicts(tmp_path, {"image-off": Planted(60 / math.exp(0.5))})["C10"]
-    needed = found.claim.delta + found.effect.margin
+    needed = found.claim.delta + found.effect.beyond(0.05)
     assert f"a factor of {number(math.exp(needed), 2)}" in found.notes[-1]
     rng, draws, half = np.random.default_rng(1), 4000, found.effect.high - found.effect.value
 
@@ -329,7 +328,7 @@ def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
         return np.mean(means - half / 0.12 * sd > found.claim.delta)
 
     assert power(needed) == pytest.approx(0.8, abs=0.04)
-    assert power(found.effect.margin) < 0.2
+    assert power(found.effect.beyond(0.05)) < 0.2
 
 
 def test_unlike_spreads_are_not_pooled(tmp_path):

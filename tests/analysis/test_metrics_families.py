@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 from small_runs import config, small_run
 
-from mmqk.analysis.metrics import FAMILY_METRICS, FamilyMetric, dose_response, find_metric
+from mmqk.analysis.metrics import FAMILY_METRICS, FamilyMetric, find_metric
+from mmqk.analysis.metrics.rates import dose_response
 from mmqk.store import UserError
 
 
@@ -197,7 +198,7 @@ def test_doses_that_say_nothing_are_named(tmp_path):
     blind = dosed(tmp_path / "e", [0, 1, 2], [5, 6, 7])
     blind[1].status = blind[1].status.__class__("interrupted")
     assert "1 has no value" in value(name, blind).why
-    assert dose_response([], lambda run: 0.0).why.startswith("the axes are none")
+    assert dose_response([], lambda run: 0.0, "", True).why.startswith("the axes are none")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ import math
 import pytest
 from small_runs import config, small_run
 
-from mmqk.analysis.metrics import find_metric, norm_slope, outcomes
+from mmqk.analysis.metrics import find_metric
+from mmqk.analysis.metrics.outcome import outcomes
+from mmqk.analysis.metrics.probes import norm_slope
 
 DATA = {"source": "one"}
 

@@ -10,13 +10,13 @@ from mmqk.analysis.metrics import (
     METRICS,
     losses,
     outcome,
-    prediction,
     probes,
     rates,
     scaling,
 )
 from mmqk.analysis.metrics.stability import WARNINGS
 from mmqk.analysis.metrics.table import DOSE
+from mmqk.analysis.stats.auroc import FEWEST_OF_EACH
 from mmqk.store.alarms import NAMES, divergence, steps
 
 PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
@@ -59,9 +59,7 @@ def test_a_row_says_what_the_metric_is(name):
         (r"median ([\d.]+) nat above the best such", divergence.ABOVE_BEST_NATS),
         (r"one ended more than ([\d.]+) nat above the best run", outcome.STALLED_NATS),
         (r"ended ([\d.]+) nat above the best loss", rates.UNSTABLE_NATS),
-        (r"registered threshold of ([\d,]+)", scaling.LOGIT_THRESHOLD),
-        (r"needs (\d+) failures and", prediction.FEWEST_OF_EACH),
-        (r"median of its last (\d+) steps", prediction.GRAD_NORM_STEPS),
+        (r"needs (\d+) failures and", FEWEST_OF_EACH),
         (r"`dose_response` \| .* \| (\d+) values, all", rates.FEWEST_DOSES),
     ],
 )

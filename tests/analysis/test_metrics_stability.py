@@ -10,7 +10,7 @@ import pytest
 from scipy import ndimage
 from small_runs import config, small_run
 
-from mmqk.analysis.metrics import METRICS, divergence_step, find_metric, warnings_of
+from mmqk.analysis.metrics import METRICS, divergence_step, find_metric
 from mmqk.store import UserError, alarms_of, read_metrics
 
 
@@ -172,23 +172,6 @@ def test_lead_time_by_hand(tmp_path):
     assert math.isnan(value("alarm_lead_time", survived))
     with pytest.raises(UserError, match="names the alarm 'divergence': use one of"):
         find_metric("alarm_lead_time(divergence)")
-
-
-def test_warnings_are_counted_with_the_false_ones(tmp_path):
-    series = {"loss/text": [4.0] * 60}
-
-    def one(name, status, alarms):
-        return small_run(tmp_path / name, series, status=status, step=57, config=config(100), alarms=alarms)
-
-    runs = [
-        one("a", "diverged", ALARMS),
-        one("b", "diverged", ALARMS[4:]),
-        one("c", "completed", ALARMS[1:2]),
-        one("d", "completed", ALARMS[:1]),
-        one("e", "interrupted", ALARMS),
-    ]
-    found = warnings_of(runs)
-    assert (found.warned, found.unwarned, found.false, found.quiet) == (1, 1, 1, 1)
 
 
 def test_without_a_file_the_alarms_are_those_of_the_numbers(tmp_path):

@@ -132,8 +132,7 @@ def sentences(folder):
     found = judge(study)
     made = [*figures(study), *paper_figures(study), *(claim_figure(study, v) for v in found)]
     said = [part for figure in made if figure is not None for part in (figure.reading, figure.caption)]
-    title, rest = headline(study, found)
-    said += [title, *rest, *(finding(study, v) for v in found), *cannot_tell(study, found)]
+    said += [headline(study, found), *(finding(study, v) for v in found), *cannot_tell(study, found)]
     said += [part for v in found for part in (*effect_and_medians(study, v), *v.notes)]
     colours = arm_colors(study)
     said += [about_numbers(found), _about_learning(study)]

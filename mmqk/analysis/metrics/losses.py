@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,12 +90,11 @@ def is_trained(run: Run, modality: str) -> bool:
     if not len(run.series(f"loss/{modality}")[0]):
         return False
     mix = run.setting("data.mix")
-    if isinstance(mix, Mapping):
+    if mix is not None:
         kinds = [kind for kind, share in mix.items() if share > 0]
         if not any(modality in MODALITIES_OF.get(kind, (modality,)) for kind in kinds):
             return False
-    weight = run.setting(f"loss.weights.{modality}", 1.0)
-    return not isinstance(weight, int | float) or weight > 0
+    return weight_of(run, modality) > 0
 
 
 def trained_modalities(run: Run) -> tuple[str, ...]:
@@ -112,5 +110,4 @@ def has_floor(run: Run, modality: str) -> bool:
 
 def weight_of(run: Run, modality: str) -> float:
     """The weight of the loss of a modality; 1 by default."""
-    weight = run.setting(f"loss.weights.{modality}", 1.0)
-    return float(weight) if isinstance(weight, int | float) else 1.0
+    return float(run.setting(f"loss.weights.{modality}", 1.0))

@@ -20,7 +20,7 @@ class Measured(NamedTuple):
     """A number, or NaN and the reason.
 
     Attributes:
-        value: the number; if ``towards`` is not 0, a bound of it.
+        value: the number; if ``towards`` is not 0, a bound.
         why: why the value is NaN or a bound; else empty.
         towards: 1 if the true value is at least ``value``, -1 if it is at most ``value``, 0 if it is ``value``.
     """
@@ -31,32 +31,43 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A number of a run.
+class _Quantity:
+    """The fields of every metric.
 
     Attributes:
         label: how a sentence names it.
         unit: empty for a pure number.
         scale: "log" when effects are ratios, "linear" when they are differences.
         worst: the bad end of the scale; a value that is not finite ranks there.
-        measure: the function; infinite if the last value of the run is not finite, NaN without a value.
-        series: the series over steps whose end the metric measures; for other metrics, the number itself.
-        by_modality: whether it needs a modality.
-        counts_failures: whether the number of a diverged run is its value; else it is a bound.
     """
 
     label: str
     unit: str
     scale: Scale
     worst: End
+
+    def on_scale(self, value: float) -> float:
+        """The value on the scale on which effects are differences: the value or its logarithm; NaN if it has none."""
+        if self.scale == "linear":
+            return value
+        return math.log(value) if value > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Metric(_Quantity):
+    """A number of a run.
+
+    Attributes:
+        measure: the function; infinite if the last value of the run is not finite, NaN without a value.
+        series: the series over steps whose end the metric measures; for other metrics, the number itself.
+        by_modality: whether it needs a modality.
+        counts_failures: whether the number of a diverged run is its value; else it is a bound.
+    """
+
     measure: Callable[[Run, str | None], float]
     series: BySeries
     by_modality: bool = False
     counts_failures: bool = False
-
-    def on_scale(self, value: float) -> float:
-        """The value on the scale on which effects are differences."""
-        return on_scale(self.scale, value)
 
     def worst_seen(self, run: Run, modality: str | None) -> float:
         """The worst finite value of the whole run; NaN without one."""
@@ -68,31 +79,17 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class FamilyMetric:
+class FamilyMetric(_Quantity):
     """A number of a family: of the runs of one arm over its axes, at one seed.
 
     Attributes:
-        label: how a sentence names it.
-        unit: empty for a pure number.
-        scale: "log" when effects are ratios, "linear" when they are differences.
-        worst: the bad end of the scale.
         compute: function of the runs, in any order, and a modality.
-        by_modality: whether it needs a modality.
         of_rates: whether it is about the learning rates at which runs fail: a run that learnt nothing then counts if
             another run of its seed and point learnt.
     """
 
-    label: str
-    unit: str
-    scale: Scale
-    worst: End
     compute: Callable[[Sequence[Run], str | None], Measured]
-    by_modality: bool = False
     of_rates: bool = False
-
-    def on_scale(self, value: float) -> float:
-        """The value on the scale on which effects are differences."""
-        return on_scale(self.scale, value)
 
     def measured(
         self,
@@ -122,13 +119,6 @@ class FamilyMetric:
         return self.measured(runs, modality).value
 
 
-def on_scale(scale: Scale, value: float) -> float:
-    """The value, or its logarithm; NaN if it has none."""
-    if scale == "linear":
-        return value
-    return math.log(value) if value > 0 else math.nan
-
-
 def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
     """A series for a metric without one: its number at the last step of the run."""
 
@@ -140,11 +130,9 @@ def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
 
 def warmup_steps(run: Run) -> int:
     """Steps of learning-rate warm-up; 0 if not recorded."""
-    value = run.setting("optim.warmup_steps", 0)
-    return value if isinstance(value, int) else 0
+    return run.setting("optim.warmup_steps", 0)
 
 
 def planned_steps(run: Run) -> int:
     """Configured length of the run in optimizer steps; if not recorded, its last step."""
-    value = run.setting("trainer.max_steps", 0)
-    return value if isinstance(value, int) and value > 0 else run.last_step
+    return run.setting("trainer.max_steps", 0) or run.last_step

@@ -14,13 +14,13 @@ from mmqk.analysis.metrics.metric import Measured
 from mmqk.analysis.metrics.stability import divergence_step
 from mmqk.analysis.runs.load import Run
 
-LR = "optim.lr"
+RATE = "optim.lr"
 UNSTABLE_NATS = 0.1
 
 
 def learning_rate(run: Run) -> float:
     """The peak learning rate of a run; NaN if not recorded."""
-    return axis_value(run, LR)
+    return axis_value(run, RATE)
 
 
 def axis_value(run: Run, axis: str) -> float:
@@ -147,65 +147,40 @@ def _first(ended_runs: Sequence[Ended], unstable: Callable[[Ended], bool]) -> Me
     )
 
 
-@dataclass(frozen=True)
-class DoseResponse:
-    """The response of a metric to an axis.
-
-    Attributes:
-        axis: the dotted field.
-        doses: values of the axis, rising.
-        responses: the metric at each dose, on the metric's scale.
-        slope: least-squares slope per unit of the axis; NaN if a response is not finite.
-        monotonicity: Kendall's tau-b, from -1 (falls everywhere) to 1 (rises everywhere); a response that is
-            not finite ranks worst.
-        why: why the slope or monotonicity is NaN; else empty.
-    """
-
-    axis: str = ""
-    doses: tuple[float, ...] = ()
-    responses: tuple[float, ...] = ()
-    slope: float = math.nan
-    monotonicity: float = math.nan
-    why: str = ""
-
-
 FEWEST_DOSES = 3
 
 
-def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: str = "") -> DoseResponse:
+def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: str, slope: bool) -> Measured:
     """The response of a number of the runs of a family to one axis, at one seed.
 
     Args:
         runs: at least three, one per value of the axis.
         measure: the number on the scale of the fit; infinite if it ranks worst, NaN if it was not measured.
-        axis: the dotted field; by default the only axis of the points.
+        axis: the dotted field; if empty, the only axis of the points.
+        slope: True for the least-squares slope per unit of the axis, which needs finite responses. False for
+            Kendall's tau-b, from -1 (falls everywhere) to 1 (rises everywhere).
     """
     varied = sorted({name for run in runs for name in run.point})
-    if not axis:
-        if len(varied) != 1:
-            return DoseResponse(why=f"the axes are {', '.join(varied) or 'none'}: name one axis")
-        axis = varied[0]
-    doses = [axis_value(run, axis) for run in runs]
-    if any(math.isnan(dose) for dose in doses):
-        missing = next(run.name for run, dose in zip(runs, doses, strict=True) if math.isnan(dose))
-        return DoseResponse(axis, why=f"{axis} is not a number in {missing}")
-    if len(set(doses)) < len(doses):
-        return DoseResponse(
-            axis, why=f"several runs have the same {axis}: give the runs of one point of the other axes"
-        )
-    if len(doses) < FEWEST_DOSES:
-        return DoseResponse(
-            axis, why=f"{len(doses)} values of {axis} are too few for a response: {FEWEST_DOSES} are needed"
-        )
-    pairs = sorted((dose, measure(run), run.name) for dose, run in zip(doses, runs, strict=True))
-    for _, response, name in pairs:
+    if not axis and len(varied) != 1:
+        return Measured(math.nan, f"the axes are {', '.join(varied) or 'none'}: name one axis")
+    axis = axis or varied[0]
+    responses: dict[float, float] = {}
+    for run in runs:
+        dose, response = axis_value(run, axis), measure(run)
+        if math.isnan(dose):
+            return Measured(math.nan, f"{axis} is not a number in {run.name}")
+        if dose in responses:
+            why = f"several runs have the same {axis}: give the runs of one point of the other axes"
+            return Measured(math.nan, why)
         if math.isnan(response):
-            return DoseResponse(axis, why=f"{name} has no value of the metric")
-    x, y = np.array([dose for dose, _, _ in pairs]), np.array([response for _, response, _ in pairs])
-    tau, why = float(stats.kendalltau(x, y).statistic), ""
-    slope = math.nan
-    if np.isfinite(y).all():
-        slope = float(stats.linregress(x, y).slope)
-    else:
-        why = "a response is not finite: there is a monotonicity but no slope"
-    return DoseResponse(axis, tuple(x.tolist()), tuple(y.tolist()), slope, tau, why)
+            return Measured(math.nan, f"{run.name} has no value of the metric")
+        responses[dose] = response
+    if len(responses) < FEWEST_DOSES:
+        why = f"{len(responses)} values of {axis} are too few for a response: {FEWEST_DOSES} are needed"
+        return Measured(math.nan, why)
+    x, y = (np.array(column) for column in zip(*sorted(responses.items()), strict=True))
+    if not slope:
+        return Measured(float(stats.kendalltau(x, y).statistic))
+    if not np.isfinite(y).all():
+        return Measured(math.nan, "a response is not finite: there is a monotonicity but no slope")
+    return Measured(float(stats.linregress(x, y).slope))

@@ -10,12 +10,10 @@ import numpy as np
 
 from mmqk.analysis.metrics.metric import Measured, planned_steps
 from mmqk.analysis.metrics.rates import learning_rate
-from mmqk.analysis.metrics.stability import divergence_step
 from mmqk.analysis.runs.load import Run
 
-# Wortsman et al. (arXiv 2309.14322, Fig. 9): runs with a logit above this diverged.
-LOGIT_THRESHOLD = 1e4
-# They use step 2e3 of 1e5 and block 0. Runs here have other lengths, so the step is a share of the run.
+# Wortsman et al. (arXiv 2309.14322, Fig. 9) use step 2e3 of 1e5 and block 0. Runs here have other lengths, so the
+# step is a share of the run.
 AT_SHARE = 0.2
 BLOCK = 0
 FEWEST_FITTED = 3
@@ -50,7 +48,6 @@ class Extrapolation:
         logits: largest attention logit of every model at the step.
         step: the step of the logits.
         predicted: logit of the largest model, predicted from the others.
-        diverged: whether the largest model diverged.
     """
 
     rate: float
@@ -58,52 +55,39 @@ class Extrapolation:
     logits: tuple[float, ...]
     step: int
     predicted: float
-    diverged: bool
-
-    @property
-    def actual(self) -> float:
-        """The measured logit of the largest model."""
-        return self.logits[-1]
 
     @property
     def ratio(self) -> float:
         """Predicted over actual logit; NaN if the actual one is 0 or not finite."""
-        usable = math.isfinite(self.actual) and self.actual > 0
-        return self.predicted / self.actual if usable else math.nan
-
-    @property
-    def right(self) -> bool:
-        """Whether the prediction exceeds the registered threshold of 1e4 exactly if the largest model diverged."""
-        return (self.predicted > LOGIT_THRESHOLD) == self.diverged
+        actual = self.logits[-1]
+        return self.predicted / actual if math.isfinite(actual) and actual > 0 else math.nan
 
 
-def extrapolate(
-    runs: Sequence[Run], modality: str | None = None, step: int | None = None, layer: int | None = BLOCK
-) -> tuple[list[Extrapolation], str]:
+def extrapolate(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Extrapolation], str]:
     """For each learning rate, fit log logits of all models but the largest by a quadratic in log size.
+
+    The logits are those of block 0 at the last probe in the first fifth of the run.
 
     Args:
         runs: runs of one family at one seed; with three smaller sizes the quadratic passes through all of them.
         modality: modality of the queries.
-        step: the step of the logits; by default the last probe in the first fifth of the run.
-        layer: the layer; None for the maximum over all layers.
 
     Returns:
         The extrapolations by rising learning rate, and the reason if there are none.
     """
-    by_rate: dict[float, dict[float, tuple[Run, int, float]]] = {}
+    by_rate: dict[float, dict[float, tuple[int, float]]] = {}
     for run in runs:
         rate, size = learning_rate(run), model_size(run)
         if math.isnan(rate) or math.isnan(size):
             return [], f"the learning rate or the model's size is not recorded in {run.name}"
-        steps, values = run.combined("attn_logit_absmax", np.max, modality, layer)
-        by = AT_SHARE * planned_steps(run) if step is None else step
+        steps, values = run.combined("attn_logit_absmax", np.max, modality, BLOCK)
+        by = AT_SHARE * planned_steps(run)
         at = int(np.searchsorted(steps, by, side="right")) - 1
-        if at < 0 or (step is not None and steps[at] != step):
-            return [], f"{run.name} has no probe at step {by:g}"
+        if at < 0:
+            return [], f"{run.name} has no probe up to step {by:g}"
         if size in by_rate.setdefault(rate, {}):
             return [], f"two runs have {size:g} parameters and the learning rate {rate:g}"
-        by_rate[rate][size] = run, int(steps[at]), float(values[at])
+        by_rate[rate][size] = int(steps[at]), float(values[at])
     predictions, why = [], "there are no runs"
     for rate, by_size in sorted(by_rate.items()):
         one, why = _one(rate, by_size)
@@ -113,7 +97,7 @@ def extrapolate(
     return predictions, "" if predictions else why
 
 
-def _one(rate: float, by_size: dict[float, tuple[Run, int, float]]) -> tuple[Extrapolation | None, str]:
+def _one(rate: float, by_size: dict[float, tuple[int, float]]) -> tuple[Extrapolation | None, str]:
     at = f"at learning rate {rate:g}"
     sizes = sorted(by_size)
     if len(sizes) <= FEWEST_FITTED:
@@ -121,20 +105,16 @@ def _one(rate: float, by_size: dict[float, tuple[Run, int, float]]) -> tuple[Ext
             None,
             f"{at} there are {len(sizes)} model sizes: {FEWEST_FITTED} are fitted and one is predicted",
         )
-    measured = [by_size[size] for size in sizes]
-    if len({step for _, step, _ in measured}) > 1:
-        return None, f"{at} the models were probed at different steps: give one step"
-    logits = [logit for _, _, logit in measured]
+    steps, logits = zip(*(by_size[size] for size in sizes), strict=True)
+    if len(set(steps)) > 1:
+        return None, f"{at} the models were probed at different steps"
     if not all(math.isfinite(logit) and logit > 0 for logit in logits[:-1]):
         return None, f"{at} a logit of a smaller model is not finite and positive: there is nothing to fit"
     x = np.log(sizes) - math.log(sizes[0])
     curve = np.polynomial.Polynomial.fit(x[:-1], np.log(logits[:-1]), 2)
     with np.errstate(over="ignore"):
         predicted = float(np.exp(curve(x[-1])))
-    largest = measured[-1][0]
-    return Extrapolation(
-        rate, tuple(sizes), tuple(logits), measured[0][1], predicted, divergence_step(largest) is not None
-    ), ""
+    return Extrapolation(rate, tuple(sizes), logits, steps[0], predicted), ""
 
 
 def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Measured:

@@ -6,8 +6,7 @@ The rules are those of `mmqk.store.alarms`, which also run during training.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
 
 from mmqk.analysis.metrics.losses import has_floor, trained_modalities
 from mmqk.analysis.metrics.metric import planned_steps, warmup_steps
@@ -96,10 +95,7 @@ def alarms(run: Run) -> list[Alarm]:
     if (run.path / ALARMS_NAME).exists() or run.fork:
         return run.alarms
     lines = read_metrics(run.path / "metrics.jsonl")
-    length = run.setting("trainer.max_steps", 0)
-    return alarms_of(
-        lines, warmup_steps(run), max(0, length) if isinstance(length, int) else 0, trained_modalities(run)
-    )
+    return alarms_of(lines, warmup_steps(run), run.setting("trainer.max_steps", 0), trained_modalities(run))
 
 
 def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> float:
@@ -112,7 +108,7 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
 
     Returns:
         0 if it diverged without a warning before that step; an alarm at the step itself does not count. NaN for a run
-        that did not diverge. An alarm that always fires has a long lead time: see `warnings_of`.
+        that did not diverge.
     """
     end = divergence_step(run)
     if end is None:
@@ -132,34 +128,3 @@ def _is_of(alarm: Alarm, modality: str | None) -> bool:
         return True
     parts = alarm.tag.split("/")
     return len(parts) > 1 and parts[1].partition("-")[0] == modality
-
-
-@dataclass(frozen=True)
-class Warnings:
-    """Hits and misses of warnings over a set of runs.
-
-    Attributes:
-        warned: runs that diverged after a warning.
-        unwarned: runs that diverged without one.
-        false: runs that completed after one.
-        quiet: runs that completed without one.
-    """
-
-    warned: int
-    unwarned: int
-    false: int
-    quiet: int
-
-
-def warnings_of(
-    runs: Iterable[Run], modality: str | None = None, names: Collection[str] = WARNINGS
-) -> Warnings:
-    """Hits and misses of warnings; runs that neither diverged nor completed do not count."""
-    counts = {"warned": 0, "unwarned": 0, "false": 0, "quiet": 0}
-    for run in runs:
-        end, first = divergence_step(run), first_warning(run, modality, names)
-        if end is not None:
-            counts["warned" if first is not None and first < end else "unwarned"] += 1
-        elif run.status.status == "completed":
-            counts["quiet" if first is None else "false"] += 1
-    return Warnings(**counts)

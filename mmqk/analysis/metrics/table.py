@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from mmqk.analysis.metrics.losses import final_loss
-from mmqk.analysis.metrics.metric import FamilyMetric, Measured, Metric, alone
+from mmqk.analysis.metrics.metric import End, FamilyMetric, Measured, Metric, alone
 from mmqk.analysis.metrics.probes import (
     EARLY_SHARE,
     attention_entropy,
@@ -39,20 +39,21 @@ from mmqk.analysis.runs.load import Run, Series
 from mmqk.store import UserError
 
 
-def _final_loss(run: Run, modality: str | None = None) -> float:
-    return final_loss(run, modality or "").value
+def _loss(label: str, name: str) -> Metric:
+    """A metric: the final value of a loss of a modality."""
+
+    def measure(run: Run, modality: str | None = None) -> float:
+        return final_loss(run, modality or "", name).value
+
+    def series(run: Run, modality: str | None = None) -> Series:
+        return run.series(f"{name}/{modality}")
+
+    return Metric(label, "nats", "linear", "high", measure, series, by_modality=True)
 
 
-def _final_excess(run: Run, modality: str | None = None) -> float:
-    return final_loss(run, modality or "", "excess").value
-
-
-def _excess_series(run: Run, modality: str | None = None) -> Series:
-    return run.series(f"excess/{modality}")
-
-
-def _loss_series(run: Run, modality: str | None = None) -> Series:
-    return run.series(f"loss/{modality}")
+def _of_failures(label: str, unit: str, measure: Callable[[Run, str | None], float], worst: End) -> Metric:
+    """A metric without a series, whose number of a diverged run counts."""
+    return Metric(label, unit, "linear", worst, measure, alone(measure), counts_failures=True)
 
 
 METRICS = {
@@ -61,8 +62,8 @@ METRICS = {
     "attention_entropy": Metric(
         "attention entropy", "nats", "linear", "low", attention_entropy, entropy_series
     ),
-    "final_loss": Metric("final loss", "nats", "linear", "high", _final_loss, _loss_series, True),
-    "final_excess": Metric("final excess", "nats", "linear", "high", _final_excess, _excess_series, True),
+    "final_loss": _loss("final loss", "loss"),
+    "final_excess": _loss("final excess", "excess"),
     "final_norm": probed("last-layer output norm", norm_series("final_norm")),
     "q_norm": probed("query norm", norm_series("q_norm")),
     "k_norm": probed("key norm", norm_series("k_norm")),
@@ -75,64 +76,27 @@ METRICS = {
     "early_final_norm_slope": slope_of(
         "early growth rate of the last-layer output norm", "final_norm", 0.0, EARLY_SHARE
     ),
-    "spike_score": Metric(
-        "spike score", "% of steps", "linear", "high", spike_score, alone(spike_score), counts_failures=True
+    "spike_score": _of_failures("spike score", "% of steps", spike_score, "high"),
+    "grad_norm_spike_score": _of_failures(
+        "spike score of the gradient norm", "% of steps", grad_norm_spike_score, "high"
     ),
-    "grad_norm_spike_score": Metric(
-        "spike score of the gradient norm",
-        "% of steps",
-        "linear",
-        "high",
-        grad_norm_spike_score,
-        alone(grad_norm_spike_score),
-        counts_failures=True,
-    ),
-    "spike_rate": Metric(
-        "spike rate",
-        "per 10,000 steps",
-        "linear",
-        "high",
-        spike_rate,
-        alone(spike_rate),
-        counts_failures=True,
-    ),
-    "diverged": Metric("divergence", "", "linear", "high", diverged, alone(diverged), counts_failures=True),
-    "time_of_divergence": Metric(
-        "time of divergence",
-        "of the run",
-        "linear",
-        "low",
-        time_of_divergence,
-        alone(time_of_divergence),
-        counts_failures=True,
-    ),
-    "alarm_lead_time": Metric(
-        "lead time of the first warning",
-        "steps",
-        "linear",
-        "low",
-        alarm_lead_time,
-        alone(alarm_lead_time),
-        counts_failures=True,
-    ),
+    "spike_rate": _of_failures("spike rate", "per 10,000 steps", spike_rate, "high"),
+    "diverged": _of_failures("divergence", "", diverged, "high"),
+    "time_of_divergence": _of_failures("time of divergence", "of the run", time_of_divergence, "low"),
+    "alarm_lead_time": _of_failures("lead time of the first warning", "steps", alarm_lead_time, "low"),
 }
+_EXTRAPOLATION = "predicted over actual largest logit of the held-out largest model"
 FAMILY_METRICS = {
     "lr_sensitivity": FamilyMetric(
-        "learning-rate sensitivity", "nats", "linear", "high", lr_sensitivity, of_rates=True
+        "learning-rate sensitivity", "nats", "linear", "high", lr_sensitivity, True
     ),
     "first_diverging_lr": FamilyMetric(
-        "first diverging learning rate", "", "log", "low", first_diverging_lr, of_rates=True
+        "first diverging learning rate", "", "log", "low", first_diverging_lr, True
     ),
     "first_unstable_lr": FamilyMetric(
-        "first unstable learning rate", "", "log", "low", first_unstable_lr, of_rates=True
+        "first unstable learning rate", "", "log", "low", first_unstable_lr, True
     ),
-    "logit_extrapolation": FamilyMetric(
-        "predicted over actual largest logit of the held-out largest model",
-        "",
-        "log",
-        "high",
-        logit_extrapolation,
-    ),
+    "logit_extrapolation": FamilyMetric(_EXTRAPOLATION, "", "log", "high", logit_extrapolation),
 }
 DOSE = ("dose_response", "dose_monotonicity")
 _CALL = re.compile(r"(\w+)\(([^()]*)\)")
@@ -155,7 +119,7 @@ def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
     if metric is None:
         names = ", ".join([*METRICS, *FAMILY_METRICS, *(f"{dose}(METRIC)" for dose in DOSE)])
         raise UserError(f"metric {name!r} of a claim is unknown: use one of {names}")
-    if metric.by_modality and not modality:
+    if isinstance(metric, Metric) and metric.by_modality and not modality:
         raise UserError(f"metric {name!r} of a claim needs a modality: write {base}/text or the like")
     return metric, modality or None
 
@@ -171,9 +135,7 @@ def _called(name: str, base: str, given: list[str], rest: str) -> tuple[Metric |
             return alarm_lead_time(run, modality, given)
 
         label = f"lead time of the first warning ({', '.join(given)})"
-        return Metric(label, "steps", "linear", "low", lead, alone(lead), counts_failures=True), rest[
-            1:
-        ] or None
+        return _of_failures(label, "steps", lead, "low"), rest[1:] or None
     if base not in DOSE or rest or not 1 <= len(given) <= 2:
         raise UserError(
             f"metric {name!r} of a claim is unknown: only alarm_lead_time(ALARM), dose_response(METRIC, AXIS) and"
@@ -196,8 +158,7 @@ def _dose(base: str, inner: Metric, axis: str) -> FamilyMetric:
         return inner.on_scale(inner.measure(run, modality)) if run.status.finished else math.nan
 
     def compute(runs: Sequence[Run], modality: str | None = None) -> Measured:
-        dose = dose_response(runs, lambda run: response(run, modality), axis)
-        return Measured(dose.slope if slope else dose.monotonicity, dose.why)
+        return dose_response(runs, lambda run: response(run, modality), axis, slope)
 
     per = axis or "the axis"
     if not slope:

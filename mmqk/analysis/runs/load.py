@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,6 +72,7 @@ class Run:
         fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.
         replay: for a replay, the replayed run, its depth and its numerics, else None.
         forked: content of fork.json; empty without one.
+        cache: results of functions that are `once_per_run`.
     """
 
     path: Path
@@ -90,6 +91,7 @@ class Run:
     fork: Mapping[str, Any] | None = None
     replay: Mapping[str, Any] | None = None
     forked: Mapping[str, Any] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.family = self.family or self.arm
@@ -128,14 +130,15 @@ class Run:
         sentences = [part for part in self.status.lost.split("; ") if part]
         trainer = self.identity.get("trainer")
         if self.status.finished and isinstance(trainer, Mapping):  # mmqk.train writes one line per step
-            first = (_mapping(self.identity.get("fork")) or {}).get("step", 0)
+            fork = self.identity.get("fork")
+            first = fork.get("step", 0) if isinstance(fork, Mapping) else 0
             columns = self._columns
             steps = lost_steps(columns.steps, first, self.status.step)
             logged = {
                 (int(step), name.partition("/")[2]): float(value)
-                for name in columns
+                for name, series in columns.series.items()
                 if name.startswith("alarm/")
-                for step, value in zip(*columns[name], strict=True)
+                for step, value in zip(*series, strict=True)
             }
             sentences += [steps or (CUT if columns.truncated else "")]
             sentences += [lost_alarms(logged, ((alarm.step, alarm.name) for alarm in self.alarms))]
@@ -144,7 +147,7 @@ class Run:
     @cached_property
     def tags(self) -> dict[str, Tag]:
         """The parsed tag of every series by name."""
-        parsed = ((name, _parsed(name)) for name in self._columns)
+        parsed = ((name, _parsed(name)) for name in self._columns.series)
         return {name: tag for name, tag in parsed if tag is not None}
 
     @cached_property
@@ -180,7 +183,7 @@ class Run:
 
     def series(self, tag: str) -> Series:
         """(steps, values) of one series; both empty if the run does not have it."""
-        return self._columns.get(tag, EMPTY)
+        return self._columns.series.get(tag, EMPTY)
 
     def combined(
         self,
@@ -215,6 +218,18 @@ class Run:
                 values = np.where(np.isnan(values), np.inf, values)
             table[row, np.searchsorted(steps, at)] = values
         return steps, np.asarray(reduce(table, axis=0), dtype=np.float64)
+
+
+def once_per_run(measure: Callable[[Run, str], _T]) -> Callable[[Run, str], _T]:
+    """Compute the result for a run and a name once, because several claims use the same."""
+
+    @wraps(measure)
+    def cached(run: Run, name: str) -> _T:
+        if (measure, name) not in run.cache:
+            run.cache[measure, name] = measure(run, name)
+        return run.cache[measure, name]
+
+    return cached
 
 
 @lru_cache(maxsize=65536)
@@ -264,57 +279,45 @@ def _seed_of_record(path: Path) -> int:
     return identity.get("seed", 0)
 
 
-def _noted(read: Callable[[], _T | None], notes: list[str]) -> _T | None:
-    """The result of ``read``; None, with a note, if the file is damaged."""
+def _noted(read: Callable[[], _T | None], notes: list[str], missing: str = "") -> _T | None:
+    """The result of ``read``; None, with a note, if the file is damaged or, with the note ``missing``, missing."""
     try:
-        return read()
+        record = read()
     except DamagedFile as damaged:
-        notes.append(f"its {damaged.path.name} cannot be read: {damaged.why}")
-        return None
+        record, missing = None, f"its {damaged.path.name} cannot be read: {damaged.why}"
+    if record is None and missing:
+        notes.append(missing)
+    return record
 
 
 def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] | None = None) -> Run:
     entry = entry or {}
     notes: list[str] = []
-    record = _noted(lambda: read_run(path), notes)
-    if record is None:
-        record = {}
-        if not notes:
-            notes.append("its run.json is missing")
-    notes_before = len(notes)
-    status = _noted(lambda: read_status(path), notes)
+    record = _noted(lambda: read_run(path), notes, "its run.json is missing") or {}
+    status = _noted(lambda: read_status(path), notes, "its status.json is missing")
     if status is None:
-        status = Status("failed", reason="no status was written")
-        if len(notes) > notes_before:
-            status = Status("failed", reason=notes[-1])
-        else:
-            notes.append("its status.json is missing")
+        status = Status("failed", reason=notes[-1])
     if status.status == "running":
         notes.append("still running, or cut off")
     forked = _noted(lambda: read_json(path / "fork.json", _FORK), notes) or {}
-    identity, details = record.get("identity"), record.get("details")
     return Run(
         path=path,
         name=name,
         arm=arm,
         seed=seed,
-        id=str(record.get("id", "")),
-        code=str(record.get("code", "")),
-        identity=identity if isinstance(identity, dict) else {},
-        details=details if isinstance(details, dict) else {},
+        id=record.get("id", ""),
+        code=record.get("code", ""),
+        identity=record.get("identity", {}),
+        details=record.get("details", {}),
         status=status,
         remarks=tuple(notes),
-        family=str(entry.get("family") or arm),
-        point=_mapping(entry.get("point")) or {},
-        role=str(entry.get("role") or "verdict"),
-        fork=_mapping(entry.get("fork")) or _fork_of(forked),
-        replay=_mapping(entry.get("replay")),
+        family=entry.get("family") or arm,
+        point=entry.get("point") or {},
+        role=entry.get("role") or "verdict",
+        fork=entry.get("fork") or _fork_of(forked),
+        replay=entry.get("replay"),
         forked=forked,
     )
-
-
-def _mapping(value: Any) -> Mapping[str, Any] | None:
-    return value if isinstance(value, dict) else None
 
 
 def _fork_of(forked: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -73,11 +73,6 @@ class Effect:
         """Upper end of the 95 % interval; NaN without one."""
         return self.interval(1 - CONFIDENCE)[1]
 
-    @property
-    def margin(self) -> float:
-        """`beyond` at 5 %."""
-        return self.beyond(1 - CONFIDENCE)
-
     def interval(self, alpha: float) -> tuple[float, float]:
         """The interval at confidence 1 - alpha."""
         half = quantile_t(1 - alpha / 2, self.df) * self.error

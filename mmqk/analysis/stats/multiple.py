@@ -47,16 +47,13 @@ def holm(p_values: Sequence[float]) -> list[tuple[float, float]]:
 
     Hypotheses after the step at which the procedure stops get the level of that step.
     """
-    m = len(p_values)
-    levels, adjusted, worst, rejecting = [0.0] * m, [1.0] * m, 0.0, True
-    level = FAMILY_LEVEL / m if m else FAMILY_LEVEL
-    for step, i in enumerate(np.argsort(p_values, kind="stable")):
-        if rejecting:
-            level = FAMILY_LEVEL / (m - step)
-            rejecting = p_values[i] <= level
-        levels[i] = level
-        worst = adjusted[i] = max(worst, min(1.0, (m - step) * p_values[i]))
-    return list(zip(levels, adjusted, strict=True))
+    order = np.argsort(p_values, kind="stable")
+    p, left = np.asarray(p_values)[order], np.arange(len(p_values), 0, -1)
+    rejected = np.append(p <= FAMILY_LEVEL / left, False).argmin()
+    levels = FAMILY_LEVEL / np.maximum(left, len(p) - rejected)
+    adjusted = np.maximum.accumulate(np.minimum(1.0, left * p))
+    back = np.argsort(order)
+    return list(zip(levels[back].tolist(), adjusted[back].tolist(), strict=True))
 
 
 def benjamini_hochberg(p_values: Sequence[float]) -> list[tuple[float, float]]:

@@ -16,9 +16,9 @@ from mmqk.analysis.stats.exact import Counts, sign_flip
 from mmqk.analysis.stats.multiple import p_over_looks
 from mmqk.analysis.verdicts.claims import Claim
 from mmqk.analysis.verdicts.compared import (
-    Group,
+    Compared,
     Outcomes,
-    groups,
+    compare,
     lost_of,
     measure,
     metric_value,
@@ -48,23 +48,24 @@ class Assessment:
 
     Attributes:
         claim: as registered.
-        groups: the compared runs by name.
-        effect: treatment against control; None if there is none.
+        compared: the compared runs.
+        effect: treatment against control on the metric's scale (log ratio or difference; for counts a difference of
+            shares); None if there is none.
         spread: over seeds.
-        medians: median of the metric by name; for counts the share.
+        medians: median of the metric over the finished runs by name; for counts the share.
         controls: the checks that need no other claim.
         notes: one sentence each, for the page.
         open: why the claim cannot be decided whatever the effect; empty otherwise.
         bounded: why failed runs forbid the verdict that the effect would give; empty otherwise.
         holds: whether the effect lies on the claimed side of the smallest effect of interest.
-        p: two-sided p-value for a true effect of that smallest size.
-        sign_flip: p-value of the exact sign-flip test.
+        p: two-sided p-value for a true effect of that smallest size, before correction; NaN without one.
+        sign_flip: p-value of the exact sign-flip test, with 6 seeds or more; else NaN.
         counts: (counted runs, all runs) by name, for a claim that counts runs.
-        failures: number of runs that count with the worst observed value.
+        bounds: number of runs that count with the worst observed value; above 0 the effect is a bound.
     """
 
     claim: Claim
-    groups: Mapping[str, Group]
+    compared: Compared
     effect: Effect | Counts | None = None
     spread: Spread | None = None
     medians: Mapping[str, float] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Assessment:
     p: float = math.nan
     sign_flip: float = math.nan
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    failures: int = 0
+    bounds: int = 0
 
     @property
     def p_in_family(self) -> float:
@@ -88,36 +89,34 @@ class Assessment:
 
 def assess(study: Study, claim: Claim) -> Assessment:
     """Assess one claim on its runs."""
-    compared = groups(study, claim)
-    if any(not members.runs for members in compared.values()):
+    compared = compare(study, claim)
+    if any(not members.runs for members in compared.groups.values()):
         return Assessment(claim, compared)
     if claim.decided and claim.test == "count":
-        return _counted(study, claim, compared)
-    outcomes = measure(compared, claim.metric)
+        return _counted(compared)
+    outcomes = measure(compared.groups, claim.metric)
     medians = {name: middle(values) for name, values in outcomes.raw.items()}
     notes = [
-        f"{plural(len(seeds), 'run')} of {compared[name].label} diverged or ended without a finite value and got "
-        "the worst finite value: the effect is a bound."
+        f"{plural(len(seeds), 'run')} of {compared.groups[name].label} diverged or ended without a finite value and "
+        "got the worst finite value: the effect is a bound."
         for name, seeds in outcomes.bounds.items()
     ]
     if not claim.decided:
         treatment, control = (outcomes.values.get(name, {}) for name in (claim.treatment, claim.control))
-        runs = [run for members in compared.values() for run in members.all]
-        controls = tuple(filter(None, [within_bound(runs)]))
+        controls = tuple(filter(None, [within_bound(compared.runs)]))
         shown = paired_effect(treatment, control, None)
         if not shown:
             notes = []  # without an effect there is no bound
-        notes += [_without(outcomes.unmeasured)] if any(map(lost_of, ([run] for run in runs))) else []
+        notes += [_without(outcomes.unmeasured)] if lost_of(compared.runs) else []
         return Assessment(claim, compared, shown, None, medians, controls, tuple(notes))
-    spread = pooled_spread(spread_outcomes(study, claim, compared, outcomes))
-    both = claim.treatment, claim.control
-    treatment, control = (outcomes.values[name] for name in both)
-    effect = paired_effect(treatment, control, spread, share_history(*(compared[name] for name in both)))
-    controls, rate_notes = _controls(study, claim, compared)
-    open_ = _registered(claim, compared) or _measured(outcomes, effect)
-    failures = sum(map(len, outcomes.bounds.values()))
+    spread = pooled_spread(spread_outcomes(compared, outcomes))
+    treatment, control = (outcomes.values[name] for name in (claim.treatment, claim.control))
+    effect = paired_effect(treatment, control, spread, share_history(*compared.pair))
+    controls, rate_notes = _controls(compared)
+    open_ = _registered(compared) or _measured(outcomes, effect)
+    bounds = sum(map(len, outcomes.bounds.values()))
     assessment = Assessment(
-        claim, compared, effect, spread, medians, controls, (*notes, *rate_notes), open_, failures=failures
+        claim, compared, effect, spread, medians, controls, (*notes, *rate_notes), open_, bounds=bounds
     )
     if open_ or effect is None:
         return assessment
@@ -141,13 +140,14 @@ def _flipped(effect: Effect, threshold: float) -> float:
     return sign_flip(np.array(effect.differences) - threshold)
 
 
-def _registered(claim: Claim, compared: Mapping[str, Group]) -> str:
+def _registered(compared: Compared) -> str:
     """Why the runs differ from the registered ones; empty if they do not."""
-    for members in compared.values():
+    claim = compared.claim
+    for members in compared.groups.values():
         done = len(members.all)
         if done < members.planned:
             return f"{done} of {plural(members.planned, 'planned run')} of {members.label} finished."
-    for members in compared.values():
+    for members in compared.groups.values():
         if claim.seeds and members.seeds < claim.seeds:
             return (
                 f"Registered for {plural(claim.seeds, 'seed')} per arm; {members.label} has {members.seeds}."
@@ -196,43 +196,41 @@ def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> s
     return f"The true effect may be {'smaller' if smaller else 'larger'}, because failed runs count with a bound."
 
 
-def _controls(
-    study: Study, claim: Claim, compared: Mapping[str, Group]
-) -> tuple[tuple[Control, ...], list[str]]:
-    runs = [run for members in compared.values() for run in members.all]
-    rate_controls, rate_note = rates(study, claim, compared)
-    checks: list[Control | None] = []
-    if "learnt" not in claim.unchecked:
-        checks.append(regime_reached(study, claim, compared))
-    if "declared" not in claim.unchecked:
-        checks.append(only_declared_differences(claim, compared, bool(rate_note)))
-    if "seeds" not in claim.unchecked:
-        checks.append(enough_seeds(claim, compared))
-    checks.append(within_bound(runs))
-    checks.append(rates_of_whole_runs(study, compared))
-    checks += rate_controls
-    if claim.test == "count":
-        checks.append(numerics_agree(study, compared))
-    return tuple(check for check in checks if check is not None), [rate_note] if rate_note else []
-
-
-def _counted(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Assessment:
-    """Assess a claim about the number of runs that diverge or reach a value."""
-    counted = {name: [_counts(claim, run) for run in g.all] for name, g in compared.items()}
-    unmeasured = [
-        f"{compared[name].label} seed {run.seed}" + (f" ({lost_of([run])})" if run.lost else "")
-        for name, flags in counted.items()
-        for run, one in zip(compared[name].all, flags, strict=True)
-        if one is None
+def _controls(compared: Compared) -> tuple[tuple[Control, ...], list[str]]:
+    unchecked = compared.claim.unchecked
+    rate_controls, rate_note = rates(compared)
+    checks = [
+        "learnt" not in unchecked and regime_reached(compared),
+        "declared" not in unchecked and only_declared_differences(compared, bool(rate_note)),
+        "seeds" not in unchecked and enough_seeds(compared),
+        within_bound(compared.runs),
+        rates_of_whole_runs(compared),
+        *rate_controls,
+        compared.claim.test == "count" and numerics_agree(compared),
     ]
-    counts = {name: (sum(one is True for one in flags), len(flags)) for name, flags in counted.items()}
+    return tuple(check for check in checks if check), [rate_note] if rate_note else []
+
+
+def _counted(compared: Compared) -> Assessment:
+    """Assess a claim about the number of runs that diverge or reach a value."""
+    claim = compared.claim
+    counts: dict[str, tuple[int, int]] = {}
+    unmeasured = []
+    for name, members in compared.groups.items():
+        counted = [_counts(claim, run) for run in members.all]
+        counts[name] = counted.count(True), len(counted)
+        unmeasured += [
+            f"{members.label} seed {run.seed}" + (f" ({lost_of([run])})" if run.lost else "")
+            for run, one in zip(members.all, counted, strict=True)
+            if one is None
+        ]
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
-    controls, rate_notes = _controls(study, claim, compared)
+    controls, rate_notes = _controls(compared)
     holds, _, p = _side(claim, effect)
     # The shares must also differ by Fisher's test, which decides if delta is small.
     p = max(p, effect.fisher) if holds else p
     medians = {name: count / n for name, (count, n) in counts.items()}
-    open_ = _registered(claim, compared) or _without(unmeasured)
+    open_ = _registered(compared) or _without(unmeasured)
     return Assessment(
         claim, compared, effect, None, medians, controls, tuple(rate_notes), open_, "", holds, p,
         counts=counts,

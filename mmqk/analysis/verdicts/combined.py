@@ -1,13 +1,15 @@
 """Several folders as one study, with unique names.
 
-A verdict depends only on the runs of its own folder, so the claims of each folder are judged before the folders are
+A verdict depends only on the runs of one folder, so the claims of each folder are judged before the folders are
 joined.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from mmqk.analysis.verdicts.verdicts import Verdict, judge
 
 # With more arms than colors and no grid, arms are sorted by their largest logit.
 MANY_ARMS = 8
-_LEANS = ("positive_control", "negative_control", "manipulation_check")
 _LISTS = ("hero", "shown", "cannot_tell", "figures", "headline")
 
 
@@ -66,6 +67,13 @@ def _by_logit(study: Study) -> Study:
     return replace(study, arms={arm: study.arms[arm] for arm in order})
 
 
+class _Names(dict[str, str]):
+    """New names by old name; other names stay."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+
 def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict, ...]]]) -> Any:
     names = _distinct([study.name for study, *_ in parts])
     runs: list[Run] = []
@@ -75,73 +83,66 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
     claims: list[Claim] = []
     verdicts: list[Verdict] = []
     replays: list[ReplayVerdict] = []
-    report: dict[str, Any] = {name: [] for name in _LISTS} | {"commands": []}
+    report: dict[str, Any] = {name: [] for name in (*_LISTS, "commands")}
     missing: list[tuple[str, int]] = []
-    members: dict[str, set[Path]] = {}
+    members: defaultdict[str, set[Path]] = defaultdict(set)
     ids: set[str] = set()
     for name, (study, judged, replayed) in zip(names, parts, strict=True):
-        new_runs: dict[str, str] = {}
-        paths_of_arm: dict[str, set[Path]] = {}
+        paths_of_arm: defaultdict[str, set[Path]] = defaultdict(set)
         for run in study.runs:
-            paths_of_arm.setdefault(run.arm, set()).add(run.path.resolve())
-        taken = {*arms, *families}
-        arm_names = {
-            old: f"{name}/{old}"
-            if old in taken and not _same(paths_of_arm.get(old), members.get(old))
-            else old
+            paths_of_arm[run.arm].add(run.path.resolve())
+        # An arm with the name of an earlier arm is the same arm if all its runs are runs of that arm.
+        new_arms = _Names(
+            (old, f"{name}/{old}")
             for old in (*study.arms, *study.families)
-        }
+            if (old in arms or old in families)
+            and not (paths_of_arm[old] and paths_of_arm[old] <= members[old])
+        )
+        new_runs = _Names()
         for run in study.runs:
-            where = run.path.resolve()
-            if where not in name_of:
-                name_of[where] = run.name if run.name == name else f"{name}/{run.name}"
-            new_runs[run.name] = name_of[where]
-            arm = arm_names.get(run.arm, run.arm)
-            if where not in members.setdefault(arm, set()):
+            where, arm = run.path.resolve(), new_arms[run.arm]
+            new_runs[run.name] = name_of.setdefault(
+                where, run.name if run.name == name else f"{name}/{run.name}"
+            )
+            if where not in members[arm]:
                 members[arm].add(where)
                 twin = copy.copy(run)  # keeps the columns that are already read
-                twin.name, twin.arm, twin.family = name_of[where], arm, arm_names.get(run.family, run.family)
+                twin.name, twin.arm, twin.family = name_of[where], arm, new_arms[run.family]
                 runs.append(twin)
-        for old, old_arm in (*study.arms.items(), *study.families.items()):
-            new, family = (arm_names.get(each, each) for each in (old, old_arm.family))
-            label = old_arm.label if new == old else f"{old_arm.label} ({study.title})"
-            target = arms if old in study.arms else families
-            target.setdefault(new, replace(old_arm, name=new, label=label, family=family))
-        families |= {
-            arm_names.get(old, old): arms[arm_names.get(old, old)]
-            for old in study.families
-            if old in study.arms
-        }
-        missing += [(arm_names.get(arm, arm), seed) for arm, seed in study.missing]
-        claim_ids = {c.id: c.id if c.id not in ids else f"{name}:{c.id}" for c in study.claims}
-        ids |= set(claim_ids.values())
-        renamed = {c.id: _renamed(c, claim_ids, arm_names) for c in study.claims}
+        for joined, of_study in ((arms, study.arms), (families, study.families)):
+            for old, arm_or_family in of_study.items():
+                new = new_arms[old]
+                label = arm_or_family.label if new == old else f"{arm_or_family.label} ({study.title})"
+                family = new_arms[arm_or_family.family]
+                joined.setdefault(new, replace(arm_or_family, name=new, label=label, family=family))
+        missing += [(new_arms[arm], seed) for arm, seed in study.missing]
+        new_ids = _Names((claim.id, f"{name}:{claim.id}") for claim in study.claims if claim.id in ids)
+        renamed = {claim.id: _renamed(claim, new_ids, new_arms) for claim in study.claims}
+        ids |= {claim.id for claim in renamed.values()}
         claims += renamed.values()
         verdicts += [
             replace(
                 verdict,
                 claim=renamed[verdict.claim.id],
-                medians={arm_names.get(arm, arm): value for arm, value in verdict.medians.items()},
-                counts={arm_names.get(arm, arm): value for arm, value in verdict.counts.items()},
-                runs=tuple(new_runs.get(run, run) for run in verdict.runs),
+                medians={new_arms[arm]: value for arm, value in verdict.medians.items()},
+                counts={new_arms[arm]: value for arm, value in verdict.counts.items()},
+                runs=tuple(new_runs[run] for run in verdict.runs),
             )
             for verdict in judged
         ]
         replays += [
             replace(
                 replay,
-                of=new_runs.get(replay.of, replay.of),
+                of=new_runs[replay.of],
                 rows=tuple(
-                    replace(row, runs=tuple(new_runs.get(run, run) for run in row.runs))
-                    for row in replay.rows
+                    replace(row, runs=tuple(new_runs[run] for run in row.runs)) for row in replay.rows
                 ),
             )
             for replay in replayed
         ]
-        _add_report(report, study, arm_names, claim_ids)
-    first = parts[0][0]
+        _add_report(report, study, new_arms, new_ids)
     study = replace(
-        first,
+        parts[0][0],
         name="-".join(names),
         title=listed(_distinct([study.title for study, *_ in parts])),
         arms=arms,
@@ -157,49 +158,38 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
     return study, tuple(verdicts), tuple(replays)
 
 
-def _same(new: set[Path] | None, present: set[Path] | None) -> bool:
-    """Whether all runs of a new arm are already runs of the present arm."""
-    return bool(new) and bool(present) and new <= present  # type: ignore[operator]
-
-
 def _distinct(names: Sequence[str]) -> list[str]:
     """The names, with a number appended to repeated ones."""
     distinct: list[str] = []
     for name in names:
-        number, new = 2, name
-        while new in distinct:
-            number, new = number + 1, f"{name}-{number}"
-        distinct.append(new)
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        distinct.append(next(new for new in itertools.chain([name], numbered) if new not in distinct))
     return distinct
 
 
-def _renamed(claim: Claim, ids: Mapping[str, str], arms: Mapping[str, str]) -> Claim:
+def _renamed(claim: Claim, ids: _Names, arms: _Names) -> Claim:
     return replace(
         claim,
         id=ids[claim.id],
-        treatment=arms.get(claim.treatment, claim.treatment),
-        control=arms.get(claim.control, claim.control),
-        arms=tuple(arms.get(arm, arm) for arm in claim.arms),
-        **{name: ids.get(getattr(claim, name), getattr(claim, name)) for name in _LEANS},
+        treatment=arms[claim.treatment],
+        control=arms[claim.control],
+        arms=tuple(arms[arm] for arm in claim.arms),
+        positive_control=ids[claim.positive_control],
+        negative_control=ids[claim.negative_control],
+        manipulation_check=ids[claim.manipulation_check],
     )
 
 
-def _add_report(
-    report: dict[str, Any], study: Study, arms: Mapping[str, str], ids: Mapping[str, str]
-) -> None:
+def _add_report(report: dict[str, Any], study: Study, arms: _Names, ids: _Names) -> None:
     for name in _LISTS:
         value = study.report.get(name) or ()
         value = [value] if isinstance(value, str) else list(value)
         if name in ("hero", "shown"):
-            value = [arms.get(arm, arm) for arm in value]
+            value = [arms[arm] for arm in value]
         elif name == "headline":
-            value = [ids.get(claim, claim) for claim in value]
+            value = [ids[claim] for claim in value]
         elif name == "figures":
-            value = [
-                {**entry, "arms": [arms.get(arm, arm) for arm in entry.get("arms") or ()]}
-                for entry in value
-                if isinstance(entry, Mapping)
-            ]
+            value = [{**entry, "arms": [arms[arm] for arm in entry.get("arms") or ()]} for entry in value]
         report[name] += [item for item in value if item not in report[name]]
     if study.report.get("command"):
         report["commands"].append(str(study.report["command"]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mmqk.analysis.metrics import FamilyMetric, Measured, Metric, find_metric
-from mmqk.analysis.runs.load import Run
+from mmqk.analysis.runs.load import Run, once_per_run
 from mmqk.analysis.verdicts.claims import Claim
 from mmqk.analysis.verdicts.study import Arm, Study
 
@@ -57,7 +58,7 @@ class Outcomes:
     bounds: dict[str, dict[int, int]] = field(default_factory=dict)
     unmeasured: list[str] = field(default_factory=list)
 
-    def only_bounded(self, name: str) -> list[float]:
+    def measured(self, name: str) -> list[float]:
         """The values of a group that are not bounds; the spread uses only these."""
         bounds = self.bounds.get(name, {})
         return [value for seed, value in self.values[name].items() if seed not in bounds]
@@ -71,6 +72,35 @@ def group(study: Study, claim: Claim, name: str) -> Group:
         for run in study.finished(arm.name):
             by_seed[run.seed] = (*by_seed.get(run.seed, ()), run)
     return Group(name, study.label(name), arms, by_seed, sum(len(arm.seeds) for arm in arms))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The groups that a claim compares, by name."""
+
+    study: Study
+    claim: Claim
+    groups: Mapping[str, Group]
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs of all groups."""
+        return [run for members in self.groups.values() for run in members.all]
+
+    @property
+    def arms(self) -> list[Arm]:
+        """The arms of all groups."""
+        return [arm for members in self.groups.values() for arm in members.arms]
+
+    @property
+    def pair(self) -> tuple[Group, Group]:
+        """The treatment and the control."""
+        return self.groups[self.claim.treatment], self.groups[self.claim.control]
+
+
+def compare(study: Study, claim: Claim) -> Compared:
+    """The groups that a claim compares."""
+    return Compared(study, claim, {name: group(study, claim, name) for name in claim.compared})
 
 
 def share_history(treatment: Group, control: Group) -> bool:
@@ -88,39 +118,35 @@ def _forked(a: Run, b: Run) -> bool:
     return fork.get("parent") == parent.name
 
 
-def groups(study: Study, claim: Claim) -> dict[str, Group]:
-    """The groups that a claim compares, by name."""
-    return {name: group(study, claim, name) for name in claim.compared}
-
-
 def lost_of(runs: Iterable[Run]) -> str:
     """Which numbers of these runs are missing; empty if none are."""
     return "; ".join(dict.fromkeys(sentence for run in runs for sentence in run.lost))
 
 
+@once_per_run
 def metric_value(run: Run, name: str) -> float:
-    """A metric of a run, cached because several claims use the same."""
-    cache: dict[str, float] = run.__dict__.setdefault("_measured", {})
-    if name not in cache:
-        metric, modality = find_metric(name)
-        assert isinstance(metric, Metric)
-        cache[name] = metric.measure(run, modality)
-    return cache[name]
+    """A metric of a run."""
+    metric, modality = find_metric(name)
+    assert isinstance(metric, Metric)
+    return metric.measure(run, modality)
 
 
-def measure(compared: Mapping[str, Group], name: str) -> Outcomes:
+def measure(groups: Mapping[str, Group], name: str) -> Outcomes:
     """The metric ``name`` for every group and seed."""
     metric, modality = find_metric(name)
     outcomes = Outcomes()
     observed: list[float] = []
-    for key, members in compared.items():
+    for key, members in groups.items():
         outcomes.values[key], outcomes.raw[key] = {}, []
         for seed, runs in sorted(members.runs.items()):
             if lost := lost_of(runs):
                 outcomes.raw[key].append(math.nan)
                 outcomes.unmeasured.append(f"{members.label} seed {seed} ({lost})")
                 continue
-            measured = _measured(metric, modality, name, runs, members.arms)
+            if isinstance(metric, FamilyMetric):
+                measured = metric.measured(runs, modality, [arm.point for arm in members.arms])
+            else:
+                measured = Measured(metric_value(runs[0], name))
             value = metric.on_scale(measured.value)
             outcomes.raw[key].append(measured.value)
             towards = measured.towards or _bound(metric, runs, measured.value)
@@ -136,23 +162,12 @@ def measure(compared: Mapping[str, Group], name: str) -> Outcomes:
                 outcomes.values[key][seed] = value
     observed += [value for by_seed in outcomes.values.values() for value in by_seed.values()]
     finite = [value for value in observed if math.isfinite(value)]
+    if not finite:
+        return outcomes
     for key, bounds in outcomes.bounds.items():
         for seed, towards in bounds.items():
-            if finite:
-                outcomes.values[key][seed] = max(finite) if towards > 0 else min(finite)
+            outcomes.values[key][seed] = max(finite) if towards > 0 else min(finite)
     return outcomes
-
-
-def _measured(
-    metric: Metric | FamilyMetric,
-    modality: str | None,
-    name: str,
-    runs: tuple[Run, ...],
-    arms: tuple[Arm, ...],
-) -> Measured:
-    if isinstance(metric, FamilyMetric):
-        return metric.measured(runs, modality, [arm.point for arm in arms])
-    return Measured(metric_value(runs[0], name))
 
 
 def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:
@@ -165,36 +180,27 @@ def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> 
     return 0 if not failed else 1 if metric.worst == "high" else -1
 
 
-def spread_outcomes(
-    study: Study, claim: Claim, compared: Mapping[str, Group], outcomes: Outcomes
-) -> dict[str, list[float]]:
+def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[float]]:
     """Outcomes for the spread over seeds: of the compared groups and of every other arm of their block and point.
 
     The spread of arms whose runs are identical until a fork counts once: only the first of them is used.
     """
-    metric, _ = find_metric(claim.metric)
-    by_name = {name: outcomes.only_bounded(name) for name in compared}
-    compared_names = {arm.name for members in compared.values() for arm in members.arms} | set(compared)
-    treatment_arm = compared[claim.treatment].arms[0]
-    if isinstance(metric, FamilyMetric):
-        others = [f for f in study.families.values() if f.block == treatment_arm.block]
+    study, claim = compared.study, compared.claim
+    by_name = {name: outcomes.measured(name) for name in compared.groups}
+    counted = {*compared.groups, *(arm.name for arm in compared.arms)}
+    treatment = compared.pair[0].arms[0]
+    if isinstance(find_metric(claim.metric)[0], FamilyMetric):
+        others = list(study.families.values())
     else:
-        others = [
-            a
-            for a in study.arms.values()
-            if a.block == treatment_arm.block and a.point == treatment_arm.point
-        ]
+        others = [arm for arm in study.arms.values() if arm.point == treatment.point]
     runs = {run.name: run for run in study.runs}
-    begun = {_origin(run, runs) for members in compared.values() for run in members.all}
-    for other in others:
-        if other.name not in compared_names:
-            other_group = group(study, claim, other.name)
-            origins = {_origin(run, runs) for run in other_group.all}
-            if other_group.arms and not origins & begun:
-                begun |= origins
-                by_name[other.name] = measure({other.name: other_group}, claim.metric).only_bounded(
-                    other.name
-                )
+    begun = {_origin(run, runs) for run in compared.runs}
+    for name in (arm.name for arm in others if arm.block == treatment.block and arm.name not in counted):
+        other = group(study, claim, name)
+        origins = {_origin(run, runs) for run in other.all}
+        if other.arms and not origins & begun:
+            begun |= origins
+            by_name[name] = measure({name: other}, claim.metric).measured(name)
     return by_name
 
 
@@ -211,8 +217,5 @@ def _origin(run: Run, runs: Mapping[str, Run]) -> str:
 
 def middle(values: Iterable[float]) -> float:
     """The median without NaNs, with infinities; NaN if no value is left."""
-    kept = sorted(v for v in values if not math.isnan(v))
-    if not kept:
-        return math.nan
-    half = len(kept) // 2
-    return kept[half] if len(kept) % 2 else (kept[half - 1] + kept[half]) / 2
+    kept = [value for value in values if not math.isnan(value)]
+    return statistics.median(kept) if kept else math.nan

@@ -12,12 +12,13 @@ import numpy as np
 
 from mmqk.analysis.formatting import listed, number, plural
 from mmqk.analysis.metrics import FamilyMetric, Metric, find_metric, is_trained, learnt
-from mmqk.analysis.runs.load import Run
+from mmqk.analysis.metrics.rates import RATE, learning_rate
+from mmqk.analysis.runs.load import Run, once_per_run
 from mmqk.analysis.runs.replays import replay_verdicts
 from mmqk.analysis.verdicts.claims import CHECKS
-from mmqk.analysis.verdicts.compared import Group, lost_of, metric_value
+from mmqk.analysis.verdicts.compared import Compared, Group, lost_of, metric_value
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
-from mmqk.analysis.verdicts.study import RATE, Claim, Study
+from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.store import differing_fields
 
 BOUND_SLACK = 1.01
@@ -27,29 +28,26 @@ FEWEST_SEEDS = 3
 
 @dataclass(frozen=True)
 class Control:
-    """One check: its name, whether it passed, and the measured detail."""
+    """One check: its name, whether it passed, and the measured detail. verdicts.json has these fields."""
 
     name: str
     passed: bool
     detail: str
 
-    def as_record(self) -> dict[str, object]:
-        """The entry in verdicts.json."""
-        return {"name": self.name, "passed": self.passed, "detail": self.detail}
 
-
-def regime_reached(study: Study, claim: Claim, compared: Mapping[str, Group]) -> Control:
+def regime_reached(compared: Compared) -> Control:
     """Check that every compared run trains at least one modality and learnt every modality that it trains.
 
     A comparison of learnt with unlearnt runs measures learning. For a metric about the learning rates at which runs
     fail, one run per seed and point must have learnt.
     """
+    study, claim = compared.study, compared.claim
     metric, _ = find_metric(claim.metric)
     of_rates = isinstance(metric, FamilyMetric) and metric.of_rates
     unlearnt: Counter[tuple[str, str]] = Counter()
     unknown: Counter[str] = Counter()
     untrained: dict[tuple[str, str], None] = {}
-    units = {name: _units(members.all, of_rates) for name, members in compared.items()}
+    units = {name: _units(members.all, of_rates) for name, members in compared.groups.items()}
     for name, runs in ((name, runs) for name, of_name in units.items() for runs in of_name):
         states = {m: {_learning(run, m) for run in runs} for m in study.modalities}
         for modality, observed in states.items():
@@ -89,38 +87,30 @@ def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
     return list(units.values())
 
 
+@once_per_run
 def _learning(run: Run, modality: str) -> str:
-    cache: dict[str, str] = run.__dict__.setdefault("_learning", {})
-    if modality not in cache:
-        trained = is_trained(run, modality)
-        cache[modality] = (
-            "not trained" if not trained else "learnt" if learnt(run, modality) else "not learnt"
-        )
-    return cache[modality]
+    if not is_trained(run, modality):
+        return "not trained"
+    return "learnt" if learnt(run, modality) else "not learnt"
 
 
-def only_declared_differences(claim: Claim, compared: Mapping[str, Group], rates_chosen: bool) -> Control:
+def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control:
     """Check that both arms ran the same code and that the runs of a seed differ only in fields that the grid sets.
 
     Runs that do not differ at all fail the check.
 
     Args:
-        claim: the claim that compares the arms.
         compared: the runs of the arms.
         rates_chosen: whether selection runs chose a learning rate for each arm.
     """
     name = CHECKS["declared"]
-    runs = [run for members in compared.values() for run in members.all]
-    if len({run.code for run in runs}) > 1:
+    if len({run.code for run in compared.runs}) > 1:
         return Control(name, False, "the runs were made by different versions of the code")
-    if unread := [run.name for run in runs if not run.identity]:
-        return Control(
-            name,
-            False,
-            f"the configuration of {plural(len(unread), 'run')} is missing: {unread[0]} has no run.json",
-        )
-    first, second = compared[claim.treatment], compared[claim.control]
-    declared = [field for members in (first, second) for arm in members.arms for field in arm.settings]
+    if unread := [run.name for run in compared.runs if not run.identity]:
+        why = f"the configuration of {plural(len(unread), 'run')} is missing: {unread[0]} has no run.json"
+        return Control(name, False, why)
+    first, second = compared.pair
+    declared = [field for arm in compared.arms for field in arm.settings]
     declared += [RATE] if rates_chosen else []
     pairs = _pairs(first, second)
     differing = {field for run, other in pairs for field in differing_fields(run.identity, other.identity)}
@@ -151,10 +141,10 @@ def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
     return pairs
 
 
-def enough_seeds(claim: Claim, compared: Mapping[str, Group]) -> Control:
+def enough_seeds(compared: Compared) -> Control:
     """Check that each arm of a count, or both arms together, ran with at least `FEWEST_SEEDS` (shared) seeds."""
-    seeds = [members.runs.keys() for members in compared.values()]
-    n = min(map(len, seeds)) if claim.test == "count" else len(set.intersection(*map(set, seeds)))
+    seeds = [members.runs.keys() for members in compared.groups.values()]
+    n = min(map(len, seeds)) if compared.claim.test == "count" else len(set.intersection(*map(set, seeds)))
     few = f"; a verdict needs {FEWEST_SEEDS}" if n < FEWEST_SEEDS else ""
     return Control(CHECKS["seeds"], n >= FEWEST_SEEDS, f"{plural(n, 'seed')} per arm{few}")
 
@@ -225,37 +215,36 @@ def reaches(study: Study, control: Claim, name: str, wanted: bool = True) -> Con
     return Control(f"{name} {control.id}", passed, f"{what}: {', '.join(details)}")
 
 
-def numerics_agree(study: Study, compared: Mapping[str, Group]) -> Control | None:
+def numerics_agree(compared: Compared) -> Control | None:
     """Check by replays that no compared divergence comes from numerics; None if no run diverged."""
-    diverged = [run.name for g in compared.values() for run in g.all if run.status.status == "diverged"]
+    diverged = [run.name for run in compared.runs if run.status.status == "diverged"]
     if not diverged:
         return None
-    labels = {replayed.of: replayed.label for replayed in replay_verdicts(study.runs)}
+    labels = {replayed.of: replayed.label for replayed in replay_verdicts(compared.study.runs)}
     counts = Counter(labels.get(name, "not replayed") for name in diverged)
-    detail = f"of {plural(len(diverged), 'divergence')}: " + listed(
-        [f"{n} {label}" for label, n in counts.items()]
-    )
+    by_label = listed([f"{n} {label}" for label, n in counts.items()])
+    detail = f"of {plural(len(diverged), 'divergence')}: {by_label}"
     return Control("divergences are not numerics", not counts["numerics"], detail)
 
 
-def rates(study: Study, claim: Claim, compared: Mapping[str, Group]) -> tuple[list[Control], str]:
+def rates(compared: Compared) -> tuple[list[Control], str]:
     """Check the learning rates of the arms against the rule of the claim; also returns a note that lists them.
 
     Both are empty for arms without selection runs, unless the claim sets ``lr_rule``.
     """
-    arms = [arm for members in compared.values() for arm in members.arms]
-    choices = {arm.name: choice for arm in arms if (choice := chosen(study, arm)) is not None}
-    used = {a.name: {_rate(run) for run in study.finished(a.name)} for a in arms}
+    study, name = compared.study, "own best learning rate"
+    choices = {arm.name: choice for arm in compared.arms if (choice := chosen(study, arm)) is not None}
+    used = {arm.name: {learning_rate(run) for run in study.finished(arm.name)} for arm in compared.arms}
     if not choices:
-        if claim.lr_rule == "own_best":
-            return [Control("own best learning rate", False, "there are no selection runs")], ""
-        if claim.lr_rule == "matched":
-            both = [set().union(*(used[arm.name] for arm in g.arms)) for g in compared.values()]
+        if compared.claim.lr_rule == "own_best":
+            return [Control(name, False, "there are no selection runs")], ""
+        if compared.claim.lr_rule == "matched":
+            both = [set().union(*(used[arm.name] for arm in g.arms)) for g in compared.groups.values()]
             by_arm = " and ".join(listed([f"{rate:g}" for rate in sorted(one)]) for one in both)
             return [Control("matched learning rate", len({frozenset(one) for one in both}) == 1, by_arm)], ""
         return [], ""
     words, wrong, edges = [], [], []
-    for arm in arms:
+    for arm in compared.arms:
         label = study.label(arm.name)
         choice = choices.get(arm.name)
         if choice is None:
@@ -267,34 +256,29 @@ def rates(study: Study, claim: Claim, compared: Mapping[str, Group]) -> tuple[li
             wrong.append(f"{label} ran at {ran}, but its best learning rate is {choice.rate:g}")
         if choice.at_edge:
             edges.append(f"{choice.rate:g} of {label} is at the edge of the tried rates: try more beyond it")
-    name = "own best learning rate"
-    checks = [Control(name, not wrong, "; ".join(wrong or words))]
-    checks.append(
-        Control(
-            f"{name} inside the grid", not edges, "; ".join(edges) or "none is at the edge of the tried rates"
-        )
-    )
+    inside = "; ".join(edges) or "none is at the edge of the tried rates"
+    checks = [
+        Control(name, not wrong, "; ".join(wrong or words)),
+        Control(f"{name} inside the grid", not edges, inside),
+    ]
     if not wrong:
-        checks += _apart(study, compared, choices)
+        checks += _apart(compared, choices)
     return checks, f"Own best learning rates: {listed(words)}."
 
 
-def _apart(study: Study, compared: Mapping[str, Group], choices: Mapping[str, BestRate]) -> list[Control]:
+def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]:
     """Check that the selection runs distinguish the different learning rates of two arms, paired by their points."""
-    first, second = (
-        (list(members.arms) for members in list(compared.values())[:2]) if len(compared) > 1 else ([], [])
-    )
+    study, first, second = compared.study, *compared.pair
+    pairs = list(zip(first.arms, second.arms, strict=False))
     close = []
-    different = 0
-    for one, other in zip(first, second, strict=False):
+    for one, other in pairs:
         a, b = choices[one.name], choices[other.name]
         values = [
             [value_of(run, metric_of(study, arm)) for run in study.finished(arm.name)] for arm in (one, other)
         ]
-        different += a.rate != b.rate
         if not distinguishable(a, b, values):
             close.append(f"{a.rate:g} ({study.label(one.name)}) and {b.rate:g} ({study.label(other.name)})")
-    if not different:
+    if all(choices[one.name].rate == choices[other.name].rate for one, other in pairs):
         return []
     detail = (
         f"the selection runs do not distinguish {listed(close)}: increase lr.seeds, or match the learning rates"
@@ -304,13 +288,7 @@ def _apart(study: Study, compared: Mapping[str, Group], choices: Mapping[str, Be
     return [Control("learning rates differ by more than chance", not close, detail)]
 
 
-def rates_of_whole_runs(study: Study, compared: Mapping[str, Group]) -> Control | None:
+def rates_of_whole_runs(compared: Compared) -> Control | None:
     """A failed check if numbers of the selection runs are missing, else None."""
-    arms = [arm for members in compared.values() for arm in members.arms]
-    lost = lost_of(run for arm in arms for run in study.selection(arm))
+    lost = lost_of(run for arm in compared.arms for run in compared.study.selection(arm))
     return Control("selection runs are complete", False, lost) if lost else None
-
-
-def _rate(run: Run) -> float:
-    value = run.setting(RATE, math.nan)
-    return float(value) if isinstance(value, int | float) else math.nan

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmqk.analysis.metrics import FamilyMetric, find_metric, is_trained
-from mmqk.analysis.runs.load import Run
+from mmqk.analysis.metrics import FamilyMetric, find_metric, trained_modalities
+from mmqk.analysis.metrics.rates import learning_rate
+from mmqk.analysis.runs.load import Run, once_per_run
 from mmqk.analysis.stats.effects import quantile_t
-from mmqk.analysis.verdicts.study import RATE, RATE_METRIC, Arm, Study, modalities_of
+from mmqk.analysis.verdicts.compared import metric_value
+from mmqk.analysis.verdicts.study import RATE_METRIC, Arm, Study
 from mmqk.store import UserError
 
 # Probability to call two equal learning rates different, over all pairs that two arms may choose.
 ERROR = 0.01
+_BY_MODALITY = ("final_loss", "final_excess")
 
 
 @dataclass(frozen=True)
@@ -50,31 +53,23 @@ class BestRate:
         return (bad - self.means[self.rate]) * (1 if self.high_is_bad else -1)
 
 
+@once_per_run
 def value_of(run: Run, metric: str) -> float:
     """The metric that chooses the rate; without a modality, a metric by modality is the mean over trained modalities.
 
     Infinite at the metric's bad end for a run that diverged or has no finite value.
     """
-    cache: dict[str, float] = run.__dict__.setdefault("_chosen_by", {})
-    if metric not in cache:
-        cache[metric] = _value(run, metric)
-    return cache[metric]
-
-
-def _value(run: Run, metric: str) -> float:
-    base, _, modality = metric.partition("/")
-    named = [metric]
-    if not modality and base in ("final_loss", "final_excess"):
-        named = [f"{base}/{m}" for m in modalities_of([run]) if is_trained(run, m)]
-    values, worst = [], math.inf
-    for name in named:
-        metric_definition, of = find_metric(name)
-        if isinstance(metric_definition, FamilyMetric):
-            raise UserError(f"lr.metric is {metric}, a metric of several runs: name a metric of a single run")
-        worst = math.inf if metric_definition.worst == "high" else -math.inf
-        values.append(metric_definition.measure(run, of))
-    value = float(np.mean(values)) if values else math.nan
+    worst = math.inf if _high_is_bad(metric) else -math.inf
+    names = [f"{metric}/{m}" for m in trained_modalities(run)] if metric in _BY_MODALITY else [metric]
+    value = float(np.mean([metric_value(run, name) for name in names])) if names else math.nan
     return worst if run.status.status == "diverged" or not math.isfinite(value) else value
+
+
+def _high_is_bad(metric: str) -> bool:
+    definition, _ = find_metric(f"{metric}/text" if metric in _BY_MODALITY else metric)
+    if isinstance(definition, FamilyMetric):
+        raise UserError(f"lr.metric is {metric}, a metric of several runs: name a metric of a single run")
+    return definition.worst == "high"
 
 
 def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
@@ -85,8 +80,7 @@ def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
     by_rate: dict[float, list[float]] = {}
     for run in runs:
         if run.status.finished:
-            rate = float(run.point.get(RATE, run.setting(RATE, math.nan)))
-            by_rate.setdefault(rate, []).append(value_of(run, metric))
+            by_rate.setdefault(learning_rate(run), []).append(value_of(run, metric))
     if not by_rate:
         return None
     high = _high_is_bad(metric)
@@ -95,12 +89,6 @@ def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
     if not math.isfinite(means[best]):
         return None
     return BestRate(best, means, {rate: tuple(by_rate[rate]) for rate in means}, high)
-
-
-def _high_is_bad(metric: str) -> bool:
-    base, _, modality = metric.partition("/")
-    by_modality = base in ("final_loss", "final_excess")
-    return find_metric(f"{base}/text" if by_modality and not modality else metric)[0].worst == "high"
 
 
 def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[Sequence[float]]) -> bool:

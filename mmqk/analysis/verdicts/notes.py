@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from mmqk.analysis.formatting import decimals, fixed, number, plural
+from mmqk.analysis.formatting import decimals, fixed, listed, number, plural
+from mmqk.analysis.metrics import trained_modalities
+from mmqk.analysis.runs.load import Run
 from mmqk.analysis.stats.effects import Effect, Spread
 from mmqk.analysis.stats.exact import Counts, clopper_pearson
 from mmqk.analysis.stats.multiple import Adjusted
 from mmqk.analysis.verdicts.claims import Claim
+from mmqk.analysis.verdicts.compared import Group
 from mmqk.store.formatting import percent, plain
 
 ENOUGH_SEEDS = 6
+# Largest relative difference that is not reported: seeds read different sequences.
+ALIKE = 0.01
 
 
 def about_family(claim: Claim, effect: Effect | Counts | None, adjusted: Adjusted, p: float) -> list[str]:
@@ -81,6 +87,37 @@ def about_power(claim: Claim, size: str) -> str:
     if claim.test == "equivalence":
         return f"With these seeds an equivalence has 80 % power only for a delta of at least {size}."
     return f"With these seeds 80 % power to reproduce the claim needs a true effect of {size}."
+
+
+def trained_targets(run: Run) -> float:
+    """Mean number of trained targets per optimizer step over all ranks, counted in the sequences of the run.
+
+    NaN if the run did not count them. Modalities that are not trained do not count.
+    """
+    counts = [run.data.get(modality, {}).get("targets", math.nan) for modality in trained_modalities(run)]
+    return float(run.setting("data.batch_size", math.nan) * sum(counts)) if counts else math.nan
+
+
+def about_targets(groups: Iterable[Group]) -> list[str]:
+    """Trained targets per step of each arm, if the arms differ in them or in the trained modalities.
+
+    Empty if a run did not count them.
+    """
+    counts: dict[str, float] = {}
+    trained = set()
+    for members in groups:
+        numbers = [trained_targets(run) for run in members.all]
+        if not numbers or not all(math.isfinite(count) and count > 0 for count in numbers):
+            return []
+        counts[members.label] = sum(numbers) / len(numbers)
+        trained |= {trained_modalities(run) for run in members.all}
+    difference = max(counts.values()) / min(counts.values()) - 1 if counts else 0.0
+    if difference <= ALIKE and len(trained) < 2:
+        return []
+    by_arm = listed([f"{count:,.0f} ({label})" for label, count in counts.items()])
+    return [
+        f"Trained targets per step, counted in the data of the runs: {by_arm}; they differ by {percent(difference)}."
+    ]
 
 
 def _on_paper(claim: Claim, low: float, high: float) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mmqk.analysis.metrics.rates import RATE
 from mmqk.analysis.runs.load import Run, load_runs, read_ablation
 from mmqk.analysis.verdicts.claims import Claim, at, read_claims
 from mmqk.grid.grid import claims_hash
@@ -15,7 +16,7 @@ from mmqk.grid.grid import claims_hash
 __all__ = ["Arm", "Claim", "Study", "load_study"]
 
 HERO_ARMS_AT_MOST = 6
-RATE, RATE_METRIC = "optim.lr", "final_excess"
+RATE_METRIC = "final_excess"
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Arm:
     """One arm: its name, label, block of the page, planned seeds and the fields that it sets.
 
     An arm of a grid with axes has a ``family``, its name in the grid, and a ``point``, its values on the axes.
-    Without axes it is its own family.
+    Without axes its family has its name.
     """
 
     name: str
@@ -72,7 +73,10 @@ class Study:
     @cached_property
     def modalities(self) -> tuple[str, ...]:
         """Names of the modalities that have a loss, or, of a watched model without one, a query norm; text first."""
-        return modalities_of(self.runs)
+        tags = [tag for run in self.runs for tag in run.tags.values()]
+        names = {tag.modality for tag in tags if tag.statistic == "loss" and tag.modality}
+        names = names or {tag.modality for tag in tags if tag.statistic == "q_norm" and tag.modality}
+        return tuple(sorted(names, key=lambda name: (name != "text", name)))
 
     @property
     def hero(self) -> tuple[str, ...]:
@@ -118,29 +122,13 @@ class Study:
     def selection(self, arm: Arm) -> tuple[Run, ...]:
         """The selection runs for the learning rate of an arm; they count in no verdict."""
 
-        def without_rate(point: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in point.items() if name != RATE}
-
-        return tuple(
-            run
-            for run in self.runs
-            if run.role == "selection"
-            and run.family == arm.family
-            and without_rate(run.point) == without_rate(arm.point)
-        )
+        of_family = (run for run in self.runs if run.role == "selection" and run.family == arm.family)
+        return tuple(run for run in of_family if {**run.point, RATE: 0} == {**arm.point, RATE: 0})
 
     def label(self, arm: str) -> str:
         """The label of an arm or a family."""
         entry = self.arms.get(arm) or self.families.get(arm)
         return entry.label if entry else arm
-
-
-def modalities_of(runs: Sequence[Run]) -> tuple[str, ...]:
-    """`Study.modalities` of some runs."""
-    tags = [tag for run in runs for tag in run.tags.values() if tag.modality is not None]
-    names = {tag.modality for tag in tags if tag.statistic == "loss" and tag.modality}
-    names = names or {tag.modality for tag in tags if tag.statistic == "q_norm" and tag.modality}
-    return tuple(sorted(names, key=lambda name: (name != "text", name)))
 
 
 def load_study(folder: str | Path) -> Study:
@@ -163,7 +151,7 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
     """The study that the record of an ablation describes, of these runs; ``where`` names the record in a sentence.
 
     Raises:
-        UserError: the record says what cannot be.
+        UserError: a claim is invalid.
     """
     grid, where = ablation["grid"], str(where or folder / "ablation.json")
     name = str(ablation.get("name") or grid.get("name") or folder.resolve().name)

@@ -8,8 +8,8 @@ not run         an arm has no finished run
 inconclusive    every other case, and every claim with the status shown
 
 The level of the interval is corrected for the family of the claim (`multiple`). A run that diverged, or whose last
-value is not finite, ranks worst: it gets the worst finite value of the compared runs, including its own earlier
-values, and does not count in the spread. The effect is then a bound, and a verdict is given only if the bound
+value is not finite, ranks worst: it gets the worst finite value of the compared runs, earlier steps
+included, and does not count in the spread. The effect is then a bound, and a verdict is given only if the bound
 supports it. A claim with a finished run that has no value stays inconclusive. `docs/evidence.md` describes the rules.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mmqk.analysis.formatting import listed, number, plural
@@ -29,9 +29,8 @@ from mmqk.analysis.verdicts.assess import Assessment, assess
 from mmqk.analysis.verdicts.claims import by_family
 from mmqk.analysis.verdicts.compared import middle
 from mmqk.analysis.verdicts.controls import Control, reaches
-from mmqk.analysis.verdicts.notes import about_family, about_power, about_seeds, about_spread
+from mmqk.analysis.verdicts.notes import about_family, about_power, about_seeds, about_spread, about_targets
 from mmqk.analysis.verdicts.study import Claim, Study
-from mmqk.analysis.verdicts.targets import about_targets
 
 __all__ = ["Judgement", "Verdict", "detectable_in_words", "judge", "middle"]
 
@@ -39,42 +38,21 @@ Judgement = Literal["reproduced", "contradicted", "inconclusive", "not run"]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The verdict of one claim, with the numbers behind it.
+class Verdict(Assessment):
+    """The verdict of one claim, with the numbers behind it. Its controls and notes include those of other claims.
 
     Attributes:
-        claim: as registered.
         verdict: reproduced, contradicted, inconclusive or not run.
-        effect: treatment against control on the metric's scale (log ratio or difference; for counts a difference of
-            shares); None if there is none.
-        medians: median of the metric over the finished runs, by arm; for counts the share.
         runs: names of the compared runs.
-        controls: the checks.
-        notes: one sentence each, for the page.
         adjusted: level and p-value corrected for the family; None for a claim that is not decided.
-        p: two-sided p-value against the smallest effect of interest, before correction; NaN without one.
-        sign_flip: p-value of the exact sign-flip test, with 6 seeds or more; else NaN.
         detectable: the true effect at which these seeds reach the verdict "reproduced" with 80 % power; NaN if
             unknown. For an equivalence: the smallest delta with 80 % power at a true effect of 0.
-        counts: (counted runs, all runs) by arm, for a claim that counts runs.
-        open: why the claim could not be decided whatever the effect; empty otherwise.
-        bounds: number of runs that count with the worst observed value; above 0 the effect is a bound.
     """
 
-    claim: Claim
-    verdict: Judgement
-    effect: Effect | Counts | None
-    medians: Mapping[str, float]
-    runs: tuple[str, ...]
-    controls: tuple[Control, ...]
-    notes: tuple[str, ...]
+    verdict: Judgement = "inconclusive"
+    runs: tuple[str, ...] = ()
     adjusted: Adjusted | None = None
-    p: float = math.nan
-    sign_flip: float = math.nan
     detectable: float = math.nan
-    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    open: str = ""
-    bounds: int = 0
 
     @property
     def metric(self) -> Metric | FamilyMetric:
@@ -84,15 +62,15 @@ class Verdict:
     def as_record(self) -> dict[str, Any]:
         """The entry in verdicts.json; missing numbers are null."""
         effect, adjusted, claim = self.effect, self.adjusted, self.claim
-        has = effect is not None and effect.has_interval
-        record: dict[str, Any] = {
+        with_interval = effect if effect is not None and effect.has_interval else None
+        return {
             "claim": claim.id,
             "verdict": self.verdict,
             "effect": None if effect is None else _rounded(effect.value),
-            "interval": [_rounded(effect.low), _rounded(effect.high)] if effect is not None and has else None,
+            "interval": with_interval and [_rounded(with_interval.low), _rounded(with_interval.high)],
             "threshold": None if math.isnan(claim.delta) else claim.delta * claim.sign,
             "runs": list(self.runs),
-            "controls": [control.as_record() for control in self.controls],
+            "controls": [asdict(control) for control in self.controls],
             "note": " ".join(self.notes),
             "status": claim.status,
             "test": claim.test if claim.decided else None,
@@ -100,17 +78,16 @@ class Verdict:
             "sign_flip": _rounded(self.sign_flip),
             "detectable": _rounded(self.detectable),
             "counts": {name: list(of) for name, of in self.counts.items()} or None,
-            "adjusted": None,
-        }
-        if adjusted is not None and effect is not None and has:
-            record["adjusted"] = {
+            "adjusted": adjusted
+            and with_interval
+            and {
                 "method": adjusted.method,
                 "claims": adjusted.claims,
                 "level": _rounded(1 - adjusted.alpha),
-                "interval": [_rounded(end) for end in effect.interval(adjusted.alpha)],
+                "interval": [_rounded(end) for end in with_interval.interval(adjusted.alpha)],
                 "p": _rounded(adjusted.p),
-            }
-        return record
+            },
+        }
 
 
 def judge(study: Study) -> list[Verdict]:
@@ -153,80 +130,68 @@ def _judge(
     id: str,
 ) -> Verdict:
     assessment = assessed[id]
-    claim, effect = assessment.claim, assessment.effect
+    claim, effect, groups = assessment.claim, assessment.effect, assessment.compared.groups.values()
+    made = Verdict(**vars(assessment), runs=tuple(run.name for run in assessment.compared.runs))
     notes = [_sentence(claim.note)] if claim.note else []
-    names = tuple(run.name for members in assessment.groups.values() for run in members.all)
-    if missing := [members.label for members in assessment.groups.values() if not members.runs]:
-        notes.append(f"No finished run of {', '.join(missing)}.")
-        return Verdict(claim, "not run", None, {}, names, (), tuple(notes))
-    notes += [*about_targets(assessment.groups), *assessment.notes]
-    if not claim.decided or adjusted is None:
-        n = max(len(members.runs) for members in assessment.groups.values())
-        notes.insert(0, f"Shown, {plural(n, 'seed')}: not decided.")
-        return Verdict(
-            claim, "inconclusive", effect, assessment.medians, names, assessment.controls, tuple(notes)
-        )
-    controls = (*assessment.controls, *_leaning(study, claim, others, assessed))
-    verdict, why = _decide(assessment, adjusted, controls)
+    if missing := [members.label for members in groups if not members.runs]:
+        return replace(made, verdict="not run", notes=(*notes, f"No finished run of {', '.join(missing)}."))
+    notes += [*about_targets(groups), *assessment.notes]
+    if adjusted is None:
+        n = max(len(members.runs) for members in groups)
+        return replace(made, notes=(f"Shown, {plural(n, 'seed')}: not decided.", *notes))
+    controls = (*assessment.controls, *_named_controls(study, claim, others, assessed))
+    why = _inconclusive(assessment, adjusted, controls)
+    verdict: Judgement = "inconclusive" if why else "reproduced" if assessment.holds else "contradicted"
     if claim.not_checked:
         notes.insert(0, f"Not checked: {listed(claim.not_checked)}.")
     notes += [
-        *why,
+        *filter(None, [why]),
         *about_family(claim, effect, adjusted, assessment.p),
         *about_spread(assessment.spread, effect),
+        *about_seeds(claim, effect, assessment.sign_flip),
     ]
-    notes += about_seeds(claim, effect, assessment.sign_flip)
-    detectable = _detectable(claim, effect, adjusted)
-    made = Verdict(
-        claim, verdict, effect, assessment.medians, names, controls, tuple(notes), adjusted, assessment.p,
-        assessment.sign_flip, detectable, assessment.counts, assessment.open, assessment.failures,
-    )  # fmt: skip
+    made = replace(
+        made,
+        verdict=verdict,
+        controls=controls,
+        adjusted=adjusted,
+        detectable=_detectable(claim, effect, adjusted),
+    )
     if verdict == "inconclusive" and (words := about_power(claim, detectable_in_words(made))):
-        made = replace(made, notes=(*made.notes, words))
-    return made
+        notes.append(words)
+    return replace(made, notes=tuple(notes))
 
 
-def _decide(
-    assessment: Assessment, adjusted: Adjusted, controls: tuple[Control, ...]
-) -> tuple[Judgement, list[str]]:
-    """Verdict and its reason, from the assessment, the corrected level and the controls."""
+def _inconclusive(assessment: Assessment, adjusted: Adjusted, controls: tuple[Control, ...]) -> str:
+    """Why the claim is inconclusive; empty if the assessment, the corrected level and the controls decide it."""
     claim, effect = assessment.claim, assessment.effect
     if assessment.open or effect is None:
-        return "inconclusive", [assessment.open]
+        return assessment.open
     if assessment.p > adjusted.alpha:
         low, high = effect.interval(0.05)
         if any(low <= threshold <= high for threshold in claim.thresholds):
-            return "inconclusive", ["The interval includes the smallest effect of interest."]
-        return "inconclusive", [
-            "The interval at the corrected level of this claim includes the smallest effect of interest."
-        ]
+            return "The interval includes the smallest effect of interest."
+        return "The interval at the corrected level of this claim includes the smallest effect of interest."
     positive = next((c for c in controls if c.name.startswith("positive control")), None)
     negative = next((c for c in controls if c.name.startswith("negative control")), None)
     failed = [c.name for c in controls if not c.passed and c not in (positive, negative)]
     if failed:
-        return "inconclusive", [f"Failed checks: {', '.join(failed)}."]
+        return f"Failed checks: {', '.join(failed)}."
     if assessment.bounded:
-        return "inconclusive", [assessment.bounded]
+        return assessment.bounded
     if negative is not None and not negative.passed:
-        return "inconclusive", [
-            "The negative control did not pass: the arms that should not show the effect may show it."
-        ]
-    if not assessment.holds or claim.test == "equivalence":
-        lies = "within" if assessment.holds else "outside" if claim.test == "equivalence" else "short of"
-        if positive is None:
-            missing = "does not show equivalence" if assessment.holds else "is no contradiction"
-            return "inconclusive", [
-                f"The interval lies {lies} the smallest effect of interest, which {missing} without a positive "
-                "control."
-            ]
-        if not positive.passed:
-            return "inconclusive", [
-                f"The interval lies {lies} the smallest effect of interest, but the positive control did not pass."
-            ]
-    return ("reproduced" if assessment.holds else "contradicted"), []
+        return "The negative control did not pass: the arms that should not show the effect may show it."
+    if assessment.holds and claim.test != "equivalence":
+        return ""
+    lies = "within" if assessment.holds else "outside" if claim.test == "equivalence" else "short of"
+    lies = f"The interval lies {lies} the smallest effect of interest"
+    if positive is None:
+        missing = "does not show equivalence" if assessment.holds else "is no contradiction"
+        return f"{lies}, which {missing} without a positive control."
+    return "" if positive.passed else f"{lies}, but the positive control did not pass."
 
 
-def _leaning(
+def _named_controls(
     study: Study, claim: Claim, others: Mapping[str, Verdict], assessed: Mapping[str, Assessment]
 ) -> list[Control]:
     """The results of the controls that the claim names: other claims, or entries with the status control."""

@@ -1,29 +1,21 @@
-"""Do early norms predict late failure, beyond what the learning rate and the logits predict?
+"""Area under the ROC curve (AUROC) of a number as the predictor of failed runs.
 
-The area under the ROC curve (AUROC) over a sweep of runs, of an early number as the predictor of a later failure.
-A learning rate that is too high raises norms and also makes runs fail. So only runs with the same learning rate are
-compared: a pair is a failed run and one that did not fail.
+A learning rate that is too high raises norms and also makes runs fail. So only runs of one stratum, for example of
+one learning rate, are compared: a pair is a failed run and one that did not fail.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from mmqk.analysis.metrics.metric import planned_steps
-from mmqk.analysis.metrics.outcome import outcomes
-from mmqk.analysis.metrics.probes import EARLY_SHARE, logit_series, norm_slope
-from mmqk.analysis.metrics.rates import learning_rate
-from mmqk.analysis.runs.load import Run
-
 FEWEST_OF_EACH = 10
 CONFIDENCE = 0.95
-GRAD_NORM_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -152,105 +144,3 @@ def _wilson(share: float, trials: int) -> tuple[float, float]:
 
 def _z() -> float:
     return float(special.ndtri((1 + CONFIDENCE) / 2))
-
-
-# Early numbers of runs -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """AUROC of early numbers for late failures, over a sweep.
-
-    Attributes:
-        within: AUROC of each predictor within learning-rate strata; for the learning rate it would be 0.5.
-        overall: AUROC of each predictor over all pairs, the learning rate included.
-        beyond: AUROC of the norm slope minus that of another predictor, with a 95 % interval: within strata for
-            the logit and the gradient norm, over all pairs for the learning rate.
-        failed_early: excluded runs that diverged within the window.
-        unfinished: excluded runs without a known outcome.
-        unmeasured: excluded runs without one of the numbers.
-    """
-
-    within: Mapping[str, Auroc]
-    overall: Mapping[str, Auroc]
-    beyond: Mapping[str, tuple[float, float, float]]
-    failed_early: int
-    unfinished: int
-    unmeasured: int
-
-
-SLOPE, LOGIT, GRAD, RATE = "norm slope", "max logit", "gradient norm", "learning rate"
-
-
-def early_numbers(
-    run: Run, statistic: str = "final_norm", modality: str | None = None, share: float = EARLY_SHARE
-) -> dict[str, float]:
-    """The predictors of one run, from its steps up to ``share`` of its length.
-
-    The norm slope is `norm_slope` after warm-up. The max logit is that of the last probe. The gradient norm is the
-    median of the last 50 steps, infinite if one of them is not finite.
-    """
-    end = share * planned_steps(run)
-    steps, logits = logit_series(run, modality)
-    logits = logits[steps <= end]
-    at, norms = run.series("grad_norm")
-    norms = norms[at <= end][-GRAD_NORM_STEPS:]
-    return {
-        SLOPE: norm_slope(run, statistic, modality, 0.0, share),
-        LOGIT: float(logits[-1]) if len(logits) else math.nan,
-        GRAD: _median(norms),
-        RATE: learning_rate(run),
-    }
-
-
-def _median(values: NDArray[np.float64]) -> float:
-    if not len(values):
-        return math.nan
-    return float(np.median(values)) if np.isfinite(values).all() else math.inf
-
-
-def predict_failure(
-    runs: Sequence[Run],
-    statistic: str = "final_norm",
-    modality: str | None = None,
-    share: float = EARLY_SHARE,
-    fewest: int = FEWEST_OF_EACH,
-    failed: Callable[[Sequence[Run]], Sequence[bool | None]] | None = None,
-) -> Prediction:
-    """How well the slope of a norm in the first quarter of a run predicts a later failure.
-
-    Args:
-        runs: a sweep with several runs at each learning rate.
-        statistic: the norm (`norm_slope`).
-        modality: modality of the tokens, and of the queries of the logit.
-        share: share of the run length that is used; a run that diverged within it is excluded.
-        fewest: smallest number of failures and of survivors.
-        failed: whether each run failed, None to exclude it; by default whether it diverged or stalled (`outcomes`).
-    """
-    ends = outcomes(runs)
-    lost = [end.failed if end.finished else None for end in ends] if failed is None else list(failed(runs))
-    early = unfinished = unmeasured = 0
-    kept: list[tuple[dict[str, float], bool]] = []
-    for run, end, fails in zip(runs, ends, lost, strict=True):
-        numbers = early_numbers(run, statistic, modality, share)
-        if fails is None:
-            unfinished += 1
-        elif end.diverged is not None and end.diverged <= share * planned_steps(run):
-            early += 1
-        elif any(math.isnan(value) for value in numbers.values()):
-            unmeasured += 1
-        else:
-            kept.append((numbers, bool(fails)))
-    fails_of = [fails for _, fails in kept]
-    scores = {name: [numbers[name] for numbers, _ in kept] for name in (SLOPE, LOGIT, GRAD, RATE)}
-    rates = scores[RATE]
-    within = {name: auroc(scores[name], fails_of, rates, fewest) for name in scores if name != RATE}
-    overall = {name: auroc(values, fails_of, None, fewest) for name, values in scores.items()}
-    nothing = math.nan, math.nan, math.nan
-    beyond = {
-        name: auroc_difference(scores[SLOPE], scores[name], fails_of, None if name == RATE else rates)
-        if not math.isnan((overall if name == RATE else within)[SLOPE].value)
-        else nothing
-        for name in (LOGIT, GRAD, RATE)
-    }
-    return Prediction(within, overall, beyond, early, unfinished, unmeasured)
