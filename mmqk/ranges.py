@@ -1,11 +1,12 @@
-"""Numbers of a configuration: each field declares its range, and its dataclass checks it where it is built.
+"""Fields of a configuration: a number declares its range, a choice its `Literal`, and the dataclass checks both.
 
     @dataclass(frozen=True)
     class OptimConfig:
         lr: float = number(1e-3, SMALLEST, LARGEST)
+        schedule: Literal["constant", "cosine"] = "cosine"
 
         def __post_init__(self) -> None:
-            check_numbers(self, "optim")
+            check_fields(self, "optim")
 
 Standard library only: every package may import it. A range is metadata of its field and no part of a run's identity.
 """
@@ -16,14 +17,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import lru_cache
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 # What fp32 holds as normal numbers, for a field that nothing else bounds.
 SMALLEST, LARGEST = 1e-37, 1e38
 BELOW_ONE = 1 - 1e-7
 MOST_STEPS = 10**9
 MOST_SEED = 2**32 - 1
+# Below this, fp32 weights would round most of a perturbation away.
+SMALLEST_PERTURBATION = 1e-7
 _KEY = "range"
 # YAML 1.1 also reads 0x10 (16), 010 (8), 0b1 and 1:30 (90). These stay text, and so do whole numbers of 19 digits on.
 _NOT_DECIMAL = {
@@ -79,19 +83,24 @@ def range_of(declared: Field[Any]) -> Range | None:
     return declared.metadata.get(_KEY)
 
 
-def check_numbers(config: Any, path: str, between: str = ".") -> None:
-    """Check every field of a dataclass that declares a range.
+def check_fields(config: Any, path: str, between: str = ".") -> None:
+    """Check every field of a dataclass that declares a range or a `Literal`.
 
-    A default passes unseen where it is null, NaN or a word: these mean that there is no number.
+    A default that is null, NaN or text passes the range: it means that there is no number.
 
     Args:
         config: the dataclass.
-        path: its dotted name, for the sentence; empty for none.
-        between: what stands between that and the name of a field.
+        path: its dotted name, for the message; empty for none.
+        between: the separator of path and field name.
 
     Raises:
-        ValueError: the first number outside its range.
+        ValueError: the first number outside its range, or the first value that is not a choice of its field.
     """
+    prefix = f"{path}{between}" if path else ""
+    for name, (choices, only) in _choices_of(type(config)).items():  # type: ignore[arg-type]
+        value = getattr(config, name)
+        if value not in choices and (only or isinstance(value, str)):
+            raise ValueError(f"{prefix}{name} must be one of {', '.join(choices)}, but is {value!r}.")
     for declared in fields(config):
         wanted, value = range_of(declared), getattr(config, declared.name)
         if wanted is None or value is None or (isinstance(value, str) and isinstance(declared.default, str)):
@@ -99,8 +108,19 @@ def check_numbers(config: Any, path: str, between: str = ".") -> None:
         if value is declared.default and isinstance(value, float) and math.isnan(value):
             continue
         note = ", or null" if declared.default is None else ""
-        for name, each in _each(f"{path}{between}{declared.name}" if path else declared.name, value):
+        for name, each in _each(f"{prefix}{declared.name}", value):
             wanted.check(name, each, note)
+
+
+@lru_cache
+def _choices_of(kind: type) -> dict[str, tuple[tuple[str, ...], bool]]:
+    """The choices of each field whose type is a `Literal`, or a union with one; True if the field takes no others."""
+    choices = {}
+    for name, hint in get_type_hints(kind).items():
+        for part in (hint, *get_args(hint)):
+            if get_origin(part) is Literal:
+                choices[name] = get_args(part), part is hint
+    return choices
 
 
 def _each(name: str, value: Any) -> Iterator[tuple[str, Any]]:

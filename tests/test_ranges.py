@@ -14,23 +14,23 @@ import pytest
 import yaml
 
 import mmqk
-from mmqk.analysis.verdicts.claims import Claim, read_claims
 from mmqk.config import RANGES, SECTIONS, build_parser, resolve
 from mmqk.config.fork import ForkConfig, Parent
 from mmqk.grid.arms import Arm, ArmFork
+from mmqk.grid.claims import Claim, read_claims
 from mmqk.grid.language import read_yaml
 from mmqk.grid.rules import LrRule, ReplayRule
-from mmqk.ranges import Range, check_numbers, decimal_numbers, number, range_of
+from mmqk.ranges import Range, check_fields, decimal_numbers, number, range_of
 from mmqk.store import UserError, cli_main
 from mmqk.train import main
 
 PACKAGE = Path(mmqk.__file__).parent
-CLAIM = {"id": "C", "statement": "s", "treatment": "a", "control": "b", "delta": 1.0}
+CLAIM = {"id": "C", "statement": "s", "treatment": "a", "control": "b", "min_effect": 1.0}
 
 
 def claim(**values: Any) -> Claim:
     """A claim as a grid has it; a range is checked where the grid is read."""
-    return read_claims([{**CLAIM, **values}], {"a": [{}], "b": [{}]}, "g", "g")[0]
+    return read_claims([{**CLAIM, **values}], ("a", "b"), "g", "g")[0]
 
 
 # How those are built that are no *Config, or need something.
@@ -180,9 +180,9 @@ def test_a_class_that_forgets_to_check_is_found():
     class Forgetful:
         x: int = number(1, 0, 2)
 
-    check_numbers(Forgetful(), "f")
+    check_fields(Forgetful(), "f")
     with pytest.raises(ValueError, match=r"^f\.x is 7"):
-        check_numbers(Forgetful(7), "f")
+        check_fields(Forgetful(7), "f")
 
 
 # Through the front door ------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_numbers_in_files_are_decimal(tmp_path):
     read = yaml.load(text, Loader=decimal_numbers(yaml.SafeLoader))["a"]
     assert read == ["0x10", "010", "1:30", "0b1", 12, 1000, 1500.0, -2, 0, 0.5, math.inf]
     (tmp_path / "run.yaml").write_text("optim: {warmup_steps: 0x10}\n")
-    with pytest.raises(UserError, match=r"optim\.warmup_steps is '0x10': expected int"):
+    with pytest.raises(UserError, match=r"optim\.warmup_steps is '0x10': expected a whole number"):
         resolve([f"--config={tmp_path / 'run.yaml'}"])
     (tmp_path / "run.yaml").write_text("optim: {warmup_steps: 16, lr: 1e-3}\n")
     assert resolve([f"--config={tmp_path / 'run.yaml'}"]).optim.lr == 1e-3

@@ -108,7 +108,7 @@ def claim(metric: str, treatment: str = "a", **more: Any) -> dict[str, Any]:
             "metric": metric,
             "treatment": treatment,
             "control": "plain",
-            "delta": DELTA_LOG if log else DELTA_NATS,
+            "min_effect": DELTA_LOG if log else DELTA_NATS,
         },
         **{"regime": "both modalities learnt", "positive_control": "P"},
         "unchecked": {"declared": "the arms have equal configurations on purpose"},
@@ -211,7 +211,7 @@ class Rate:
 
 
 def is_wrong(verdict: Verdict, planted: Planted) -> bool:
-    """Whether a verdict is false. At an effect of exactly the smallest effect both sides are false."""
+    """Whether a verdict is false. At an effect of exactly min_effect, neither side is true."""
     if planted != Planted():
         return verdict.verdict in ("reproduced", "contradicted")
     return verdict.verdict == ("contradicted" if verdict.claim.test == "equivalence" else "reproduced")
@@ -263,14 +263,17 @@ def by_chance(draws: int, planted: Planted = AT_DELTA) -> Rate:
 def tables() -> dict[str, str]:
     """The tables of ../evidence.md by name, in Markdown."""
     wrong = [
-        ("6 claims, own best learning rates, true effect delta", false_verdicts(SIX, draws=2000)),
+        ("6 claims, own best learning rates, true effect at min_effect", false_verdicts(SIX, draws=2000)),
         ("the same, no effect", false_verdicts(SIX, Planted(), 1000)),
-        ("the same, effect delta, no check that the chosen rates differ", by_chance(500)),
+        ("the same, effect at min_effect, no check that the chosen rates differ", by_chance(500)),
         ("the same, no effect, no check that the chosen rates differ", by_chance(500, Planted())),
-        ("6 claims, one learning rate for all, true effect delta", false_verdicts(MATCHED, draws=2000)),
+        (
+            "6 claims, one learning rate for all, true effect at min_effect",
+            false_verdicts(MATCHED, draws=2000),
+        ),
         ("the same without Holm", false_verdicts(WITHOUT_HOLM, draws=500)),
         (
-            "3 claims, judged after 6, 7, 8, 9 and 10 seeds, effect delta",
+            "3 claims, judged after 6, 7, 8, 9 and 10 seeds, effect at min_effect",
             false_verdicts(looks(6, 10), first=6, draws=8000),
         ),
         (

@@ -23,7 +23,8 @@ from mmqk.ablation.resolver import (
     threads_of,
 )
 from mmqk.ablation.task import Task, standing
-from mmqk.grid.arms import Arm, Job, flags
+from mmqk.grid.arms import Arm, Job
+from mmqk.grid.language import flags
 from mmqk.grid.rules import ReplayRule
 from mmqk.store import UserError, differing_fields, read_run, read_status
 
@@ -98,7 +99,7 @@ def replays_of(
                     "fork_noise": rule.noise,
                     "fork_seed": number,
                 }
-                args = tuple(flags(fields))
+                args = flags(fields)
                 run = resolver(args, f"replays of {original.name}", control, step)
                 name = f"d{depth:g}-{kind}-{number}"
                 replay = {"of": of, "depth": depth, "step": step, "numerics": kind, "number": number}

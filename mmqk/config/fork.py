@@ -9,11 +9,8 @@ from typing import Any
 
 from mmqk.config.sentences import REMOVED_TRAINER_FLAGS
 from mmqk.model.config import ModelConfig
-from mmqk.ranges import MOST_SEED, MOST_STEPS, check_numbers, number
+from mmqk.ranges import MOST_SEED, MOST_STEPS, SMALLEST_PERTURBATION, check_fields, number
 from mmqk.store import UserError, read_run
-
-# Below this, fp32 weights would round most of a perturbation away.
-SMALLEST_PERTURBATION = 1e-7
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class ForkConfig:
     seed: int = number(0, 0, MOST_SEED)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "fork", "_")
+        check_fields(self, "fork", "_")
         if self.seed and not self.noise:
             raise ValueError("fork_seed has no effect while fork_noise is 0: set fork_noise.")
 
@@ -106,7 +103,11 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
         raise UserError(f"--fork {given} does not exist: name a checkpoint or the folder of a run.")
     saved = load_checkpoint(path, "name another one after --fork", whole=True)
     run = saved.get("mmqk_run")
-    if not isinstance(run, dict) or not isinstance(run.get("id"), str) or not isinstance(run.get("config"), dict):
+    if (
+        not isinstance(run, dict)
+        or not isinstance(run.get("id"), str)
+        or not isinstance(run.get("config"), dict)
+    ):
         raise UserError(
             f"--fork {given} does not name the run that wrote it: use a checkpoint of the current mmqk.train."
         )

@@ -7,8 +7,9 @@ import dataclasses
 import json
 import re
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse import _loaders_dumpers as loaders
@@ -32,6 +33,7 @@ from mmqk.model.config import ModelConfig
 from mmqk.ranges import MOST_SEED, Range, decimal_numbers
 from mmqk.store import UserError, identity_hash, with_dashes
 
+T = TypeVar("T")
 # Ranges of the numbers outside of the sections.
 RANGES = {"seed": Range(0, MOST_SEED), "threads": Range(0, 1024)}
 
@@ -60,7 +62,9 @@ def build_parser(help_all: bool = False) -> Parser:
     parser.add_argument("--config", action="config", help="YAML file of a run; repeat it to merge several.")
     parser.add_argument("--help-all", action="store_true", help="Show all fields of trainer too, and exit.")
     parser.add_argument("--out", type=str, default=None, help="Run folder (default: runs/NAME/<id>).")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of initial weights, dropout and data order.")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="Seed of initial weights, dropout and data order."
+    )
     parser.add_argument(
         "--backend", type=str, default="sdpa", help=f"Attention backend: {', '.join(BACKENDS)}."
     )
@@ -107,7 +111,7 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
     """
     if "--help-all" in argv:
         build_parser(help_all=True).parse_args(["--help"])
-    parsed = _parse(argv)
+    parsed = _parse(argv, build_parser())
     details = {name: getattr(parsed, f"fork_{name}") for name in ("skip_batches", "noise", "seed")}
     if parent is None and parsed.fork is None:
         for name, value in details.items():
@@ -121,11 +125,33 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
         fork = ForkConfig(parent, parsed.fork or "", checkpoint, **details)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return _complete(_parse(["--config", json.dumps(base_of(parent)), *argv]), fork)
+    return _complete(_parse(["--config", json.dumps(base_of(parent)), *argv], build_parser()), fork)
 
 
-def _parse(argv: list[str]) -> Namespace:
-    parser = build_parser()
+def parse_fields(kind: type[T], argv: tuple[str, ...]) -> T:
+    """A frozen dataclass from flags named like its fields; ablations read the parts of a grid with it.
+
+    Raises:
+        UserError: an unknown field or a wrong type.
+        ValueError: what the dataclass itself refuses.
+    """
+    built: T = _cached(kind, argv)  # type: ignore[arg-type]
+    return built
+
+
+@lru_cache(maxsize=1024)
+def _cached(kind: type, argv: tuple[str, ...]) -> Any:
+    return kind(**vars(_parse(list(argv), _parser_of(kind))))
+
+
+@lru_cache
+def _parser_of(kind: type) -> Parser:
+    parser = Parser(exit_on_error=False, allow_abbrev=False, add_help=False)
+    parser.add_class_arguments(kind)
+    return parser
+
+
+def _parse(argv: list[str], parser: Parser) -> Namespace:
     try:
         return parser.parse_args(with_dashes(parser, argv))
     except ArgumentError as error:
@@ -175,7 +201,9 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
     identity = identity_of(
         sections, trainer, backend=parsed.backend, compile=parsed.compile, seed=parsed.seed, fork=fork
     )
-    files = [str(path) for path in parsed.config or [] if path is not None]  # None: the configuration of a parent
+    files = [
+        str(path) for path in parsed.config or [] if path is not None
+    ]  # None: the configuration of a parent
     name = Path(files[-1]).stem if files else "run" if fork is None else "fork"
     out = Path(parsed.out) if parsed.out else Path("runs") / name / identity_hash(identity)
     return RunConfig(

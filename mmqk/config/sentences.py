@@ -1,16 +1,17 @@
-"""What jsonargparse says of a mistake, as one sentence for the person who made it."""
+"""The messages of jsonargparse as one plain sentence."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from typing import get_origin
 
 from jsonargparse import ArgumentParser
 
 from mmqk.ranges import shortened
 from mmqk.store import flatten
 
-# What mmqk decides itself, or what would make a run something else than its configuration says.
+# Fields of Lightning's Trainer that mmqk sets, or that would change a run without changing its configuration.
 OWN_TRAINER_FLAGS = {
     "logger", "callbacks", "max_epochs", "min_epochs", "min_steps", "max_time", "default_root_dir",
     "enable_checkpointing", "enable_progress_bar", "num_sanity_val_steps", "use_distributed_sampler",
@@ -37,6 +38,10 @@ RENAMED = {
     "monitor.batch": "monitor.probe_split",
     "monitor.sequences": "monitor.probe_sequences",
 }
+_KINDS = {
+    "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "dict": "a mapping",
+    "list": "a list", "tuple": "a list", "NoneType": "null",
+}  # fmt: skip
 
 
 def sentence_of(message: str, parser: ArgumentParser) -> str:
@@ -57,16 +62,23 @@ def sentence_of(message: str, parser: ArgumentParser) -> str:
     if union := re.search(r'Parser key "([\w.]+)": Does not validate .*?Subtypes: \[(.*?)\] Errors', flat):
         value = re.search(r"Given value: (.*)", flat)
         given = shortened(value[1]) if value else "'?'"
-        kinds = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", union[2])
-        expected = f"expected {kinds.replace('], ', '] or ').replace('NoneType', 'null')}"
-        expected = expected if len(expected) < 100 else "--help-all says what it takes"
+        expected = f"expected {_kinds(union[2]).replace('], ', '] or ')}"
+        expected = expected if len(expected) < 100 else "--help-all lists its types"
         return f"{union[1]} is {given}, which is of the wrong type: {expected}."
     if wrong := re.search(r'Parser key "([\w.]+)": Expected an? (.+?)\. Got value: (.*)', flat):
-        kind = re.sub(r"<class '(\w+)'>|typing\.Literal", lambda m: m[1] or "one of ", wrong[2])
-        return f"{wrong[1]} is {shortened(wrong[3])}: expected {kind}."
+        kind = _kinds(wrong[2])
+        types = (getattr(action, "_typehint", None) for action in parser._actions if action.dest == wrong[1])
+        inside = get_origin(next(types, None)) in (dict, list, tuple) and kind not in ("a mapping", "a list")
+        return f"{wrong[1]} {'has' if inside else 'is'} {shortened(wrong[3])}: expected {kind}."
     if missing := re.search(r"config\"?: Path is not a file: '(.+?)'|([\w./-]+\.ya?ml)", flat):
         return f"The configuration {missing[1] or missing[2]} cannot be read: check the path after --config."
     return flat[:400]
+
+
+def _kinds(types: str) -> str:
+    """Types, as jsonargparse prints them, in words."""
+    named = re.sub(r"<class '(\w+)'>", lambda m: _KINDS.get(m[1], m[1]), types)
+    return named.replace("typing.Literal", "one of ")
 
 
 def class_path_sentence(field: str) -> str:
@@ -85,5 +97,10 @@ def _unknown(name: str, parser: ArgumentParser) -> str:
             return f"{name} has a new name: write {new}{name[len(old) :]}."
     known = [action.dest for action in parser._actions] + list(flatten(parser.get_defaults().as_dict()))
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean '{near[0]}'?" if near else "python -m mmqk.train --help lists the fields."
+    if near:
+        hint = f"did you mean '{near[0]}'?"
+    elif parser.add_help:
+        hint = "python -m mmqk.train --help lists the fields."
+    else:
+        hint = f"use one of {', '.join(action.dest for action in parser._actions)}."
     return f"There is no field '{name}': {hint}"

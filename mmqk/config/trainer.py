@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmqk.config.sentences import class_path_sentence
-from mmqk.ranges import MOST_STEPS, check_numbers, number
+from mmqk.ranges import MOST_STEPS, check_fields, number
 
-STRATEGIES = ("auto", "ddp", "fsdp")
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 # Fields that --help shows; --help-all shows every field.
 SHOWN = (
     "accelerator", "devices", "num_nodes", "strategy", "max_steps", "precision", "accumulate_grad_batches",
@@ -38,7 +36,7 @@ class TrainerConfig:
 
     devices: int | str = number(1, 1, 1024)
     num_nodes: int = number(1, 1, 2**16)
-    precision: str = "32-true"
+    precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "32-true"
     max_steps: int = number(1000, 1, MOST_STEPS)
     accumulate_grad_batches: int = number(1, 1, 2**24)
     gradient_clip_val: int | float | None = number(1.0, 1e-12, 1e12, zero=True)
@@ -46,7 +44,7 @@ class TrainerConfig:
     benchmark: bool | None = None
     detect_anomaly: bool = False
     accelerator: str = "auto"
-    strategy: str = "auto"
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("accelerator", "strategy"):
@@ -54,18 +52,10 @@ class TrainerConfig:
                 raise ValueError(class_path_sentence(f"trainer.{name}"))
         if isinstance(self.devices, str) and self.devices.isdecimal() and len(self.devices) < 10:
             object.__setattr__(self, "devices", int(self.devices))
-        check_numbers(self, "trainer")
-        if self.precision not in PRECISIONS:
-            raise ValueError(
-                f"trainer.precision is '{self.precision}': choose one of {', '.join(PRECISIONS)}."
-            )
+        check_fields(self, "trainer")
         if self.deterministic == "warn":
             raise ValueError(
                 "trainer.deterministic warn leaves attention as it is: set it to true, or leave it out."
-            )
-        if self.strategy not in STRATEGIES:
-            raise ValueError(
-                f"trainer.strategy is {self.strategy}: choose one of {', '.join(STRATEGIES)}."
             )
         if self.processes > 1 and self.strategy == "auto":
             object.__setattr__(self, "strategy", "ddp")

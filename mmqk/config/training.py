@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mmqk.ranges import BELOW_ONE, LARGEST, MOST_STEPS, SMALLEST, check_numbers, number
+from mmqk.ranges import BELOW_ONE, LARGEST, MOST_STEPS, SMALLEST, check_fields, number
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LossConfig:
     chunk_size: int | None = number(None, 1, 2**40)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "loss")
+        check_fields(self, "loss")
 
     def weights_of(self, modalities: Sequence[str]) -> list[float]:
         """The weight of each of the modalities, in their order.
@@ -90,7 +90,7 @@ class OptimConfig:
     split_second_moment: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self, "optim")
+        check_fields(self, "optim")
         if self.decay_mode == "independent" and self.weight_decay > 1:
             raise ValueError(
                 f"optim.weight_decay is {self.weight_decay}, which optim.decay_mode independent subtracts in every"
@@ -139,7 +139,7 @@ class MonitorConfig:
     budget_steps: int = number(50, 1, MOST_STEPS)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "monitor")
+        check_fields(self, "monitor")
         if 0 < self.budget_every_n_steps < self.budget_steps:
             raise ValueError(
                 f"monitor.budget_every_n_steps {self.budget_every_n_steps} is less than monitor.budget_steps"
@@ -165,4 +165,4 @@ class CheckpointConfig:
     at: list[int] = number(list, 1, MOST_STEPS)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "checkpoint")
+        check_fields(self, "checkpoint")

@@ -11,7 +11,7 @@ from mmqk.data.synthetic.dial import Dial, DialConfig
 from mmqk.data.tokens.cache import source_hash
 from mmqk.data.tokens.folder import Layout, layout_of, read_header, tokens_hash
 from mmqk.data.tokens.online import online_hash
-from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_numbers, number
+from mmqk.ranges import BELOW_ONE, MOST_STEPS, check_fields, number
 from mmqk.store import UserError
 
 # Kinds of data.mix that share a vocabulary: of mmqk's tokenizers, of the user's ids, of the dial.
@@ -67,7 +67,7 @@ class DataConfig:
     workers: int = number(0, 0, 1024)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data")
+        check_fields(self, "data")
         if self.read == "shards" and self.pack == "documents":
             raise ValueError(
                 "data.read shards knows no lengths to pack by: set data.pack none, or tokenize first."

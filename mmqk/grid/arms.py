@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from typing import Any
 from mmqk.grid import language as read
 from mmqk.grid.axes import Axis, read_axes
 from mmqk.grid.rules import LrRule, ReplayRule
-from mmqk.ranges import MOST_SEED, MOST_STEPS, check_numbers, number, ranged
+from mmqk.ranges import MOST_SEED, MOST_STEPS, check_fields, number, ranged
 from mmqk.store import UserError
 
 ARM_KEYS = ("label", "block", "seeds", "set", "axes", "fork")
@@ -27,11 +26,11 @@ class ArmFork:
     """Where the runs of an arm start: at a step of another arm (or of one point of it), or from a checkpoint."""
 
     arm: str = ""
-    step: int = number(0, 0, MOST_STEPS)
+    step: int = number(1, 1, MOST_STEPS)
     checkpoint: Path | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self, "fork")
+        check_fields(self, "")
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Arm:
     path: Path = Path()
 
     def __post_init__(self) -> None:
-        check_numbers(self, "")
+        check_fields(self, "")
 
     @property
     def points(self) -> dict[str, dict[str, Any]]:
@@ -106,11 +105,6 @@ class Job:
         return self.role == "verdict" and self.family.lr is not None
 
 
-def flags(fields: Mapping[str, Any]) -> Iterable[str]:
-    """Fields as arguments of ``mmqk.train``."""
-    return (f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in fields.items())
-
-
 def read_arm(name: Any, value: Any, common: Arm) -> Arm:
     """Read an arm; ``common`` holds the defaults of the grid. A fork gets the axes and seeds of its parent later.
 
@@ -120,31 +114,23 @@ def read_arm(name: Any, value: Any, common: Arm) -> Arm:
     where = f"{common.path}: arms.{name}"
     record = read.mapping({} if value is None else value, where)
     read.known(record, ARM_KEYS, where)
-    fork = _fork(record["fork"], where, common.path) if "fork" in record else None
-    fields = read.mapping(record.get("set") or {}, f"{where}.set")
-    axes = read_axes(record["axes"] or {}, f"{where}.axes") if "axes" in record else common.axes
-    if fork and "axes" not in record:
-        axes = ()  # taken from the parent once all arms are read
-    seeds = read.seeds(record["seeds"], f"{where}.seeds") if "seeds" in record else common.seeds
-    if fork and "seeds" not in record:
-        seeds = ()
+    if "fork" in record:
+        fork = _fork(record["fork"], where, common.path)
+        common = replace(common, fork=fork, seeds=(), axes=(), lr=None, base=())
     arm = replace(
         common,
         name=read.name(name, where),
         label=str(record.get("label", name)),
         block=str(record.get("block", "")),
-        seeds=seeds,
-        fields=fields,
-        axes=axes,
-        fork=fork,
-        lr=None if fork else common.lr,
-        base=() if fork else common.base,
+        seeds=read.seeds(record["seeds"], f"{where}.seeds") if "seeds" in record else common.seeds,
+        fields=read.mapping(record.get("set") or {}, f"{where}.set"),
+        axes=read_axes(record["axes"] or {}, f"{where}.axes") if "axes" in record else common.axes,
     )
-    check_fields(arm, where)
+    check_settings(arm, where)
     return arm
 
 
-def check_fields(arm: Arm, where: str) -> None:
+def check_settings(arm: Arm, where: str) -> None:
     """Refuse a field that the grid sets, that is set twice, or that is for forks only."""
     crossed = {key for point in arm.points.values() for key in point}
     for key in (*map(str, arm.fields), *sorted(crossed)):
@@ -165,29 +151,24 @@ def check_fields(arm: Arm, where: str) -> None:
 
 def _fork(value: Any, where: str, path: Path) -> ArmFork:
     record = read.mapping(value, f"{where}.fork")
-    read.known(record, ("arm", "step", "checkpoint"), f"{where}.fork")
-    if set(record) == {"checkpoint"}:
-        name = record["checkpoint"]
-        if not isinstance(name, str):
-            raise UserError(f"{where}.fork.checkpoint must be one path, not {name!r}")
-        file = Path(os.path.normpath(path.parent / name))
-        if not file.exists():
-            raise UserError(f"{where}.fork: there is no {name} (looked in {path.parent})")
-        return ArmFork(checkpoint=file)
-    if set(record) != {"arm", "step"}:
+    fork = read.build(ArmFork, record, f"{where}.fork")
+    if set(record) not in ({"checkpoint"}, {"arm", "step"}):
         raise UserError(f"{where}.fork must name an arm and a step, or a checkpoint")
-    return read.in_range(ArmFork, where, str(record["arm"]), read.whole(record["step"], f"{where}.fork.step"))
+    if fork.checkpoint is None:
+        return fork
+    file = Path(os.path.normpath(path.parent / fork.checkpoint))
+    if not file.exists():
+        raise UserError(f"{where}.fork: there is no {fork.checkpoint} (looked in {path.parent})")
+    return ArmFork(checkpoint=file)
 
 
 def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
     """A number for each job, which assigns it to a slice; a fork has the number of its parent."""
-    parts: dict[tuple[str, int | None, str], int] = {}
     by_key = {job.key: job for job in jobs}
-    for job in by_key.values():
-        root = job
-        while root.parent:
-            root = by_key[root.parent, root.seed, "verdict"]
-        parts[job.key] = parts.setdefault(root.key, len(parts))
-    # No gaps, so that slices are even.
-    order = {part: place for place, part in enumerate(dict.fromkeys(parts.values()))}
-    return {key: order[part] for key, part in parts.items()}
+    roots = {}
+    for key, job in by_key.items():
+        while job.parent:
+            job = by_key[job.parent, job.seed, "verdict"]
+        roots[key] = job.key
+    numbers = {root: number for number, root in enumerate(dict.fromkeys(roots.values()))}
+    return {key: numbers[root] for key, root in roots.items()}

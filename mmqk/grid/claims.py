@@ -1,62 +1,203 @@
-"""Check the keys and names in the claims and the report of a grid; `mmqk.analysis` checks their meaning."""
+"""The claims and the report of a grid: their fields, which `mmqk.analysis` judges after the runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from mmqk.grid.language import known, mapping, strings
+from mmqk.grid.language import build, known, mapping, strings
+from mmqk.grid.record import REPORT
+from mmqk.grid.rules import LrChoice
+from mmqk.ranges import check_fields, number
 from mmqk.store import UserError, identity_hash
 
-CLAIM_KEYS = (
-    *("id", "statement", "source", "mark", "number_there", "metric", "treatment", "control", "arms"),
-    *("delta", "direction", "regime", "positive_control", "at_least", "status", "falsifier", "note"),
-    *("finding", "estimand", "negative_control", "alpha_family", "test", "seeds", "exclusions"),
-    *("stopping", "lr_rule", "at", "manipulation_check", "unchecked"),
-)
-REPORT_KEYS = ("hero", "shown", "headline", "cannot_tell", "command", "figures")
+# Checks of every verdict: the key under ``unchecked`` that turns one off, and its name on the page.
+CHECKS = {"learnt": "modalities learnt", "declared": "arms differ only as declared", "seeds": "enough seeds"}
+# Placeholders that a sentence under ``finding`` may use.
+NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
+# Fields that name another claim, which must be judged first.
+LEANS = ("positive_control", "negative_control", "manipulation_check")
+# Old names of fields and their new ones. The hash of the claims uses the old ones, so that it stays the same.
+RENAMED = {
+    "mark": "source_access",
+    "number_there": "reference_value",
+    "falsifier": "would_contradict",
+    "delta": "min_effect",
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim as it was registered in the grid.
+
+    Attributes:
+        id: C2 and the like.
+        statement: what is claimed, one sentence.
+        source: where it was claimed, with the figure.
+        source_access: how the source was read, a key of `mmqk.report.findings.MARKS`.
+        reference_value: the number in the source, as text.
+        estimand: the quantity that the effect estimates, in words.
+        metric: the name of a metric of `mmqk.analysis.metrics`.
+        treatment: the arm (for a family metric, the family) whose metric should be greater or less (``direction``).
+        control: the arm or family that it is compared with.
+        at: the point of the axes at which two families are compared.
+        arms: the arms of a claim that is shown and not decided, or of a control.
+        min_effect: smallest effect of interest, on the metric's scale (0.69: a factor of 2), positive.
+        direction: not used for an equivalence.
+        test: superiority (beyond min_effect), equivalence (no difference as large as min_effect, either way) or
+            count (more runs diverge, or reach ``at_least``; min_effect is a difference of shares).
+        regime: name on the page of the check that every trained modality was learnt.
+        unchecked: the checks (`CHECKS`) that the verdict skips, each with the reason.
+        positive_control: id of the claim or control that must pass before this one can be contradicted, or be
+            reproduced as an equivalence.
+        negative_control: id of the claim or control that must not show the effect.
+        manipulation_check: id of the claim or control that shows that the treatment changed what it should change.
+        at_least: for a control, the value that the median of every arm must reach; for a count, the value that a
+            run must reach.
+        status: shown is never decided; control is a check, not a claim.
+        alpha_family: name of the family of claims that share one level; by default the name of the grid.
+        seeds: registered seeds per arm; 0 if not registered.
+        stopping: {max_seeds: n}: seeds may be added up to n; the level is corrected for the looks.
+        lr_rule: the rule that the verdict must check.
+        exclusions: runs to exclude, in words for the page; excludes nothing by itself.
+        would_contradict: the result that would contradict the claim, as registered.
+        note: a sentence to add to the notes of the verdict.
+        finding: sentences by verdict, with `NUMBERS` in braces.
+    """
+
+    id: str
+    statement: str = ""
+    source: str = ""
+    source_access: str = ""
+    reference_value: str = ""
+    estimand: str = ""
+    metric: str = "largest_attention_logit"
+    treatment: str = ""
+    control: str = ""
+    at: dict[str, Any] = field(default_factory=dict)
+    arms: tuple[str, ...] = ()
+    min_effect: float = number(math.nan, 1e-12, 1e12)
+    direction: Literal["greater", "less"] = "greater"
+    test: Literal["superiority", "equivalence", "count"] = "superiority"
+    regime: Literal["both modalities learnt", "all modalities learnt"] | None = None
+    unchecked: dict[str, str] = field(default_factory=dict)
+    positive_control: str = ""
+    negative_control: str = ""
+    manipulation_check: str = ""
+    at_least: float = number(math.nan, -1e30, 1e30)
+    status: Literal["confirmatory", "exploratory", "shown", "control"] = "confirmatory"
+    alpha_family: str = ""
+    seeds: int = number(0, 0, 10_000)
+    stopping: dict[str, int] = number(dict, 0, 10_000)
+    lr_rule: LrChoice | None = None
+    exclusions: str = ""
+    would_contradict: str = ""
+    note: str = ""
+    finding: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+
+    @property
+    def decided(self) -> bool:
+        """Whether its status allows a decision."""
+        return self.status in ("confirmatory", "exploratory")
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Names of the compared arms or families, without repetition."""
+        pair = (self.treatment, self.control) if self.treatment and self.control else self.arms
+        return tuple(dict.fromkeys(pair))
+
+    @property
+    def sign(self) -> int:
+        """1 for "greater", -1 for "less"."""
+        return 1 if self.direction == "greater" else -1
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """The values that the interval must exclude for a verdict."""
+        size = self.min_effect
+        return (-size, size) if self.test == "equivalence" else (self.sign * size,)
+
+    @property
+    def not_checked(self) -> tuple[str, ...]:
+        """The skipped checks with their reasons: ``“modalities learnt” (the claim is about learning)``."""
+        return tuple(f"“{CHECKS[name]}” ({reason})" for name, reason in self.unchecked.items())
+
+    @property
+    def max_seeds(self) -> int:
+        """The maximal seeds per arm; 0 if not registered."""
+        return self.stopping.get("max_seeds", self.seeds)
+
+    @property
+    def leans_on(self) -> tuple[str, ...]:
+        """Ids of the claims and controls that must be judged before this claim."""
+        return tuple(name for key in LEANS if (name := getattr(self, key)))
 
 
 def claims_hash(grid: Mapping[str, Any]) -> str:
     """Hash of the claims of a grid; it does not depend on the rest of the grid or on the name of the grid."""
+    first = {new: old for old, new in RENAMED.items()}
     claims = grid.get("claims") or []
-    return identity_hash({"claims": [{k: v for k, v in c.items() if k != "grid"} for c in claims]})
+    return identity_hash(
+        {"claims": [{first.get(k, k): v for k, v in c.items() if k != "grid"} for c in claims]}
+    )
 
 
-def check_claims(raw: Mapping[str, Any], names: Iterable[str], path: object) -> None:
-    """Refuse an unknown key, a claim without a unique id, and the name of an arm or claim that does not exist.
+def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> tuple[Claim, ...]:
+    """The claims of a grid.
 
     Args:
-        raw: content of the grid.
+        values: the entries under ``claims``.
         names: names of arms, before and after crossing with axes.
+        grid: name of the grid.
         path: path of the grid, for the message.
+
+    Raises:
+        UserError: an unknown or old field, a wrong type, a claim without a unique id, or the name of an arm or claim
+            that does not exist.
     """
-    arms = set(names)
-    claims = raw.get("claims") or []
-    if not isinstance(claims, list):
+    if not isinstance(values or [], list | tuple):
         raise UserError(f"{path}: claims must be a list")
-    ids: list[str] = []
-    for number, value in enumerate(claims):
-        claim = mapping(value, f"{path}: claims[{number}]")
-        known(claim, CLAIM_KEYS, f"{path}: claims[{number}]")
-        if not isinstance(claim.get("id"), str) or claim["id"] in ids:
-            raise UserError(f"{path}: claims[{number}] has no unique id: give it one, as text")
-        ids.append(claim["id"])
+    claims: list[Claim] = []
+    for place, value in enumerate(values or []):
+        record = dict(mapping(value, f"{path}: claims[{place}]"))
+        if not isinstance(record.get("id"), str) or record["id"] in [claim.id for claim in claims]:
+            raise UserError(f"{path}: claims[{place}] has no unique id: give it one, as text")
+        where = f"{path}: claim {record['id']}"
+        if old := [f"{name} to {new}" for name, new in RENAMED.items() if name in record]:
+            raise UserError(f"{where} has fields with old names: rename {', '.join(old)}")
+        # A claim merged from another grid keeps the family of that grid.
+        family = record.pop("grid", None) or grid
+        if isinstance(record.get("arms"), str):
+            record["arms"] = [record["arms"]]
+        claims.append(
+            build(Claim, {**record, "alpha_family": record.get("alpha_family") or str(family)}, where)
+        )
+    arms, ids = set(names), [claim.id for claim in claims]
     for claim in claims:
-        where = f"{path}: claim {claim['id']}"
-        named = [claim[key] for key in ("treatment", "control") if claim.get(key) is not None]
-        _exist([*named, *strings(claim.get("arms") or [], f"{where}: arms")], arms, where)
-        control = claim.get("positive_control")
-        if control is not None and control not in ids:
-            raise UserError(f"{where}: its positive control {control!r} is not a claim of this grid")
-    report = mapping(raw.get("report") or {}, f"{path}: report")
-    known(report, REPORT_KEYS, f"{path}: report")
+        where = f"{path}: claim {claim.id}"
+        _exist([name for name in (claim.treatment, claim.control, *claim.arms) if name], arms, where)
+        for other in claim.leans_on:
+            if other not in ids or other == claim.id:
+                raise UserError(
+                    f"{where} refers to {other!r}, which is not another claim of this grid: name one"
+                )
+    return tuple(claims)
+
+
+def check_report(report: Mapping[str, Any], names: Iterable[str], path: object) -> None:
+    """Refuse an unknown key of the report, and the name of an arm that does not exist."""
+    known(report, tuple(REPORT), f"{path}: report")
     for key in ("hero", "shown"):
         where = f"{path}: report.{key}"
-        _exist(strings(report.get(key) or [], where), arms, where)
+        _exist(strings(report.get(key) or [], where), set(names), where)
 
 
-def _exist(names: Iterable[Any], arms: set[str], where: str) -> None:
-    for name in names:
-        if not isinstance(name, str) or name not in arms:
+def _exist(named: Sequence[str], arms: set[str], where: str) -> None:
+    for name in named:
+        if name not in arms:
             raise UserError(f"{where}: there is no arm {name!r} (arms: {', '.join(sorted(arms))})")

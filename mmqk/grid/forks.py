@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmqk.grid.arms import Arm, check_fields
+from mmqk.grid.arms import Arm, check_settings
 from mmqk.store import UserError
 
 
@@ -52,7 +52,7 @@ def _as_child(arm: Arm, parent: Arm | None, record: Mapping[str, Any]) -> Arm:
         raise UserError(f"{where}.seeds: {min(strangers)} is not a seed of its parent {parent.name}")
     axes = arm.axes if "axes" in record or arm.fork.arm != parent.name else parent.axes
     child = replace(arm, seeds=arm.seeds or parent.seeds, axes=axes)
-    check_fields(child, where)
+    check_settings(child, where)
     for point in child.points.values():
         if not match(arm.fork.arm, {parent.name: parent}, point):
             raise UserError(

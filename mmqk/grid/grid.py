@@ -11,12 +11,12 @@
       late:  {label: QK-Norm from step 300, fork: {arm: plain, step: 300}, set: {model.qk_norm.kind: rms}}
     replay: {depths: [0.01, 0.05, 0.2], replays: 3, noise: 1.0e-6, horizon: 3}
     claims:
-      - {id: C2, statement: ..., metric: ..., treatment: plain, control: qk, delta: 0.69}
+      - {id: C2, statement: ..., metric: ..., treatment: plain, control: qk, min_effect: 0.69}
     report: {hero: [plain, qk]}
 
 docs/ablations.md has an example of each. The fields under ``set`` and ``axes`` are those of ``python -m mmqk.train``,
-whose parser refuses unknown fields. Claims and report are for `mmqk.analysis`; this package checks only their keys
-and arms. Imports no torch, because the analysis uses it.
+whose parser refuses unknown fields. Claims and report are for `mmqk.analysis`; this package reads
+their fields and checks the names of arms. Imports no torch, because the analysis uses it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.grid import language as read
-from mmqk.grid.arms import LR, Arm, Job, flags, read_arm
+from mmqk.grid.arms import LR, Arm, Job, read_arm
 from mmqk.grid.axes import read_axes
-from mmqk.grid.claims import CLAIM_KEYS, REPORT_KEYS, check_claims, claims_hash
+from mmqk.grid.claims import check_report, read_claims
 from mmqk.grid.forks import inherit, match
 from mmqk.grid.rules import read_lr, read_replay
 from mmqk.store import UserError
-
-__all__ = ["CLAIM_KEYS", "REPORT_KEYS", "Arm", "Grid", "Job", "claims_hash", "load_grid"]
 
 GRID_KEYS = ("name", "title", "base", "seeds", "arms", "axes", "lr", "replay", "claims", "claim", "report")
 
@@ -64,7 +62,7 @@ class Grid:
             for seed in arm.lr.seeds if arm.lr else ():
                 for lr in arm.lr.grid if arm.lr else ():
                     at = {**point, LR: lr}
-                    args = (*_base(arm), *flags({**arm.fields, **at}), f"--seed={seed}")
+                    args = (*_base(arm), *read.flags({**arm.fields, **at}), f"--seed={seed}")
                     yield Job(f"{name}-lr{lr:.12g}", seed, args, arm, at, "selection")
 
     def _verdict(self, crossed: Sequence[tuple[Arm, str, dict[str, Any]]]) -> Iterable[Job]:
@@ -81,7 +79,7 @@ class Grid:
                     parent = match(start, families, point)
                     shared = parents[parent][1].items()
                     fields = {k: v for k, v in point.items() if (k, v) not in shared}
-                args = (*_base(arm), *flags({**arm.fields, **fields}))
+                args = (*_base(arm), *read.flags({**arm.fields, **fields}))
                 if seed is not None and not start:
                     args = (*args, f"--seed={seed}")
                 yield Job(name, seed, args, arm, point, parent=parent)
@@ -126,7 +124,9 @@ def load_grid(path: str | Path) -> Grid:
         raise UserError(
             f"{path}: two arms have the name {twice} after they are crossed with the axes: rename one"
         )
-    check_claims(raw, {*names, *(arm.name for arm in arms)}, path)
+    every = {*names, *(arm.name for arm in arms)}
+    read_claims(raw.get("claims"), every, common.grid, path)
+    check_report(read.mapping(raw.get("report") or {}, f"{path}: report"), every, path)
     return Grid(path, common.grid, str(raw.get("title", common.grid)), tuple(arms), raw)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,12 +95,27 @@ def strings(value: Any, where: str) -> list[str]:
     return values
 
 
-def in_range(kind: Callable[..., T], where: str, *values: Any) -> T:
-    """A dataclass of these values, which checks their ranges; the message names ``where``."""
+def flags(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields as arguments of a command line."""
+    return tuple(
+        f"--{k}={v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}" for k, v in fields.items()
+    )
+
+
+def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:
+    """A dataclass from its fields in the grid, read by the parser of ``mmqk.train``; null means the default.
+
+    Raises:
+        UserError: an unknown field, a wrong type, or a number outside its range.
+    """
+    # Imports jsonargparse, which --help and the views of a folder do not need.
+    from mmqk.config.parse import parse_fields
+
     try:
-        return kind(*values)
-    except ValueError as error:
-        raise UserError(f"{where}.{str(error).rstrip('.')}") from error
+        return parse_fields(kind, flags({name: value for name, value in record.items() if value is not None}))
+    except (UserError, ValueError) as error:
+        sentence = str(error).rstrip(".")
+        raise UserError(f"{where}: {sentence[:1].lower()}{sentence[1:]}") from error
 
 
 def seeds(value: Any, where: str) -> tuple[int, ...]:
@@ -111,34 +126,6 @@ def seeds(value: Any, where: str) -> tuple[int, ...]:
             f"{where} must be a list of different whole numbers from 0 to {MOST_SEED}, not {shortened(value)}"
         )
     return tuple(value)
-
-
-def whole(value: Any, where: str) -> int:
-    """A whole number from 1 on."""
-    if type(value) is not int or value < 1:
-        raise UserError(f"{where} must be a whole number from 1 on, not {shortened(value)}")
-    return value
-
-
-def number(value: Any, where: str) -> float:
-    """A number above 0, also as text: YAML reads ``1e-3``, without a decimal point, as text."""
-    try:
-        parsed = float(value) if isinstance(value, int | float | str) and value is not True else 0.0
-    except (ValueError, OverflowError):
-        parsed = 0.0
-    if not 0 < parsed < float("inf"):
-        raise UserError(f"{where} must be a number above 0, not {shortened(value)}")
-    return parsed
-
-
-def numbers(value: Any, where: str) -> tuple[float, ...]:
-    """A list of different numbers above 0."""
-    if not isinstance(value, list) or not value:
-        raise UserError(f"{where} must be a list of numbers, not {value!r}")
-    parsed = tuple(number(v, where) for v in value)
-    if len(set(parsed)) < len(parsed):
-        raise UserError(f"{where} has a number twice: {value!r}")
-    return parsed
 
 
 def name(value: Any, where: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.grid.arms import Arm
-from mmqk.grid.claims import REPORT_KEYS
 from mmqk.grid.grid import Grid, load_grid
+from mmqk.grid.record import REPORT
 from mmqk.store import UserError, canonical
 
 
@@ -95,7 +95,7 @@ def _claims(grids: Sequence[Grid]) -> list[dict[str, Any]]:
 def _report(grids: Sequence[Grid]) -> Mapping[str, Any]:
     """Lists are joined; any other value comes from the first grid that has it."""
     together: dict[str, Any] = {}
-    for key in REPORT_KEYS:
+    for key in REPORT:
         for value in ((grid.raw.get("report") or {}).get(key) for grid in grids):
             if isinstance(value, list) and isinstance(together.get(key, []), list):
                 together[key] = [

@@ -25,23 +25,17 @@ _ARM = {
     "label": _WORD, "block": _WORD, "set": (None, dict), "seeds": [int],
     "fork": {"arm": str, "step": int, "checkpoint": str},
 }  # fmt: skip
-_CLAIM = {
-    "*": (*_WORD, None), "id": _WORD, "treatment": (None, str), "control": (None, str), "arms": _WORDS,
-    "metric": str, "at": (None, dict), "stopping": (None, dict), "unchecked": (None, dict),
-    "finding": (None, {"*": _WORD}),
-    "regime": (None, str), "grid": str,
-}  # fmt: skip
-_REPORT = {
+REPORT = {
     "hero": _WORDS, "shown": _WORDS, "headline": _WORDS, "cannot_tell": _WORDS, "command": _WORDS,
-    "commands": _WORDS, "figures": (None, [{"kind": str, "arms": _WORDS, "like": (None, str)}]),
+    "figures": (None, [{"kind": str, "arms": _WORDS, "like": (None, str)}]),
 }  # fmt: skip
 SHAPE = {
     "name": str,
     "registered": (None, str),
     "lost": bool,
     "grid": {
-        "name": str, "title": _WORD, "arms": (None, {"*": (None, _ARM)}), "claims": (None, [_CLAIM]),
-        "report": (None, _REPORT), "lr": (None, {"metric": str}),
+        "name": str, "title": _WORD, "arms": (None, {"*": (None, _ARM)}), "claims": (None, [dict]),
+        "report": (None, REPORT), "lr": (None, {"metric": str}),
     },
     "runs": [_RUN],
     "threads": int,

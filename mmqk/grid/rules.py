@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from mmqk.grid import language as read
-from mmqk.ranges import BELOW_ONE, LARGEST, MOST_SEED, SMALLEST, check_numbers, number, ranged
-from mmqk.store import UserError
+from mmqk.ranges import BELOW_ONE, LARGEST, MOST_SEED, SMALLEST, SMALLEST_PERTURBATION, check_fields, number
 
-# Same value as in `mmqk.config.fork`.
-SMALLEST_PERTURBATION = 1e-7
-DEPTHS = (0.01, 0.05, 0.2)
+# matched: the arms set their learning rates.
+LrChoice = Literal["matched", "own_best"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +22,16 @@ class LrRule:
         metric: a metric of `mmqk.analysis.metrics`; the learning rate with the best mean over seeds is selected.
     """
 
-    grid: tuple[float, ...] = field(metadata=ranged(SMALLEST, LARGEST))
-    seeds: tuple[int, ...] = field(metadata=ranged(0, MOST_SEED))
-    metric: str
+    rule: LrChoice = "matched"
+    grid: tuple[float, ...] = number((), SMALLEST, LARGEST)
+    seeds: tuple[int, ...] = number((0,), 0, MOST_SEED)
+    metric: str = "final_excess"
 
     def __post_init__(self) -> None:
-        check_numbers(self, "")
+        check_fields(self, "")
+        if self.rule == "own_best":
+            _check_different("grid", self.grid)
+            _check_different("seeds", self.seeds)
 
 
 @dataclass(frozen=True)
@@ -37,19 +39,25 @@ class ReplayRule:
     """How a diverged run is replayed.
 
     Attributes:
-        depths: how long before the divergence replays begin, as shares of the run until then.
+        depths: how long before the divergence replays begin, as shares of the run until then, ascending.
         replays: number of replays per numerics and depth.
         noise: change of the weights at the start, as a fraction of their RMS.
         horizon: length of a replay, as a multiple of the distance from its start to the divergence.
     """
 
-    depths: tuple[float, ...] = number(DEPTHS, 1e-6, BELOW_ONE)
+    depths: tuple[float, ...] = number((0.01, 0.05, 0.2), 1e-6, BELOW_ONE)
     replays: int = number(3, 1, 1000)
     noise: float = number(1e-6, SMALLEST_PERTURBATION, 1.0)
     horizon: float = number(3.0, 1.001, 1000.0)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "")
+        check_fields(self, "")
+        _check_different("depths", self.depths)
+
+
+def _check_different(name: str, values: tuple[float, ...]) -> None:
+    if not values or len(set(values)) < len(values):
+        raise ValueError(f"{name} must be a list of different numbers, not {list(values)}")
 
 
 def read_lr(value: Any, where: str) -> LrRule | None:
@@ -59,42 +67,18 @@ def read_lr(value: Any, where: str) -> LrRule | None:
         UserError: an unknown rule or key, invalid learning rates or seeds.
     """
     record = read.mapping({} if value is None else value, where)
-    rule = record.get("rule", "matched")
-    if rule == "matched":
+    rule = read.build(LrRule, record, where)
+    if rule.rule == "matched":
         read.known(record, ("rule",), f"{where} with rule matched")
         return None
-    if rule != "own_best":
-        raise UserError(f"{where}: the rule is {rule!r}: use matched or own_best")
-    read.known(record, ("rule", "grid", "seeds", "metric"), where)
-    if "grid" not in record:
-        raise UserError(f"{where}: own_best needs a grid of learning rates")
-    return read.in_range(
-        LrRule,
-        where,
-        tuple(sorted(read.numbers(record["grid"], f"{where}.grid"))),
-        read.seeds(record.get("seeds", [0]), f"{where}.seeds"),
-        str(record.get("metric", "final_excess")),
-    )
+    return replace(rule, grid=tuple(sorted(rule.grid)))
 
 
 def read_replay(value: Any, where: str) -> ReplayRule:
-    """The rule for replays, with defaults for missing keys.
+    """The rule for replays.
 
     Raises:
-        UserError: an unknown key, a depth outside 0 to 1, a number of replays that is not a whole number, a
-            perturbation outside the range of forks, a horizon of 1 or less.
+        UserError: an unknown key, a wrong type, or a number outside its range.
     """
-    record = read.mapping({} if value is None else value, where)
-    read.known(record, tuple(ReplayRule.__dataclass_fields__), where)
-    default = ReplayRule()
-    depths = read.numbers(record.get("depths", list(DEPTHS)), f"{where}.depths")
-    horizon = read.number(record.get("horizon", default.horizon), f"{where}.horizon")
-    noise = read.number(record.get("noise", default.noise), f"{where}.noise")
-    return read.in_range(
-        ReplayRule,
-        where,
-        tuple(sorted(depths)),
-        read.whole(record.get("replays", default.replays), f"{where}.replays"),
-        noise,
-        horizon,
-    )
+    rule = read.build(ReplayRule, read.mapping({} if value is None else value, where), where)
+    return replace(rule, depths=tuple(sorted(rule.depths)))

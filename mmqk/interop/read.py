@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig, RopeScalingConfig
+from mmqk.model.config import MlpKind
 from mmqk.store import UserError
 
 from .modalities import vocab_sizes_of
@@ -28,7 +29,7 @@ from .names import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_GATES: dict[str, Literal["swiglu", "geglu"]] = {
+_GATES: dict[str, MlpKind] = {
     "silu": "swiglu",
     "swish": "swiglu",
     "gelu_pytorch_tanh": "geglu",

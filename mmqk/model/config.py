@@ -4,12 +4,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
-from mmqk.ranges import BELOW_ONE, LARGEST, SMALLEST, check_numbers, number
+from mmqk.ranges import BELOW_ONE, LARGEST, SMALLEST, check_fields, number
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAYER = re.compile(r"(layer|head)\d{2,}")  # reserved in the names of logged statistics
+MlpKind = Literal["swiglu", "geglu", "gelu"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class QKNormConfig:
     scale_max: float | None = number(None, 1e-6, 1e12)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "model.qk_norm")
-        _check_choices(self, "model.qk_norm")
+        check_fields(self, "model.qk_norm")
         if self.kind == "none":
             _to_defaults(self, "scope", "gain", "bias", "eps", "place", "normalize_v")
         if self.kind != "l2":
@@ -110,8 +110,7 @@ class RopeScalingConfig:
     original_length: int = number(8192, 1, 2**30)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "model.rope_scaling")
-        _check_choices(self, "model.rope_scaling")
+        check_fields(self, "model.rope_scaling")
         if self.kind == "none":
             _to_defaults(self, "factor")
         if self.kind != "llama3":
@@ -184,7 +183,7 @@ class ModelConfig:
     n_kv_heads: int = number(0, 0, 4096)
     d_head: int = number(0, 0, 2**14)
     d_ff: int = number(0, 0, 2**21)
-    mlp: Literal["swiglu", "geglu", "gelu"] = "swiglu"
+    mlp: MlpKind = "swiglu"
     pre_norm: bool = True
     post_norm: bool = False
     norm: Literal["rms", "layer"] = "rms"
@@ -215,8 +214,7 @@ class ModelConfig:
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "model")
-        _check_choices(self, "model")
+        check_fields(self, "model")
         self._check_shape()
         self._check_modalities()
         if not self.post_norm:
@@ -338,13 +336,3 @@ def _to_defaults(config: object, *names: str) -> None:
         if f.name in names:
             default = f.default if f.default_factory is MISSING else f.default_factory()
             object.__setattr__(config, f.name, default)
-
-
-def _check_choices(config: object, prefix: str) -> None:
-    """Raise ValueError for a value outside the Literal of its field."""
-    for f in fields(config):  # type: ignore[arg-type]
-        value, is_literal = getattr(config, f.name), get_origin(f.type) is Literal
-        literals = (f.type,) if is_literal else (part for part in get_args(f.type) if get_origin(part) is Literal)
-        choices = [choice for literal in literals for choice in get_args(literal)]
-        if choices and value not in choices and (is_literal or isinstance(value, str)):
-            raise ValueError(f"{prefix}.{f.name} must be one of {', '.join(choices)}, but is {value!r}.")

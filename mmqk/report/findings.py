@@ -11,9 +11,9 @@ from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.replays import ReplayVerdict, replay_verdicts
 from mmqk.analysis.stats.effects import Effect
 from mmqk.analysis.stats.exact import Counts
-from mmqk.analysis.verdicts.claims import CHECKS
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict, detectable_in_words, middle
+from mmqk.grid.claims import CHECKS
 from mmqk.report.figures.captions import of_medians, verb
 from mmqk.store.formatting import plain
 
@@ -211,13 +211,13 @@ def about_numbers(verdicts: Sequence[Verdict]) -> str:
 
 
 def _threshold(verdict: Verdict) -> str:
-    delta = verdict.claim.delta
+    size = verdict.claim.min_effect
     either = verdict.claim.test == "equivalence"
     sign = 1 if either else verdict.claim.sign
     way = " either way" if either else ""
     if verdict.metric.scale == "log":
-        return f"a factor of {plain(math.exp(sign * delta))}{way}"
-    return f"{plain(sign * delta)} {verdict.metric.unit}".strip() + way
+        return f"a factor of {plain(math.exp(sign * size))}{way}"
+    return f"{plain(sign * size)} {verdict.metric.unit}".strip() + way
 
 
 def threshold_in_words(verdict: Verdict) -> str:

@@ -43,7 +43,7 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
             ("Metric", claim.metric),
             ("Estimand", claim.estimand),
             ("Smallest effect of interest", threshold),
-            ("Falsifier", claim.falsifier),
+            ("Would contradict", claim.would_contradict),
             ("Not checked", listed(claim.not_checked)),
             ("Exclusions", claim.exclusions),
         ]
@@ -54,9 +54,9 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
                 "finding": finding(study, verdict) if claim.decided else "",
                 "statement": f"{capital(claim.statement).rstrip('.')}.",
                 "source": claim.source,
-                "mark": claim.mark,
-                "falsifier": claim.falsifier.rstrip("."),
-                "number_there": claim.number_there or DASH,
+                "source_access": claim.source_access,
+                "would_contradict": claim.would_contradict.rstrip("."),
+                "reference_value": claim.reference_value or DASH,
                 "effect": effect,
                 "medians": medians,
                 "threshold": threshold,
@@ -88,7 +88,7 @@ def _run_links(study: Study, verdict: Verdict) -> list[tuple[str, list[dict[str,
 
 def used_marks(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
     """The marks in the table, with their meaning."""
-    used = {v.claim.mark for v in verdicts}
+    used = {v.claim.source_access for v in verdicts}
     return [(mark, meaning) for mark, meaning in MARKS.items() if mark in used]
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 
 from mmqk.shards.images import on_white
 from mmqk.shards.manifest import RESTORE, Shard, checked_shards, manifest_hash, sha256_file
+from mmqk.shards.samples import IMAGE_FIELDS
 from mmqk.store import UserError, check_regular
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
 IMAGE_SIZE = 64
 # lc=4, pb=0: what liblzma's manual advises for text.
 _TEXT_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]
-_IMAGE_FIELDS = ("webp", "png", "jpg", "jpeg")
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def _decode(sample: dict[str, Any], path: Path) -> Pair:
     key = sample["__key__"]
     where = f"sample {key} of shard {path}"
     repair = "repair or remove the sample and write the shard and its manifest again"
-    field = next((f for f in _IMAGE_FIELDS if f in sample), None)
+    field = next((f for f in IMAGE_FIELDS if f in sample), None)
     if field is None:
-        raise UserError(f"{where} has no image (one of {', '.join(_IMAGE_FIELDS)}): {repair}")
+        raise UserError(f"{where} has no image (one of {', '.join(IMAGE_FIELDS)}): {repair}")
     try:
         with Image.open(io.BytesIO(sample[field])) as opened:
             image = on_white(opened)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from mmqk.ranges import check_numbers, number
+from mmqk.ranges import check_fields, number
 from mmqk.store import parse_json
 from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
 
@@ -39,7 +39,7 @@ class ImageTokenizerConfig:
     decoder_depth: int = number(2, 0, 256)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "")
+        check_fields(self, "")
         strides = [STEM_STRIDE * 2**i for i in range(len(CONVNEXT_WIDTHS))]
         if self.grid < 1 or self.image_size % self.grid or self.stride not in strides:
             sides = [str(self.image_size // s) for s in reversed(strides) if self.image_size % s == 0]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from torchvision.utils import make_grid
 
-from mmqk.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_numbers, number
+from mmqk.ranges import BELOW_ONE, MOST_SEED, MOST_STEPS, check_fields, number
 from mmqk.store import UserError
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.image_config import ImageTokenizerConfig
@@ -61,7 +61,7 @@ class VQTrainingConfig:
     seed: int = number(0, 0, MOST_SEED)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "")
+        check_fields(self, "")
 
     def dead_count(self, config: ImageTokenizerConfig) -> float:
         """The moving count, vectors a step, below which a code of this tokenizer is replaced.

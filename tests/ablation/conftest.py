@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import mmqk
+import mmqk.config.parse  # before the stand-in takes the place of mmqk.config
 from mmqk import ablate
 from mmqk.store import cli_main
 

@@ -6,7 +6,7 @@ import pytest
 
 import mmqk.ablate as ablate
 import mmqk.ablation.session as session
-from mmqk.grid.grid import claims_hash
+from mmqk.grid.claims import claims_hash
 from mmqk.store import identity_hash, read_status
 
 GRID = """
@@ -65,14 +65,14 @@ def test_a_changed_field_is_another_run_and_the_old_one_stays(toy, tmp_path):
 
 def test_claims_stay_registered_as_they_first_were(toy, tmp_path):
     path = tmp_path / "runs/toy/ablation.json"
-    grid = GRID + "claims:\n  - {id: A, treatment: good, control: wild, delta: 0.5}\n"
+    grid = GRID + "claims:\n  - {id: A, treatment: good, control: wild, min_effect: 0.5}\n"
     assert toy(grid=grid) == 0
     first = json.loads(path.read_text())
     assert first["registered"] == claims_hash(first["grid"])
     assert toy(grid=grid.replace("0.5", "0.1")) == 0
     assert toy(grid=grid.replace("0.5", "0.2")) == 0
     later = json.loads(path.read_text())
-    assert later["grid"]["claims"][0]["delta"] == 0.2
+    assert later["grid"]["claims"][0]["min_effect"] == 0.2
     assert later["registered"] == first["registered"] != claims_hash(later["grid"])
 
 
@@ -106,9 +106,7 @@ def test_finished_runs_of_other_code_are_reported(toy, capsys, monkeypatch):
     assert "other code" not in capsys.readouterr().out
     monkeypatch.setattr(session, "code_hash", lambda: "0000000000")
     assert toy() == 0
-    said = (
-        "3 finished runs were made by other code (--rerun-stale trains them again): good"
-    )
+    said = "3 finished runs were made by other code (--rerun-stale trains them again): good"
     assert said in capsys.readouterr().out
     assert toy("--dry-run") == 0
     assert said in capsys.readouterr().out

@@ -62,7 +62,7 @@ def test_two_processes_on_one_folder_make_every_run_once(fake, world, tmp_path):
     """Both are started at the same moment; each waits for what the other trains."""
     (tmp_path / "toy.yaml").write_text(FORKS)
     code = (
-        "import sys, fake_train, mmqk\n"
+        "import sys, fake_train, mmqk, mmqk.config.parse\n"
         "sys.modules['mmqk.config'] = mmqk.config = fake_train\n"
         "from mmqk import ablate\n"
         "ablate.TRAIN, ablate.PRELOAD = 'fake_train:main', ('fake_train',)\n"

@@ -10,7 +10,7 @@ import pytest
 from mmqk.ablation.record import write_record
 from mmqk.ablation.resolver import Plan
 from mmqk.analysis.verdicts.study import load_study
-from mmqk.store import UserError
+from mmqk.store import UserError, identity_hash
 from tests.store.test_store_damage import fine, mutate
 
 GRID = """
@@ -21,7 +21,7 @@ arms:
   good: {set: {act: finish}}
   wild: {seeds: [0], set: {act: diverge}}
 claims:
-  - {id: A, statement: more, treatment: good, control: wild, delta: 0.5}
+  - {id: A, statement: more, treatment: good, control: wild, min_effect: 0.5}
 """
 CHANGED = GRID.replace("0.5", "0.1")
 RECORD = Path("runs/toy/ablation.json")
@@ -93,6 +93,39 @@ def test_claims_whose_registration_was_lost_are_not_confirmatory(world):
         assert json.loads(RECORD.read_text())["lost"] is True
         study = load_study("runs/toy")
         assert [c.status for c in study.claims] == ["exploratory"] and study.registration_lost
+
+
+def test_old_names_of_fields_are_refused_and_keep_their_registration(world, capsys):
+    extra = "mark: V, number_there: '3', falsifier: 'a, b'"
+    old = GRID.replace("min_effect: 0.5", f"delta: 0.5, {extra}")
+    new = old
+    names = {"mark": "source_access", "number_there": "reference_value", "falsifier": "would_contradict"}
+    names["delta"] = "min_effect"
+    for before, after in names.items():
+        new = new.replace(f"{before}:", f"{after}:")
+    capsys.readouterr()
+    assert world(grid=old) == 2
+    error = capsys.readouterr().err
+    assert (
+        "toy.yaml: claim A has fields with old names: rename mark to source_access, number_there to" in error
+    )
+    assert error.count("\n") == 1 and not RECORD.exists()
+
+    assert world(grid=new) == 0
+    record = json.loads(RECORD.read_text())
+    back = {after: before for before, after in names.items()}
+    claims = [{back.get(k, k): v for k, v in claim.items()} for claim in record["grid"]["claims"]]
+    # The hash as it was before the fields had their new names.
+    plain = [{k: v for k, v in claim.items() if k != "grid"} for claim in claims]
+    assert record["registered"] == identity_hash({"claims": plain})
+    record["grid"]["claims"] = claims
+    RECORD.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"ablation\.json: claim A has .*delta to min_effect"):
+        load_study("runs/toy")
+    # The same command writes the new names, and the claims are those that were registered.
+    assert world(grid=new) == 0
+    study = load_study("runs/toy")
+    assert study.claims[0].min_effect == 0.5 and not study.claims_changed and not study.registration_lost
 
 
 def test_a_grid_without_claims_has_no_registration_to_lose(world):

@@ -9,7 +9,8 @@ import pytest
 
 from mmqk.ablation.replays import steps_before
 from mmqk.grid import load_grid
-from mmqk.grid.grid import GRID_KEYS, claims_hash
+from mmqk.grid.claims import claims_hash
+from mmqk.grid.grid import GRID_KEYS
 from mmqk.grid.merge import load_grids
 from mmqk.grid.rules import ReplayRule
 from mmqk.store import UserError
@@ -123,8 +124,8 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
         ("axes: {seed: [1]}\narms: {a: }", "'seed' cannot be set by an arm"),
         ("axes: {optim.lr: [0.1]}\narms: {a: {set: {optim.lr: 1}}}", "optim.lr is both set and an axis"),
         ("axes: {optim.lr: [0.1]}\narms: {a: , a-lr0.1: {axes: {}}}", "two arms have the name a-lr0.1"),
-        ("lr: {rule: best}\narms: {a: }", "the rule is 'best': use matched or own_best"),
-        ("lr: {rule: own_best}\narms: {a: }", "own_best needs a grid"),
+        ("lr: {rule: best}\narms: {a: }", r"lr: rule is 'best': expected one of \['matched', 'own_best'\]"),
+        ("lr: {rule: own_best}\narms: {a: }", "lr: grid must be a list of different numbers"),
         ("lr: {grid: [1]}\narms: {a: }", "with rule matched: unknown key 'grid'"),
         (
             "lr: {rule: own_best, grid: [0.1]}\narms: {a: }",
@@ -136,7 +137,7 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
         ),
         (
             "seeds: [1]\nlr: {rule: own_best, grid: [0.1, -1]}\narms: {a: }",
-            "must be a number above 0, not -1",
+            r"lr: grid\[1\] is -1",
         ),
         ("arms: {a: {fork: {arm: b, step: 1}}}", "there is no arm 'b'"),
         (
@@ -144,7 +145,7 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
             "it is a fork of b, which is a fork of it",
         ),
         ("arms: {a: , b: {fork: {arm: a}}}", "must name an arm and a step, or a checkpoint"),
-        ("arms: {a: , b: {fork: {arm: a, step: 0}}}", "step must be a whole number from 1 on"),
+        ("arms: {a: , b: {fork: {arm: a, step: 0}}}", "fork: step is 0: it must be a whole number from 1"),
         ("arms: {a: , b: {seeds: [4], fork: {arm: a, step: 1}}}", "4 is not a seed of its parent a"),
         ("arms: {a: {set: {fork_skip_batches: 1}}}", "'fork_skip_batches' is for forks only"),
         ("arms: {b: {fork: {checkpoint: none.ckpt}}}", r"there is no none\.ckpt"),
@@ -152,22 +153,22 @@ def test_a_fork_has_the_seeds_and_the_points_of_its_parent(load):
             "axes: {x: [1, 2]}\narms: {a: , b: {axes: {}, fork: {arm: a, step: 1}}}",
             "a has several runs per seed: name one of a-x1, a-x2",
         ),
-        ("arms: {b: {fork: {checkpoint: []}}}", r"fork\.checkpoint must be one path, not \[\]"),
+        ("arms: {b: {fork: {checkpoint: []}}}", r"fork: there is no \[\]"),
         ("arms: {a: {set: {print_config: ''}}}", "'print_config' cannot be set by an arm"),
         ("axes: {optim.lr: [0.1]}\narms: {a: {set: {optim: {lr: 1}}}}", "optim.lr is both set and an axis"),
         (
             "seeds: [1]\nlr: {rule: own_best, grid: [0.1]}\narms: {a: {set: {optim: {lr: 1}}}}",
             "lr: own_best selects it",
         ),
-        ("replay: {noise: 5}\narms: {a: }", r"replay\.noise is 5.0: it must be a number from 1e-07 to 1"),
-        ("replay: {noise: 1.0e-9}\narms: {a: }", r"replay\.noise is 1e-09: it must be"),
+        ("replay: {noise: 5}\narms: {a: }", r"replay: noise is 5.0: it must be a number from 1e-07 to 1"),
+        ("replay: {noise: 1.0e-9}\narms: {a: }", r"replay: noise is 1e-09: it must be"),
         ("claims: [{id: [1]}]\narms: {a: }", r"claims\[0\] has no unique id"),
-        ("claims: [{id: x, treatment: [a]}]\narms: {a: }", r"there is no arm \['a'\]"),
-        ("replay: {depth: [0.1]}\narms: {a: }", "replay: unknown key 'depth'"),
-        ("replay: {depths: 0.1}\narms: {a: }", r"replay\.depths must be a list of numbers"),
-        ("replay: {depths: [1.5]}\narms: {a: }", r"replay\.depths\[0\] is 1.5: it must be a number"),
-        ("replay: {horizon: 1}\narms: {a: }", r"replay\.horizon is 1.0: it must be a number from 1.001"),
-        ("replay: {replays: 0}\narms: {a: }", "must be a whole number from 1 on"),
+        ("claims: [{id: x, treatment: [a]}]\narms: {a: }", r"there is no arm '\[\"a\"\]'"),
+        ("replay: {depth: [0.1]}\narms: {a: }", "replay: there is no field 'depth': did you mean 'depths'"),
+        ("replay: {depths: 0.1}\narms: {a: }", r"replay: depths is '0.1': expected a list"),
+        ("replay: {depths: [1.5]}\narms: {a: }", r"replay: depths\[0\] is 1.5: it must be a number"),
+        ("replay: {horizon: 1}\narms: {a: }", r"replay: horizon is 1.0: it must be a number from 1.001"),
+        ("replay: {replays: 0}\narms: {a: }", "replay: replays is 0: it must be a whole number from 1"),
         ("arms: {on: }", "line 3: the key on is not text in YAML: put it in quotes"),
         ("claim: {metric: x}\nclaims: []\narms: {a: }", "both claim and claims"),
     ],

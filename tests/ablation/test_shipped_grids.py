@@ -198,7 +198,7 @@ def test_every_claim_can_be_judged(demo, tmp_path):
     for claim in claims.values():
         assert claim.statement and (claim.source or claim.status in ("control", "exploratory")), claim.id
         if claim.decided:
-            assert set(claim.compared) <= decided and claim.falsifier, claim.id
+            assert set(claim.compared) <= decided and claim.would_contradict, claim.id
         assert not claim.positive_control or claim.positive_control in claims
     assert len(study.missing) == 14
 
@@ -207,15 +207,14 @@ def test_every_claim_can_be_judged(demo, tmp_path):
     ("change", "says"),
     [
         ({"metric": "largest_attention_logits"}, "largest_attention_logits"),
-        ({"delta": 0}, "positive delta"),
+        ({"min_effect": 0}, "min_effect is 0"),
         ({"regime": "it looked fine"}, "regime"),
         ({"direction": "up"}, "direction"),
     ],
 )
 def test_a_claim_that_cannot_be_judged_is_refused(tmp_path, change, says):
-    grid = changed(tmp_path, lambda raw: raw["claims"][0].update(change))
     with pytest.raises(UserError, match=says):
-        study_of(grid, tmp_path / "runs")
+        study_of(changed(tmp_path, lambda raw: raw["claims"][0].update(change)), tmp_path / "runs")
 
 
 def test_an_arm_that_sets_an_unknown_field_does_not_resolve(tmp_path):

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmqk.analysis.verdicts.claims import read_claims
+from mmqk.analysis.verdicts.claims import check_claims
 from mmqk.analysis.verdicts.decidable import check_decidable
 from mmqk.grid import load_grid
+from mmqk.grid.claims import read_claims
 
 ARMS = {"a": {"set": {"size": 1}}, "b": {"set": {"size": 2}}, "c": {"set": {"size": 3}}}
-CLAIM = {"id": "C", "treatment": "a", "control": "b", "delta": 0.2}
+CLAIM = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2}
 CHECK = {"id": "P", "arms": ["a"], "at_least": 5, "status": "control"}
-OTHER = {"id": "O", "treatment": "b", "control": "c", "delta": 0.2, "status": "exploratory"}
+OTHER = {"id": "O", "treatment": "b", "control": "c", "min_effect": 0.2, "status": "exploratory"}
 SHOWN = {"id": "O", "arms": ["a", "b"], "status": "shown"}
 SAME = {"test": "equivalence", "positive_control": "P"}
 
@@ -80,12 +81,12 @@ REFUSED = {
         {},
         "depends on this claim in turn",
     ),
-    "counts of few": ([CLAIM | {"test": "count"}], {}, "not enough for delta 0.2 with 3 runs per arm"),
-    "without end": ([CLAIM | {"delta": "inf"}], {}, "delta of claim C is 'inf', not a number"),
+    "counts of few": ([CLAIM | {"test": "count"}], {}, "not enough for min_effect 0.2 with 3 runs per arm"),
+    "without end": ([CLAIM | {"min_effect": "inf"}], {}, "claim C: min_effect is 'inf': expected a number"),
     "a control without end": (
         [CLAIM | {"positive_control": "P"}, CHECK | {"at_least": "nan"}],
         {},
-        "at_least of claim P is 'nan', not a number",
+        "claim P: at_least is 'nan': expected a number",
     ),
 }
 ACCEPTED = {
@@ -155,6 +156,7 @@ def test_every_claim_that_ships_could_be_supported(path):
     loaded = load_grid(path)
     points = {name: [point] for arm in loaded.arms for name, point in arm.points.items()}
     points |= {arm.name: list(arm.points.values()) for arm in loaded.arms}
-    claims = read_claims(loaded.raw.get("claims") or (), points, loaded.name, str(path))
+    claims = read_claims(loaded.raw.get("claims"), points, loaded.name, path)
+    check_claims(claims, points, str(path))
     assert len(claims) == len(yaml.safe_load(path.read_text()).get("claims") or ())
     check_decidable(claims, loaded.jobs, path)

@@ -17,7 +17,7 @@ BASIC = {
     "statement": "more",
     "treatment": "a",
     "control": "b",
-    "delta": 0.2,
+    "min_effect": 0.2,
     "positive_control": "P",
 }
 
@@ -105,11 +105,11 @@ def failing(count):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "delta", "verdict"),
+    ("a", "b", "size", "verdict"),
     [(6, 0, 0.2, "reproduced"), (6, 0, 0.6, "inconclusive"), (4, 1, 0.2, "inconclusive")],
 )
-def test_more_runs_diverge(tmp_path, a, b, delta, verdict):
-    found = one(tmp_path, {"a": failing(a), "b": failing(b)}, [COUNT | {"delta": delta}])
+def test_more_runs_diverge(tmp_path, a, b, size, verdict):
+    found = one(tmp_path, {"a": failing(a), "b": failing(b)}, [COUNT | {"min_effect": size}])
     assert found.verdict == verdict
     assert found.counts == {"a": (a, 6), "b": (b, 6)} and found.medians["a"] == a / 6
     fisher = stats.fisher_exact([[a, 6 - a], [b, 6 - b]])[1]
@@ -118,7 +118,7 @@ def test_more_runs_diverge(tmp_path, a, b, delta, verdict):
 
 
 def test_as_many_runs_diverge(tmp_path):
-    claim = COUNT | {"delta": 0.5, "positive_control": "P"}
+    claim = COUNT | {"min_effect": 0.5, "positive_control": "P"}
     found = one(tmp_path, {"a": failing(0), "b": failing(0)}, [claim], seeds=range(12))
     assert found.verdict == "contradicted"
     assert one(tmp_path / "few", {"a": failing(0), "b": failing(0)}, [claim]).verdict == "inconclusive"
@@ -172,7 +172,7 @@ def test_a_claim_among_many_must_be_clearer(tmp_path, status, most):
     alone = one(tmp_path / "alone", CLOSE, [nearby("C", status=status)])
     assert alone.verdict == "reproduced" and 0.01 < alone.p < 0.05
     # The others measure what does not differ between the arms.
-    others = [nearby(f"C{i}", status=status, metric="final_loss/text", delta=0.01) for i in range(most)]
+    others = [nearby(f"C{i}", status=status, metric="final_loss/text", min_effect=0.01) for i in range(most)]
     found = one(tmp_path / "many", CLOSE, [nearby("C", status=status), *others])
     assert found.verdict == "inconclusive" and found.p == pytest.approx(alone.p)
     record = found.as_record()
@@ -181,9 +181,9 @@ def test_a_claim_among_many_must_be_clearer(tmp_path, status, most):
 
 
 def test_families_are_counted_apart_and_what_was_not_run_counts(tmp_path):
-    other = nearby("D", alpha_family="other", metric="final_loss/text", delta=0.01)
+    other = nearby("D", alpha_family="other", metric="final_loss/text", min_effect=0.01)
     assert one(tmp_path / "apart", CLOSE, [nearby("C"), other]).adjusted.claims == 1
-    merged = nearby("E", grid="another", metric="final_loss/text", delta=0.01)
+    merged = nearby("E", grid="another", metric="final_loss/text", min_effect=0.01)
     assert one(tmp_path / "merged", CLOSE, [nearby("C"), merged]).adjusted.claims == 1
     (tmp_path / "shared").mkdir()
     shared = one(tmp_path / "shared", CLOSE, [nearby("C"), nearby("D", metric="final_excess/text")])
@@ -266,16 +266,16 @@ def test_looks_take_a_close_verdict_away(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"test": "superior"}, "test 'superior'"),
-        ({"lr_rule": "best"}, "lr_rule 'best'"),
+        ({"test": "superior"}, "test is 'superior'"),
+        ({"lr_rule": "best"}, "lr_rule is 'best'"),
         ({"negative_control": "Q"}, "refers to 'Q'"),
         ({"stopping": {"max_seeds": 9}}, "needs seeds"),
         ({"stopping": {"looks": 9}, "seeds": 3}, "max_seeds"),
         ({"seeds": "six"}, "whole number"),
-        ({"at": "0.1"}, "not an object"),
+        ({"at": "0.1"}, "at is '0.1': expected a mapping"),
         ({"at": {"optim.lr": 1}}, "no point"),
-        ({"test": "count", "delta": 1.5}, "difference of shares"),
-        ({"delta": "much"}, "not a number"),
+        ({"test": "count", "min_effect": 1.5}, "difference of shares"),
+        ({"min_effect": "much"}, "expected a number"),
     ],
 )
 def test_a_wrong_claim_is_one_sentence(tmp_path, fields, words):

@@ -6,8 +6,8 @@ import pytest
 from fake_runs import DEMO, Planted, write_demo
 
 from mmqk.analysis import judge, load_study
-from mmqk.analysis.verdicts.claims import Claim
 from mmqk.analysis.verdicts.compared import compare, measure, spread_outcomes
+from mmqk.grid.claims import Claim
 
 
 def verdicts(folder, planted=None, change=None):
@@ -36,7 +36,7 @@ def test_a_negative_control_shows_nothing_only_where_something_could_show(tmp_pa
     # As small an effect, of runs that learnt nothing.
     unlearnt = {"image-off": Planted(60.0, {"text": 5.7, "image": 6.35})}
     found = verdicts(tmp_path / "unlearnt", unlearnt, negative())
-    assert found["C10"].effect.high < found["C10"].claim.delta
+    assert found["C10"].effect.high < found["C10"].claim.min_effect
     assert not control(found["C2"], "negative").passed and found["C2"].verdict == "inconclusive"
     # And of fewer runs than were registered.
     found = verdicts(tmp_path / "few", alike, negative(seeds=6))
@@ -76,7 +76,7 @@ def test_claims_that_lean_on_each_other_have_no_control(tmp_path):
 
 def test_runs_that_were_not_measured_do_not_count_as_not_reached(tmp_path):
     def change(grid):
-        grid["claims"][0] |= {"test": "count", "at_least": 40.0, "delta": 0.05}
+        grid["claims"][0] |= {"test": "count", "at_least": 40.0, "min_effect": 0.05}
 
     seeds = tuple(range(6))
     study = load_study(write_demo(tmp_path / "demo", seeds=seeds, change=change))

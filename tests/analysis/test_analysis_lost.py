@@ -51,7 +51,9 @@ def test_a_control_with_such_a_run_does_not_pass(tmp_path):
     folder = write_demo(tmp_path / "demo")
 
     def control():
-        (found,) = (c for v in judge(load_study(folder)) for c in v.controls if c.name == "positive control P1")
+        (found,) = (
+            c for v in judge(load_study(folder)) for c in v.controls if c.name == "positive control P1"
+        )
         return found
 
     assert control().passed  # the control of the control
@@ -69,7 +71,7 @@ def test_what_is_shown_and_not_decided_says_it(tmp_path):
 
 def test_counts_leave_it_out(tmp_path):
     def change(grid):
-        grid["claims"][0] |= {"test": "count", "at_least": 40.0, "delta": 0.05}
+        grid["claims"][0] |= {"test": "count", "at_least": 40.0, "min_effect": 0.05}
 
     folder = write_demo(tmp_path / "demo", seeds=tuple(range(6)), change=change)
     assert judge(load_study(folder))[0].verdict == "reproduced"

@@ -18,7 +18,7 @@ from mmqk.analysis import load_study
 from mmqk.analysis.formatting import duration, listed, number
 from mmqk.analysis.verdicts.combined import read
 from mmqk.analysis.verdicts.verdicts import judge
-from mmqk.grid.grid import claims_hash
+from mmqk.grid.claims import claims_hash
 from mmqk.report.figures.curves import binned, layer_map
 from mmqk.report.figures.fork_tree import fork_figure, fork_tree
 from mmqk.report.figures.standard import figures, hero
@@ -214,7 +214,7 @@ def test_the_page_says_when_claims_were_changed(tmp_path, registered):
     if registered != "absent":
         record["registered"] = claims_hash(record["grid"])
     if registered == "other":
-        record["grid"]["claims"][0]["delta"] = 0.5
+        record["grid"]["claims"][0]["min_effect"] = 0.5
     path.write_text(json.dumps(record))
     content = page_content(read([runs]), Drawn([], {}, [], None), []) | {"css": css()}
     for name, note in (("index.html", r'<p class="note[^"]*">(.*)</p>'), ("report.md", r"(.*Marks: .*)")):
@@ -311,7 +311,7 @@ def test_the_grid_may_word_a_finding(tmp_path):
 
 def test_a_loss_is_worded_as_a_difference(tmp_path):
     def change(grid):
-        grid["claims"][2].update(metric="final_loss/text", delta=0.05)
+        grid["claims"][2].update(metric="final_loss/text", min_effect=0.05)
 
     study = load_study(write_demo(tmp_path / "demo", change=change))
     (verdict,) = [v for v in judge(study) if v.claim.id == "C10"]

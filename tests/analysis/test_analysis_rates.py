@@ -14,7 +14,7 @@ from mmqk.store import UserError
 RATES = (0.01, 0.02, 0.04)
 # The arms are one configuration: what sets them apart is planted.
 ALIKE = {"declared": "planted numbers"}
-CLAIM = {"id": "C", "treatment": "a", "control": "b", "delta": 0.2, "unchecked": ALIKE}
+CLAIM = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2, "unchecked": ALIKE}
 
 
 def planted(logit, excess):

@@ -26,7 +26,11 @@ def text_loss(**fields):
     """C2 as a claim about the text loss, with fields of its own."""
 
     def change(grid):
-        grid["claims"][0] |= {"metric": "final_loss/text", "delta": 0.05, "positive_control": None} | fields
+        grid["claims"][0] |= {
+            "metric": "final_loss/text",
+            "min_effect": 0.05,
+            "positive_control": None,
+        } | fields
 
     return change
 
@@ -128,7 +132,7 @@ def test_what_was_not_measured_is_not_called_shown(tmp_path):
 
 
 def test_words_of_a_grid_that_name_what_is_not_there_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"finding\.reproduced of claim C2 may contain \{ratio\}"):
+    with pytest.raises(UserError, match=r"claim C2: finding\.reproduced may contain \{ratio\}"):
         of_claim(tmp_path, change=text_loss(finding={"reproduced": "{effect} more"}))
 
 

@@ -316,16 +316,16 @@ def test_a_positive_control_that_ends_in_nan_counts_as_what_was_seen(tmp_path):
 
 
 def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
-    """The interval must clear delta, not 0: simulated with the spread that these seeds have."""
+    """The interval must clear min_effect, not 0: simulated with the spread that these seeds have."""
     found = verdicts(tmp_path, {"image-off": Planted(60 / math.exp(0.5))})["C10"]
-    needed = found.claim.delta + found.effect.beyond(0.05)
+    needed = found.claim.min_effect + found.effect.beyond(0.05)
     assert f"a factor of {number(math.exp(needed), 2)}" in found.notes[-1]
     rng, draws, half = np.random.default_rng(1), 4000, found.effect.high - found.effect.value
 
     def power(effect):
         sd = np.sqrt(0.12**2 * rng.chisquare(6, draws) / 6)
         means = rng.normal(effect, 0.12 * math.sqrt(2 / 3), draws)
-        return np.mean(means - half / 0.12 * sd > found.claim.delta)
+        return np.mean(means - half / 0.12 * sd > found.claim.min_effect)
 
     assert power(needed) == pytest.approx(0.8, abs=0.04)
     assert power(found.effect.beyond(0.05)) < 0.2

@@ -27,7 +27,7 @@ def null():
 
 
 def test_a_thousand_splits_of_arms_that_are_alike(null):
-    """Six claims, learning rates chosen, the true effect just at delta: the worst case. At most 6.5 %."""
+    """Six claims, learning rates chosen, the true effect just at min_effect: the worst case. At most 6.5 %."""
     rate = null.false_verdicts(null.SIX, draws=1000)
     assert rate.draws == 1000 and rate.upper <= 0.065
 

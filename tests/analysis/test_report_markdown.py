@@ -21,9 +21,9 @@ def worded(words, mark, first, command):
     def change(grid):
         for arm in grid["arms"].values():
             arm["label"] = f"{words} {arm['label']}"
-        keys = ("statement", "source", "number_there", "note", "falsifier", "estimand")
+        keys = ("statement", "source", "reference_value", "note", "would_contradict", "estimand")
         for claim in grid["claims"]:
-            claim |= dict.fromkeys(keys, words) | {"mark": mark}
+            claim |= dict.fromkeys(keys, words) | {"source_access": mark}
         grid["claims"][0]["finding"] = {"reproduced": f"{first} {words}"}
         grid["title"] = words
         grid["report"] |= {"command": command, "cannot_tell": [words, f"{first} {words}"]}

@@ -40,7 +40,7 @@ def of_dial(record):
 def counted(grid):
     for claim in grid["claims"]:
         if claim["id"] in ("C2", "C10"):
-            claim |= {"test": "count", "delta": 0.05, "positive_control": None}
+            claim |= {"test": "count", "min_effect": 0.05, "positive_control": None}
     grid["claims"] = [claim for claim in grid["claims"] if claim["id"] != "C13"]
 
 
@@ -49,7 +49,7 @@ def without_shown(grid):
 
 
 def without_steps(grid):
-    grid["claims"] = [grid["claims"][0] | {"metric": "diverged", "delta": 0.5}, grid["claims"][1]]
+    grid["claims"] = [grid["claims"][0] | {"metric": "diverged", "min_effect": 0.5}, grid["claims"][1]]
 
 
 def unmeasured(folder):
@@ -82,7 +82,7 @@ def tuned(folder):
             ({"arm": arm, "family": arm, "seed": s}, Planted(10.0), settings | {"optim.lr": 0.02})
             for s in range(3)
         ]
-    claim = {"id": "C", "treatment": "a", "control": "b", "delta": 0.2}
+    claim = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2}
     grid = {
         "arms": {"a": {}, "b": {}},
         "claims": [claim],

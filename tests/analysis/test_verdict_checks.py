@@ -41,7 +41,7 @@ def check(found, name):
 
 def test_runs_that_learnt_nothing_decide_nothing(tmp_path):
     found = verdict(tmp_path / "nothing", NOTHING, change=plain())
-    assert found.effect.low > found.claim.delta and found.verdict == "inconclusive"
+    assert found.effect.low > found.claim.min_effect and found.verdict == "inconclusive"
     assert "text was not learnt in 3 of 3 runs of mixed, no QK-Norm" in check(found, LEARNT).detail
     assert f"Failed checks: {LEARNT}." in found.notes
     found = verdict(tmp_path / "learnt", change=plain())
@@ -61,7 +61,7 @@ def test_runs_of_which_learning_is_not_known_decide_nothing(tmp_path):
 @pytest.mark.parametrize(("seeds", "outcome"), [(2, "inconclusive"), (3, "reproduced")])
 def test_two_seeds_are_too_few(tmp_path, seeds, outcome):
     found = verdict(tmp_path, seeds=tuple(range(seeds)), change=plain())
-    assert found.effect.low > found.claim.delta and found.verdict == outcome
+    assert found.effect.low > found.claim.min_effect and found.verdict == outcome
     few = "; a verdict needs 3" if seeds == 2 else ""
     assert check(found, SEEDS).detail == f"{seeds} seeds per arm{few}"
 
@@ -141,9 +141,9 @@ def test_nothing_is_said_of_checks_that_are_on(tmp_path):
     [
         ({"unchecked": {"everything": "so"}}, "give one of learnt, declared, seeds and the reason"),
         ({"unchecked": {"learnt": ""}}, "give one of learnt, declared, seeds and the reason"),
-        ({"unchecked": {"learnt": None}}, "and the reason"),
-        ({"unchecked": {"seeds": 2}}, "and the reason"),
-        ({"unchecked": ["learnt"]}, 'unchecked is ["learnt"] and not an object'),
+        ({"unchecked": {"learnt": None}}, "unchecked has 'None': expected text"),
+        ({"unchecked": {"seeds": 2}}, "unchecked has '2': expected text"),
+        ({"unchecked": ["learnt"]}, "unchecked is '['learnt']': expected a mapping"),
         (
             {"unchecked": {"learnt": "so"}, "regime": "both modalities learnt"},
             "remove regime or unchecked.learnt",
@@ -168,7 +168,7 @@ def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learnt(t
                 entry = {"arm": f"{arm}-lr{rate}", "family": arm, "point": point}
                 settings = {"model.qk_norm.kind": qk, **point}
                 runs += [({**entry, "seed": s}, Planted(10.0, loss), settings) for s in range(3)]
-        claim = {"id": "C", "treatment": "a", "control": "b", "delta": 0.2, "metric": metric}
+        claim = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2, "metric": metric}
         claim |= {} if passed else {"at": {"optim.lr": 0.1}}
         arms = {arm: {"set": {"model.qk_norm.kind": qk}} for arm, qk in (("a", "none"), ("b", "rms"))}
         return judge(load_study(write_grid(folder, {"arms": arms, "claims": [claim]}, runs)))[0]

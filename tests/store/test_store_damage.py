@@ -75,7 +75,7 @@ def test_what_is_written_can_be_read(tmp_path):
 
 CLAIM = {
     "id": "A", "statement": "more", "metric": "largest_attention_logit", "treatment": "hot", "control": "cold",
-    "delta": 0.69, "direction": "greater", "finding": {"reproduced": "{ratio} times"}, "seeds": 2,
+    "min_effect": 0.69, "direction": "greater", "finding": {"reproduced": "{ratio} times"}, "seeds": 2,
 }  # fmt: skip
 FORK = {
     "parent": {"id": "0000000000", "folder": "cold", "checkpoint": "x.ckpt", "step": 20},

@@ -14,7 +14,6 @@ from mmqk.analysis.runs.load import Run
 from mmqk.analysis.stats.effects import Effect, Spread, paired_effect, pooled_spread
 from mmqk.analysis.stats.exact import Counts, sign_flip
 from mmqk.analysis.stats.multiple import p_over_looks
-from mmqk.analysis.verdicts.claims import Claim
 from mmqk.analysis.verdicts.compared import (
     Compared,
     Outcomes,
@@ -37,6 +36,7 @@ from mmqk.analysis.verdicts.controls import (
     within_bound,
 )
 from mmqk.analysis.verdicts.study import Study
+from mmqk.grid.claims import Claim
 
 FEWEST_FLIPPED = 6
 MOST_NAMED = 2
@@ -130,8 +130,8 @@ def _side(claim: Claim, effect: Effect | Counts) -> tuple[bool, float, float]:
     nearest = min(claim.thresholds, key=lambda threshold: abs(effect.value - threshold))
     if claim.test == "equivalence":
         # One one-sided test per threshold; the nearer threshold gives the larger p-value.
-        return abs(effect.value) < claim.delta, nearest, effect.p_at(nearest)
-    return claim.sign * effect.value > claim.delta, nearest, effect.p_at(nearest)
+        return abs(effect.value) < claim.min_effect, nearest, effect.p_at(nearest)
+    return claim.sign * effect.value > claim.min_effect, nearest, effect.p_at(nearest)
 
 
 def _flipped(effect: Effect, threshold: float) -> float:
@@ -227,7 +227,7 @@ def _counted(compared: Compared) -> Assessment:
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
     controls, rate_notes = _controls(compared)
     holds, _, p = _side(claim, effect)
-    # The shares must also differ by Fisher's test, which decides if delta is small.
+    # The shares must also differ by Fisher's test, which decides if min_effect is small.
     p = max(p, effect.fisher) if holds else p
     medians = {name: count / n for name, (count, n) in counts.items()}
     open_ = _registered(compared) or _without(unmeasured)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from mmqk.analysis.metrics import FamilyMetric, Measured, Metric, find_metric
 from mmqk.analysis.runs.load import Run, once_per_run
-from mmqk.analysis.verdicts.claims import Claim
 from mmqk.analysis.verdicts.study import Arm, Study
+from mmqk.grid.claims import Claim
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from mmqk.analysis.metrics import FamilyMetric, Metric, find_metric, is_trained,
 from mmqk.analysis.metrics.rates import RATE, learning_rate
 from mmqk.analysis.runs.load import Run, once_per_run
 from mmqk.analysis.runs.replays import replay_verdicts
-from mmqk.analysis.verdicts.claims import CHECKS
 from mmqk.analysis.verdicts.compared import Compared, Group, lost_of, metric_value
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.analysis.verdicts.study import Claim, Study
+from mmqk.grid.claims import CHECKS
 from mmqk.store import differing_fields
 
 BOUND_SLACK = 1.01

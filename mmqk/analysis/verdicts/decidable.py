@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from mmqk.analysis.formatting import plural
 from mmqk.analysis.stats.exact import Counts
-from mmqk.analysis.verdicts.claims import Claim, at
+from mmqk.analysis.verdicts.claims import at
 from mmqk.analysis.verdicts.controls import FEWEST_SEEDS
 from mmqk.grid.arms import Job
+from mmqk.grid.claims import Claim
 from mmqk.store import UserError
 
 LEVEL = 0.05
@@ -19,13 +20,13 @@ def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object)
     """Refuse a claim that no result of the planned runs could support.
 
     Args:
-        claims: the claims of the grid, from `mmqk.analysis.verdicts.claims.read_claims`.
+        claims: the claims of the grid, from `mmqk.grid.claims.read_claims`.
         jobs: every planned run.
         where: name of the grid for error messages.
 
     Raises:
         UserError: a claim compares an arm with itself, its arms share no seed or have one each, no count of its runs
-            could exceed delta, or a required control can never pass.
+            could exceed min_effect, or a required control can never pass.
     """
     by_id = {claim.id: claim for claim in claims}
     planned = [job for job in jobs if job.role == "verdict"]
@@ -117,15 +118,15 @@ def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs:
 
 
 def _counted(claim: Claim, n: int, m: int) -> str:
-    """Why no count of ``n`` treatment runs and ``m`` control runs exceeds delta with p at most 0.05."""
+    """Why no count of ``n`` treatment runs and ``m`` control runs exceeds min_effect with p at most 0.05."""
     if not n or not m:
         return ""
     most = Counts(n, n, 0, m) if claim.sign > 0 else Counts(0, n, m, m)
     p = max(most.p_at(claim.thresholds[0]), most.fisher)
-    if abs(most.value) > claim.delta and p <= LEVEL and not math.isnan(p):
+    if abs(most.value) > claim.min_effect and p <= LEVEL and not math.isnan(p):
         return ""
     runs = plural(n, "run") if n == m else f"{n} and {m} runs"
     return (
-        f"even all runs of one arm against none of the other are not enough for delta {claim.delta:g} with {runs} "
-        f"per arm (p = {p:.2g}); add seeds or lower delta"
+        f"even all runs of one arm against none of the other are not enough for min_effect {claim.min_effect:g} "
+        f"with {runs} per arm (p = {p:.2g}); add seeds or lower min_effect"
     )

@@ -11,8 +11,9 @@ from mmqk.analysis.runs.load import Run
 from mmqk.analysis.stats.effects import Effect, Spread
 from mmqk.analysis.stats.exact import Counts, clopper_pearson
 from mmqk.analysis.stats.multiple import Adjusted
-from mmqk.analysis.verdicts.claims import Claim
+from mmqk.analysis.verdicts.claims import claim_metric
 from mmqk.analysis.verdicts.compared import Group
+from mmqk.grid.claims import Claim
 from mmqk.store.formatting import percent, plain
 
 ENOUGH_SEEDS = 6
@@ -81,11 +82,11 @@ def about_seeds(claim: Claim, effect: Effect | Counts | None, sign_flip: float) 
 
 
 def about_power(claim: Claim, size: str) -> str:
-    """The true effect (of an equivalence, the delta) that these seeds need for 80 % power."""
+    """The true effect (of an equivalence, the min_effect) that these seeds need for 80 % power."""
     if not size:
         return ""
     if claim.test == "equivalence":
-        return f"With these seeds an equivalence has 80 % power only for a delta of at least {size}."
+        return f"With these seeds an equivalence has 80 % power only for a min_effect of at least {size}."
     return f"With these seeds 80 % power to reproduce the claim needs a true effect of {size}."
 
 
@@ -122,7 +123,7 @@ def about_targets(groups: Iterable[Group]) -> list[str]:
 
 def _on_paper(claim: Claim, low: float, high: float) -> tuple[str, str]:
     """The ends of an interval as the page prints them: ratios, or differences with their unit."""
-    metric = claim.measured
+    metric = claim_metric(claim)
     if metric.scale == "log":
         return number(math.exp(low)), number(math.exp(high))
     places = decimals((high - low) / 2)

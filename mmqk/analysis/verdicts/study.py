@@ -10,8 +10,8 @@ from typing import Any
 
 from mmqk.analysis.metrics.rates import RATE
 from mmqk.analysis.runs.load import Run, load_runs, read_ablation
-from mmqk.analysis.verdicts.claims import Claim, at, read_claims
-from mmqk.grid.grid import claims_hash
+from mmqk.analysis.verdicts.claims import at, check_claims
+from mmqk.grid.claims import Claim, claims_hash, read_claims
 
 __all__ = ["Arm", "Claim", "Study", "load_study"]
 
@@ -163,7 +163,8 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
     for arm in arms.values():
         points.setdefault(arm.family, []).append(arm.point)
     points |= {arm.name: [arm.point] for arm in arms.values()}
-    claims = read_claims(grid.get("claims") or (), points, name, where)
+    claims = read_claims(grid.get("claims"), points, name, where)
+    check_claims(claims, points, where)
     lost = bool(ablation.get("lost"))
     if lost:
         claims = tuple(replace(c, status="exploratory") if c.status == "confirmatory" else c for c in claims)

@@ -1,9 +1,9 @@
 """The verdict of each claim.
 
-reproduced      the interval lies beyond delta (equivalence: within -delta to delta, and the positive control passed),
-                and all checks and the negative control passed
-contradicted    the interval lies short of delta (equivalence: outside -delta to delta), all checks passed, and the
-                positive control passed
+reproduced      the interval lies beyond min_effect (equivalence: within it on both sides, and the positive control
+                passed), and all checks and the negative control passed
+contradicted    the interval lies short of min_effect (equivalence: beyond it on one side), all checks passed, and
+                the positive control passed
 not run         an arm has no finished run
 inconclusive    every other case, and every claim with the status shown
 
@@ -26,11 +26,12 @@ from mmqk.analysis.stats.effects import Effect
 from mmqk.analysis.stats.exact import Counts
 from mmqk.analysis.stats.multiple import Adjusted, benjamini_hochberg, holm, level_of_look
 from mmqk.analysis.verdicts.assess import Assessment, assess
-from mmqk.analysis.verdicts.claims import by_family
+from mmqk.analysis.verdicts.claims import by_family, claim_metric
 from mmqk.analysis.verdicts.compared import middle
 from mmqk.analysis.verdicts.controls import Control, reaches
 from mmqk.analysis.verdicts.notes import about_family, about_power, about_seeds, about_spread, about_targets
 from mmqk.analysis.verdicts.study import Claim, Study
+from mmqk.grid.claims import LEANS
 
 __all__ = ["Judgement", "Verdict", "detectable_in_words", "judge", "middle"]
 
@@ -46,7 +47,7 @@ class Verdict(Assessment):
         runs: names of the compared runs.
         adjusted: level and p-value corrected for the family; None for a claim that is not decided.
         detectable: the true effect at which these seeds reach the verdict "reproduced" with 80 % power; NaN if
-            unknown. For an equivalence: the smallest delta with 80 % power at a true effect of 0.
+            unknown. For an equivalence: the smallest min_effect with 80 % power at a true effect of 0.
     """
 
     verdict: Judgement = "inconclusive"
@@ -57,7 +58,7 @@ class Verdict(Assessment):
     @property
     def metric(self) -> Metric | FamilyMetric:
         """The metric of the claim."""
-        return self.claim.measured
+        return claim_metric(self.claim)
 
     def as_record(self) -> dict[str, Any]:
         """The entry in verdicts.json; missing numbers are null."""
@@ -68,7 +69,7 @@ class Verdict(Assessment):
             "verdict": self.verdict,
             "effect": None if effect is None else _rounded(effect.value),
             "interval": with_interval and [_rounded(with_interval.low), _rounded(with_interval.high)],
-            "threshold": None if math.isnan(claim.delta) else claim.delta * claim.sign,
+            "threshold": None if math.isnan(claim.min_effect) else claim.min_effect * claim.sign,
             "runs": list(self.runs),
             "controls": [asdict(control) for control in self.controls],
             "note": " ".join(self.notes),
@@ -196,11 +197,8 @@ def _named_controls(
 ) -> list[Control]:
     """The results of the controls that the claim names: other claims, or entries with the status control."""
     controls = []
-    for name, other in (
-        ("positive control", claim.positive_control),
-        ("negative control", claim.negative_control),
-        ("manipulation check", claim.manipulation_check),
-    ):
+    for key in LEANS:
+        name, other = key.replace("_", " "), getattr(claim, key)
         wanted = name != "negative control"
         if other in others:
             verdict = others[other]
@@ -234,7 +232,9 @@ def _shows_nothing(verdict: Verdict, assessment: Assessment) -> str:
     if assessment.bounded:
         return assessment.bounded.rstrip(".")
     ends = (verdict.claim.sign * verdict.effect.low, verdict.claim.sign * verdict.effect.high)
-    return "" if max(ends) < verdict.claim.delta else "its interval reaches the smallest effect of interest"
+    return (
+        "" if max(ends) < verdict.claim.min_effect else "its interval reaches the smallest effect of interest"
+    )
 
 
 def _detectable(claim: Claim, effect: Effect | Counts | None, adjusted: Adjusted) -> float:
@@ -243,9 +243,9 @@ def _detectable(claim: Claim, effect: Effect | Counts | None, adjusted: Adjusted
     if effect is None or not effect.has_interval:
         return math.nan
     if claim.test == "equivalence":
-        # At a true effect of 0 both ends of the interval must lie within delta: 90 % power for each end.
+        # At a true effect of 0 both ends of the interval must lie within min_effect: 90 % power for each end.
         return effect.beyond(adjusted.alpha, 0.9)
-    return claim.sign * (claim.delta + effect.beyond(adjusted.alpha))
+    return claim.sign * (claim.min_effect + effect.beyond(adjusted.alpha))
 
 
 def detectable_in_words(verdict: Verdict) -> str:

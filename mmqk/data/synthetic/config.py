@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mmqk.data.synthetic.coupling import Coupling, coupling, unigram_entropy, zipf
-from mmqk.ranges import MOST_SEED, check_numbers, number
+from mmqk.ranges import MOST_SEED, check_fields, number
 from mmqk.store import tag
 
 _SLACK = 1e-9  # nats; a bound that the user computed may differ in the last digits
@@ -55,7 +55,7 @@ class DialConfig:
     language: int = number(0, 0, MOST_SEED)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.dial")
+        check_fields(self, "data.dial")
         names = tuple(self.vocabulary)
         if not names:
             raise ValueError(
@@ -84,8 +84,6 @@ class DialConfig:
                     f"data.dial.grid.{m} is {width}: it lies between 0 (a chain) and {self.tokens[m]} and divides"
                     f" data.dial.tokens.{m}, which is {self.tokens[m]}."
                 )
-        if self.order not in ("forward", "backward", "both"):
-            raise ValueError(f"data.dial.order is '{self.order}': it is forward, backward or both.")
         for m in names:
             low, high = self.entropy_interval(m)
             given = f"with vocabulary {self.vocabulary[m]} and skew {self.skew[m]:g} "

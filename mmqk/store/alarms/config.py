@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mmqk.ranges import MOST_STEPS, check_numbers, number
+from mmqk.ranges import MOST_STEPS, check_fields, number
 from mmqk.store.alarms.alarm import NAMES
 
 
@@ -26,7 +26,7 @@ class AlarmConfig:
     probe_steps: int = number(20, 1, MOST_STEPS)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "alarm")
+        check_fields(self, "alarm")
         for action in ("checkpoint", "probe", "stop"):
             for name in getattr(self, action):
                 if name not in NAMES:
