@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from mmqk.data.tokens.pool import ShardProgress, run_shards
 from mmqk.data.tokens.worker import Job, ShardPart
 from mmqk.shards.images import MAX_PIXELS, Fit
 from mmqk.shards.tars import expand
-from mmqk.shards.unread import DOTTED, EXAMPLES, Unread, printable
+from mmqk.shards.unread import DOTTED, ReasonCounts, Unread, printable
 from mmqk.store import DamagedFile, OneSentenceParser, UserError, locked, read_json, run_main, write_json
 
 # Subfolder until all parts are written: the options of the command, and a record of each finished shard.
@@ -264,42 +263,35 @@ def _remove_parts(out: Path, parts: set[str]) -> None:
 
 
 def _finish(job: Job, options: Mapping[str, Any], records: list[dict[str, Any]]) -> None:
-    dropped: Counter[str] = Counter()
-    examples: dict[str, list[str]] = {}
-    unread = Unread()
+    dropped, unread = ReasonCounts(), Unread()
     for record in records:
-        if "unread" in record:  # older versions wrote none
-            unread.take(record["unread"], f"{record['file']}: ")
-        dropped.update(record["dropped"])
-        for reason, keys in record["examples"].items():
-            kept = examples.setdefault(reason, [])
-            kept += [f"{record['file']}: {key}" for key in keys[: EXAMPLES - len(kept)]]
+        source = f"{record['file']}: "
+        dropped.take(ReasonCounts(record["dropped"], record["examples"]), source)
+        unread.take(Unread(**record.get("unread", {})), source)  # older versions wrote none
     samples = sum(record["samples"] for record in records)
-    reasons = dict(sorted(dropped.items(), key=lambda item: (-item[1], item[0])))
-    if sum(dropped.values()) == samples:
+    if dropped.total == samples:
         shutil.rmtree(job.out / UNFINISHED)  # so that the next attempt may use other options
         if not samples:
             why = ", ".join(f"{reason}: {count:,}" for reason, count in unread.counts.items())
             raise UserError(f"the shards hold no samples{f' ({why})' * bool(why)}: check what they are")
-        most = ", ".join(f"{reason}: {count}" for reason, count in list(reasons.items())[:3])
+        most = ", ".join(f"{reason}: {count}" for reason, count in list(dropped.by_count().items())[:3])
+        example = printable(next(iter(dropped.examples.values()))[0])
         raise UserError(
-            f"all {samples:,} samples were dropped ({most}; such as {printable(next(iter(examples.values()))[0])}): "
-            "check the layout of the shards, --interleaved and --caption-field"
+            f"all {samples:,} samples were dropped ({most}; such as {example}): check the layout of the shards,"
+            " --interleaved and --caption-field"
             + (f"; {unread.key_rule()}" if DOTTED in unread.counts else "")
         )
     files = sum(record.get("files", 0) for record in records)
     hidden = ("examples", "unread")
     shards = [{name: value for name, value in record.items() if name not in hidden} for record in records]
     writer = TokenWriter(job.out, job.kind, layout_of(job.tokenizers), str(options["tokenizers"]))
-    about = {"command": dict(options), "shards": shards, "examples": examples, "unread": asdict(unread)}
-    writer.finish(reasons, about)
+    about = {"command": dict(options), "shards": shards, "examples": dropped.examples, "unread": asdict(unread)}
+    writer.finish(dropped.by_count(), about)
     shutil.rmtree(job.out / UNFINISHED)
     print(f"{job.out}: " + _counts(read_header(job.out)["splits"]))
-    if reasons:
-        print(f"{sum(reasons.values()):,} of {samples:,} samples were dropped:")
-        for reason, count in reasons.items():
-            print(f"  {reason}: {count:,} ({printable(', '.join(examples[reason]))})")
-    for line in unread.lines(files):
+    if dropped.total:
+        print(f"{dropped.total:,} of {samples:,} samples were dropped:")
+    for line in (*dropped.reason_lines(), *unread.lines(files)):
         print(line)
     if job.val_fraction and not any(record["documents"]["val"] for record in records):
         share = f"{min(0.5, 20 / samples):.1g}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from PIL import Image
 from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, load_manifest
 from mmqk.shards.samples import pair_of
-from mmqk.shards.tars import TarIndex, index_tar
+from mmqk.shards.tars import index_tar
 from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
 
 BROKEN_CHARACTER = "\ufffd"
@@ -73,29 +74,27 @@ class Decoder:
 
 
 class Originals:
-    """The images of a folder of image+caption shards, by index of the pair.
+    """The training images of a folder of image+caption shards, by index of the pair.
 
     Args:
         folder: shards with their manifest; any other folder gives no images.
-        split: split of the manifest.
     """
 
-    def __init__(self, folder: Path | str, split: str = "train") -> None:
-        self._folder = Path(folder)
-        whole = (Path(folder) / MANIFEST).exists()
-        self._shards = load_manifest(folder).splits.get(split, ()) if whole else ()
-        self._first = np.cumsum([0, *(shard.samples for shard in self._shards)])
-        self._open: dict[int, TarIndex] = {}
+    def __init__(self, folder: Path | str) -> None:
+        is_shards = (Path(folder) / MANIFEST).exists()
+        shards = load_manifest(folder).splits.get("train", ()) if is_shards else ()
+        self._paths = [Path(folder) / shard.file for shard in shards]
+        self._first = np.cumsum([0, *(shard.samples for shard in shards)])
+        self._index = cache(index_tar)
 
     def image(self, item: int, size: int) -> Image.Image | None:
         """The image of pair ``item`` in the size that the tokenizer encodes; None if it is not available."""
         if not 0 <= item < self._first[-1]:
             return None
         shard = int(np.searchsorted(self._first, item, side="right")) - 1
-        if shard not in self._open:
-            self._open[shard] = index_tar(self._folder / self._shards[shard].file)
+        index = self._index(self._paths[shard])
         try:
-            sample = self._open[shard].read(item - int(self._first[shard]))
+            sample = index.read(item - int(self._first[shard]))
             return load_image(pair_of(sample)[0], size)
         except (Dropped, IndexError):
             return None

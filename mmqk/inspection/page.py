@@ -1,6 +1,6 @@
 """The page and the printed table of ``python -m mmqk.inspect``, made from the configuration of a run.
 
-Two pages of the same configuration are the same bytes: they contain no time and no path of the machine.
+The same configuration gives the same bytes: a page contains no time and no path of the machine.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import yaml
-from PIL import Image
 
-from mmqk.analysis.formatting import capital, listed, nats, number, plural
+from mmqk.analysis.formatting import listed, nats, number, plural
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.mixture import CYCLE
 from mmqk.data.order.order import Content
 from mmqk.inspection.decode import Decoder, Originals, Pictures
-from mmqk.inspection.reading import WINDOW, read, record
+from mmqk.inspection.reading import WINDOW, read
 from mmqk.inspection.tables import dial_rows, percent, statistics_rows, step_rows, table_lines
 from mmqk.inspection.views import SequenceView, Viewer
 from mmqk.report.page import TEMPLATES as SHARED_TEMPLATES
@@ -61,9 +60,7 @@ def inspect(
     data = TokenDataModule(run.data, run.seed)
     data.setup()
     decoder = Decoder(run.data.tokenizers) if "pair" in run.data.family else None
-    reading = read(run, data, tokens, decoder.grid if decoder else 0)
-    plain = without_roots(record(reading, run, data))
-    shown = min(sequences, reading.run_sequences)
+    plain = without_roots(read(run, data, tokens, decoder.grid if decoder else 0))
     rows = statistics_rows(plain)
     content = {
         "page": {
@@ -82,12 +79,11 @@ def inspect(
         "command": command,
         "config": yaml.safe_dump(plain["data"], sort_keys=False, allow_unicode=True).strip(),
         "dial": dial_rows(plain),
-        **_sequences(run, data, decoder, plain, shown),
+        **_sequences(run, data, decoder, plain, min(sequences, plain["run_sequences"])),
     }
     files = {"index.html": render(content), "statistics.json": plain}
-    few = data.few_held_out()
-    first = [*([few] if few else []), *(standfirst(plain)[:1]), ""]
-    return files, [*first, *table_lines(list(plain["modalities"]), rows)]
+    first = [line for line in (data.few_held_out(), standfirst(plain)[0]) if line]
+    return files, [*first, "", *table_lines(list(plain["modalities"]), rows)]
 
 
 def render(content: dict[str, Any]) -> str:
@@ -106,13 +102,12 @@ def render(content: dict[str, Any]) -> str:
 
 def title(plain: dict[str, Any]) -> str:
     """The title: the shares of targets by modality, and the length of the sequences."""
-    targets, places = plain["targets"], plain["data"]["seq_len"]
+    targets, length = plain["targets"], plain["data"]["seq_len"]
     if not targets:
-        return f"The sequences of {places} positions have no targets"
-    total = sum(targets.values())
-    shares = [f"{percent(count / total)} {name}" for name, count in targets.items()]
+        return f"The sequences of {length} positions have no targets"
+    shares = [f"{percent(count / sum(targets.values()))} {name}" for name, count in targets.items()]
     which = f"all {next(iter(targets))}" if len(targets) == 1 else listed(shares)
-    return f"The targets are {which} tokens, in sequences of {places:,} positions"
+    return f"The targets are {which} tokens, in sequences of {length:,} positions"
 
 
 def standfirst(plain: dict[str, Any]) -> list[str]:
@@ -161,15 +156,12 @@ def _sequences(
     sequences = []
     for index in range(shown):
         contents = order.contents(index)
-        images: dict[int, Image.Image | None] = {}
+        images = {}
         if originals is not None and decoder is not None:
-            images = {
-                n: originals.image(c.item, decoder.image_size) for n, c in enumerate(contents) if _pictured(c)
-            }
+            pictured = ((n, c.item) for n, c in enumerate(contents) if c.kind in ("pair", "image"))
+            images = {n: originals.image(item, decoder.image_size) for n, item in pictured}
         view = viewer.view(batch, index, images)
-        heads = [_head(data, decoder, c) for c in contents] or [{"title": "", "cut": ""}] * len(
-            view.documents
-        )
+        heads = [_head(data, decoder, c) for c in contents] or [("", "")] * len(view.documents)
         sequences.append(
             {
                 "index": index,
@@ -188,38 +180,33 @@ def _sequences(
     }
 
 
-def _pictured(content: Content) -> bool:
-    return content.kind in ("pair", "image")
-
-
-def _facts(view: SequenceView, places: int) -> list[str]:
-    padding = places - view.filled
-    facts = [f"{view.filled:,} of {places:,} positions filled, {padding:,} padding"]
+def _facts(view: SequenceView, length: int) -> list[str]:
+    facts = [f"{view.filled:,} of {length:,} positions filled, {length - view.filled:,} padding"]
     if len(view.documents) > 1:
         facts.append(plural(len(view.documents), "document"))
-    counts = []
-    for name, (masked, trained) in view.targets.items():
-        counts.append(f"{masked:,} {name}" + ("" if trained == masked else f" ({trained:,} of them trained)"))
+    counts = [
+        f"{masked:,} {name}" + ("" if trained == masked else f" ({trained:,} of them trained)")
+        for name, (masked, trained) in view.targets.items()
+    ]
     return [*facts, f"targets: {listed(counts) or 'none'}"]
 
 
-def _head(data: TokenDataModule, decoder: Decoder | None, content: Content) -> dict[str, str]:
-    """The index of a document in its source, and the part of it that is not in the sequence."""
-    where = {"pair": "pair", "image": "image of pair"}.get(content.kind, "document")
-    head = f"{capital(where)} {content.item:,}"
-    if content.kind != "pair":
-        length = (
-            int(data.builder.stores[content.kind].lengths_N[content.item]) if content.kind != "image" else 0
-        )
-        if content.end - content.start < length:
-            head += f", tokens {content.start:,} to {content.end - 1:,} of {length:,}"
-        return {"title": head, "cut": ""}
-    store = data.builder.stores["pair"]
-    words, room = store[content.item][store.image_tokens : -1], data.builder.caption_room
-    if len(words) <= room:
-        return {"title": head, "cut": ""}
-    cut = "".join(decoder.words(words[room:])) if decoder else ""
-    return {"title": f"{head}, caption cut: {room:,} of its {len(words):,} tokens fit", "cut": cut}
+def _head(data: TokenDataModule, decoder: Decoder | None, content: Content) -> tuple[str, str]:
+    """The index of a document in its source, and the text of its caption that is not in the sequence."""
+    kind, item = content.kind, content.item
+    if kind == "image":
+        return f"Image of pair {item:,}", ""
+    store = data.builder.stores[kind]
+    if kind == "pair":
+        words, room = store[item][store.image_tokens : -1], data.builder.caption_room
+        if len(words) <= room:
+            return f"Pair {item:,}", ""
+        cut = "".join(decoder.words(words[room:])) if decoder else ""
+        return f"Pair {item:,}, caption cut: {room:,} of its {len(words):,} tokens fit", cut
+    length = int(store.lengths_N[item])
+    whole = content.end - content.start >= length
+    part = "" if whole else f", tokens {content.start:,} to {content.end - 1:,} of {length:,}"
+    return f"Document {item:,}{part}", ""
 
 
 def _template(name: str) -> jinja2.Template:
@@ -229,9 +216,9 @@ def _template(name: str) -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"percent": percent, "number": number, "thousands": _thousands}
+    environment.filters |= {
+        "percent": percent,
+        "number": number,
+        "thousands": lambda value: "–" if value is None else f"{value:,}",
+    }
     return environment.get_template(name)
-
-
-def _thousands(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -139,37 +138,36 @@ class Viewer:
         )
 
     def _part(self, ids: np.ndarray, modality: int, original: Image.Image | None) -> Segment:
-        name = self.names[modality]
-        about: dict[str, Any] = {
-            "modality": name,
-            "color": self.colors[name],
-            "trained": self.weights[name] > 0,
-            "tokens": len(ids),
-        }
-        if self.decoder is not None and modality == 0:
-            return Segment(
-                **about, words=tuple(self._words(ids[:MOST_WORDS])), more=max(0, len(ids) - MOST_WORDS)
-            )
-        whole = self.decoder.picture(ids) if self.decoder is not None else None
-        width = self.widths.get(name, 0) if whole is None else self.decoder.grid if self.decoder else 0
-        local = ids - self._edges[modality]
-        codes = self.pictures.uri(shaded(local, self.layout.vocab_sizes[name], width, self.by_rank))
-        if whole is not None and self.decoder is not None:
-            same = original is not None and self.decoder.agrees(original, ids)
-            decoded, tokenized = (self.pictures.uri(i) for i in (whole, original if same else None))
-            return Segment(**about, codes=codes, grid=True, decoded=decoded, original=tokenized)
-        listed = " ".join(self._specials.get(int(i), str(i)) for i in ids[:MOST_IDS])
-        more = max(0, len(ids) - MOST_IDS)
-        return Segment(**about, codes=codes, grid=width > 0, ids=listed, more=more)
+        name, decoder = self.names[modality], self.decoder
+        segment = Segment(name, self.colors[name], self.weights[name] > 0, len(ids))
+        if decoder is not None and modality == 0:
+            words = tuple(self._words(ids[:MOST_WORDS], decoder))
+            return replace(segment, words=words, more=max(0, len(ids) - MOST_WORDS))
+        local, block = ids - self._edges[modality], self.layout.vocab_sizes[name]
+        image = None if decoder is None else decoder.picture(ids)
+        if decoder is None or image is None:
+            width = self.widths.get(name, 0)
+            codes = self.pictures.uri(shaded(local, block, width, self.by_rank))
+            listed = " ".join(self._specials.get(int(i), str(i)) for i in ids[:MOST_IDS])
+            return replace(segment, codes=codes, grid=width > 0, ids=listed, more=max(0, len(ids) - MOST_IDS))
+        codes = self.pictures.uri(shaded(local, block, decoder.grid, self.by_rank))
+        decoded = self.pictures.uri(image)
+        same = original is not None and decoder.agrees(original, ids)
+        return replace(
+            segment,
+            codes=codes,
+            grid=True,
+            decoded=decoded,
+            original=self.pictures.uri(original if same else None),
+        )
 
-    def _words(self, ids: np.ndarray) -> list[tuple[str, str]]:
-        assert self.decoder is not None
+    def _words(self, ids: np.ndarray, decoder: Decoder) -> list[tuple[str, str]]:
         words: list[tuple[str, str]] = []
         for start, end, special in _runs(np.isin(ids, list(self._specials)).astype(int)):
             if special:
                 words += [(self._specials[int(i)], "special") for i in ids[start:end]]
             else:
-                words += [(word, "") for word in self.decoder.words(ids[start:end])]
+                words += [(word, "") for word in decoder.words(ids[start:end])]
         return words
 
     def _lane(self, shown_T: np.ndarray, ids_T: np.ndarray) -> list[str]:

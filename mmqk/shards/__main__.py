@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmqk.shards.manifest import MANIFEST, Manifest, Shard, sha256_file, write_manifest
-from mmqk.shards.pairs import iterate_shard
-from mmqk.shards.samples import unread_fields, unread_reason
+from mmqk.shards.pairs import pairs_of
+from mmqk.shards.samples import count_unread
 from mmqk.shards.tars import index_tar
-from mmqk.shards.unread import UNUSED, Unread
-from mmqk.store import OneSentenceParser, UserError, run_main
+from mmqk.shards.unread import Unread
+from mmqk.store import OneSentenceParser, UserError, check_regular, run_main
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,13 +24,13 @@ def main(argv: list[str] | None = None) -> int:
     unread, files = Unread(), 0
     splits: dict[str, tuple[Shard, ...]] = {}
     for path in sorted(folder.glob("*-*.tar")):
-        shard = Shard(path.name, sum(1 for _ in iterate_shard(path)), sha256_file(path))
-        split = path.name.rsplit("-", 1)[0]
-        splits[split] = (*splits.get(split, ()), shard)
+        check_regular(path)
         index = index_tar(path)
+        samples = sum(1 for _ in pairs_of(index))  # every pair is checked
+        split = path.name.rsplit("-", 1)[0]
+        splits[split] = (*splits.get(split, ()), Shard(path.name, samples, sha256_file(path)))
         for key, sample in index:
-            for field in unread_fields("pair", sample):
-                index.unread.add(unread_reason("pair", field, UNUSED), f"{key}.{field}")
+            count_unread(index.unread, "pair", key, sample)
         unread.take(index.unread, f"{path.name}: ")
         files += index.files
     if not splits:

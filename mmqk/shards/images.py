@@ -1,7 +1,7 @@
 """Convert any image file to an RGB square, or drop it with a reason that can be counted.
 
 ```
-bytes ── open ── pixel cap ── draft (JPEG) ── decode ── 8 bit ── upright ── resize ── white ground ──> RGB
+bytes ── open ── pixel cap ── draft (JPEG) ── decode ── upright ── 8 bit ── resize ── white ground ──> RGB
 ```
 
 Needs Pillow and numpy only.
@@ -15,7 +15,7 @@ import warnings
 from typing import Literal, get_args
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 Fit = Literal["crop", "pad", "stretch"]
 
@@ -35,17 +35,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # the antialiased bicubic filter does the rest. At 3 the mean difference from the exact result is below one gray
 # level for a photo.
 _GAP = 3.0
-_ORIENTATION = 0x0112  # Exif; 1 is upright
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 class Dropped(Exception):
@@ -61,10 +51,10 @@ class Dropped(Exception):
 
 
 def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode an image file and fit it into a square; an RGB image of that size comes back bit for bit.
+    """Decode an image file and fit it into a square; an RGB image of that size is returned bit for bit.
 
-    Exif orientation is applied, transparent parts show white, the first frame of an animation counts. Deep
-    gray images are scaled, never clipped: 16 bit from 0 to 65535, floats from 0 to 1 or else 0 to 255, and
+    Exif orientation is applied, transparent parts become white, and of an animation the first frame is used. Deep
+    gray images are scaled, not clipped: 16 bit from 0 to 65535, floats from 0 to 1 or else 0 to 255, and
     images outside these ranges from their minimum to their maximum. Color profiles are ignored.
 
     Args:
@@ -73,7 +63,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
         fit: "crop" scales the shorter side to `size` and keeps the center, "pad" scales the longer side and
             adds white, "stretch" scales both.
         max_pixels: images with more (width x height of the header) are dropped without being decoded.
-            Above twice `PIL.Image.MAX_IMAGE_PIXELS` (179 million unless set) Pillow's own cap holds.
+            Above twice `PIL.Image.MAX_IMAGE_PIXELS` (179 million unless set) the cap of Pillow applies.
 
     Returns:
         RGB, size x size.
@@ -102,7 +92,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """The image as RGB; transparent parts show white."""
+    """The image as RGB; transparent parts become white."""
     if not image.has_transparency_data:
         return image.convert("RGB")
     rgba = image.convert("RGBA")
@@ -120,22 +110,19 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
         shrink = min(1.0, _GAP * size / side)
         image.draft(None, (math.ceil(width * shrink), math.ceil(height * shrink)))
     image.load()
-    turn = _UPRIGHT.get(_orientation(image))
-    image = _eight_bit(image)
-    return image if turn is None else image.transpose(turn)
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # damaged metadata; Pillow rotates the image before it writes the metadata back
+        pass
+    return _eight_bit(image)
 
 
 def _tile_pixels(image: Image.Image) -> int:
     # A TIFF is decoded tile by tile, and a tile may be far larger than the image.
     tags = getattr(image, "tag_v2", {})
     return int(tags.get(_TILE_WIDTH, 0)) * int(tags.get(_TILE_LENGTH, 0))
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # keep the image if only its metadata is damaged
-        return 1
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
@@ -157,10 +144,10 @@ def _scaled(image: Image.Image) -> Image.Image:
             low, high = 0.0, top
             break
     values = (values - low) * (255 / ((high - low) or 1))
-    grey = Image.fromarray(values.round().astype(np.uint8))
+    gray = Image.fromarray(values.round().astype(np.uint8))
     if (clear := image.info.get("transparency")) is None:
-        return grey
-    return Image.merge("LA", (grey, Image.fromarray(np.where(deep == clear, 0, 255).astype(np.uint8))))
+        return gray
+    return Image.merge("LA", (gray, Image.fromarray(np.where(deep == clear, 0, 255).astype(np.uint8))))
 
 
 def _fitted(image: Image.Image, size: int, fit: Fit) -> Image.Image:
@@ -173,7 +160,7 @@ def _fitted(image: Image.Image, size: int, fit: Fit) -> Image.Image:
     elif fit == "pad":
         scale = size / max(width, height)
         target = (max(1, round(width * scale)), max(1, round(height * scale)))
-    # Transparent colours are filtered by their alpha, and on white only when small.
+    # Transparent colors are filtered with their alpha; the white ground comes after the resize.
     scaled = on_white(image.resize(target, Image.Resampling.BICUBIC, box, reducing_gap=_GAP))
     if target == (size, size):
         return scaled

@@ -34,7 +34,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A folder's shards by split, in reading order, and free-form facts on where they came from."""
+    """A folder's shards by split, in reading order, and free-form facts on their origin."""
 
     splits: dict[str, tuple[Shard, ...]]
     about: dict[str, Any]
@@ -60,7 +60,7 @@ def load_manifest(folder: Path | str) -> Manifest:
     """Read ``manifest.json``.
 
     Raises:
-        UserError: there is none, or it is not a manifest.
+        UserError: the file is missing, or is not a manifest.
     """
     path = Path(folder) / MANIFEST
     record = read_json(path, {"splits": {"*": [{"file": str, "samples": int, "sha256": str}]}}, RESTORE)
@@ -79,23 +79,23 @@ def load_manifest(folder: Path | str) -> Manifest:
 
 
 def manifest_hash(folder: Path | str) -> str:
-    """Identity of a folder's samples: 10 hex digits over split, file, count and sha256 of every shard."""
+    """Hash of a folder's samples: 10 hex digits over split, file, count and sha256 of every shard."""
     manifest = load_manifest(folder)
     return identity_hash({split: [asdict(s) for s in shards] for split, shards in manifest.splits.items()})
 
 
 def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
-    """The files of a split, each compared with the manifest.
+    """The files of a split, after a comparison with the manifest.
 
     Raises:
-        UserError: no such split, or a shard that is missing or differs from the manifest.
+        UserError: the manifest lacks the split, or a shard is missing or differs from the manifest.
     """
     folder = Path(folder)
     manifest = load_manifest(folder)
     if split not in manifest.splits:
         known = ", ".join(manifest.splits)
         raise UserError(f"{folder / MANIFEST} has no split {split!r}: choose one of {known}")
-    found = []
+    shards = []
     for shard in manifest.splits[split]:
         path = folder / shard.file
         check_regular(path)
@@ -110,5 +110,5 @@ def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
                 f"shard {path} differs from its manifest "
                 f"(sha256 {digest[:10]}, expected {shard.sha256[:10]}): {RESTORE}"
             )
-        found.append((path, shard))
-    return found
+        shards.append((path, shard))
+    return shards

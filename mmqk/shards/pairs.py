@@ -1,7 +1,4 @@
-"""Shards, both ways: WebDataset tars of image+caption pairs, and xz-compressed JSON lines of documents.
-
-Every reader checks the manifest first. webdataset reads a truncated tar as a shorter one without a word.
-"""
+"""Read and write the shards of a manifest: tars of image+caption pairs, and xz-compressed JSON lines of text."""
 
 from __future__ import annotations
 
@@ -16,21 +13,12 @@ from typing import Any
 
 from PIL import Image
 
-from mmqk.shards.images import on_white
-from mmqk.shards.manifest import RESTORE, Shard, checked_shards, manifest_hash, sha256_file
-from mmqk.shards.samples import IMAGE_FIELDS
-from mmqk.store import UserError, check_regular
-
-__all__ = [
-    "IMAGE_SIZE",
-    "Pair",
-    "iterate_shard",
-    "manifest_hash",
-    "read_pairs",
-    "read_text",
-    "write_documents",
-    "write_shard",
-]
+from mmqk.shards.images import Dropped, load_image
+from mmqk.shards.lines import read_lines
+from mmqk.shards.manifest import RESTORE, Shard, checked_shards, sha256_file
+from mmqk.shards.samples import json_of, pair_of, text_of
+from mmqk.shards.tars import TarIndex, index_tar
+from mmqk.store import UserError
 
 IMAGE_SIZE = 64
 # lc=4, pb=0: what liblzma's manual advises for text.
@@ -55,87 +43,52 @@ class Pair:
 
 
 def read_pairs(folder: Path | str, split: str) -> Iterator[Pair]:
-    """The pairs of a split, in the order of the shards.
+    """Yield the pairs of a split, in the order of the shards.
 
     Raises:
-        UserError: the manifest, a shard or a sample is missing, corrupt or not what the manifest says.
+        UserError: the manifest, a shard or a sample is missing or damaged, or differs from the manifest.
     """
     for path, shard in checked_shards(folder, split):
-        count = 0
-        for pair in iterate_shard(path):
-            count += 1
-            yield pair
-        if count != shard.samples:
+        index = index_tar(path)
+        if len(index) != shard.samples:
             raise UserError(
-                f"shard {path} holds {count} samples, its manifest says {shard.samples}: {RESTORE}"
+                f"shard {path} holds {len(index)} samples, but {shard.samples} by its manifest: {RESTORE}"
             )
+        yield from pairs_of(index)
 
 
-def iterate_shard(path: Path) -> Iterator[Pair]:
-    """The pairs of one tar, without a manifest.
+def pairs_of(index: TarIndex) -> Iterator[Pair]:
+    """Yield the pairs of one archive.
 
     Raises:
-        UserError: the file is no tar or ends early, or a sample lacks a readable image or caption.
+        UserError: a sample lacks a readable image or caption, or its image has another size.
     """
-    check_regular(path)
-    _check_tar(path)
-    import webdataset as wds
-
-    samples = iter(wds.WebDataset([str(path.resolve())], shardshuffle=False, empty_check=False))
-    while True:
+    for key, sample in index:
+        where = f"sample {key} of shard {index.path}"
         try:
-            sample = next(samples)
-        except StopIteration:
-            return
-        except ValueError as error:  # a member that occurs twice
-            raise UserError(f"shard {path} cannot be read ({error.args[0]}): write it again") from None
-        yield _decode(sample, path)
-
-
-def _check_tar(path: Path) -> None:
-    # webdataset takes a tar that ends early for a complete one.
-    blank = bytes(tarfile.BLOCKSIZE)
-    try:
-        with tarfile.open(path, "r:") as tar:
-            tar.getmembers()
-            tar.fileobj.seek(tar.offset)
-            whole = tar.fileobj.read(2 * tarfile.BLOCKSIZE) == 2 * blank
-    except (tarfile.TarError, OSError) as error:
-        raise UserError(f"shard {path} is corrupt ({error}): restore it or write it again") from None
-    if not whole:
-        raise UserError(f"shard {path} is corrupt (it ends early): restore it or write it again")
-
-
-def _decode(sample: dict[str, Any], path: Path) -> Pair:
-    key = sample["__key__"]
-    where = f"sample {key} of shard {path}"
-    repair = "repair or remove the sample and write the shard and its manifest again"
-    field = next((f for f in IMAGE_FIELDS if f in sample), None)
-    if field is None:
-        raise UserError(f"{where} has no image (one of {', '.join(IMAGE_FIELDS)}): {repair}")
-    try:
-        with Image.open(io.BytesIO(sample[field])) as opened:
-            image = on_white(opened)
-    except Exception:  # Pillow's decoders raise OSError, ValueError, SyntaxError and struct.error alike.
-        raise UserError(f"the image of {where} cannot be decoded: {repair}") from None
-    if image.size != (IMAGE_SIZE, IMAGE_SIZE):
-        width, height = image.size
-        raise UserError(f"the image of {where} is {width}x{height}, not {IMAGE_SIZE}x{IMAGE_SIZE}: resize it")
-    try:
-        meta = json.loads(sample["json"]) if "json" in sample else {}
-        caption = meta["caption"] if "json" in sample else sample["txt"].decode("utf-8")
-    except (ValueError, KeyError, TypeError):
-        caption = None
-    if not isinstance(caption, str):
-        raise UserError(f"{where} has no readable caption (json with 'caption', or txt): {repair}")
-    return Pair(key, image, caption, meta)
+            content, caption = pair_of(sample)
+            image = load_image(content, IMAGE_SIZE)
+            meta = json_of(sample)
+        except Dropped as dropped:
+            raise UserError(
+                f"{where} cannot be used ({dropped.reason}): repair or remove the sample and write the shard and its"
+                " manifest again"
+            ) from None
+        # load_image scales any other size.
+        with Image.open(io.BytesIO(content)) as original:
+            width, height = original.size
+        if (width, height) != (IMAGE_SIZE, IMAGE_SIZE):
+            raise UserError(
+                f"the image of {where} is {width}x{height}, not {IMAGE_SIZE}x{IMAGE_SIZE}: resize it"
+            )
+        yield Pair(key, image, caption, meta)
 
 
 def write_shard(path: Path, samples: Iterable[tuple[str, bytes, dict[str, Any]]]) -> Shard:
-    """Write (key, lossless WebP bytes, metadata) as one WebDataset tar; the same samples give the same bytes.
+    """Write (key, lossless WebP bytes, metadata) as one WebDataset tar; equal samples give equal bytes.
 
     Raises:
-        ValueError: a key holds a dot, at which WebDataset would split it.
+        ValueError: a key contains a dot, at which WebDataset would split it.
     """
     count = 0
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -153,28 +106,26 @@ def write_shard(path: Path, samples: Iterable[tuple[str, bytes, dict[str, Any]]]
 
 
 def read_text(folder: Path | str, split: str) -> Iterator[str]:
-    """The documents of a split, in the order of the file.
+    """Yield the documents of a split, in the order of the files.
 
     Raises:
-        UserError: the manifest or a shard is missing, corrupt or not what the manifest says.
+        UserError: the manifest, a shard or a document is missing or damaged, or differs from the manifest.
     """
     for path, shard in checked_shards(folder, split):
         count = 0
-        try:
-            with lzma.open(path, "rt", encoding="utf-8", newline="\n") as lines:
-                for line in lines:
-                    yield json.loads(line)["text"]
-                    count += 1
-        except (lzma.LZMAError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path} is corrupt after document {count} ({type(error).__name__}): {RESTORE}"
-            ) from None
+        for count, line, _ in read_lines(path):
+            try:
+                yield text_of(line)
+            except Dropped as dropped:
+                raise UserError(
+                    f"line {count} of {path} cannot be used ({dropped.reason}): {RESTORE}"
+                ) from None
         if count != shard.samples:
-            raise UserError(f"{path} holds {count} documents, its manifest says {shard.samples}: {RESTORE}")
+            raise UserError(f"{path} holds {count} documents, but {shard.samples} by its manifest: {RESTORE}")
 
 
 def write_documents(path: Path, documents: Iterable[dict[str, str]]) -> Shard:
-    """Write documents (``text``, ``source``) as xz-compressed JSON lines; same documents, same bytes."""
+    """Write documents (``text``, ``source``) as xz-compressed JSON lines; equal documents give equal bytes."""
     count = 0
     with lzma.open(path, "wt", filters=_TEXT_FILTERS, encoding="utf-8", newline="\n") as file:
         for document in documents:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmqk.shards.images import IMAGE_REASONS, Dropped
 from mmqk.shards.lines import LONGEST_LINE
-from mmqk.shards.unread import DOTTED
+from mmqk.shards.unread import DOTTED, OF_DROPPED, UNUSED, Unread
 
 # Longest text of a document, in bytes of UTF-8; the tokenizer takes some 150 times as much memory.
 MAX_TEXT = 2**22
@@ -44,24 +44,24 @@ _NUMBERED = re.compile(rf"([0-9]{{1,9}})\.(?:{'|'.join(IMAGE_FIELDS)})")
 _DOTTED = {(".", field) for field in IMAGE_FIELDS}
 
 
-def unread_fields(kind: str, fields: Iterable[str]) -> list[str]:
-    """Return the files of a sample that a document does not use; json and txt of a pair always count as used.
+def count_unread(unread: Unread, kind: str, key: str, fields: Iterable[str], otherwise: str = UNUSED) -> None:
+    """Count the files of a sample that no document uses; json and txt of a pair always count as used.
 
     Args:
+        unread: receives the counts.
         kind: pair or interleaved.
-        fields: the fields of the sample.
+        key: key of the sample.
+        fields: fields of the sample.
+        otherwise: the reason of a file without a further dot in its name; with `OF_DROPPED` all files count.
     """
     fields = list(fields)
-    if kind == "interleaved":
-        return [field for field in fields if field != "json" and not _NUMBERED.fullmatch(field)]
+    numbered = {field for field in fields if kind == "interleaved" and _NUMBERED.fullmatch(field)}
     image = next((field for field in IMAGE_FIELDS if field in fields), None)
-    return [field for field in fields if field not in (image, "json", TEXT_MEMBER)]
-
-
-def unread_reason(kind: str, field: str, otherwise: str) -> str:
-    """Why a file is not read: because of its name, or for the reason ``otherwise`` of `mmqk.shards.unread`."""
-    numbered = kind == "interleaved" and _NUMBERED.fullmatch(field)
-    return DOTTED if "." in field and not numbered else otherwise
+    used = {"json", *numbered} if kind == "interleaved" else {image, "json", TEXT_MEMBER}
+    for field in fields:
+        if field not in used or otherwise == OF_DROPPED:
+            dotted = "." in field and field not in numbered
+            unread.add(DOTTED if dotted else otherwise, f"{key}.{field}")
 
 
 def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tuple[bytes, str]:
@@ -81,7 +81,7 @@ def pair_of(sample: Mapping[str, bytes], caption_field: str | None = None) -> tu
         raise Dropped(FURTHER_DOT if dotted else NO_IMAGE)
     caption = None
     if caption_field != TEXT_MEMBER:
-        caption = _json_object(sample).get(caption_field or CAPTION_FIELD)
+        caption = json_of(sample).get(caption_field or CAPTION_FIELD)
     if not isinstance(caption, str) and caption_field in (None, TEXT_MEMBER) and TEXT_MEMBER in sample:
         caption = _decoded(sample[TEXT_MEMBER])
     if not isinstance(caption, str):
@@ -102,7 +102,7 @@ def interleaved_of(sample: Mapping[str, bytes]) -> list[bytes | str]:
         Dropped: the lists are missing, of different length, empty or malformed, the image files are not
             exactly those in the lists, a text is not valid Unicode, or the texts are too long.
     """
-    record = _json_object(sample)
+    record = json_of(sample)
     images, texts = record.get("images"), record.get("texts")
     if not isinstance(images, list) or not isinstance(texts, list):
         raise Dropped(NO_LISTS)
@@ -157,6 +157,21 @@ def checked_text(text: str) -> str:
     return text
 
 
+def json_of(sample: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the json of a sample; empty if it is missing, damaged or not an object.
+
+    Raises:
+        Dropped: the json is too long.
+    """
+    if len(sample.get("json", b"")) > MAX_JSON:
+        raise Dropped(TOO_LONG)
+    try:
+        record = json.loads(sample["json"])
+    except (KeyError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def _image_files(images: list[Any], sample: Mapping[str, bytes]) -> dict[int, bytes]:
     """Image files by place."""
     places = [place for place, image in enumerate(images) if image is not None]
@@ -178,16 +193,6 @@ def _field_named(image: Any) -> str | None:
         return None
     base = image.rsplit("/", 1)[-1].lower()
     return base if _NUMBERED.fullmatch(base) else base.partition(".")[2]
-
-
-def _json_object(sample: Mapping[str, bytes]) -> dict[str, Any]:
-    if len(sample.get("json", b"")) > MAX_JSON:
-        raise Dropped(TOO_LONG)
-    try:
-        record = json.loads(sample["json"])
-    except (KeyError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _decoded(content: bytes) -> str:

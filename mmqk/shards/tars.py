@@ -1,8 +1,8 @@
-"""Index tar archives of samples: one pass over the headers gives the offset of each member.
+"""Index tar archives of samples: one pass over the headers gives the offset of each file.
 
-Nothing is extracted, so a member's name (``../x``, ``/etc/x``) serves only as a key. Members are grouped as in
-webdataset: the key is the path up to the first dot of the last part, and the rest names the field. Unlike in
-webdataset, a truncated archive is an error.
+webdataset groups the files into samples. tarfile reads the headers, because webdataset's reader gives no offsets,
+does not count the files that it skips, and reads a truncated archive without an error. Nothing is extracted: a name
+such as ``../x`` is only a key.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -28,58 +29,35 @@ _PACKED = {
     b"\xfd7zXZ\x00": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
-# Splits a name as webdataset does; a file without a dot, or whose name begins with one, is not part of a sample.
-_SPLIT = re.compile(r"((?:.*/|)[^/.]+)\.([^/]*)", re.DOTALL)
 _BRACES = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}|\{([^{}]*,[^{}]*)\}")
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One file of a sample.
-
-    Attributes:
-        field: the part of the file's name after the first dot, in lower case.
-        offset: start of its content in the archive, in bytes.
-        size: length of its content in bytes.
-    """
-
-    field: str
-    offset: int
-    size: int
 
 
 @dataclass
 class TarIndex:
-    """The samples of one archive. The index keeps no file open and can be sent to other processes.
+    """The samples of one archive: N samples of M files. The index keeps no file open and can be pickled.
 
     Attributes:
         path: the archive.
-        keys: key of each sample, in the order of the archive.
         length: size of the archive in bytes.
-        unread: files that belong to no sample.
+        keys: key of each sample, in the order of the archive.
+        fields: of each file, its name after the first dot, in lower case.
+        extent_M2: offset and size of each file in bytes. Flat arrays fit millions of samples into memory.
+        first: sample i has the files first[i] to first[i + 1].
         files: number of files in the archive.
+        unread: files that belong to no sample.
     """
 
     path: Path
-    keys: list[str]
     length: int
-    # Flat arrays, not objects: an index of millions of samples must fit into memory. The members of sample i
-    # are first[i] to first[i + 1].
-    _fields: list[str] = field(repr=False)
-    _extent_N2: np.ndarray = field(repr=False)  # offset, size
-    _first: np.ndarray = field(repr=False)
-    unread: Unread = field(default_factory=Unread, repr=False)
+    keys: list[str]
+    fields: list[str] = field(repr=False)
+    extent_M2: np.ndarray = field(repr=False)
+    first: np.ndarray = field(repr=False)
     files: int = 0
+    unread: Unread = field(default_factory=Unread, repr=False)
 
     def __len__(self) -> int:
         return len(self.keys)
-
-    def members(self, i: int) -> list[Member]:
-        """The files of sample i with their offsets."""
-        return [
-            Member(self._fields[m], int(self._extent_N2[m, 0]), int(self._extent_N2[m, 1]))
-            for m in range(self._first[i], self._first[i + 1])
-        ]
 
     def read(self, i: int) -> dict[str, bytes]:
         """Read the files of sample i: content by field.
@@ -90,12 +68,13 @@ class TarIndex:
         sample = {}
         try:
             with open(self.path, "rb") as file:
-                for member in self.members(i):
-                    file.seek(member.offset)
-                    content = file.read(member.size)
-                    if len(content) != member.size:
+                for m in range(self.first[i], self.first[i + 1]):
+                    offset, size = self.extent_M2[m].tolist()
+                    file.seek(offset)
+                    content = file.read(size)
+                    if len(content) != size:
                         raise UserError(f"shard {self.path} has become shorter while in use: {_REWRITE}")
-                    sample[member.field] = content
+                    sample[self.fields[m]] = content
         except OSError as error:
             raise UserError(f"shard {self.path} cannot be read ({error.strerror}): {_REWRITE}") from None
         return sample
@@ -113,21 +92,43 @@ def index_tar(path: Path | str) -> TarIndex:
 
     Raises:
         UserError: the file is missing, compressed, not a tar, damaged, truncated or continued after its end, or
-            contains a member twice or a sample in two places.
+            contains a file twice or a sample in two places.
     """
+    from webdataset.tariterators import group_by_keys  # imports torch, which --help does not need
+
     path = Path(path)
+    keys: dict[str, None] = {}
+    fields: list[str] = []
+    extent: list[tuple[int, int]] = []
+    first, unread = [0], Unread()
     try:
         with open(path, "rb") as file:
             _refuse_compressed(path, file.read(6))
             length = os.fstat(file.fileno()).st_size
             file.seek(0)
-            keys, members, first, unread = _walk(path, file)
+            for sample in group_by_keys(_files(path, file, unread)):
+                key = sample.pop("__key__")
+                if key in keys:
+                    raise UserError(
+                        f"shard {path} holds the sample {key} in two places: write it with the files of a sample "
+                        "side by side, sorted by name"
+                    )
+                keys[key] = None
+                for name, place in sample.items():
+                    if name != "__url__" and place is not None:
+                        fields.append(sys.intern(name))
+                        extent.append(place)
+                first.append(len(fields))
     except OSError as error:
         raise UserError(f"shard {path} cannot be read ({error.strerror or error}): {_REWRITE}") from None
-    extent_N2 = np.array([(m.offset, m.size) for m in members], dtype=np.int64).reshape(-1, 2)
-    fields = [m.field for m in members]
-    files = len(members) + unread.total
-    return TarIndex(path, keys, length, fields, extent_N2, np.array(first, dtype=np.int64), unread, files)
+    except ValueError as error:  # of group_by_keys
+        name = str(error.args[0]).partition(": duplicate file name")[0]
+        raise UserError(f"shard {path} holds the file {name} twice: write it again") from None
+    extent_M2 = np.array(extent, dtype=np.int64).reshape(-1, 2)
+    files = len(fields) + unread.total
+    return TarIndex(
+        path, length, list(keys), fields, extent_M2, np.array(first, dtype=np.int64), files, unread
+    )
 
 
 def expand(patterns: Sequence[str]) -> list[Path]:
@@ -147,44 +148,28 @@ def expand(patterns: Sequence[str]) -> list[Path]:
     return list(files.values())
 
 
-def _walk(path: Path, file) -> tuple[list[str], list[Member], list[int], Unread]:
-    unread = Unread()
-    keys: list[str] = []
-    members: list[Member] = []
-    first = [0]
-    seen: set[str] = set()
-    fields: set[str] = set()  # of the current sample
+def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any]]:
+    """Yield the files of samples in the form that `group_by_keys` takes, and count the others."""
+    from webdataset.tariterators import base_plus_ext
+
     for info in _headers(path, file):
+        base = info.name.rpartition("/")[2]
         if info.isdir():
             continue
-        if (split := _SPLIT.fullmatch(info.name)) is None or _is_meta(info.name):
-            base = info.name.rpartition("/")[2]
-            reason = HIDDEN if base.startswith(".") else NO_DOT if "." not in base else META
-            unread.add(reason, info.name)
-            continue
-        key, name = split[1], sys.intern(split[2].lower())
-        if not keys or key != keys[-1]:
-            if key in seen:
-                raise UserError(
-                    f"shard {path} holds the sample {key} in two places: write it with the files of a sample "
-                    "side by side, sorted by name"
-                )
-            seen.add(key)
-            keys.append(key)
-            fields = set()
-            first.append(first[-1])
-        if name in fields:
-            raise UserError(f"shard {path} holds the file {key}.{name} twice: write it again")
-        fields.add(name)
-        if info.isreg() and not info.issparse():
-            members.append(Member(name, info.offset_data, info.size))
-            first[-1] = len(members)
+        if base.startswith("."):
+            unread.add(HIDDEN, info.name)
+        elif base_plus_ext(info.name)[0] is None:
+            unread.add(NO_DOT, info.name)
+        elif base == info.name and base.startswith("__") and base.endswith("__"):
+            unread.add(META, info.name)
+        elif info.isreg() and not info.issparse():
+            yield {"fname": info.name, "data": (info.offset_data, info.size), "__url__": None}
         else:
             unread.add(NOT_REGULAR, info.name)
-    return keys, members, first, unread
+            yield {"fname": info.name, "data": None, "__url__": None}
 
 
-def _headers(path: Path, file) -> Iterator[tarfile.TarInfo]:
+def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """Yield every header, then check that the archive ends with its end blocks."""
     try:
         # A name that is not UTF-8 stays printable.
@@ -208,7 +193,7 @@ def _headers(path: Path, file) -> Iterator[tarfile.TarInfo]:
         raise UserError(f"shard {path} is damaged ({error}): {_REWRITE}") from None
 
 
-def _check_end(path: Path, file, offset: int) -> None:
+def _check_end(path: Path, file: BinaryIO, offset: int) -> None:
     file.seek(offset)
     end = file.read(2 * tarfile.BLOCKSIZE)
     if len(end) >= tarfile.BLOCKSIZE and end.strip(b"\0"):
@@ -225,10 +210,6 @@ def _check_end(path: Path, file, offset: int) -> None:
 
 def _cut_short(path: Path) -> UserError:
     return UserError(f"shard {path} is cut short (it ends early): {_REWRITE}")
-
-
-def _is_meta(name: str) -> bool:
-    return "/" not in name and name.startswith("__") and name.endswith("__")
 
 
 def _refuse_compressed(path: Path, start: bytes) -> None:

@@ -1,10 +1,9 @@
-"""Count files of archives that no document uses, by reason, with a few example names."""
+"""Count files and samples that no document uses, by reason, with a few example names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 EXAMPLES = 5
 
@@ -18,11 +17,11 @@ DOTTED = "with a further dot in the name"
 
 
 @dataclass
-class Unread:
-    """Counts of unread files.
+class ReasonCounts:
+    """Counts by reason.
 
     Attributes:
-        counts: number of files by reason.
+        counts: number by reason.
         examples: the first few names by reason.
     """
 
@@ -31,35 +30,43 @@ class Unread:
 
     @property
     def total(self) -> int:
-        """Number of files."""
+        """The sum of the counts."""
         return sum(self.counts.values())
 
     def add(self, reason: str, name: str) -> None:
-        """Count a file."""
+        """Count one."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:
             examples.append(name)
 
-    def take(self, other: Unread | Mapping[str, Any], source: str = "") -> None:
-        """Add other counts, an `Unread` or the same as plain data; ``source`` is a prefix of its names."""
-        counts, examples = (
-            (other.counts, other.examples)
-            if isinstance(other, Unread)
-            else (other["counts"], other["examples"])
-        )
-        for reason, count in counts.items():
-            self.counts[reason] = self.counts.get(reason, 0) + count
+    def take(self, other: ReasonCounts, source: str = "") -> None:
+        """Add other counts; ``source`` is a prefix of their names."""
+        for reason, names in other.examples.items():
+            self.counts[reason] = self.counts.get(reason, 0) + other.counts[reason]
             kept = self.examples.setdefault(reason, [])
-            kept += [source + name for name in examples[reason][: EXAMPLES - len(kept)]]
+            kept += [source + name for name in names[: EXAMPLES - len(kept)]]
+
+    def by_count(self) -> dict[str, int]:
+        """The counts, the largest first."""
+        return dict(sorted(self.counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def reason_lines(self) -> Iterator[str]:
+        """Yield a line per reason: its count and examples."""
+        for reason, count in self.by_count().items():
+            yield f"  {reason}: {count:,} ({printable(', '.join(self.examples[reason]))})"
+
+
+@dataclass
+class Unread(ReasonCounts):
+    """Counts of the files of archives that no document uses."""
 
     def lines(self, total: int) -> Iterator[str]:
         """Yield the lines to print, given the total number of files; none if all files were read."""
         if not self.total:
             return
         yield f"{self.total:,} of {total:,} files were not read:"
-        for reason, count in sorted(self.counts.items(), key=lambda item: (-item[1], item[0])):
-            yield f"  {reason}: {count:,} ({printable(', '.join(self.examples[reason]))})"
+        yield from self.reason_lines()
         if DOTTED in self.counts:
             yield self.key_rule()
 

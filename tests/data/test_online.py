@@ -138,7 +138,7 @@ def test_shards_are_those_of_the_manifest(tiny_data, tmp_path, monkeypatch):
     record = json.loads((pairs / "manifest.json").read_text())
     record["splits"]["val"][0]["samples"] = 13
     (pairs / "manifest.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"val-00000\.tar holds 12 samples, but its manifest says 13"):
+    with pytest.raises(UserError, match=r"val-00000\.tar holds 12 samples, but 13 by its manifest"):
         open_online(*argv)
 
 

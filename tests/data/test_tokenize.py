@@ -24,6 +24,7 @@ import webdataset as wds
 from PIL import Image
 
 from mmqk.data import tokenize
+from mmqk.data.tokens import encode
 from mmqk.data.tokens import worker as tokenize_worker
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.data.tokens.pool import ShardProgress
@@ -152,7 +153,7 @@ def tokenizers(tiny_data: Path) -> Tokenizers:
 def test_pairs_in_the_layout_of_img2dataset(
     run: Any, shards: Path, tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenize_worker, "IMAGES_A_BATCH", 1)
+    monkeypatch.setattr(encode, "IMAGES_A_BATCH", 1)
     folder, said = run(*pattern(shards), "--val-fraction", "0.25")
     stores = open_tokens(folder)
     expected: dict[str, list[list[int]]] = {"train": [], "val": []}
@@ -359,6 +360,15 @@ def test_a_text_file_that_is_cut_short_or_packed_otherwise(run: Any, tmp_path: P
     assert "cannot be read" in refused(run, "--text", str(path))
     path.write_bytes(whole)
     assert len(documents(run("--text", str(path))[0])) == 3000
+
+
+def test_documents_of_a_broken_shard_do_not_enter_the_next(run: Any, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {i} {'word ' * 50}"}).encode() + b"\n" for i in range(2000)]
+    whole = gzip.compress(b"".join(lines))
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "b.jsonl").write_bytes(b"".join(lines[:3]))
+    assert "1 of 2 shards" in refused(run, "--text", f"{tmp_path}/*.jsonl*", "--val-fraction=0")
+    assert len(np.load(tmp_path / "out/train/00001.lengths.npy")) == 3
 
 
 def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
@@ -619,7 +629,7 @@ def test_shares_of_val(run: Any, shards: Path) -> None:
 def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = documents(run(*pattern(shards), out="whole")[0])
     monkeypatch.setattr(tokenize_worker, "TOKENS_A_FILE", 200)
-    monkeypatch.setattr(tokenize_worker, "IMAGES_A_BATCH", 2)
+    monkeypatch.setattr(encode, "IMAGES_A_BATCH", 2)
     folder, _ = run(*pattern(shards))
     assert alike(documents(folder), expected)
     names = [part["name"] for part in header(folder)["splits"]["train"]]

@@ -14,8 +14,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 
 from mmqk.shards import images
-from mmqk.shards.images import Dropped, load_image
-from mmqk.shards.pairs import on_white
+from mmqk.shards.images import Dropped, load_image, on_white
 
 WHITE = (255, 255, 255)
 
@@ -289,6 +288,20 @@ def test_damaged_exif_does_not_cost_the_picture() -> None:
     grey = Image.new("L", (70, 70), 80)
     for exif in (b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0"):
         assert abs(pixels(load_image(encoded(grey, "JPEG", exif=exif), 64)) - 80).max() <= 1
+
+
+def test_exif_that_cannot_be_written_back_still_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> bytes:
+        raise ValueError("a tag of another type")
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = encoded(noise(150, 90), "JPEG", exif=exif)
+    expected = pixels(load_image(content, 48))
+    monkeypatch.setattr(Image.Exif, "tobytes", fail)
+    assert (pixels(load_image(content, 48)) == expected).all()
+    plain = pixels(load_image(encoded(noise(150, 90), "JPEG"), 48))
+    assert abs(plain - expected).mean() > 5
 
 
 def test_several_pictures_in_a_jpeg() -> None:

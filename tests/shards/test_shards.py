@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import lzma
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,9 @@ from PIL import Image
 
 from mmqk.shards import manifest as manifest_module
 from mmqk.shards.__main__ import main as write_manifest_main
-from mmqk.shards.manifest import Manifest, checked_shards, load_manifest, write_manifest
-from mmqk.shards.pairs import (
-    manifest_hash,
-    on_white,
-    read_pairs,
-    read_text,
-    write_documents,
-    write_shard,
-)
+from mmqk.shards.images import on_white
+from mmqk.shards.manifest import Manifest, checked_shards, load_manifest, manifest_hash, write_manifest
+from mmqk.shards.pairs import read_pairs, read_text, write_documents, write_shard
 from mmqk.store import UserError
 
 
@@ -135,7 +130,7 @@ def test_truncated_shard_is_seen_even_when_the_manifest_agrees(folder: Path) -> 
     shard.write_bytes(shard.read_bytes()[:inside])
     assert "differs from its manifest" in refusal(folder)
     remanifest(folder)
-    assert f"{shard} is corrupt" in refusal(folder)
+    assert f"{shard} is cut short" in refusal(folder)
 
 
 @pytest.mark.parametrize("kept_members", [1, 2, 4, 5])
@@ -145,7 +140,7 @@ def test_shard_cut_at_the_edge_of_a_member(folder: Path, kept_members: int) -> N
         edge = [*(m.offset for m in tar.getmembers())][kept_members]
     shard.write_bytes(shard.read_bytes()[:edge])
     remanifest(folder)
-    assert f"{shard} is corrupt" in refusal(folder)
+    assert f"{shard} is cut short" in refusal(folder)
     # What the check is for: webdataset alone takes what is left for the whole.
     alone = list(wds.WebDataset([str(shard)], shardshuffle=False))
     assert 0 < len(alone) <= 3 and len(alone) == (kept_members + 1) // 2
@@ -154,22 +149,26 @@ def test_shard_cut_at_the_edge_of_a_member(folder: Path, kept_members: int) -> N
 def test_garbage_shard(folder: Path) -> None:
     (folder / "train-00000.tar").write_bytes(b"not a tar" * 1000)
     remanifest(folder)
-    assert "train-00000.tar is corrupt" in refusal(folder)
+    assert "train-00000.tar is no tar archive" in refusal(folder)
 
 
 def test_sample_count_that_disagrees(folder: Path) -> None:
     write_shard(folder / "train-00001.tar", samples(5)[3:])
     remanifest(folder)
-    assert "train-00001.tar holds 2 samples, its manifest says 3" in refusal(folder)
+    assert "train-00001.tar holds 2 samples, but 3 by its manifest" in refusal(folder)
 
 
 def test_bad_image_names_key_and_shard(folder: Path) -> None:
     image = webp((1, 2, 3))
-    for broken in (image[: len(image) // 2], b"", b"RIFF0000WEBP"):
+    for broken, reason in (
+        (image[: len(image) // 2], "image cannot be decoded"),
+        (b"", "image file is empty"),
+        (b"RIFF0000WEBP", "not an image of a known format"),
+    ):
         write_shard(folder / "train-00001.tar", [*samples(5)[3:], ("v-bad", broken, {"caption": "x"})])
         remanifest(folder)
         message = refusal(folder)
-        assert "v-bad" in message and "train-00001.tar" in message and "decoded" in message
+        assert "v-bad" in message and "train-00001.tar" in message and reason in message
     write_shard(folder / "train-00001.tar", [*samples(5)[3:], ("v-bad", image, {"caption": "x"})])
     remanifest(folder)
     assert len(list(read_pairs(folder, "train"))) == 6
@@ -194,10 +193,13 @@ def test_missing_caption(folder: Path, meta: dict[str, Any]) -> None:
 def test_missing_image_and_duplicate_member(folder: Path) -> None:
     raw_tar(folder / "train-00000.tar", [("k.json", b'{"caption": "x"}')])
     remanifest(folder)
+    assert "train-00000.tar holds 1 samples, but 3 by its manifest" in refusal(folder)
+    raw_tar(folder / "train-00000.tar", [(f"{k}.json", b'{"caption": "x"}') for k in "klm"])
+    remanifest(folder)
     assert "sample k of" in refusal(folder)
     raw_tar(folder / "train-00000.tar", [("k.txt", b"x"), ("k.txt", b"y")])
     remanifest(folder)
-    assert "train-00000.tar" in refusal(folder)
+    assert "train-00000.tar holds the file k.txt twice" in refusal(folder)
 
 
 def test_missing_and_broken_manifest(folder: Path) -> None:
@@ -237,6 +239,9 @@ def test_own_shards_get_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture
     assert write_manifest_main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "3 of 9 files were not read" in printed and "a.1.png is the file 1.png of the sample a" in printed
+    os.mkfifo(tmp_path / "val-1.tar")
+    with pytest.raises(UserError, match="is a pipe"):
+        write_manifest_main([str(tmp_path)])
 
 
 @pytest.fixture
@@ -265,13 +270,13 @@ def test_damaged_documents(documents: tuple[Path, list[str]]) -> None:
     file.write_bytes(whole[:-20])
     assert "differs from its manifest" in message()
     remanifest(folder)
-    assert "train.jsonl.xz is corrupt" in message()
+    assert "train.jsonl.xz is cut short" in message()
     file.write_bytes(lzma.compress(b'{"text": "a"}\n{"words": "b"}\n'))
     remanifest(folder)
-    assert "corrupt after document 1" in message()
+    assert "line 2 of" in message() and "no field text" in message()
     file.write_bytes(lzma.compress(b'{"text": "a"}\n'))
     remanifest(folder)
-    assert "holds 1 documents, its manifest says 4" in message()
+    assert "holds 1 documents, but 4 by its manifest" in message()
     file.write_bytes(whole)
     remanifest(folder)
     assert len(list(read_text(folder, "train"))) == 4

@@ -1,4 +1,4 @@
-"""The token cache: shards are tokenized once, into token folders under ``.cache/tokens``."""
+"""The token cache: tokenize shards once, into token folders under ``.cache/tokens``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
+from PIL import Image
 
+from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.data.tokens.folder import (
     SPLITS,
     TokenStore,
@@ -26,7 +27,6 @@ from mmqk.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError, locked, new_folder
 
 FORMAT = 3
-ENCODE_BATCH = 64
 
 
 def source_hash(folder: Path, kind: str) -> str:
@@ -54,7 +54,7 @@ def open_source(
     root: Path,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, TokenStore]:
-    """The documents of a source by split: those of a token folder, or the cached tokens of shards, made if missing.
+    """Open the documents of a source by split: a token folder, or the token cache of shards, made if missing.
 
     Args:
         kind: pair, text or interleaved.
@@ -77,7 +77,7 @@ def open_source(
             )
         if header["tokenizers"] != made_by:
             raise UserError(
-                f"{folder} was made with the tokenizers {header['tokenizers'] or 'of somebody else'}, but"
+                f"{folder} was made with the tokenizers {header['tokenizers'] or 'of another program'}, but"
                 f" {tokenizers} are {made_by}: set --data.tokenizers to those, or tokenize the shards again."
             )
         return open_tokens(folder, root)
@@ -113,45 +113,22 @@ def _make(
             return
         with new_folder(made) as folder_of_tokens:
             writer = TokenWriter(folder_of_tokens, kind, layout_of(tokenizers), made_by)
-            encode = _pairs if kind == "pair" else _documents
+            encoder = DocumentEncoder(tokenizers, images=kind == "pair")
             for split in SPLITS:
                 say(f"tokenizing the {split} shards of {folder} (once; kept in {made})")
-                writer.add_part(split, "00000", list(encode(folder, split, tokenizers)))
+                for places in _documents(kind, folder, split):
+                    encoder.add(places)
+                writer.add_part(split, "00000", encoder.take())
             writer.finish(about={"from": str(folder)})
             if made.exists():  # half a cache, left by a process that was killed
                 shutil.rmtree(made)
 
 
-def _documents(folder: Path, split: str, tokenizers: Path) -> Iterator[np.ndarray]:
-    from mmqk.tokenizers import TextTokenizer
-    from mmqk.tokenizers.vocabulary import EOS, JointVocabulary
-
-    tokenizer, vocabulary = TextTokenizer.load(tokenizers), JointVocabulary.load(tokenizers)
-    for document in read_text(folder, split):
-        yield np.array([*vocabulary.text(tokenizer.encode(document)), EOS])
-
-
-def _pairs(folder: Path, split: str, tokenizers: Path) -> Iterator[np.ndarray]:
-    import torch
-    from torchvision.transforms.functional import pil_to_tensor
-
-    from mmqk.tokenizers import ImageTokenizer, TextTokenizer
-    from mmqk.tokenizers.vocabulary import BEGIN_IMAGE, END_IMAGE, EOS, JointVocabulary
-
-    text, image = TextTokenizer.load(tokenizers), ImageTokenizer.load(tokenizers)
-    vocabulary = JointVocabulary.load(tokenizers)
-    waiting: list[tuple[str, torch.Tensor]] = []
-
-    def encoded() -> Iterator[np.ndarray]:
-        if waiting:
-            codes_NG = image.encode(torch.stack([pixels for _, pixels in waiting]).float() / 255).numpy()
-            for (caption, _), codes_G in zip(waiting, codes_NG, strict=True):
-                words = vocabulary.text(text.encode(caption))
-                yield np.array([BEGIN_IMAGE, *vocabulary.image(codes_G), END_IMAGE, *words, EOS])
-            waiting.clear()
-
-    for pair in read_pairs(folder, split):
-        waiting.append((pair.caption, pil_to_tensor(pair.image)))
-        if len(waiting) == ENCODE_BATCH:
-            yield from encoded()
-    yield from encoded()
+def _documents(kind: str, folder: Path, split: str) -> Iterator[list[str | Image.Image]]:
+    """Yield the texts and images of each document of shards."""
+    if kind == "pair":
+        for pair in read_pairs(folder, split):
+            yield [pair.image, pair.caption]
+    else:
+        for text in read_text(folder, split):
+            yield [text]

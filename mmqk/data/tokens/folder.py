@@ -7,8 +7,8 @@ FOLDER/train/00000.lengths.npy        tokens of each document, uint32
 FOLDER/val/...
 ```
 
-A document is what stands after ``<bos>``. Of kind pair: ``<image> codes </image> caption <eos>``; text: text and
-``<eos>``; interleaved: text and ``<image> codes </image>`` in order, and ``<eos>``; tokens: as the user made it.
+A document has no ``<bos>``. Kind pair: ``<image> codes </image> caption <eos>``; text: text and ``<eos>``;
+interleaved: text and ``<image> codes </image>`` in order, and ``<eos>``; tokens: as the user made it.
 ``python -m mmqk.data.ids`` makes a folder of kind tokens from arrays of other tokenizers.
 """
 
@@ -45,15 +45,15 @@ SPECIAL_NAMES = ("bos", "eos", "pad", "begin_image", "end_image")
 
 @dataclass(frozen=True)
 class Layout:
-    """Which ids are whose.
+    """The ids of each modality, and the special ids.
 
     Attributes:
         vocab_sizes: name and number of ids of each modality, in order; the first modality starts at id 0.
-        bos: id of the token that begins a row; None for documents that are used as they are.
-        eos: id that ends a document, if there is one.
-        pad: id that fills rows; 0 where there is none, as padding is never attended to nor trained on.
-        begin_image: id before the codes of an image, if there is one.
-        end_image: id after them.
+        bos: id of the token that begins a row; None for documents without one.
+        eos: id that ends a document, or None.
+        pad: id that fills rows; None fills with 0, as padding is never attended to nor trained on.
+        begin_image: id before the codes of an image, or None.
+        end_image: id after the codes of an image, or None.
     """
 
     vocab_sizes: dict[str, int]
@@ -69,13 +69,18 @@ class Layout:
         return sum(self.vocab_sizes.values())
 
     @property
+    def dtype(self) -> type[np.unsignedinteger[Any]]:
+        """The smallest type of the ids in token folders."""
+        return np.uint16 if self.size <= 2**16 else np.uint32
+
+    @property
     def edges(self) -> np.ndarray:
         """First id of each modality, and the end of the last: (modalities + 1)."""
         return np.cumsum([0, *self.vocab_sizes.values()])
 
     @property
     def specials(self) -> list[int]:
-        """The special ids that there are."""
+        """The special ids that are not None."""
         return [i for name in SPECIAL_NAMES if (i := getattr(self, name)) is not None]
 
     def modality(self, ids: np.ndarray) -> np.ndarray:
@@ -95,24 +100,23 @@ def layout_of(tokenizers: Path | str) -> Layout:
 
 
 class TokenWriter:
-    """Writes a token folder part by part; without ``finish`` it stays unfinished and cannot be read.
+    """Writes a token folder part by part. The folder cannot be read before ``finish``.
 
     Args:
         folder: made if it does not exist.
-        kind: of its documents.
-        layout: of its ids.
-        tokenizers: hash of the tokenizers that made the ids; empty for ids of others.
+        kind: kind of the documents.
+        layout: layout of the ids.
+        tokenizers: hash of the tokenizers that made the ids; empty for ids of other tokenizers.
     """
 
     def __init__(self, folder: Path, kind: str, layout: Layout, tokenizers: str = "") -> None:
         self.folder, self.kind, self.layout, self.tokenizers = folder, kind, layout, tokenizers
-        self.dtype = np.uint16 if layout.size <= 2**16 else np.uint32
 
     def add_part(self, split: str, name: str, documents: Sequence[np.ndarray]) -> None:
-        """Write one part; documents without a token are refused, as are ids outside the layout.
+        """Write one part.
 
         Raises:
-            ValueError: such a document, with its place. OSError: the folder cannot be written.
+            ValueError: a document is empty or has an id outside the layout. OSError: the folder cannot be written.
         """
         for place, ids in enumerate(documents):
             if not len(ids):
@@ -125,7 +129,7 @@ class TokenWriter:
         ids = np.concatenate(documents) if len(documents) else np.zeros(0)
         lengths = np.array([len(d) for d in documents], dtype=np.uint32)
         (self.folder / split).mkdir(parents=True, exist_ok=True)
-        _save(self.folder / split / f"{name}.ids.npy", ids.astype(self.dtype))
+        _save(self.folder / split / f"{name}.ids.npy", ids.astype(self.layout.dtype))
         _save(self.folder / split / f"{name}.lengths.npy", lengths)
 
     def finish(
@@ -134,8 +138,8 @@ class TokenWriter:
         """Write tokens.json, which makes the folder readable.
 
         Args:
-            dropped: samples that are not in it, by reason.
-            about: free-form facts; no part of its identity.
+            dropped: number of dropped samples by reason.
+            about: free-form facts, which do not count in the folder's hash.
         """
         splits = {split: self._parts(split) for split in SPLITS}
         record = {
@@ -171,11 +175,11 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 
 class TokenStore:
-    """Documents of one split, read from memory-mapped parts. N documents.
+    """N documents of one split, read from memory-mapped parts.
 
     Attributes:
-        kind: of the documents.
-        layout: of the ids.
+        kind: kind of the documents.
+        layout: layout of the ids.
         parts: ids of each part.
         lengths_N: tokens of each document, int64.
     """
@@ -183,7 +187,7 @@ class TokenStore:
     def __init__(
         self, kind: str, layout: Layout, parts: Sequence[np.ndarray], lengths: Sequence[np.ndarray]
     ) -> None:
-        # A slice of a memmap is a memmap, which takes longer to make than the document to read.
+        # A slice of a memmap is a memmap, and making one takes longer than reading the document.
         self.kind, self.layout, self.parts = kind, layout, [np.asarray(part) for part in parts]
         self.lengths_N = np.concatenate([np.zeros(0), *lengths]).astype(np.int64)
         self._first = np.cumsum([0, *map(len, lengths)])
@@ -206,21 +210,21 @@ class TokenStore:
         return self.parts[part][start : start + self.lengths_N[n]].astype(np.int64)
 
     def stream(self, start: int, n: int) -> np.ndarray:
-        """Ids at places ``start`` to ``start + n`` of all documents end to end, int64; fewer at the end."""
-        found = []
+        """Ids ``start`` to ``start + n`` of all documents end to end, int64; fewer at the end."""
+        ids = []
         part = int(np.searchsorted(self._places, start, side="right")) - 1
         while n > 0 and part < len(self.parts):
             here = self.parts[part][start - self._places[part] :][:n]
-            found.append(here.astype(np.int64))
+            ids.append(here.astype(np.int64))
             start, n, part = start + len(here), n - len(here), part + 1
-        return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+        return np.concatenate([np.zeros(0, dtype=np.int64), *ids])
 
     @cached_property
     def image_tokens(self) -> int:
-        """Of a folder of pairs: tokens that its images take, marks included; all take as many.
+        """Tokens of an image with its marks, equal for all images of a folder of pairs.
 
         Raises:
-            UserError: a document of the folder does not begin with an image.
+            UserError: the first document does not begin with an image.
         """
         first = self[0]
         ends = np.flatnonzero(first == self.layout.end_image)
@@ -230,17 +234,17 @@ class TokenStore:
 
 
 def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, TokenStore]:
-    """A token folder, by split.
+    """Open a token folder by split.
 
-    Its arrays are compared with the hashes in tokens.json, and their ids with the layout: once, and again after a
-    file has changed in size or time, where ``cache`` keeps a note of what was compared; otherwise always.
+    The arrays are compared with the hashes in tokens.json, and their ids with the layout. With ``cache`` the files
+    that matched are noted, and compared again only after a change of size or time.
 
     Args:
         folder: the token folder.
-        cache: where the note is kept.
+        cache: folder of the notes.
 
     Raises:
-        UserError: it is unfinished, a part is missing, or a part is not what tokens.json says.
+        UserError: the folder is unfinished, a part is missing, or a part differs from tokens.json.
     """
     folder = Path(folder)
     record = read_header(folder)
@@ -261,12 +265,12 @@ def open_tokens(folder: Path | str, cache: Path | None = None) -> dict[str, Toke
 
 
 class Note:
-    """A cache of which files of a token folder matched tokens.json, kept between runs.
+    """A note, kept between runs, of the files of a token folder that matched tokens.json.
 
     Args:
         cache: folder of notes.
         folder: the token folder.
-        layout: that the ids were compared with.
+        layout: layout that the ids are compared with.
     """
 
     def __init__(self, cache: Path, folder: Path, layout: Layout) -> None:
@@ -277,14 +281,14 @@ class Note:
             self._kept = read_json(self._path) or {}
 
     def holds(self, path: Path, sha256: str) -> bool:
-        """Whether the file was compared with this hash and has not changed since; records its state."""
+        """Whether the file matched this hash and has not changed since; records its state."""
         about = path.stat()
         state = [sha256, about.st_size, about.st_mtime_ns, about.st_ino]
         self._new[str(path)] = state
         return self._kept.get(str(path)) == state
 
     def write(self) -> None:
-        """Write the cache; if that fails, the files are compared again by the next run."""
+        """Write the note; if that fails, the next run compares the files again."""
         if self._new != self._kept:
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -294,7 +298,7 @@ class Note:
 def _read_part(
     stem: Path, part: Mapping[str, Any], layout: Layout, note: Note | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and lengths of a part, compared with what tokens.json says of it."""
+    """Ids and lengths of a part, after a comparison with tokens.json."""
     paths = [Path(f"{stem}.{what}.npy") for what in ("ids", "lengths")]
     try:
         for path in paths:
@@ -307,7 +311,7 @@ def _read_part(
     if not (ids.ndim == lengths.ndim == 1 and ids.dtype.kind == lengths.dtype.kind == "u"):
         raise UserError(f"Part {stem} holds no rows of unsigned integers: make the folder again.")
     if len(lengths) != part["documents"] or not len(ids) == part["tokens"] == lengths.sum(dtype=np.int64):
-        raise UserError(f"Part {stem} has other sizes than {TOKENS} says: make the folder again.")
+        raise UserError(f"Part {stem} has other sizes than in {TOKENS}: make the folder again.")
     for path, sha256 in zip(paths, part["sha256"], strict=True):
         if digests.get(path, sha256) != sha256:
             raise UserError(
@@ -323,10 +327,10 @@ def _read_part(
 
 
 def read_header(folder: Path | str) -> dict[str, Any]:
-    """The content of tokens.json, checked for its form.
+    """The content of tokens.json, after a check of its form.
 
     Raises:
-        UserError: it is missing, damaged, or of another format.
+        UserError: the file is missing, damaged, or of another format.
     """
     path = Path(folder) / TOKENS
     advice = "make it again."
@@ -362,7 +366,7 @@ def _is_part(part: Mapping[str, Any]) -> bool:
 
 
 def is_token_folder(folder: Path | str) -> bool:
-    """Whether there is a tokens.json."""
+    """Whether the folder has a tokens.json."""
     return (Path(folder) / TOKENS).exists()
 
 

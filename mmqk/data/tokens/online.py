@@ -1,7 +1,7 @@
-"""Pairs read from their shards while training, by member offset, without a token cache.
+"""Read pairs from their shards while training, by offset, without a token cache.
 
-Every image is decoded and encoded each time it is read, which costs milliseconds: for one look at a data set, or
-for one pass over one that is too large to keep twice. Anything longer is faster from tokens.
+Each read decodes and encodes its image again, which takes milliseconds: use it to try out a data set, or for one pass
+over one that is too large to store twice. Longer training is faster from tokens.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from typing import Any
 
 import numpy as np
 
+from mmqk.data.tokens.encode import DocumentEncoder
 from mmqk.data.tokens.folder import Layout, layout_of
 from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
-from mmqk.shards.samples import IMAGE_FIELDS, REASONS, pair_of, unread_fields, unread_reason
+from mmqk.shards.samples import IMAGE_FIELDS, REASONS, count_unread, pair_of
 from mmqk.shards.tars import TarIndex, expand, index_tar
-from mmqk.shards.unread import UNUSED, Unread
+from mmqk.shards.unread import Unread
 from mmqk.store import UserError, identity_hash, replacing
 
-# A run ends with an error once more than this share of the samples cannot be used: of all samples, or of those read
-# so far once LEAST_UNUSABLE of these cannot be. A single one is always skipped.
+# A run ends with an error when more than this share of the samples cannot be used: of all samples, or, from
+# LEAST_UNUSABLE unusable samples on, of those read so far. A single unusable sample is always skipped.
 MOST_UNUSABLE = 0.1
 LEAST_UNUSABLE = 10
 NAMED = 5
@@ -36,7 +37,7 @@ _OTHER = 253
 
 
 class Account:
-    """Which of N samples a run has read and which of these it cannot use; loader workers share it.
+    """Which of N samples a run has read and cannot use, in memory that loader workers share.
 
     Attributes:
         total: N, of all splits.
@@ -65,7 +66,9 @@ class Account:
         """
         self._state_N[number] = 2 + (REASONS.index(reason) if reason in REASONS else _OTHER)
         tried, bad = self.read, int((self._state_N > 1).sum())
-        if bad > max(1, MOST_UNUSABLE * self.total) or (bad >= LEAST_UNUSABLE and bad > MOST_UNUSABLE * tried):
+        if bad > max(1, MOST_UNUSABLE * self.total) or (
+            bad >= LEAST_UNUSABLE and bad > MOST_UNUSABLE * tried
+        ):
             raise UserError(
                 f"{bad} of the {tried} samples read so far cannot be used, more than {MOST_UNUSABLE:.0%}"
                 f" (the latest is {name}: {reason}): repair the shards, or tokenize them with python -m"
@@ -81,7 +84,7 @@ class Account:
         return int((self._state_N > 0).sum())
 
     def reasons(self, start: int, end: int) -> dict[int, str]:
-        """Why samples of ``start`` to ``end`` were skipped, by their places from ``start``."""
+        """The reasons of the skipped samples from ``start`` to ``end``, by their place after ``start``."""
         state_N = self._state_N[start:end].numpy()
         return {
             i: REASONS[c] if (c := int(state_N[i]) - 2) < len(REASONS) else "another reason"
@@ -90,17 +93,17 @@ class Account:
 
 
 class OnlinePairs:
-    """Pairs of one split as documents, made when they are asked for. N documents.
+    """Pairs of one split as documents that are encoded at each access. N documents.
 
-    Stands in for a `TokenStore` of kind pair, but knows no lengths. A sample that cannot be used is skipped: the
-    next usable one of the split stands in its place, so that a document remains a function of its number.
+    It replaces a `TokenStore` of kind pair, but has no lengths. A sample that cannot be used is skipped: the next
+    usable sample of the split takes its place, so that a document depends on its number only.
 
     Args:
         shards: indices of the shards.
         samples_N2: shard and sample of each document.
         tokenizers: folder of the tokenizers.
-        account: of the samples of all splits.
-        number: of the first document, in the account.
+        account: account of the samples of all splits.
+        number: number of the first document in the account.
     """
 
     kind = "pair"
@@ -124,24 +127,21 @@ class OnlinePairs:
 
     def __getstate__(self) -> dict[str, Any]:
         # A loader worker loads its own tokenizers.
-        return {k: v for k, v in self.__dict__.items() if k != "_loaded"}
+        return {k: v for k, v in self.__dict__.items() if k != "_encoder"}
 
     @cached_property
-    def _loaded(self) -> tuple[Any, Any, Any]:
-        from mmqk.tokenizers import ImageTokenizer, JointVocabulary, TextTokenizer
-
-        folder = self.tokenizers
-        return TextTokenizer.load(folder), ImageTokenizer.load(folder), JointVocabulary.load(folder)
+    def _encoder(self) -> DocumentEncoder:
+        return DocumentEncoder(self.tokenizers)
 
     @cached_property
     def image_tokens(self) -> int:
-        """Tokens that an image takes, its marks included."""
+        """Tokens of an image with its marks."""
         from mmqk.tokenizers.image_config import read_config
 
         return read_config(self.tokenizers).grid ** 2 + 2
 
     def unread(self) -> list[str]:
-        """Lines to print on the files of the shards that no pair is made of; none if all were read."""
+        """Lines to print about the files of the shards that belong to no pair; none if all were read."""
         unread = Unread()
         for shard in self.shards:
             unread.take(shard.unread, f"{shard.path.name}: ")
@@ -149,7 +149,7 @@ class OnlinePairs:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Why samples were skipped that a run has read, by their names."""
+        """The reasons of the samples that a run has skipped, by name."""
         reasons_N = self.account.reasons(self._number, self._number + len(self))
         return {self._name(i): reason for i, reason in reasons_N.items()}
 
@@ -179,62 +179,50 @@ class OnlinePairs:
         return f"sample {self.shards[s].keys[sample]} of shard {self.shards[s].path}"
 
     def _ids(self, i: int) -> np.ndarray:
-        from torchvision.transforms.functional import pil_to_tensor
-
-        text, image, vocabulary = self._loaded
         s, sample = self.samples_N2[i]
         content, caption = pair_of(self.shards[s].read(sample))
-        pixels = pil_to_tensor(load_image(content, image.image_size))
-        codes = image.encode(pixels[None].float() / 255)[0].numpy()
-        words = vocabulary.text(text.encode(caption))
-        begin, end = self.layout.begin_image, self.layout.end_image
-        return np.array([begin, *vocabulary.image(codes), end, *words, self.layout.eos])
+        self._encoder.add([load_image(content, self._encoder.image_size), caption])
+        return self._encoder.take()[0].astype(np.int64)
 
 
 def open_online(shards: str, tokenizers: Path, cache: Path, val_fraction: float) -> dict[str, OnlinePairs]:
-    """The pairs of shards by split.
+    """Open the pairs of shards by split.
 
-    A manifest's splits are kept. Under a pattern a pair is held out if the fraction (`mmqk.store.hash_fraction`)
-    of its image file's bytes is below ``val_fraction``, the rule of ``mmqk.data.tokenize``: the same file under
-    several keys or in several shards lies in one split, and a larger share holds out the same pairs and more.
+    The splits of a manifest are kept. Under a pattern a pair is held out if the fraction (`mmqk.store.hash_fraction`)
+    of its image file's bytes is below ``val_fraction``, the rule of ``mmqk.data.tokenize``: equal image files are in
+    one split, and a larger share holds out the same pairs and more.
 
     Args:
         shards: a folder with a manifest, or a pattern of tars.
         tokenizers: folder of the tokenizers.
-        cache: where the shards' indices are kept.
+        cache: folder in which the shards' indices are kept.
         val_fraction: between 0 and 1; for a pattern only.
 
     Raises:
-        UserError: shards are missing, damaged, or not those of the manifest.
+        UserError: shards are missing or damaged, or differ from the manifest.
     """
     if (Path(shards) / MANIFEST).exists():
         by_split = {split: _of_manifest(Path(shards), split, cache) for split in ("train", "val")}
-        return _stores({split: (found, _all(found)) for split, found in by_split.items()}, tokenizers)
-    kept = [_index(path, cache) for path in expand([shards])]
-    found = [k.index for k in kept]
-    everything = _all(found)
-    digests_N = np.concatenate([k.digests_N for k in kept])
-    held_out = digests_N.astype(np.float64) / 2.0**64 < val_fraction
-    return _stores({"train": (found, everything[~held_out]), "val": (found, everything[held_out])}, tokenizers)
-
-
-def _stores(
-    splits: dict[str, tuple[list[TarIndex], np.ndarray]], tokenizers: Path
-) -> dict[str, OnlinePairs]:
-    """The splits, with one account."""
+        splits = {split: (indices, _samples_of(indices)) for split, indices in by_split.items()}
+    else:
+        kept = [_index(path, cache) for path in expand([shards])]
+        indices = [k.index for k in kept]
+        samples_N2 = _samples_of(indices)
+        held_out = np.concatenate([k.digests_N for k in kept]).astype(np.float64) / 2.0**64 < val_fraction
+        splits = {"train": (indices, samples_N2[~held_out]), "val": (indices, samples_N2[held_out])}
     account, stores, number = Account(sum(len(samples) for _, samples in splits.values())), {}, 0
-    for split, (shards, samples_N2) in splits.items():
-        stores[split] = OnlinePairs(shards, samples_N2, tokenizers, account, number)
+    for split, (indices, samples_N2) in splits.items():
+        stores[split] = OnlinePairs(indices, samples_N2, tokenizers, account, number)
         number += len(samples_N2)
     return stores
 
 
 def online_hash(shards: str, cache: Path) -> str:
-    """Identity of the samples: the manifest's, or in their order the tars' names, sizes and contents (10 hex digits).
+    """Identity of the samples (10 hex digits): that of the manifest, or over the tars' names, sizes and content.
 
     Args:
         shards: as for `open_online`.
-        cache: where the shards' indices are kept; the first time, a pattern's tars are read whole.
+        cache: folder in which the shards' indices are kept; the first time, the tars of a pattern are read whole.
 
     Raises:
         UserError: shards are missing or damaged.
@@ -247,58 +235,58 @@ def online_hash(shards: str, cache: Path) -> str:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is kept of a shard."""
+    """The index of a shard of N samples, as the cache stores it.
+
+    Attributes:
+        index: the index, with the files that belong to no pair.
+        digests_N: uint64, the first 8 bytes of the sha256 of each image file, or of the key without an image file.
+        content: sha256 of all keys, fields and files.
+        sha256: sha256 of the shard after a comparison with a manifest, or empty.
+    """
 
     index: TarIndex
-    digests_N: (
-        np.ndarray
-    )  # uint64, the first 8 bytes of the sha256 of each image file (of the key without one)
-    content: str  # sha256 of all keys, fields and files
-    sha256: str = ""  # of the shard, once it was compared with a manifest
+    digests_N: np.ndarray
+    content: str
+    sha256: str = ""
 
 
-def _all(shards: Sequence[TarIndex]) -> np.ndarray:
+def _samples_of(shards: Sequence[TarIndex]) -> np.ndarray:
+    """Shard and sample of every sample: (N, 2)."""
     places = [np.stack([np.full(len(t), s), np.arange(len(t))], axis=1) for s, t in enumerate(shards)]
     return np.concatenate([np.zeros((0, 2), dtype=np.int64), *places])
 
 
 def _of_manifest(folder: Path, split: str, cache: Path) -> list[TarIndex]:
-    """The shards of a split, which are compared with the manifest as long as they have not been."""
-    found = []
+    """The shards of a split. They are compared with the manifest once, and again after a change."""
+    indices = []
     shards = load_manifest(folder).splits.get(split, ())
-    places = [_place(folder / shard.file, cache) for shard in shards]
-    kept = [_load(folder / s.file, place) for s, place in zip(shards, places, strict=True)]
+    kept = [_load(folder / shard.file, cache) for shard in shards]
     if any(k is None or k.sha256 != shard.sha256 for k, shard in zip(kept, shards, strict=True)):
         checked_shards(folder, split)
-    for old, place, shard in zip(kept, places, shards, strict=True):
+    for old, shard in zip(kept, shards, strict=True):
         path = folder / shard.file
         new = old or _read(path)
         if len(new.index) != shard.samples:
             raise UserError(
-                f"shard {path} holds {len(new.index)} samples, but its manifest says {shard.samples}: write the"
+                f"shard {path} holds {len(new.index)} samples, but {shard.samples} by its manifest: write the"
                 f" manifest again with python -m mmqk.shards {folder}"
             )
-        if place is not None and new.sha256 != shard.sha256:
-            _save(replace(new, sha256=shard.sha256), place)
-        found.append(new.index)
-    return found
+        if new.sha256 != shard.sha256:
+            _save(replace(new, sha256=shard.sha256), cache)
+        indices.append(new.index)
+    return indices
 
 
 def _index(path: Path, cache: Path) -> _Kept:
-    """The index of a shard, kept for the next time: to read a large one takes seconds or minutes."""
-    place = _place(path, cache)
-    if place is None:
-        raise UserError(f"shard {path} is missing: check the path.")
-    if (kept := _load(path, place)) is None:
+    """The index of a shard, from the cache if possible: indexing a large shard takes seconds or minutes."""
+    if (kept := _load(path, cache)) is None:
         kept = _read(path)
-        _save(kept, place)
+        _save(kept, cache)
     return kept
 
 
-def _place(path: Path, cache: Path) -> Path | None:
-    """Where the index of a shard is kept; None if there is no shard."""
-    if not path.is_file():
-        return None
+def _place(path: Path, cache: Path) -> Path:
+    """The file in which the index of a shard is kept; it depends on the shard's path, size and time."""
     about = path.stat()
     name = f"{path.resolve()}/{about.st_size}/{about.st_mtime_ns}"
     return cache / "index" / f"{hashlib.sha256(name.encode()).hexdigest()[:20]}.npz"
@@ -315,43 +303,41 @@ def _read(path: Path) -> _Kept:
         for field, file in sample.items():
             content.update(f"{len(field)} {field} {len(file)} ".encode())
             content.update(file)
-        for field in unread_fields("pair", sample):
-            index.unread.add(unread_reason("pair", field, UNUSED), f"{key}.{field}")
+        count_unread(index.unread, "pair", key, sample)
     # Big endian, as in hash_fraction.
     return _Kept(index, np.frombuffer(digests, dtype=">u8").astype(np.uint64), content.hexdigest())
 
 
-def _load(path: Path, place: Path | None) -> _Kept | None:
-    if place is None:
-        return None
+def _load(path: Path, cache: Path) -> _Kept | None:
     try:
-        with np.load(place) as arrays:
+        with np.load(_place(path, cache)) as arrays:
             index = TarIndex(
                 path,
-                arrays["keys"].tolist(),
                 path.stat().st_size,
+                arrays["keys"].tolist(),
                 arrays["fields"].tolist(),
                 arrays["extent"],
                 arrays["first"],
-                Unread(**json.loads(str(arrays["unread"]))),
                 int(arrays["files"]),
+                Unread(**json.loads(str(arrays["unread"]))),
             )
             return _Kept(index, arrays["digests"], str(arrays["content"]), str(arrays["sha256"]))
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
-        return None  # never made, or damaged
+        return None  # it is missing or damaged
 
 
-def _save(kept: _Kept, place: Path) -> None:
+def _save(kept: _Kept, cache: Path) -> None:
     index = kept.index
     try:
+        place = _place(index.path, cache)
         place.parent.mkdir(parents=True, exist_ok=True)
         with replacing(place) as file:
             np.savez(
                 file,
                 keys=np.array(index.keys, dtype=np.str_),
-                fields=np.array(index._fields, dtype=np.str_),
-                extent=index._extent_N2,
-                first=index._first,
+                fields=np.array(index.fields, dtype=np.str_),
+                extent=index.extent_M2,
+                first=index.first,
                 digests=kept.digests_N,
                 files=np.array(index.files),
                 unread=np.array(json.dumps(asdict(index.unread))),
@@ -359,4 +345,4 @@ def _save(kept: _Kept, place: Path) -> None:
                 sha256=np.array(kept.sha256),
             )
     except OSError:
-        pass  # it is made again the next time
+        pass  # the next run makes it again
