@@ -70,11 +70,11 @@ def parts() -> dict[str, int]:
             lambda: model(few.ids_BT, sink=lambda site, layer, x: sites.__setitem__((site, layer), x))
         )
         pairs = Pairs(few.modality_BT, visible_pairs(few.valid_BT), len(c.modalities), c.n_heads)
-        of_MBT = pairs.of_MBT & few.valid_BT
+        token_MBT = pairs.token_MBT & few.valid_BT
         q, k = sites["q", 0], sites["k", 0]
         seen = attention_statistics(q, k, model.attn_scale_value, pairs)
         attention = flops(lambda: attention_statistics(q, k, model.attn_scale_value, pairs))
-        growth = flops(lambda: (logit_growth(q, k, of_MBT, pairs, seen.square), common_mode(k, of_MBT)))
+        growth = flops(lambda: (logit_growth(q, k, token_MBT, pairs, seen.square), common_mode(k, token_MBT)))
     usual = flops(lambda: probe(model, few))
     window = BudgetWindow(model, [0, 1])
     losses_M = module.modality_loss_parts(whole)

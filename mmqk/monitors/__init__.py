@@ -1,4 +1,4 @@
-"""What is measured while a model trains, and when. Needs torch and the standard library only.
+"""Statistics of a model while it trains. Needs torch and the standard library only.
 
 `NormMonitor`, the Lightning callback, is imported on first use.
 """

@@ -1,11 +1,11 @@
 """Computes the statistics of each site from the tensors of a forward, for mmqk's and third-party models.
 
-Shapes: B batch, T tokens, D width, H heads, K head_dim, M modalities.
+Shapes: B batch, T tokens, D width, H heads, K head_dim, M modalities, F statistics of a row of attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
@@ -17,25 +17,16 @@ from mmqk.monitors.measures.attention import (
     attention_statistics,
     exceeded_by_one_in_a_thousand,
 )
-from mmqk.monitors.measures.growth import attention_rank, common_mode, logit_growth
+from mmqk.monitors.measures.growth import LogitGrowth, attention_rank, common_mode, logit_growth
 from mmqk.monitors.measures.output import output_statistics
 from mmqk.monitors.measures.pairs import Pairs
-from mmqk.monitors.measures.reduce import moments, selection
+from mmqk.monitors.measures.reduce import Sums, selection, sums
 from mmqk.monitors.record import Probe
 from mmqk.store.tags import tag as uncached_tag
 
-# Of the rows of attention logits, by query modality: statistic -> field of AttentionStatistics.
-LOGIT_ROWS = {
-    "attn_logit_mean": "mean",
-    "attn_logit_var": "variance",
-    "attn_logit_offset_var": "offset_variance",
-    "attn_logit_spread_var": "spread_variance",
-}
-WEIGHT_ROWS = {
-    "attn_entropy": "entropy",
-    "attn_entropy_block": "block_entropy",
-    "attn_entropy_within": "within_entropy",
-}
+# Sites whose L2 norms are measured, as ``q_norm`` (mean) and ``q_norm_max``.
+NORM_SITES = ("attn_in", "q_raw", "k_raw", "q", "k", "v", "attn_out", "mlp_out", "resid")
+GROWTH_PARTS = ("q_power", "k_power", "alignment", "masked")  # of `LogitGrowth.parts`, in its order
 
 tag = cache(uncached_tag)  # every probe uses the same hundreds of tags
 
@@ -53,83 +44,84 @@ class Collector:
     def __init__(self, names: tuple[str, ...], modality_BT: Tensor, valid_BT: Tensor, heads: bool = False):
         self.names, self.heads = names, heads
         self.selected_MBT = selection(modality_BT, valid_BT, len(names))
-        self.present_M = self.selected_MBT.sum((1, 2)).float()
+        self.count_M = self.selected_MBT.sum((1, 2)).float()
         self._probe = Probe(sequences=len(modality_BT))
-        self._lengths: list[tuple[list[str], list[str], Tensor, Tensor, int]] = []
+        self._norms: list[tuple[list[str], list[str], Tensor, Tensor, int]] = []
         self._gains: list[tuple[list[str], Tensor, Tensor]] = []
 
     @property
     def probe(self) -> Probe:
         """The statistics so far."""
-        self._close()
+        self._add_norms()
+        self._add_gains()
         return self._probe
 
-    def _tags(self, statistic: str, layer: int | None, head: int | None = None) -> list[str]:
+    def _tags(self, statistic: str, layer: int | None = None, head: int | None = None) -> list[str]:
         return [tag(statistic, name, layer=layer, head=head) for name in self.names]
 
     def _pair_tags(self, statistic: str, layer: int, head: int | None = None) -> list[str]:
         """By query modality, then by key modality."""
         return [tag(statistic, a, b, layer=layer, head=head) for a in self.names for b in self.names]
 
-    def _by_key(self, statistic: str, layer: int, head: int | None) -> list[str]:
+    def _tags_by_key(self, statistic: str, layer: int, head: int | None) -> list[str]:
         """By key modality, then by query modality."""
         return [tag(statistic, a, b, layer=layer, head=head) for b in self.names for a in self.names]
 
-    def norms(self, statistic: str, layer: int | None, tensor: Tensor) -> None:
+    def norms(self, site: str, layer: int, tensor: Tensor) -> None:
         """Mean and maximum over tokens (and heads) of the L2 norm over the last axis; (B, [H,] T, ...)."""
-        length = torch.linalg.vector_norm(tensor.float(), dim=-1)
-        heads = length.shape[1] if length.ndim == 3 else 1
-        total_BT, max_BT = (length.sum(1), length.amax(1)) if length.ndim == 3 else (length, length)
-        tags = self._tags(statistic, layer), self._tags(f"{statistic}_max", layer)
-        self._lengths.append((*tags, total_BT, max_BT, heads))
+        norm = torch.linalg.vector_norm(tensor.float(), dim=-1)
+        heads = norm.shape[1] if norm.ndim == 3 else 1
+        total_BT, max_BT = (norm.sum(1), norm.amax(1)) if norm.ndim == 3 else (norm, norm)
+        tags = self._tags(f"{site}_norm", layer), self._tags(f"{site}_norm_max", layer)
+        self._norms.append((*tags, total_BT, max_BT, heads))
 
     def gains(self, statistic: str, layer: int, before: Tensor, after: Tensor) -> None:
         """Mean over tokens of ‖after‖ / ‖before‖, (B, T, ...) each, without tokens where ‖before‖ is 0."""
-        length, longer = (torch.linalg.vector_norm(x.float(), dim=-1) for x in (before, after))
-        self._gains.append((self._tags(statistic, layer), longer / length, length > 0))
+        norm_before, norm_after = (torch.linalg.vector_norm(x.float(), dim=-1) for x in (before, after))
+        self._gains.append((self._tags(statistic, layer), norm_after / norm_before, norm_before > 0))
 
-    def _close(self) -> None:
-        """Turn the collected norms and gains into parts, all layers and sites in one batch of operations."""
+    def _add_norms(self) -> None:
+        """Add the stored norms of all N layers and sites, in one batch of operations."""
+        if not self._norms:
+            return
+        mean_tags, max_tags, totals, largest, heads = zip(*self._norms, strict=True)
+        self._norms.clear()
         selected_MNBT = self.selected_MBT[:, None]
-        if self._lengths:
-            means, maxima, totals, largest, heads = zip(*self._lengths, strict=True)
-            self._lengths.clear()
-            n_N = torch.tensor(heads, device=selected_MNBT.device, dtype=torch.float32)
-            self._probe.add(
-                [t for both in (means, maxima) for names in zip(*both, strict=True) for t in names],
-                {
-                    "sum": torch.where(selected_MNBT, torch.stack(totals), 0.0).sum((2, 3)),
-                    "count": self.selected_MBT.sum((1, 2))[:, None] * n_N,
-                    "max": torch.where(selected_MNBT, torch.stack(largest), -torch.inf).amax((2, 3)),
-                },
-                lambda raw: (
-                    torch.cat([(raw["sum"] / raw["count"]).flatten(), raw["max"].flatten()]),
-                    raw["count"].flatten().repeat(2),
-                ),
-            )
-        if self._gains:
-            tags, ratios, nonzero = zip(*self._gains, strict=True)
-            self._gains.clear()
-            counted_MNBT = selected_MNBT & torch.stack(nonzero)
-            self._probe.add(
-                [t for names in zip(*tags, strict=True) for t in names],
-                {
-                    "sum": torch.where(counted_MNBT, torch.stack(ratios), 0.0).sum((2, 3)),
-                    "count": counted_MNBT.sum((2, 3)).float(),
-                },
-                lambda raw: ((raw["sum"] / raw["count"]).flatten(), raw["count"].flatten()),
-            )
+        n_N = torch.tensor(heads, device=selected_MNBT.device, dtype=torch.float32)
+        self._probe.add(
+            [t for tags in (mean_tags, max_tags) for names in zip(*tags, strict=True) for t in names],
+            {
+                "sum": torch.where(selected_MNBT, torch.stack(totals), 0.0).sum((2, 3)),
+                "count": self.selected_MBT.sum((1, 2))[:, None] * n_N,
+                "max": torch.where(selected_MNBT, torch.stack(largest), -torch.inf).amax((2, 3)),
+            },
+            lambda raw: (
+                torch.cat([(raw["sum"] / raw["count"]).flatten(), raw["max"].flatten()]),
+                raw["count"].flatten().repeat(2),
+            ),
+        )
+
+    def _add_gains(self) -> None:
+        if not self._gains:
+            return
+        tags, ratios, nonzero = zip(*self._gains, strict=True)
+        self._gains.clear()
+        selected_MNBT = self.selected_MBT[:, None] & torch.stack(nonzero)
+        total_MN = torch.where(selected_MNBT, torch.stack(ratios), 0.0).sum((2, 3))
+        self._probe.add_means(
+            [t for names in zip(*tags, strict=True) for t in names],
+            Sums(selected_MNBT.sum((2, 3)).float(), total_MN),
+        )
 
     def final(self, tensor: Tensor) -> None:
         """Output of the last layer before the final norm, (B, T, D): L2 and RMS (Chameleon, Fig. 5a)."""
-        lengths = moments(tensor.float().norm(dim=-1), self.selected_MBT)
-        width = tensor.shape[-1] ** 0.5
-        tags = [*self._tags("final_norm", None), *self._tags("final_rms", None)]
+        norm = sums(tensor.float().norm(dim=-1), self.selected_MBT)
+        sqrt_width = tensor.shape[-1] ** 0.5
         self._probe.add(
-            tags,
-            {"sum": lengths.sum, "count": lengths.count},
+            [*self._tags("final_norm"), *self._tags("final_rms")],
+            {"sum": norm.sum, "count": norm.count},
             lambda raw: (
-                torch.cat([raw["sum"] / raw["count"], raw["sum"] / raw["count"] / width]),
+                torch.cat([raw["sum"] / raw["count"], raw["sum"] / raw["count"] / sqrt_width]),
                 raw["count"].repeat(2),
             ),
         )
@@ -144,18 +136,12 @@ class Collector:
         """Statistics of the output softmax by the modality of the target."""
         targets_MBT = selection(target_modality_BT, target_mask_BT, len(self.names))
         statistics = output_statistics(logits_BTV, target_modality_BT, targets_MBT, vocab_sizes)
-        for statistic, part in (
-            ("out_log_z", statistics.log_z),
-            ("out_logit_mean", statistics.logit_mean),
-            ("out_logit_spread", statistics.logit_spread),
-            ("out_wrong_mass", statistics.wrong_mass),
-        ):
-            self._probe.add_moments(self._tags(statistic, None), None, part)
-        for block, part in zip(self.names, statistics.block_log_z, strict=True):
-            of_block = self.present_M[self.names.index(block)]
+        for name in ("log_z", "logit_mean", "logit_spread", "wrong_mass"):
+            self._probe.add_means(self._tags(f"out_{name}"), getattr(statistics, name))
+        for block, part, count in zip(self.names, statistics.block_log_z, self.count_M, strict=True):
             self._probe.add(
                 [tag("out_block_log_z", name, block) for name in self.names],
-                {"sum": part.sum, "count": part.count, "present": of_block.view(1)},
+                {"sum": part.sum, "count": part.count, "present": count.view(1)},
                 lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["present"] > 0)),
             )
 
@@ -163,7 +149,7 @@ class Collector:
         """Add one number for each vocabulary block, equal on every rank; skip blocks without a token in the batch."""
         self._probe.add(
             tags,
-            {"max": values_M.float(), "present": self.present_M.clone()},
+            {"max": values_M.float(), "present": self.count_M.clone()},
             lambda raw: (raw["max"], raw["present"]),
         )
 
@@ -186,37 +172,56 @@ class Collector:
             scale: factor on the dot product.
             pairs: visible pairs of query and key.
             softcap: cap on the logits before the softmax, or None.
-            softmax: False if the weights are no softmax of these logits; then entropy, mass and rank are not added.
+            softmax: False if the weights are not the softmax of these logits; entropy, mass and rank are left out.
         """
         statistics = self._logits(layer, None, q_BHTK, k_BHSK, scale, pairs, softcap, softmax)
         if self.heads:
-            one = pairs.one_head
             for head in range(q_BHTK.shape[1]):
                 q, k = q_BHTK[:, head : head + 1], k_BHSK[:, head : head + 1]
-                self._logits(layer, head, q, k, scale, one, softcap, softmax)
-        seen_sq_MMH = statistics.square / scale**2
-        growth = logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs, seen_sq_MMH)
-        parts = ("q_power", "k_power", "alignment", "masked")
-        kind = type(growth)
+                self._logits(layer, head, q, k, scale, pairs.one_head, softcap, softmax)
+        visible_sq_MMH = statistics.square / scale**2
+        growth = logit_growth(q_BHTK, k_BHSK, self.selected_MBT, pairs, visible_sq_MMH)
         self._probe.add(
-            [t for part in parts for t in self._pair_tags(f"logit_{part}", layer)],
+            [t for part in GROWTH_PARTS for t in self._pair_tags(f"logit_{part}", layer)],
             dict(vars(growth)),
             lambda raw: (
-                torch.stack([*kind(**raw).parts().values()]).flatten(),
+                torch.stack([*LogitGrowth(**raw).parts().values()]).flatten(),
                 # If all queries or keys of a head are 0, the logarithm does not exist.
-                (raw["seen"] * (raw["dot_sq"] != 0).all(-1)).flatten().repeat(len(parts)),
+                (raw["visible"] * (raw["dot_sq"] != 0).all(-1)).flatten().repeat(len(GROWTH_PARTS)),
             ),
         )
-        self._probe.add_moments(self._tags("k_common", layer), None, common_mode(k_BHSK, self.selected_MBT))
+        self._probe.add_means(self._tags("k_common", layer), common_mode(k_BHSK, self.selected_MBT))
         if softmax:
             rank_HB = statistics.rank
             if rank_HB is None:
                 rank_HB = attention_rank(q_BHTK, k_BHSK, scale, pairs.visible_BTS, softcap, pairs.reach)
-            self._probe.add(
-                [tag("attn_rank", layer=layer)],
-                matrix_sums(rank_HB, pairs.seen_B),
-                mean_of_matrices,
-            )
+            self._rank(layer, rank_HB, pairs)
+
+    def weights(self, layer: int, logits: Callable[[int], Tensor], n_heads: int, pairs: Pairs) -> None:
+        """Statistics of the weights of a call with a bias or a score_mod.
+
+        `attention_statistics` takes q and k. Here q is the identity and k the softmax's input, transposed: their dot
+        products are the softmax's input.
+
+        Args:
+            layer: layer number.
+            logits: returns the softmax's input of one head, (B, T, T).
+            n_heads: number of heads.
+            pairs: visible pairs of query and key.
+        """
+        B, T, _ = pairs.visible_BTS.shape
+        eye_B1TT = torch.eye(T, device=pairs.visible_BTS.device).expand(B, 1, T, T)
+        rows: Sums | None = None
+        ranks_1B = []
+        for head in range(n_heads):
+            z_B1ST = logits(head).masked_fill(~pairs.visible_BTS, 0.0).transpose(1, 2)[:, None]
+            of_head = attention_statistics(eye_B1TT, z_B1ST, 1.0, pairs.one_head).rows
+            rows = of_head if rows is None else rows + of_head
+            ranks_1B.append(attention_rank(eye_B1TT, z_B1ST, 1.0, pairs.visible_BTS, reach=pairs.reach))
+        assert rows is not None
+        first = 4 + len(self.names)
+        self._rows(layer, None, Sums(rows.count[first:], rows.sum[first:]), pairs.count_MM, weights=True)
+        self._rank(layer, torch.cat(ranks_1B), pairs)
 
     def _logits(
         self,
@@ -230,7 +235,7 @@ class Collector:
         softmax: bool,
     ) -> AttentionStatistics:
         statistics = attention_statistics(q_BHTK, k_BHSK, scale, pairs, softcap)
-        M, count_P = len(self.names), statistics.count.flatten().float()
+        count_P = statistics.count.flatten().float()
         self._probe.add(
             [
                 *self._pair_tags("attn_logit_max", layer, head),
@@ -244,31 +249,40 @@ class Collector:
             {"tail": pad_sequence(statistics.tail, padding_value=-torch.inf), "count": count_P},
             lambda raw: (exceeded_by_one_in_a_thousand(raw["tail"], raw["count"]), raw["count"]),
         )
-        # In the order of `AttentionStatistics.rows`; without a softmax there are no weights.
-        tags = [t for statistic in LOGIT_ROWS for t in self._tags(statistic, layer, head)]
-        tags += self._by_key("attn_logit_offset", layer, head)
-        count_FM = statistics.rows.count
-        pairs_FM = count_FM.clone()
-        if softmax:
-            tags += [t for statistic in WEIGHT_ROWS for t in self._tags(statistic, layer, head)]
-            tags += self._by_key("attn_mass", layer, head)
-            # A query that sees no key of a modality has mass 0 on it; if no query sees one, the tag is left out.
-            pairs_FM[-M:] = statistics.count.T
-        F = len(tags) // M
-        self._probe.add(
-            tags,
-            {"sum": statistics.rows.sum[:F], "count": count_FM[:F].clone(), "pairs": pairs_FM[:F].clone()},
-            lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["pairs"] > 0)),
-        )
+        self._rows(layer, head, statistics.rows, statistics.count, logits=True, weights=softmax)
         return statistics
 
+    def _rows(
+        self,
+        layer: int,
+        head: int | None,
+        rows: Sums,
+        count_MM: Tensor,
+        logits: bool = False,
+        weights: bool = False,
+    ) -> None:
+        """Add means over rows, in the order of `AttentionStatistics`; statistics after the last one are ignored."""
+        M, tags = len(self.names), list[str]()
+        if logits:
+            for statistic in ("mean", "var", "offset_var", "spread_var"):
+                tags += self._tags(f"attn_logit_{statistic}", layer, head)
+            tags += self._tags_by_key("attn_logit_offset", layer, head)
+        if weights:
+            for statistic in ("attn_entropy", "attn_entropy_block", "attn_entropy_within"):
+                tags += self._tags(statistic, layer, head)
+            tags += self._tags_by_key("attn_mass", layer, head)
+        F = len(tags) // M
+        pairs_FM = rows.count[:F].clone()
+        if weights:  # a query that sees no key of a modality has mass 0 on it; if no query sees one, leave it out
+            pairs_FM[-M:] = count_MM.T
+        self._probe.add(
+            tags,
+            {"sum": rows.sum[:F], "count": rows.count[:F].clone(), "pairs": pairs_FM},
+            lambda raw: (raw["sum"] / raw["count"], raw["count"] * (raw["pairs"] > 0)),
+        )
 
-def matrix_sums(value_HB: Tensor, seen_B: Tensor) -> dict[str, Tensor]:
-    """Sum and count of one number for each attention matrix, to merge over ranks; skips sequences of padding only."""
-    kept = torch.where(seen_B, value_HB, 0.0)
-    return {"sum": kept.sum().view(1), "count": seen_B.expand_as(value_HB).sum().float().view(1)}
-
-
-def mean_of_matrices(raw: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and count from merged `matrix_sums`."""
-    return raw["sum"] / raw["count"], raw["count"]
+    def _rank(self, layer: int, rank_HB: Tensor, pairs: Pairs) -> None:
+        """Mean rank over the attention matrices, without sequences of padding only."""
+        total = torch.where(pairs.nonempty_B, rank_HB, 0.0).sum().view(1)
+        count = pairs.nonempty_B.expand_as(rank_HB).sum().float().view(1)
+        self._probe.add_means([tag("attn_rank", layer=layer)], Sums(count, total))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from inspect import signature
 from typing import Any
 
 try:
@@ -10,10 +10,8 @@ try:
 except ImportError:  # the package's former name
     from pytorch_lightning import Callback  # type: ignore[assignment]
 
-from mmqk.monitors.adapters.adapter import Adapter
 from mmqk.monitors.attach import Watch, attach
 from mmqk.monitors.third_party.inputs import Modality
-from mmqk.monitors.third_party.sides import Sides
 from mmqk.store.errors import UserError
 
 
@@ -21,27 +19,16 @@ class NormMonitor(Callback):
     """Measures a submodule of a LightningModule and logs to every logger of the Trainer.
 
     Args:
-        model: path of the submodule's attribute, such as "net" or "net.decoder"; the training step calls its forward.
-            It is "model" for mmqk's `TrainingModule`.
-        modality, every_n_steps, sequences, out, names, adapter, sides: as in `attach`.
+        model: path of the submodule's attribute, such as "net" or "net.decoder".
+        modality: as in `attach`.
+        options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
+            ``adapter`` and ``sides``.
     """
 
-    def __init__(
-        self,
-        model: str,
-        modality: Modality,
-        every_n_steps: int = 100,
-        sequences: int = 4,
-        out: str | Path | None = None,
-        names: tuple[str, ...] = ("text", "image"),
-        adapter: Adapter | None = None,
-        sides: Sides | None = None,
-    ):
+    def __init__(self, model: str, modality: Modality, **options: Any):
+        signature(attach).bind(None, modality=modality, log=None, **options)  # a TypeError now, not during training
         self.model = model
-        self.options: dict[str, Any] = {
-            "modality": modality, "every_n_steps": every_n_steps, "sequences": sequences, "out": out, "names": names,
-            "adapter": adapter, "sides": sides,
-        }  # fmt: skip
+        self.options = {"modality": modality, **options}
         self.watch: Watch | None = None
         self._step = 0
 

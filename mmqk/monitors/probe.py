@@ -1,12 +1,13 @@
 """The probe: one separate fp32 forward with the current weights, and its statistics.
 
-It never changes training: no gradients, random numbers or buffers, and the model's mode is restored.
+It never changes training: it computes no gradients, draws no random numbers, writes no buffers, and restores the
+model's mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -17,23 +18,13 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.model.linear import SigmaLinear
 from mmqk.model.norms import Norm
 from mmqk.model.transformer import Block, capped
-from mmqk.monitors.collect import Collector
+from mmqk.monitors.collect import NORM_SITES, Collector
 from mmqk.monitors.measures.pairs import Pairs, visible_pairs
 from mmqk.monitors.record import Probe
 from mmqk.store.tags import tag
 
-# Site of the forward -> name of its statistic: the mean L2 norm over tokens (and heads), and its maximum.
-NORMS = {
-    "attn_in": "attn_in_norm",
-    "q_raw": "q_raw_norm",
-    "k_raw": "k_raw_norm",
-    "q": "q_norm",
-    "k": "k_norm",
-    "v": "v_norm",
-    "attn_out": "attn_out_norm",
-    "mlp_out": "mlp_out_norm",
-    "resid": "resid_norm",
-}
+# Backends without an eager fp32 kernel.
+NO_EAGER_FP32 = ("flex", "sdpa_flash", "sdpa_cudnn")
 
 
 def pairs_of(config: ModelConfig, batch: TokenBatch, collective: bool = False) -> dict[int, Pairs]:
@@ -57,9 +48,9 @@ def probe(
     collective: bool = False,
     pairs: Mapping[int, Pairs] | None = None,
 ) -> Probe:
-    """Every statistic of docs/statistics.md that one forward over ``batch`` gives, by layer and modality.
+    """Every statistic of docs/statistics.md that one forward over ``batch`` can measure, by layer and modality.
 
-    The modality is that of the token at the site (the input token), of logits that of query and key, of the output
+    The modality is that of the token at the site (the input token); for logits that of query and key; for the output
     softmax that of the target.
 
     Args:
@@ -72,42 +63,43 @@ def probe(
     c = model.config
     collector = Collector(c.modalities, batch.modality_BT, batch.valid_BT, heads)
     pairs = pairs_of(c, batch, collective) if pairs is None else pairs
-    seen: dict[str, Tensor] = {}
+    sites: dict[str, Tensor] = {}  # of the current layer
 
     def sink(site: str, layer: int, tensor: Tensor) -> None:
-        if site in NORMS:
-            collector.norms(NORMS[site], layer, tensor)
-        seen[site] = tensor
+        if site in NORM_SITES:
+            collector.norms(site, layer, tensor)
+        sites[site] = tensor
         if site in ("q_raw", "k_raw"):
-            together_BTD = tensor.transpose(1, 2).flatten(2)
-            collector.gains(f"{site[0]}_weight_gain", layer, seen["attn_in"], together_BTD)
+            all_heads_BTD = tensor.transpose(1, 2).flatten(2)
+            collector.gains(f"{site[0]}_weight_gain", layer, sites["attn_in"], all_heads_BTD)
         elif site == "k":
             softmax = c.attention == "softmax"
-            q, k, window = seen["q"], tensor, c.window_of(layer)
+            q, k, window = sites["q"], tensor, c.window_of(layer)
             collector.attention(layer, q, k, model.attn_scale_value, pairs[window], c.attn_softcap, softmax)
-            seen.clear()
+            sites.clear()
         elif site == "final":
             collector.final(tensor)
         elif site == "logits":
             logits = capped(tensor, c.final_softcap)
             collector.output(logits, batch.target_modality_BT, batch.target_mask_BT, c.vocab_sizes)
 
-    _forward(model, batch, sink)
+    with torch.autocast(batch.ids_BT.device.type, enabled=False):
+        eager_forward(model, batch, sink, NO_EAGER_FP32)
     _weights(model, collector)
     return collector.probe
 
 
 @torch.no_grad()
 def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
-    """Statistics of the weights: row norms of embedding and head by vocabulary block, QK-Norm's gains and logit
-    bound, and the ratio of σReparam's sigma to the true one."""
+    """Statistics of the weights: row norms of embedding and head by vocabulary block, gains and logit bound of
+    QK-Norm, and the ratio of σReparam's sigma to the largest singular value."""
     c = model.config
     for statistic, weight_VD in (
         ("embed_row_norm", model.embed.weight),
         ("head_row_norm", model.head.weight),
     ):
-        lengths = [rows.float().norm(dim=-1).mean() for rows in weight_VD.split(list(c.vocab_sizes.values()))]
-        collector.of_vocabulary([tag(statistic, name) for name in c.modalities], torch.stack(lengths))
+        norms = [rows.float().norm(dim=-1).mean() for rows in weight_VD.split(list(c.vocab_sizes.values()))]
+        collector.of_vocabulary([tag(statistic, name) for name in c.modalities], torch.stack(norms))
     if c.weight_reparam == "sigma":
         tags = [tag("sigma_ratio", layer=layer) for layer in range(c.n_layers)]
         collector.probe.add_values(tags, torch.stack([sigma_ratio(block) for block in model.blocks]))
@@ -130,16 +122,16 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
 def sigma_ratio(block: nn.Module) -> Tensor:
     """The smallest ratio of sigma to the largest singular value over the σReparam matrices of a block; 1 is exact."""
     matrices = [m for m in block.modules() if isinstance(m, SigmaLinear)]
-    true = [torch.linalg.matrix_norm(m.weight.float(), 2) for m in matrices]
-    return torch.stack([m.sigma().float() / largest for m, largest in zip(matrices, true, strict=True)]).min()
+    ratios = [m.sigma().float() / torch.linalg.matrix_norm(m.weight.float(), 2) for m in matrices]
+    return torch.stack(ratios).min()
 
 
 @torch.no_grad()
 def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
     """Upper bound on the attention logits of this layer under QK-Norm, for any input.
 
-    It is the scale times the greatest length of a query times that of a key (`Norm.longest`): with RMS over a head
-    and gains g, ``|g_q|_max |g_k|_max sqrt(head_dim)`` at the usual scale. RoPE keeps lengths.
+    It is the scale times the largest norm of a query times that of a key (`Norm.longest`): with RMS over a head and
+    gains g, ``|g_q|_max |g_k|_max sqrt(head_dim)`` at the usual scale. RoPE does not change norms.
     """
     attention = cast(Block, model.blocks[layer]).attention
 
@@ -149,20 +141,30 @@ def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
     return model.attn_scale_value * longest(attention.q_norm) * longest(attention.k_norm)
 
 
-def _forward(
-    model: EarlyFusionTransformer, batch: TokenBatch, sink: Callable[[str, int, Tensor], None]
-) -> None:
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the context; afterwards each submodule has its former mode."""
     training = [module for module in model.modules() if module.training]
-    for module in training:
+    for module in training:  # not train(): a module may override it, for example to merge its LoRA adapters
         module.training = False
     try:
-        # Eager: a compiled model would be compiled again for a forward with a sink. Dense attention for backends
-        # without an eager fp32 kernel: flex is fused only if compiled, and the others need 16 bits.
-        eagerly = torch.compiler.set_stance("force_eager")
-        has_none = model.backend in ("flex", "sdpa_flash", "sdpa_cudnn")
-        dense = model.use_backend("math") if has_none else nullcontext()
-        with eagerly, dense, torch.no_grad(), torch.autocast(batch.ids_BT.device.type, enabled=False):
-            model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink=sink)
+        yield
     finally:
         for module in training:
             module.training = True
+
+
+@torch.no_grad()
+def eager_forward(
+    model: EarlyFusionTransformer,
+    batch: TokenBatch,
+    sink: Callable[[str, int, Tensor], None],
+    dense_for: Collection[str],
+) -> None:
+    """Run the model eagerly and in evaluation mode; the backends ``dense_for`` are replaced by dense attention.
+
+    A compiled model would be compiled again for a forward with a sink, and flex is fused only if compiled.
+    """
+    dense = model.use_backend("math") if model.backend in dense_for else nullcontext()
+    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), dense:
+        model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink=sink)

@@ -1,4 +1,4 @@
-"""The statistics of a probe: sums that merge exactly over ranks, and from these the numbers by tag."""
+"""The statistics of a probe: tensors that merge exactly over ranks, and the numbers by tag computed from them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmqk.distributed import world_size
-from mmqk.monitors.measures.reduce import Moments
+from mmqk.monitors.measures.reduce import Sums
 
-# (values, counts behind them) of the tags of a part, from its merged tensors.
+# From the merged tensors of a part: the value of each tag, and the count that it averages.
 Finish = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
 
@@ -22,9 +22,9 @@ class StatisticPart:
 
     Attributes:
         tags: names.
-        raw: tensors to merge over ranks: names with ``max`` at the start by maximum, with ``tail`` by concatenation,
-            others by sum.
-        finish: computes the number and the count of each tag; tags with count 0 are left out.
+        raw: tensors to merge over ranks. Names that start with ``max`` merge by maximum, with ``tail`` by
+            concatenation, others by sum.
+        finish: computes the value and the count of each tag; tags with count 0 are left out.
     """
 
     tags: list[str]
@@ -37,7 +37,7 @@ class Probe:
     """Statistics of one batch, still on the device.
 
     Attributes:
-        sequences: number of probed sequences, over all ranks; maxima are exact over these.
+        sequences: number of probed sequences, over all ranks; maxima are exact for these.
         parts: in the order of the forward.
     """
 
@@ -51,17 +51,10 @@ class Probe:
         """Add numbers that are equal on every rank, such as those of weights."""
         self.add(tags, {"max": values.float()}, lambda raw: (raw["max"], torch.ones_like(raw["max"])))
 
-    def add_moments(self, mean: list[str], maximum: list[str] | None, moments: Moments) -> None:
-        """Add the means, and the maxima if they have tags, of (M,) moments."""
-        raw = {"sum": moments.sum, "count": moments.count}
-        if maximum is None:
-            self.add(mean, raw, lambda raw: (raw["sum"] / raw["count"], raw["count"]))
-            return
-        self.add(
-            [*mean, *maximum],
-            {**raw, "max": moments.max},
-            lambda raw: (torch.cat([raw["sum"] / raw["count"], raw["max"]]), raw["count"].repeat(2)),
-        )
+    def add_means(self, tags: list[str], sums: Sums) -> None:
+        """Add the means of sums, one for each tag."""
+        raw = {"sum": sums.sum, "count": sums.count}
+        self.add(tags, raw, lambda raw: (raw["sum"] / raw["count"], raw["count"]))
 
     def merged(self) -> Probe:
         """The probe of all ranks together; a collective call. Every rank must have probed the same tags."""
@@ -80,7 +73,7 @@ class Probe:
         return self
 
     def flat(self) -> dict[str, float]:
-        """``{tag: number}``, in one transfer to the host."""
+        """``{tag: number}``, with one transfer to the host."""
         if not self.parts:
             return {}
         finished = [part.finish(part.raw) for part in self.parts]

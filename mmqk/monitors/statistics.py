@@ -1,12 +1,12 @@
-"""Every statistic that mmqk logs, as data: tags, formula, unit, modality, healthy range, bad values, cost.
+"""Table of every statistic that mmqk logs: tags, formula, unit, modality, healthy range, bad values, cost.
 
-docs/statistics.md is written from it. It requires the standard library only.
+docs/statistics.md is written from it. It needs the standard library only.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 # Placeholders in a pattern of tags, and what they match. [...] is optional.
@@ -30,13 +30,13 @@ UNKNOWN = "none known"
 
 @dataclass(frozen=True)
 class Statistic:
-    """One row: one number, or a mean and its maximum, or the same of several matrices.
+    """One row: one statistic, or a mean and its maximum, or the same statistic of several matrices.
 
     Attributes:
-        patterns: of its tags, with the placeholders of `PLACES`.
+        patterns: patterns of its tags, with the placeholders of `PLACES`.
         formula: in plain text. Means are over tokens (and heads) unless stated.
-        unit: of the number.
-        modality: the token that determines it.
+        unit: unit of the number.
+        modality: the token whose modality counts.
         healthy: a range with its source and mark, or `UNKNOWN`.
         bad: what a bad value means.
         cost: the part of `COSTS` that computes it.
@@ -73,7 +73,7 @@ def _regex(form: str) -> re.Pattern[str]:
     return re.compile("".join(PLACES.get(piece, re.escape(piece)) for piece in pieces))
 
 
-# Part -> (switch, description of the work). docs/statistics.md has the measured work.
+# Part -> (when it is computed, what it computes). docs/statistics.md has the measured work.
 COSTS: dict[str, tuple[str, str]] = {
     "step": ("always", "values that the step computes anyway; one transfer to the host for many steps"),
     "validation": ("`data.val_every_n_steps`", "forward passes over the held-out sequences"),
@@ -129,61 +129,48 @@ _ENTROPY = f"{UNKNOWN}; at most the log of the visible keys"
 # fmt: off
 _GROUPS: dict[str, tuple[Statistic, ...]] = {
     "Every step": (
-        Statistic(("loss",), "the minimized loss over the step's targets, with z-loss and weights", "nats",
-            NONE,
+        Statistic(("loss",), "the minimized loss over the step's targets, with z-loss and weights", "nats", NONE,
             "no step 0.1 above the median of 201 steps (arXiv 2608.30320 [S])", "a spike, or no further learning",
             "step"),
         Statistic(("loss/TARGET",), "mean cross-entropy", "nats", TARGET,
             "within 0.5 nat of its own best 50-step median after warm-up [I]",
             "the modality diverges or was never learned", "step"),
         Statistic(("log_z/TARGET",), "mean log Z, Z = Σ exp(logit) over the vocabulary", "nats", TARGET,
-            _OUTPUT_DRIFT,
-            "the output softmax drifts; read out_logit_mean and out_logit_spread", "step"),
-        Statistic(("excess/TARGET",),
-            "loss − entropy of the source on the same tokens; only if the entropy is known", "nats",
-            TARGET, "within 0.1 nat of the best arm on the same data [I]",
+            _OUTPUT_DRIFT, "the output softmax drifts; read out_logit_mean and out_logit_spread", "step"),
+        Statistic(("excess/TARGET",), "loss − entropy of the source on the same tokens; only if the entropy is known",
+            "nats", TARGET, "within 0.1 nat of the best arm on the same data [I]",
             "stalled; at its initial value: never learned", "step"),
         Statistic(("grad_norm",), "‖g‖ of all parameters before clipping", "–", NONE,
             "no step 7 standard deviations from the mean of the last 1,000 steps (OLMo 2, arXiv 2501.00656 [S])",
-            "a spike; if always above the clipping norm, clipping sets the effective learning rate",
+            "a spike; if always above the clipping norm, clipping sets the effective learning rate", "step"),
+        Statistic(("lr",), "learning rate of the update", "–", NONE, UNKNOWN, "the schedule is not the intended one",
             "step"),
-        Statistic(("lr",), "learning rate of the update", "–", NONE, UNKNOWN,
-            "the schedule is not the intended one",
-            "step"),
-        Statistic(("tokens_per_s",), "tokens since the last flush over the seconds since then", "1/s", NONE,
-            UNKNOWN,
+        Statistic(("tokens_per_s",), "tokens since the last flush over the seconds since then", "1/s", NONE, UNKNOWN,
             "another process uses the machine", "step"),
         Statistic(("alarm/KIND",), "number of series on which an alarm of this kind begins at this step", "series",
-            NONE,
-            "absent [I]", "see docs/alarms.md; alarms.jsonl has the series and the sentence", "alarms"),
+            NONE, "absent [I]", "see docs/alarms.md; alarms.jsonl has the series and the sentence", "alarms"),
         Statistic(("attn_row_max/QUERY/layerNN",),
             "largest z (as attn_logit_max) of the step's queries, exact; above 8 times the softcap a lower bound",
-            "–", QUERY,
-            _LOGIT_RANGE,
-            "attention becomes one-hot; attn_logit_max shows on the keys of which modality", "flex"),
+            "–", QUERY, _LOGIT_RANGE, "attention becomes one-hot; attn_logit_max shows on the keys of which modality",
+            "flex"),
         Statistic(("attn_row_lse/QUERY/layerNN",),
             "mean over the step's queries and heads of log Σ exp z, z after the cap", "nats", QUERY, UNKNOWN,
             "the softmax does not depend on it, but kernels do: cuDNN's backward pass has given NaN below -88.7"
-            " (PyTorch issue"
-            " 196678)", "flex"),
-        Statistic(("qk_clip_logit/layerNN",),
-            "largest signed attention logit of the step's tokens, before clipping", "–",
-            NONE, _QK_CLIP, "far above tau: one step increases the logits too much for clipping", "QK-Clip"),
-        Statistic(("qk_clip_gamma/layerNN",), "smallest factor on a head's logits, min(1, tau / logit)", "–",
-            NONE,
-            "1 for most heads; 12.7 % of them were clipped in the first 70,000 steps of Kimi K2 (arXiv"
-            " 2507.20534 [S])",
-            "permanently below 1: each update undoes the clip", "QK-Clip"),
+            " (PyTorch issue 196678)", "flex"),
+        Statistic(("qk_clip_logit/layerNN",), "largest signed attention logit of the step's tokens, before clipping",
+            "–", NONE, _QK_CLIP, "far above tau: one step increases the logits too much for clipping", "QK-Clip"),
+        Statistic(("qk_clip_gamma/layerNN",), "smallest factor on a head's logits, min(1, tau / logit)", "–", NONE,
+            "1 for most heads; 12.7 % of them were clipped in the first 70,000 steps of Kimi K2 (arXiv 2507.20534"
+            " [S])", "permanently below 1: each update undoes the clip", "QK-Clip"),
     ),
     "Held-out data": (
-        Statistic(("val_loss/TARGET",), "mean cross-entropy", "nats", TARGET, UNKNOWN,
-            "above loss: overfitting", "validation"),
+        Statistic(("val_loss/TARGET",), "mean cross-entropy", "nats", TARGET, UNKNOWN, "above loss: overfitting",
+            "validation"),
         Statistic(("val_log_z/TARGET",), "mean log Z", "nats", TARGET, _OUTPUT_DRIFT, "as log_z", "validation"),
         Statistic(("val_excess/TARGET",), "val_loss − entropy of the source", "nats", TARGET,
             "within 0.1 nat of the best arm on the same data [I]", "stalled", "validation"),
-        Statistic(("val_unigram/TARGET",), "unigram loss on the same targets", "nats",
-            TARGET,
-            UNKNOWN, "val_loss near it: the model uses no context", "start"),
+        Statistic(("val_unigram/TARGET",), "unigram loss on the same targets", "nats", TARGET, UNKNOWN,
+            "val_loss near it: the model uses no context", "start"),
         Statistic(("captions_cut",), "share of captions that are cut because they are too long", "–", NONE, "0 [I]",
             "raise data.seq_len", "start"),
     ),
@@ -200,104 +187,85 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "‖q‖ in the dot product, after QK-Norm and RoPE; mean and maximum", "–", INPUT,
             "√head_dim times the gains with RMS QK-Norm [I]; else " + UNKNOWN,
             "unlimited growth: logits grow with q_norm times k_norm", "norms"),
-        Statistic(("k_norm/MODALITY/layerNN", "k_norm_max/MODALITY/layerNN"),
-            "‖k‖ likewise; mean and maximum", "–", INPUT, "as q_norm", "as q_norm", "norms"),
-        Statistic(("v_norm/MODALITY/layerNN", "v_norm_max/MODALITY/layerNN"),
-            "‖v‖ of a head; mean and maximum", "–", INPUT, UNKNOWN,
-            "v is not part of the logits: if only q and k grow, the growth is specific to the logits", "norms"),
+        Statistic(("k_norm/MODALITY/layerNN", "k_norm_max/MODALITY/layerNN"), "‖k‖ likewise; mean and maximum", "–",
+            INPUT, "as q_norm", "as q_norm", "norms"),
+        Statistic(("v_norm/MODALITY/layerNN", "v_norm_max/MODALITY/layerNN"), "‖v‖ of a head; mean and maximum", "–",
+            INPUT, UNKNOWN, "v is not part of the logits: if only q and k grow, the growth is specific to the logits",
+            "norms"),
         Statistic(("attn_out_norm/MODALITY/layerNN", "attn_out_norm_max/MODALITY/layerNN"),
             "‖y‖ of the attention output that is added to the residual stream; mean and maximum", "–", INPUT, _TWICE,
             "the attention output dominates the residual stream", "norms"),
         Statistic(("mlp_out_norm/MODALITY/layerNN", "mlp_out_norm_max/MODALITY/layerNN"),
             "‖y‖ of the MLP output that is added to the residual stream; mean and maximum", "–", INPUT, _TWICE,
-            "the product in SwiGLU grows without limit",
-            "norms"),
+            "the product in SwiGLU grows without limit", "norms"),
         Statistic(("resid_norm/MODALITY/layerNN", "resid_norm_max/MODALITY/layerNN"),
             "‖x‖ of the residual stream after the layer; mean and maximum", "–", INPUT,
-            "variance about linear in depth with norms on both sides, exponential with pre-norm only (Peri-LN,"
-            " arXiv"
-            " 2502.02732 [S]); a gap of 1e4 between layers preceded a crash (Swin V2, arXiv 2111.09883, Fig."
-            " 2 [V])",
+            "variance about linear in depth with norms on both sides, exponential with pre-norm only (Peri-LN, arXiv"
+            " 2502.02732 [S]); a gap of 1e4 between layers preceded a crash (Swin V2, arXiv 2111.09883, Fig. 2 [V])",
             "the outputs of late layers are too small to change the stream", "norms"),
         Statistic(("final_norm/MODALITY", "final_rms/MODALITY"),
             "‖x‖ of the last layer's output before the final norm, and the same over √d_model", "–", INPUT,
-            "no unlimited growth, which preceded divergence (Chameleon, arXiv 2405.09818, Fig. 5a [V]); healthy"
-            " size not known",
+            "no unlimited growth, which preceded divergence (Chameleon, arXiv 2405.09818, Fig. 5a [V]); healthy size"
+            " not known",
             "the run is likely to diverge; the modality that grows first is more informative than the size", "norms"),
     ),
     "Attention logits": (
         Statistic(("attn_logit_max/QUERY-KEY/layerNN[/headNN]",),
             "max z, z = scale · q·k, after QK-Norm, before cap and mask; exact over all visible pairs", "–", PAIR,
-            _LOGIT_RANGE,
-            "attention becomes one-hot", "attention"),
+            _LOGIT_RANGE, "attention becomes one-hot", "attention"),
         Statistic(("attn_logit_absmax/QUERY-KEY/layerNN[/headNN]",), "max |z|", "–", PAIR, _LOGIT_RANGE,
             "as attn_logit_max; far above it: some keys get no attention", "attention"),
-        Statistic(("attn_logit_p999/QUERY-KEY/layerNN[/headNN]",), "the |z| that one pair in a thousand exceeds",
-            "–", PAIR,
-            UNKNOWN, "near the maximum: the maximum is not a single outlier", "attention"),
+        Statistic(("attn_logit_p999/QUERY-KEY/layerNN[/headNN]",), "the |z| that one pair in a thousand exceeds", "–",
+            PAIR, UNKNOWN, "near the maximum: the maximum is not a single outlier", "attention"),
         Statistic(("attn_logit_mean/QUERY/layerNN[/headNN]",),
-            "drift: mean of z over a row's visible keys; the softmax does not depend on it", "–",
-            QUERY, UNKNOWN,
+            "drift: mean of z over a row's visible keys; the softmax does not depend on it", "–", QUERY, UNKNOWN,
             "far from 0: lost precision in bf16", "attention"),
         Statistic(("attn_logit_var/QUERY/layerNN[/headNN]",),
             "variance of z over a row's visible keys = attn_logit_offset_var + attn_logit_spread_var", "–", QUERY,
-            UNKNOWN,
-            "the row sharpens; the two parts show how", "attention"),
+            UNKNOWN, "the row sharpens; the two parts show how", "attention"),
         Statistic(("attn_logit_offset/QUERY-KEY/layerNN[/headNN]",),
             "competition: mean of z over the row's keys of one modality − attn_logit_mean", "–", PAIR, UNKNOWN,
             "the keys of one modality attract attention as a block", "attention"),
         Statistic(("attn_logit_offset_var/QUERY/layerNN[/headNN]",),
             "competition: variance of a row's offsets, weighted by keys", "–", QUERY, UNKNOWN,
-            "competition dominates",
-            "attention"),
+            "competition dominates", "attention"),
         Statistic(("attn_logit_spread_var/QUERY/layerNN[/headNN]",),
             "sharpening: variance of z about the mean of its own block", "–", QUERY, UNKNOWN,
             "attention sharpens within a modality", "attention"),
-        Statistic(("attn_logit_bound/layerNN",),
-            "upper bound on |z| under QK-Norm: scale · longest q · longest k", "–", NONE,
-            "8 at head_dim 64 and gains 1 [S]", "the gains weaken the bound", "weights"),
+        Statistic(("attn_logit_bound/layerNN",), "upper bound on |z| under QK-Norm: scale · longest q · longest k",
+            "–", NONE, "8 at head_dim 64 and gains 1 [S]", "the gains weaken the bound", "weights"),
     ),
     "Attention weights": (
         Statistic(("attn_entropy/QUERY/layerNN[/headNN]",),
-            "−Σ p log p over a row = attn_entropy_block + attn_entropy_within",
-            "nats", QUERY, _ENTROPY,
-            "near 0 with a falling attn_rank: collapse; with a high rank it can be benign (Qi et al. 2025,"
-            " arXiv 2505.21910 [S])",
-            "attention"),
+            "−Σ p log p over a row = attn_entropy_block + attn_entropy_within", "nats", QUERY, _ENTROPY,
+            "near 0 with a falling attn_rank: collapse; with a high rank it can be benign (Qi et al. 2025, arXiv"
+            " 2505.21910 [S])", "attention"),
         Statistic(("attn_entropy_block/QUERY/layerNN[/headNN]",), "entropy of a row's masses on the modalities",
-            "nats", QUERY,
-            f"{UNKNOWN}; at most the log of the modalities", "near 0: queries attend to one modality only",
-            "attention"),
+            "nats", QUERY, f"{UNKNOWN}; at most the log of the modalities",
+            "near 0: queries attend to one modality only", "attention"),
         Statistic(("attn_entropy_within/QUERY/layerNN[/headNN]",), "Σ mass · entropy within the modality", "nats",
-            QUERY, _ENTROPY,
-            "near 0: one key per modality gets all attention", "attention"),
-        Statistic(("attn_mass/QUERY-KEY/layerNN[/headNN]",), "sum of p over a row's keys of one modality", "–",
-            PAIR,
+            QUERY, _ENTROPY, "near 0: one key per modality gets all attention", "attention"),
+        Statistic(("attn_mass/QUERY-KEY/layerNN[/headNN]",), "sum of p over a row's keys of one modality", "–", PAIR,
             f"{UNKNOWN}; compare with the share of the visible keys",
             "0 or 1: the modalities do not mix, or one dominates", "attention"),
         Statistic(("attn_rank/layerNN",),
-            "(Σ s²)² / Σ s⁴, s the singular values of an attention matrix; mean over heads", "–",
-            NONE, f"{UNKNOWN}; between 1 and T", "near 1: all queries have the same weights", "attention"),
+            "(Σ s²)² / Σ s⁴, s the singular values of an attention matrix; mean over heads", "–", NONE,
+            f"{UNKNOWN}; between 1 and T", "near 1: all queries have the same weights", "attention"),
     ),
     "Sources of logit growth": (
         Statistic(("logit_q_power/QUERY-KEY/layerNN",), "log mean ‖q‖², over all pairs of a sequence", "log", PAIR,
-            UNKNOWN,
-            "the queries grew", "growth"),
+            UNKNOWN, "the queries grew", "growth"),
         Statistic(("logit_k_power/QUERY-KEY/layerNN",), "log mean ‖k‖², over all pairs of a sequence", "log", PAIR,
-            UNKNOWN,
-            "the keys grew", "growth"),
+            UNKNOWN, "the keys grew", "growth"),
         Statistic(("logit_alignment/QUERY-KEY/layerNN",),
-            "log tr(C_q C_k) / (tr C_q · tr C_k), C the uncentered second moments",
-            "log", PAIR,
-            "−log head_dim for random directions [I]; the norms grow, not the alignment (Wortsman et al. 2023,"
-            " arXiv 2309.14322, E.1 [V])", "queries and keys align to one direction", "growth"),
+            "log tr(C_q C_k) / (tr C_q · tr C_k), C the uncentered second moments", "log", PAIR,
+            "−log head_dim for random directions [I]; the norms grow, not the alignment (Wortsman et al. 2023, arXiv"
+            " 2309.14322, E.1 [V])", "queries and keys align to one direction", "growth"),
         Statistic(("logit_masked/QUERY-KEY/layerNN",), "log mean (q·k)² over visible pairs − over all pairs", "log",
-            PAIR,
-            "near 0 [I]", "visible pairs differ from the others, so the three parts above are less reliable",
+            PAIR, "near 0 [I]", "visible pairs differ from the others, so the three parts above are less reliable",
             "growth"),
-        Statistic(("k_common/MODALITY/layerNN",), "‖mean k‖² / mean ‖k‖² over a sequence's keys of one modality",
-            "–", KEY,
-            "1 / keys for random directions [I]", "near 1: keys are equal, and their logits shift as a block",
+        Statistic(("k_common/MODALITY/layerNN",), "‖mean k‖² / mean ‖k‖² over a sequence's keys of one modality", "–",
+            KEY, "1 / keys for random directions [I]", "near 1: keys are equal, and their logits shift as a block",
             "growth"),
         Statistic(("q_weight_gain/MODALITY/layerNN", "k_weight_gain/MODALITY/layerNN"),
             "‖W_q x‖ / ‖x‖ over all heads together; W_k likewise", "–", INPUT, UNKNOWN,
@@ -312,19 +280,17 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "sigma is too small, so the weights in use are too large", "weights"),
     ),
     "Output": (
-        Statistic(("out_log_z/TARGET",),
-            "log Z = out_logit_mean + log V + out_logit_spread, after the final softcap", "nats", TARGET,
-            _OUTPUT_DRIFT, "drift or sharpening of the output softmax; the parts show which", "output"),
+        Statistic(("out_log_z/TARGET",), "log Z = out_logit_mean + log V + out_logit_spread, after the final softcap",
+            "nats", TARGET, _OUTPUT_DRIFT, "drift or sharpening of the output softmax; the parts show which",
+            "output"),
         Statistic(("out_logit_mean/TARGET",), "drift: mean logit over the vocabulary", "–", TARGET,
             "not very negative (Wortsman et al. 2023, arXiv 2309.14322, Fig. 3 and 4 [V])",
             "the logits drift together; the softmax does not depend on it", "output"),
         Statistic(("out_logit_spread/TARGET",), "sharpening: log Z − log V − mean logit", "nats", TARGET, UNKNOWN,
             "0: uniform over the vocabulary", "output"),
         Statistic(("out_block_log_z/TARGET-BLOCK",), "log Σ exp(logit) over the ids of one modality", "nats",
-            TARGET_BLOCK, UNKNOWN,
-            "competition: the block of another modality is near that of the target", "output"),
-        Statistic(("out_wrong_mass/TARGET",), "probability of all ids outside the target's modality", "–",
-            TARGET,
+            TARGET_BLOCK, UNKNOWN, "competition: the block of another modality is near that of the target", "output"),
+        Statistic(("out_wrong_mass/TARGET",), "probability of all ids outside the target's modality", "–", TARGET,
             "near 0 inside a span of one modality [I]", "the model does not predict the modality of the next token",
             "output"),
         Statistic(("embed_row_norm/MODALITY", "head_row_norm/MODALITY"),
@@ -333,41 +299,37 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
     ),
     "Radial budget": (
         Statistic(("w_q_growth/TARGET/layerNN", "w_k_growth/TARGET/layerNN"),
-            "Σ 2⟨W, U_a⟩ over a window, U_a the part of AdamW's updates from modality a's losses", "–",
-            TARGET, UNKNOWN,
-            "this modality increases the norm of the matrix", "budget"),
+            "Σ 2⟨W, U_a⟩ over a window, U_a the part of AdamW's updates from modality a's losses", "–", TARGET,
+            UNKNOWN, "this modality increases the norm of the matrix", "budget"),
         Statistic(("w_q_growth_decay/layerNN", "w_k_growth_decay/layerNN"), "Σ 2⟨W, U_decay⟩ over the window", "–",
-            NONE, UNKNOWN,
-            "0: nothing reduces the norm", "budget"),
+            NONE, UNKNOWN, "0: nothing reduces the norm", "budget"),
         Statistic(("w_q_growth_step/layerNN", "w_k_growth_step/layerNN"), "Σ ‖ΔW‖² over the window", "–", NONE,
-            UNKNOWN,
-            "most of the growth: the noise of the updates increases the norm, not the loss", "budget"),
+            UNKNOWN, "most of the growth: the noise of the updates increases the norm, not the loss", "budget"),
         Statistic(("w_q_growth_unattributed/layerNN", "w_k_growth_unattributed/layerNN"),
             "Σ 2⟨W, U⟩ of the first moment from before the window; decays with β1^steps", "–", NONE, "near 0 [I]",
             "the window is too short", "budget"),
         Statistic(("w_q_growth_rest/layerNN", "w_k_growth_rest/layerNN"),
-            "growth not due to AdamW: rounding, QK-Clip", "–", NONE,
-            "near 0 without QK-Clip [I]", "other code changes the weights", "budget"),
+            "growth not due to AdamW: rounding, QK-Clip", "–", NONE, "near 0 without QK-Clip [I]",
+            "other code changes the weights", "budget"),
         Statistic(("w_q_growth_total/layerNN", "w_k_growth_total/layerNN"),
-            "Δ‖W‖² over the window, measured: the sum of all parts", "–", NONE, UNKNOWN,
-            "unlimited growth", "budget"),
+            "Δ‖W‖² over the window, measured: the sum of all parts", "–", NONE, UNKNOWN, "unlimited growth",
+            "budget"),
         Statistic(("w_q_sq/layerNN", "w_k_sq/layerNN"), "‖W‖² at the end of the window", "–", NONE, UNKNOWN,
             "as its growth", "budget"),
         Statistic(("budget_window",), "number of steps of the window", "steps", NONE, "about 50 [I]",
             "too short: unattributed is large", "budget"),
-        Statistic(("budget_clip_factor",), "mean clipping factor of the gradients in the window", "–",
-            NONE, UNKNOWN,
+        Statistic(("budget_clip_factor",), "mean clipping factor of the gradients in the window", "–", NONE, UNKNOWN,
             "far below 1: clipping determines the size of the updates", "budget"),
     ),
     "Gradients": (
         Statistic(("grad_agreement/TARGET-OTHER[/layerNN]",),
-            "½ (⟨g_a^A, g_b^B⟩ + ⟨g_b^A, g_a^B⟩) / √(⟨g_a^A, g_a^B⟩ ⟨g_b^A, g_b^B⟩), A and B disjoint halves;"
-            " an estimate that noise does not bias towards 0; it can leave [−1, 1]", "–", TARGET,
+            "½ (⟨g_a^A, g_b^B⟩ + ⟨g_b^A, g_a^B⟩) / √(⟨g_a^A, g_a^B⟩ ⟨g_b^A, g_b^B⟩), A and B disjoint halves; an"
+            " estimate that noise does not bias towards 0; it can leave [−1, 1]", "–", TARGET,
             f"{UNKNOWN}; unequal gradients of the modalities harm AdamW (arXiv 2605.16165 [A])",
             "below 0: an update for one modality harms the other", "agreement"),
         Statistic(("grad_signal/TARGET[/layerNN]",),
-            "⟨g^A, g^B⟩, an unbiased estimate of the true gradient's squared length", "–",
-            TARGET, UNKNOWN, "not above 0: the batch is too small for an estimate", "agreement"),
+            "⟨g^A, g^B⟩, an unbiased estimate of the true gradient's squared length", "–", TARGET, UNKNOWN,
+            "not above 0: the batch is too small for an estimate", "agreement"),
         Statistic(("grad_noise/TARGET[/layerNN]",), "½ ‖g^A − g^B‖²", "–", TARGET, UNKNOWN,
             "far above grad_signal: steps are mostly noise", "agreement"),
         Statistic(("grad_norm/PARAMETER",), "‖g‖ of one parameter before clipping", "–", NONE, UNKNOWN,
@@ -376,8 +338,7 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "1 for a pure sign step of Adam [I]", "far above 1: v is smaller than the current squared gradient",
             "parameters"),
         Statistic(("update_ratio/PARAMETER",),
-            "RMS of the update over the RMS of the parameter; absent if the latter is 0",
-            "–", NONE, UNKNOWN,
+            "RMS of the update over the RMS of the parameter; absent if the latter is 0", "–", NONE, UNKNOWN,
             "the parameter changes completely within few steps, or does not change", "parameters"),
         Statistic(("adam_below_eps/PARAMETER",), "share of elements with √v̂ below Adam's epsilon", "–", NONE,
             "0; gradients approach an epsilon of 1e-8 as size and learning rate grow (Wortsman et al. 2023, arXiv"
@@ -385,11 +346,10 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
     ),
     "Precision": (
         Statistic(("absorb_error/MODALITY/layerNN", "absorb_error_if_bf16/MODALITY/layerNN"),
-            "‖e‖ / ‖y‖, e = bf16(x + y) − x − y, at the additions to the residual stream x; _if_bf16: for a"
-            " stream in bf16",
-            "–", INPUT, "far below 1 [I]", "near 1: the addition is mostly noise", "precision"),
-        Statistic(("absorb_bias/MODALITY/layerNN", "absorb_bias_if_bf16/MODALITY/layerNN"),
-            "−⟨e, y⟩ / ‖y‖²", "–", INPUT, "near 0 [I]", "above 0: rounding shrinks the added vector", "precision"),
+            "‖e‖ / ‖y‖, e = bf16(x + y) − x − y, at the additions to the residual stream x; _if_bf16: for a stream"
+            " in bf16", "–", INPUT, "far below 1 [I]", "near 1: the addition is mostly noise", "precision"),
+        Statistic(("absorb_bias/MODALITY/layerNN", "absorb_bias_if_bf16/MODALITY/layerNN"), "−⟨e, y⟩ / ‖y‖²", "–",
+            INPUT, "near 0 [I]", "above 0: rounding shrinks the added vector", "precision"),
         Statistic(("absorbed/MODALITY/layerNN", "absorbed_if_bf16/MODALITY/layerNN"),
             "share of ‖y‖² in channels that the addition does not change", "–", INPUT, "near 0 [I]",
             "the layer does not change the stream", "precision"),
@@ -399,13 +359,12 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "fewer than in another run: maxima cannot be compared", "counted"),
         Statistic(("attn_layers_seen",), "layers of a watched model whose attention was measured", "–", NONE,
             "all layers of the model [I]", "fewer: maxima do not cover the model", "counted"),
-        Statistic(("attn_layers_hidden",),
-            "layers of a watched model whose attention was detected but not measured", "–", NONE, "0 [I]",
-            "as attn_layers_seen", "counted"),
+        Statistic(("attn_layers_hidden",), "layers of a watched model whose attention was detected but not measured",
+            "–", NONE, "0 [I]", "as attn_layers_seen", "counted"),
     ),
 }
 # fmt: on
-STATISTICS = tuple(Statistic(**{**vars(s), "group": group}) for group, rows in _GROUPS.items() for s in rows)
+STATISTICS = tuple(replace(s, group=group) for group, rows in _GROUPS.items() for s in rows)
 
 
 def statistic_of(tag: str) -> Statistic | None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
-from mmqk.monitors.adapters.adapter import Adapter
 from mmqk.monitors.attach import Watch, attach
 from mmqk.monitors.third_party.inputs import Modality
-from mmqk.monitors.third_party.sides import Sides
 
 
 class NormCallback(TrainerCallback):
@@ -24,28 +21,13 @@ class NormCallback(TrainerCallback):
 
     Args:
         modality: as in `mmqk.monitors.attach`.
-        every_n_steps: as in `attach`.
-        sequences: as in `attach`.
-        out: as in `attach`.
-        names: as in `attach`.
-        adapter: as in `attach`.
-        sides: as in `attach`.
+        options: the other arguments of `attach` except ``log``: ``every_n_steps``, ``sequences``, ``out``, ``names``,
+            ``adapter`` and ``sides``.
     """
 
-    def __init__(
-        self,
-        modality: Modality,
-        every_n_steps: int = 100,
-        sequences: int = 4,
-        out: str | Path | None = None,
-        names: tuple[str, ...] = ("text", "image"),
-        adapter: Adapter | None = None,
-        sides: Sides | None = None,
-    ):
-        self.options: dict[str, Any] = {
-            "modality": modality, "every_n_steps": every_n_steps, "sequences": sequences, "out": out, "names": names,
-            "adapter": adapter, "sides": sides,
-        }  # fmt: skip
+    def __init__(self, modality: Modality, **options: Any):
+        inspect.signature(attach).bind(None, modality=modality, log=None, **options)  # a TypeError now, not later
+        self.options = {"modality": modality, **options}
         self.watch: Watch | None = None
         self._reporters: list[TrainerCallback] = []
         self._values: dict[str, float] | None = None
@@ -57,7 +39,7 @@ class NormCallback(TrainerCallback):
             model = trainer.model_wrapped  # FSDP's wrapper gathers the weights
             kinds = tuple(get_reporting_integration_callbacks(args.report_to))
             self._reporters = [c for c in trainer.callback_handler.callbacks if type(c) in kinds]
-        self.watch = attach(model, log=self._keep, **self.options)
+        self.watch = attach(model, log=self._store, **self.options)
         self.watch.steps = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -74,14 +56,14 @@ class NormCallback(TrainerCallback):
         if self.watch is not None:
             self.watch.close()
 
-    def _keep(self, values: dict[str, float], step: int) -> None:
+    def _store(self, values: dict[str, float], step: int) -> None:
         self._values = values
 
 
 def _calling_trainer() -> Any:
-    """The Trainer that called the callback, from the call stack, since it is no argument; None if not on the stack.
+    """The Trainer that called the callback, from the call stack, since it is no argument; None if it is not there.
 
-    `Trainer.log` would work too, but it also prints, and a probe has hundreds of numbers.
+    Not `Trainer.log`: it would also print the hundreds of numbers of a probe.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -39,7 +39,7 @@ def alive(pid):
 
 def until(condition, what, process=None):
     """Wait for what must come; a time limit only against hanging for ever."""
-    for _ in range(1500):
+    for _ in range(90_000):  # half an hour
         if condition():
             return
         assert process is None or process.poll() is None, process.communicate()

@@ -1,4 +1,4 @@
-"""Every statistic of a probe a second time: numpy and float64, loops over rows and heads, nothing of mmqk."""
+"""Every statistic of a probe in numpy and float64, with loops over rows and heads, without mmqk."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Means(dict):
 def streams(
     sites: Sites, modality: np.ndarray, valid: np.ndarray, names: tuple[str, ...]
 ) -> dict[str, float]:
-    """Norms of every site, and how much longer W_q and W_k make their input."""
+    """Norms of every site, and the gains of W_q and W_k."""
     B, T = modality.shape
     tokens = [(b, t) for b in range(B) for t in range(T) if valid[b, t]]
-    found: dict[str, float] = {}
+    expected: dict[str, float] = {}
     for (site, layer), array in sites.items():
         for m, name in enumerate(names):
             mine = [(b, t) for b, t in tokens if modality[b, t] == m]
@@ -41,17 +41,17 @@ def streams(
             if site in NORMS:
                 vectors = [array[b, :, t] if array.ndim == 4 else array[b, t][None] for b, t in mine]
                 lengths = np.linalg.norm(np.concatenate(vectors), axis=-1)
-                found[f"{NORMS[site]}/{place}"] = lengths.mean()
-                found[f"{NORMS[site]}_max/{place}"] = lengths.max()
+                expected[f"{NORMS[site]}/{place}"] = lengths.mean()
+                expected[f"{NORMS[site]}_max/{place}"] = lengths.max()
             if site in ("q_raw", "k_raw"):
                 x = sites["attn_in", layer]
                 ratios = [math.sqrt((array[b, :, t] ** 2).sum() / (x[b, t] ** 2).sum()) for b, t in mine]
-                found[f"{site[0]}_weight_gain/{place}"] = np.mean(ratios)
+                expected[f"{site[0]}_weight_gain/{place}"] = np.mean(ratios)
             if site == "final":
                 lengths = np.array([np.linalg.norm(array[b, t]) for b, t in mine])
-                found[f"final_norm/{name}"] = lengths.mean()
-                found[f"final_rms/{name}"] = lengths.mean() / math.sqrt(array.shape[-1])
-    return found
+                expected[f"final_norm/{name}"] = lengths.mean()
+                expected[f"final_rms/{name}"] = lengths.mean() / math.sqrt(array.shape[-1])
+    return expected
 
 
 def attention(
@@ -66,7 +66,7 @@ def attention(
     softmax: bool = True,
     valid: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """All of one layer's statistics at the attention boundary; `sees(b, t, s)` says which pairs meet."""
+    """All statistics of one layer's attention call; `sees(b, t, s)` is True for visible pairs."""
     B, H, T, _ = q.shape
     valid = np.ones((B, T), dtype=bool) if valid is None else valid
     at, rows = f"layer{layer:02d}", Means()
@@ -87,17 +87,17 @@ def attention(
                 if len(keys) >= FEWEST_KEYS:
                     row(rows, z, of_key, a, names, at, cap, softmax)
     met = {f"attn_mass/{names[a]}-{names[c]}/{at}" for a, c in logits}
-    found = {name: x for name, x in rows.means().items() if not name.startswith("attn_mass") or name in met}
+    expected = {name: x for name, x in rows.means().items() if not name.startswith("attn_mass") or name in met}
     for (a, c), values in logits.items():
         magnitude = np.sort(np.abs(values))[::-1]
         place = f"{names[a]}-{names[c]}/{at}"
-        found[f"attn_logit_max/{place}"] = max(values)
-        found[f"attn_logit_absmax/{place}"] = magnitude[0]
-        found[f"attn_logit_p999/{place}"] = magnitude[max(1, round(len(values) / 1000)) - 1]
+        expected[f"attn_logit_max/{place}"] = max(values)
+        expected[f"attn_logit_absmax/{place}"] = magnitude[0]
+        expected[f"attn_logit_p999/{place}"] = magnitude[max(1, round(len(values) / 1000)) - 1]
     for a, c in logits:
         parts = [growth(q[:, h], k[:, h], modality, valid, a, c, seen_sq[a, c, h]) for h in range(H)]
         for name in parts[0]:
-            found[f"logit_{name}/{names[a]}-{names[c]}/{at}"] = np.mean([part[name] for part in parts])
+            expected[f"logit_{name}/{names[a]}-{names[c]}/{at}"] = np.mean([part[name] for part in parts])
     for m, name in enumerate(names):
         shares = []
         for b in range(B):
@@ -106,15 +106,15 @@ def attention(
                 keys_NK = k[b, h, mine]
                 shares.append((keys_NK.mean(0) ** 2).sum() / (keys_NK**2).sum(-1).mean())
         if shares:
-            found[f"k_common/{name}/{at}"] = np.mean(shares)
+            expected[f"k_common/{name}/{at}"] = np.mean(shares)
     if softmax:
-        found[f"attn_rank/{at}"] = np.mean([rank(q[b, h], k[b, h], scale, b, sees, valid, cap)
+        expected[f"attn_rank/{at}"] = np.mean([rank(q[b, h], k[b, h], scale, b, sees, valid, cap)
                                             for b in range(B) for h in range(H)])  # fmt: skip
-    return found
+    return expected
 
 
 def row(rows: Means, z, of_key, a: str, names, at: str, cap: float | None, softmax: bool) -> None:
-    """One query: how its logits and its weights split over the modalities of the keys."""
+    """Parts of the logits and weights of one query by key modality."""
     blocks = sorted(set(of_key))
     block_mean = {m: z[of_key == m].mean() for m in blocks}
     own = np.array([block_mean[m] for m in of_key])
@@ -139,7 +139,7 @@ def row(rows: Means, z, of_key, a: str, names, at: str, cap: float | None, softm
 
 
 def growth(q_BTK, k_BTK, modality, valid, a: int, c: int, seen_sq: list[float]) -> dict[str, float]:
-    """Of one head, over all pairs of one sequence, whether or not they meet."""
+    """Growth parts of one head, over all pairs of a sequence, visible or not."""
     q_sq, k_sq, dot_sq = [], [], []
     for b in range(len(q_BTK)):
         queries = [q_BTK[b, t] for t in range(len(q_BTK[b])) if valid[b, t] and modality[b, t] == a]

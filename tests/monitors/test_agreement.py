@@ -1,4 +1,4 @@
-"""Gradient agreement: exact on vectors written out, unbiased where the truth is known, and not fooled by noise."""
+"""Gradient agreement: equal to the formula on small vectors, and an unbiased estimate under noise."""
 
 import math
 import re
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmqk.monitors.measures.agreement import agreement
+from mmqk.monitors.measures.agreement import half_products
 
 D = 400
 
 
 def halves_of(truths, noise, seed):
-    """Two noisy looks at each true gradient."""
+    """Two noisy estimates of each true gradient."""
     random = torch.Generator().manual_seed(seed)
 
     def look(g):
@@ -27,19 +27,19 @@ def halves_of(truths, noise, seed):
 
 def test_the_parts_equal_vectors_written_out():
     pairs = halves_of([torch.ones(D), torch.linspace(0, 1, D)], 0.1, 0)
-    found = agreement(pairs)
+    measured = half_products(pairs).agreement()
     (ta, tb), (ia, ib) = ([torch.cat(half).double() for half in pair] for pair in pairs)
-    assert found.signal.tolist() == pytest.approx([float(ta @ tb), float(ia @ ib)])
-    assert found.noise.tolist() == pytest.approx(
+    assert measured.signal.tolist() == pytest.approx([float(ta @ tb), float(ia @ ib)])
+    assert measured.noise.tolist() == pytest.approx(
         [float(((ta - tb) ** 2).sum() / 2), float(((ia - ib) ** 2).sum() / 2)]
     )
     cross = float(ta @ ib + ia @ tb) / 2 / math.sqrt(float(ta @ tb) * float(ia @ ib))
-    assert float(found.cosine[0, 1]) == pytest.approx(cross)
-    assert torch.equal(found.cosine, found.cosine.T) and float(found.cosine[1, 1]) == pytest.approx(1)
+    assert float(measured.cosine[0, 1]) == pytest.approx(cross)
+    assert torch.equal(measured.cosine, measured.cosine.T) and float(measured.cosine[1, 1]) == pytest.approx(1)
 
 
 def documented(formula: str, vectors: dict[tuple[str, str], torch.Tensor]) -> float:
-    """The value of a row's formula in the page of statistics: products ⟨g_a^A, g_b^B⟩, a fraction, a root."""
+    """The value of a formula in docs/statistics.md: products ⟨g_a^A, g_b^B⟩, a fraction, a root."""
     code = formula.replace("½ ", "0.5 * ").replace("√", "sqrt").replace("⟩ ⟨", "⟩ * ⟨")
     product = r"⟨g_(\w)\^(\w), g_(\w)\^(\w)⟩"
     code = re.sub(product, r"dot(('\1', '\2'), ('\3', '\4'))", code)
@@ -58,11 +58,11 @@ def test_the_code_is_the_formula_of_the_page():
         for name, pair in zip("ab", pairs, strict=True)
         for half, own in zip("AB", pair, strict=True)
     }
-    found = float(agreement(pairs).cosine[0, 1])
-    assert found == pytest.approx(documented(formula, vectors), rel=1e-9)
-    # The control: one product alone is another number.
+    measured = float(half_products(pairs).agreement().cosine[0, 1])
+    assert measured == pytest.approx(documented(formula, vectors), rel=1e-9)
+    # Control: one product alone gives another number.
     one = "⟨g_a^A, g_b^B⟩ / √(⟨g_a^A, g_a^B⟩ ⟨g_b^A, g_b^B⟩)"
-    assert found != pytest.approx(documented(one, vectors), rel=1e-2)
+    assert measured != pytest.approx(documented(one, vectors), rel=1e-2)
 
 
 @pytest.mark.parametrize("true", [0.8, 0.0, -0.5])
@@ -70,28 +70,28 @@ def test_noise_does_not_shrink_it_as_it_shrinks_the_plain_cosine(true):
     a = torch.zeros(D)
     b = torch.zeros(D)
     a[0], b[0], b[200] = 10.0, 10 * true, 10 * math.sqrt(1 - true**2)
-    found, plain = [], []
+    measured, plain = [], []
     for seed in range(60):
         pairs = halves_of([a, b], 0.5, seed)  # noise as long as the signal
-        found.append(agreement(pairs).cosine[0, 1])
+        measured.append(half_products(pairs).agreement().cosine[0, 1])
         whole = [torch.cat(x) + torch.cat(y) for x, y in pairs]
         plain.append(torch.nn.functional.cosine_similarity(*whole, dim=0))
-    assert float(torch.stack(found).mean()) == pytest.approx(true, abs=0.06)
+    assert float(torch.stack(measured).mean()) == pytest.approx(true, abs=0.06)
     if true:
         assert abs(float(torch.stack(plain).mean())) < 0.8 * abs(true)
 
 
 def test_noise_alone_is_not_told():
-    found = agreement(halves_of([torch.zeros(D), torch.ones(D)], 1.0, 3))
-    assert float(found.noise[0]) == pytest.approx(D, rel=0.3)
-    if found.signal[0] <= 0:
-        assert math.isnan(found.cosine[0, 1])
-    negative = agreement([([torch.ones(2)], [-torch.ones(2)]), ([torch.ones(2)], [torch.ones(2)])])
+    measured = half_products(halves_of([torch.zeros(D), torch.ones(D)], 1.0, 3)).agreement()
+    assert float(measured.noise[0]) == pytest.approx(D, rel=0.3)
+    if measured.signal[0] <= 0:
+        assert math.isnan(measured.cosine[0, 1])
+    negative = half_products([([torch.ones(2)], [-torch.ones(2)]), ([torch.ones(2)], [torch.ones(2)])]).agreement()
     assert math.isnan(negative.cosine[0, 1]) and float(negative.cosine[1, 1]) == pytest.approx(1)
 
 
 def test_a_parameter_that_one_modality_does_not_reach_counts_as_zero():
     one, none = torch.tensor([3.0, 4.0]), None
-    found = agreement([([one, one], [one, one]), ([none, one], [none, one])])
-    assert found.signal.tolist() == [50.0, 25.0]
-    assert float(found.cosine[0, 1]) == pytest.approx(25 / math.sqrt(50 * 25))
+    measured = half_products([([one, one], [one, one]), ([none, one], [none, one])]).agreement()
+    assert measured.signal.tolist() == [50.0, 25.0]
+    assert float(measured.cosine[0, 1]) == pytest.approx(25 / math.sqrt(50 * 25))

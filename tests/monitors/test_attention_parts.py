@@ -1,4 +1,4 @@
-"""How a row of attention logits and its entropy split by modality, against loops in float64 and known answers."""
+"""Parts of attention logits and entropy by modality, against loops in float64 and known answers."""
 
 import math
 
@@ -23,7 +23,7 @@ PARTS = (
 
 
 def case(seed=0, size=1.5):
-    """Queries and keys, modalities of which the second sequence has only two, and its end padded."""
+    """Queries and keys, modalities, and visible pairs; the second sequence has two modalities and a padded end."""
     random = torch.Generator().manual_seed(seed)
     q, k = (size * torch.randn(B, H, T, K, generator=random) for _ in range(2))
     modality_BT = torch.randint(0, M, (B, T), generator=random)
@@ -73,16 +73,19 @@ def row_by_row(q, k, scale, modality_BT, visible_BTS, softcap):
     return {place: float(np.mean(values)) for place, values in rows.items()}
 
 
-def flat(found):
-    """Ours in the same form; a modality without a row is left out."""
-    values = {(name, a): getattr(found, name).mean[a] for name in PARTS for a in range(M)}
-    values |= {
-        (n, a, b): getattr(found, n)[b].mean[a]
-        for n in ("mass", "offset")
-        for a in range(M)
-        for b in range(M)
-    }
+def flat(statistics):
+    """Our statistics in the same form, without modalities that have no row."""
+    means = by_name(statistics.rows.mean)
+    values = {(name, a): means[name][0, a] for name in PARTS for a in range(M)}
+    values |= {(n, a, b): means[n][b, a] for n in ("mass", "offset") for a in range(M) for b in range(M)}
     return {place: float(value) for place, value in values.items() if not math.isnan(value)}
+
+
+def by_name(rows_FM):
+    """The rows of an `AttentionStatistics` by name; M rows for the offset and the mass."""
+    names = [*PARTS[:4], "offset", *PARTS[4:], "mass"]
+    sizes = [M if name in ("offset", "mass") else 1 for name in names]
+    return dict(zip(names, rows_FM.split(sizes), strict=True))
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -90,9 +93,9 @@ def flat(found):
 def test_the_parts_equal_loops_over_rows(softcap, chunk, monkeypatch):
     monkeypatch.setattr(pairs_module, "CHUNK_ELEMENTS", chunk)
     q, k, modality_BT, visible_BTS = case()
-    found = attention_statistics(q, k, 0.7, Pairs(modality_BT, visible_BTS, M, H), softcap)
+    statistics = attention_statistics(q, k, 0.7, Pairs(modality_BT, visible_BTS, M, H), softcap)
     expected = row_by_row(q, k, 0.7, modality_BT, visible_BTS, softcap)
-    assert flat(found) == {
+    assert flat(statistics) == {
         place: pytest.approx(value, rel=1e-4, abs=1e-5) for place, value in expected.items()
     }
     turned = attention_statistics(q, k, 0.7, Pairs((modality_BT + 1) % M, visible_BTS, M, H), softcap)
@@ -102,7 +105,7 @@ def test_the_parts_equal_loops_over_rows(softcap, chunk, monkeypatch):
 
 
 def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not():
-    """Adding c to every key along a query-parallel direction is a gauge; adding it to one modality's keys is not."""
+    """A constant added to all logits of a row changes the mean only; added to one modality it changes the softmax."""
     q, k, modality_BT, visible_BTS = case()
     q[..., -1] = 2.0  # the last channel of a key adds 2 * it to all logits of that key
     everywhere, one_block = k.clone(), k.clone()
@@ -121,14 +124,16 @@ def test_a_shift_of_a_row_moves_the_mean_alone_and_a_shift_of_a_block_does_not()
 
 
 def test_the_parts_add_up_and_masses_sum_to_one():
-    found = attention_statistics(*case(size=4.0)[:2], 1.0, Pairs(*case()[2:], M, H))
+    statistics = attention_statistics(*case(size=4.0)[:2], 1.0, Pairs(*case()[2:], M, H))
+    sums = by_name(statistics.rows.sum)
     for whole, parts in (
         ("variance", ("offset_variance", "spread_variance")),
         ("entropy", ("block_entropy", "within_entropy")),
     ):
-        total = sum(getattr(found, part).sum for part in parts)
-        torch.testing.assert_close(getattr(found, whole).sum, total, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(sum(m.sum for m in found.mass), found.entropy.count, rtol=1e-5, atol=1e-4)
+        total = sum(sums[part] for part in parts)
+        torch.testing.assert_close(sums[whole], total, rtol=1e-5, atol=1e-4)
+    count = by_name(statistics.rows.count)["entropy"][0]
+    torch.testing.assert_close(sums["mass"].sum(0), count, rtol=1e-5, atol=1e-4)
 
 
 def test_large_logits_on_a_large_mean_keep_their_spread():
@@ -136,22 +141,23 @@ def test_large_logits_on_a_large_mean_keep_their_spread():
     q, k, modality_BT, visible_BTS = case(size=1.0)
     q[..., -1] = 1.0
     k[..., -1] += 1e4
-    found = attention_statistics(q, k, 1.0, Pairs(modality_BT, visible_BTS, M, H))
+    statistics = attention_statistics(q, k, 1.0, Pairs(modality_BT, visible_BTS, M, H))
     expected = row_by_row(q, k, 1.0, modality_BT, visible_BTS, None)
+    variance_M = by_name(statistics.rows.mean)["variance"][0]
     for a in range(M):
-        assert float(found.variance.mean[a]) == pytest.approx(expected["variance", a], rel=1e-2)
+        assert float(variance_M[a]) == pytest.approx(expected["variance", a], rel=1e-2)
 
 
 def test_the_largest_of_many_logits_are_those_of_a_sort():
-    """Of so many pairs that one in a thousand is several, and that most groups of 32 are never sorted."""
+    """With enough pairs that one in a thousand is several, and that most groups of 32 are not sorted."""
     random = torch.Generator().manual_seed(3)
     q, k = (torch.randn(1, 3, 211, 4, generator=random) for _ in range(2))
     modality_BT = torch.randint(0, 2, (1, 211), generator=random)
-    found = attention_statistics(
+    statistics = attention_statistics(
         q, k, 0.5, Pairs(modality_BT, visible_pairs(torch.ones(1, 211, dtype=torch.bool)), 2, 3)
     )
     z = 0.5 * q.double() @ k.double().mT
-    for i, tail in enumerate(found.tail):
+    for i, tail in enumerate(statistics.tail):
         pair_TS = (
             (modality_BT[0] == i // 2)[:, None]
             & (modality_BT[0] == i % 2)
@@ -161,4 +167,4 @@ def test_the_largest_of_many_logits_are_those_of_a_sort():
         assert len(tail) == round(len(whole) / 1000) > 10
         torch.testing.assert_close(tail.double(), whole[: len(tail)], rtol=1e-5, atol=1e-5)
         assert not torch.allclose(tail.double(), whole[1 : len(tail) + 1], rtol=1e-5)
-        assert float(found.max.flatten()[i]) == pytest.approx(float(z[0, :, pair_TS].max()), rel=1e-5)
+        assert float(statistics.max.flatten()[i]) == pytest.approx(float(z[0, :, pair_TS].max()), rel=1e-5)

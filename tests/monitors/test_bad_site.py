@@ -1,4 +1,4 @@
-"""The first number that is not finite is named by what was planted, with its layer and modality."""
+"""The first site that is not finite is described, with its layer and modality."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loss_of(model):
 
 
 def spoil(value, positions):
-    """A forward hook that puts a number into some tokens of what a module returns."""
+    """A forward hook that writes a number into some tokens of a module's output."""
 
     def hook(module, inputs, out):
         out = out.clone()
@@ -48,7 +48,7 @@ def test_a_finite_step_has_none(model):
 
 
 @pytest.mark.parametrize(
-    ("module", "value", "positions", "says"),
+    ("module", "value", "positions", "description"),
     [
         ("blocks.1.attention.w_o", float("nan"), [(0, 2)], "attn_out of layer 1, at image tokens, is NaN"),
         ("blocks.2.mlp", float("inf"), [(0, 0), (1, 1)], "mlp_out of layer 2, at text and image tokens, is infinite"),
@@ -57,9 +57,9 @@ def test_a_finite_step_has_none(model):
         ("final_norm", float("nan"), [(0, 0)], "logits, at text tokens, is NaN"),
     ],
 )  # fmt: skip
-def test_a_planted_site_is_named(model, module, value, positions, says):
+def test_a_planted_site_is_named(model, module, value, positions, description):
     handle = model.get_submodule(module).register_forward_hook(spoil(value, positions))
-    assert first_bad_site(model, BATCH) == says == first_bad_site(model, BATCH, loss_of(model))
+    assert first_bad_site(model, BATCH) == description == first_bad_site(model, BATCH, loss_of(model))
     handle.remove()
     assert first_bad_site(model, BATCH) is None
 
@@ -85,9 +85,9 @@ def test_a_gradient_that_breaks_on_its_way_back_is_named_where_it_does(model):
             out.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(1), torch.inf))
 
     handle = model.blocks[1].attention.w_o.register_forward_hook(plant)
-    # Layer 2 and the MLP of layer 1 are behind it on this way, and finite.
-    said = "the gradient at attn_out of layer 1, at text and image and padding tokens, is infinite"
-    assert first_bad_site(model, BATCH, loss_of(model)) == said
+    # The backward pass reaches layer 2 and the MLP of layer 1 before, and they are finite.
+    description = "the gradient at attn_out of layer 1, at text and image and padding tokens, is infinite"
+    assert first_bad_site(model, BATCH, loss_of(model)) == description
     assert first_bad_site(model, BATCH) is None  # a forward alone does not show it
     handle.remove()
     assert first_bad_site(model, BATCH, loss_of(model)) is None

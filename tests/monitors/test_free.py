@@ -1,4 +1,4 @@
-"""Nearly free: no number goes to the host outside a flush, and the compiled model is left as it is."""
+"""The cost of monitors: no transfer to the host outside a flush, and no recompilation of the model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Methods(TorchFunctionMode):
 
 
 class Transfers:
-    """Counts what makes the host wait for a device, as a context."""
+    """A context that counts operations for which the host waits for the device."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -77,7 +77,7 @@ def batch_of(T: int = 20, B: int = 2):
 
 
 def transfers_of_step(settings: dict, monitor: MonitorConfig | None = None) -> Counter[str]:
-    """Of forward, backward, clipping and update as the training module does them, with what watches them."""
+    """Transfers of forward, backward, clipping and update as in the training module, with its monitors."""
     module, batch = build(settings, CONFIG), batch_of()
     step(module, batch)  # lazily made state
     optimizer = module.trainer.optimizers[0]
@@ -93,7 +93,7 @@ def transfers_of_step(settings: dict, monitor: MonitorConfig | None = None) -> C
 
 
 class Counting(L.Callback):
-    """The transfers of everything between the start of a step's batch and its end, by step. Comes first and last."""
+    """Transfers between the start and the end of a step's batch, by step; the first and last callback."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, int] = {}
@@ -111,7 +111,7 @@ class Counting(L.Callback):
             self._open.__exit__(None, None, None)
 
 
-# No host synchronisation -----------------------------------------------------------------------------------
+# No host synchronization -----------------------------------------------------------------------------------
 
 # torch's AdamW on a CPU fetches its step counts, with or without monitors; on a GPU it is fused or capturable.
 STEP_ITSELF = transfers_of_step({})
@@ -128,7 +128,7 @@ STEP_ITSELF = transfers_of_step({})
 )
 def test_what_watches_a_step_fetches_nothing(settings, monitor):
     assert transfers_of_step(settings, monitor) == STEP_ITSELF
-    # The control: numbers are seen, however they are fetched.
+    # Control: each way to fetch a number is counted.
     with Transfers() as transfers:
         assert len(torch.ones(3).tolist()) == 3 * int(torch.ones(()))
         torch.ones(3).sum().item()
@@ -136,7 +136,7 @@ def test_what_watches_a_step_fetches_nothing(settings, monitor):
 
 
 def transfers_of_run(callbacks: list[L.Callback], steps: int = 9) -> dict[int, int]:
-    """By step, of all that the Trainer and its callbacks do from one batch to the next."""
+    """Transfers by step, of the Trainer and all callbacks."""
     counting = Counting()
     module = module_of(CONFIG)
     trainer = L.Trainer(
@@ -156,7 +156,7 @@ def test_between_two_probes_a_run_fetches_nothing_more():
     assert plain.keys() == watched.keys() == set(range(1, 9))
     more = {step: watched[step] - plain[step] for step in plain}
     assert {step: n for step, n in more.items() if step % 4} == dict.fromkeys((1, 2, 3, 5, 6, 7), 0)
-    # The controls: a flush and a probe do fetch, and a log of every step is seen in every step.
+    # Controls: a flush and a probe transfer, and a log of every step transfers in every step.
     assert more[4] > 0 and more[8] > 0
     every = transfers_of_run([StepLog([1])])
     assert all(every[step] > plain[step] for step in plain)
@@ -181,7 +181,7 @@ def test_a_probe_fetches_before_its_end_only_what_it_needs_once(layers):
 
 @pytest.fixture
 def dynamo():
-    """Its counters, from nothing."""
+    """Its counters, starting at 0."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield torch._dynamo.utils.counters
@@ -189,7 +189,7 @@ def dynamo():
 
 
 def compiled_frames(counters) -> tuple[int, int, int]:
-    """Graphs made, graph breaks, recompilations' causes."""
+    """Compiled graphs, graph breaks, and causes of recompilations."""
     return (
         counters["stats"]["unique_graphs"],
         sum(counters["graph_break"].values()),
@@ -212,7 +212,7 @@ def test_a_compiled_model_stays_one_graph(dynamo, kind):
     fit(module, [toy_batch(seed) for seed in range(6)], callbacks=[monitor, AfterProbes()])
     assert frames[0][:2] == (1, 0)
     assert set(frames) == {frames[0]}  # three probes later: nothing was compiled again
-    # The control: a forward of another kind through the compiled model is seen.
+    # Control: another kind of forward of the compiled model is counted.
     module.model(toy_batch(0, T=7).ids_BT)
     assert compiled_frames(dynamo) != frames[0]
 
@@ -225,5 +225,5 @@ def test_a_compiled_model_is_probed_like_an_eager_one(dynamo):
     assert probe(model, batch).flat() == eager
     with pytest.raises(
         Exception, match=r"(?i)graph break|unsupported|sink|fullgraph"
-    ):  # what a probe keeps away from
+    ):  # what a probe avoids
         model(batch.ids_BT, sink=lambda site, layer, x: print(float(x.sum())))

@@ -1,4 +1,4 @@
-"""Gradient agreement from a batch, and bf16 absorption, against the same written out."""
+"""Gradient agreement of a batch and bf16 absorption, against direct computations."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_agreement_equals_two_backward_passes_written_out(tied):
     assert "grad_signal/text" in found
     assert torch.equal(torch.get_rng_state(), state) and model.training
     assert all(p.grad is None for p in model.parameters())
-    # The control: other halves are other numbers.
+    # Control: other halves give other numbers.
     order = [0, 2, 1, 3, 4]
     other = gradient_agreement(
         model, batch._map(lambda t: t[order] if t.ndim else t), lambda half: parts(model, half)
@@ -120,7 +120,7 @@ def test_absorption_is_that_of_the_stream_that_the_layers_add_to(dtype):
                 both = [getattr(p, part) for p in (a, b)]
                 mean = sum(float(p.sum[m]) for p in both) / sum(float(p.count[m]) for p in both)
                 assert found[f"{statistic}{ending}/{name}/layer0{layer}"] == pytest.approx(mean, rel=1e-6)
-    if dtype == torch.float32:  # the control: a larger stream loses more
+    if dtype == torch.float32:  # control: a larger stream loses more
         with torch.no_grad():
             model.embed.weight.mul_(1000)
         more = residual_absorption(model, batch).flat()

@@ -1,4 +1,4 @@
-"""Statistics of the output softmax, against probabilities written out in float64."""
+"""Statistics of the output softmax against probabilities computed in float64."""
 
 import math
 
@@ -27,7 +27,7 @@ def ours(logits, target, keep):
 
 def test_everything_equals_the_probabilities_written_out():
     logits, target, keep = case()
-    found = ours(logits, target, keep)
+    statistics = ours(logits, target, keep)
     edges = np.cumsum([0, *BLOCKS.values()])
     for m in range(2):
         rows = {"log_z": [], "logit_mean": [], "logit_spread": [], "wrong_mass": []}
@@ -44,16 +44,16 @@ def test_everything_equals_the_probabilities_written_out():
                     for c in range(M):
                         blocks[c].append(math.log(np.exp(y[edges[c] : edges[c + 1]]).sum()))
         for name, values in rows.items():
-            assert float(getattr(found, name).mean[m]) == pytest.approx(
+            assert float(getattr(statistics, name).mean[m]) == pytest.approx(
                 np.mean(values), rel=1e-5, abs=1e-6
             ), name
-            assert float(getattr(found, name).count[m]) == len(values)
+            assert float(getattr(statistics, name).count[m]) == len(values)
         for c in range(M):
-            assert float(found.block_log_z[c].mean[m]) == pytest.approx(
+            assert float(statistics.block_log_z[c].mean[m]) == pytest.approx(
                 np.mean(blocks[c]), rel=1e-5, abs=1e-6
             )
-    assert float(found.log_z.mean[0]) != pytest.approx(float(found.log_z.mean[1]), rel=1e-3)
-    assert float(found.log_z.count[2]) == 0
+    assert float(statistics.log_z.mean[0]) != pytest.approx(float(statistics.log_z.mean[1]), rel=1e-3)
+    assert float(statistics.log_z.count[2]) == 0
 
 
 def test_a_number_added_to_all_logits_is_drift_and_a_factor_is_sharpening():
@@ -74,7 +74,7 @@ def test_a_number_added_to_all_logits_is_drift_and_a_factor_is_sharpening():
 
 def test_equal_logits_have_no_spread_and_their_share_of_wrong_mass():
     _, target, keep = case()
-    found = ours(torch.full((B, T, V), 100.0), target, keep)
+    statistics = ours(torch.full((B, T, V), 100.0), target, keep)
     for m, size in enumerate((7, 4)):
-        assert float(found.logit_spread.mean[m]) == pytest.approx(0, abs=1e-4)
-        assert float(found.wrong_mass.mean[m]) == pytest.approx(1 - size / V, abs=1e-5)
+        assert float(statistics.logit_spread.mean[m]) == pytest.approx(0, abs=1e-4)
+        assert float(statistics.wrong_mass.mean[m]) == pytest.approx(1 - size / V, abs=1e-5)

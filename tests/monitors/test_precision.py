@@ -1,4 +1,4 @@
-"""What bf16 and Adam's epsilon lose, element by element in Python floats, and where the answer is known."""
+"""Losses from bf16 and Adam's epsilon, against Python floats and known answers."""
 
 import math
 
@@ -25,7 +25,7 @@ def test_absorption_equals_rounding_element_by_element():
     x, y = 50 * torch.randn(B, T, D, generator=random), 0.2 * torch.randn(B, T, D, generator=random)
     y[0, 0] = 0.0
     modality = torch.randint(0, M, (B, T), generator=random)
-    found = absorption(x, y, selection(modality, torch.ones(B, T, dtype=torch.bool), M))
+    measured = absorption(x, y, selection(modality, torch.ones(B, T, dtype=torch.bool), M))
     for m in range(M):
         rows = []
         for b in range(B):
@@ -39,14 +39,14 @@ def test_absorption_equals_rounding_element_by_element():
                     dot = sum(e * c for e, c in zip(lost, ys, strict=True))
                     rows.append((math.sqrt(sum(e * e for e in lost) / energy), -dot / energy, gone / energy))
         for name, expected in zip(("error", "bias", "absorbed"), np.mean(rows, axis=0), strict=True):
-            assert float(getattr(found, name).mean[m]) == pytest.approx(expected, rel=1e-5, abs=1e-6), name
-        assert 0.05 < float(found.absorbed.mean[m]) < 1  # the case is one in which something is lost
+            assert float(getattr(measured, name).mean[m]) == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+        assert 0.05 < float(measured.absorbed.mean[m]) < 1  # the case has losses
 
 
 def test_small_on_large_is_absorbed_and_large_on_small_is_not():
     one = torch.ones(1, 1, D)
     everything = torch.ones(1, 1, 1, dtype=torch.bool)
-    lost = absorption(256 * one, 0.4 * one, everything)  # neighbours of 256 in bf16 are 2 apart
+    lost = absorption(256 * one, 0.4 * one, everything)  # neighbors of 256 in bf16 are 2 apart
     assert (float(lost.absorbed.mean), float(lost.error.mean), float(lost.bias.mean)) == pytest.approx(
         (1, 1, 1)
     )
@@ -57,7 +57,7 @@ def test_small_on_large_is_absorbed_and_large_on_small_is_not():
 def test_share_below_epsilon():
     v = torch.tensor([1e-18, 1e-14, 1e-10, 4e-16])
     assert float(below_epsilon(v, 10**6, 0.95, 1e-8)) == pytest.approx(0.25)
-    # After one step v is (1 - beta2) g^2: the correction is what makes it g^2.
+    # After one step v is (1 - beta2) g^2: the bias correction makes it g^2.
     assert float(below_epsilon(0.05 * torch.tensor([4e-16, 0.25e-16]), 1, 0.95, 1e-8)) == pytest.approx(0.5)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmqk.analysis.formatting import count
-from mmqk.monitors.third_party.introduce import introduction
 from mmqk.monitors.third_party.layers import Layers
+from mmqk.monitors.third_party.summary import summary_line
 from mmqk.store.alarms.probes import Growth
 from mmqk.store.formatting import percent, plain
 
@@ -42,7 +42,7 @@ def test_a_share_is_said_in_per_cent(share, said):
 
 
 def line(seconds: float, step: float, every: int) -> str:
-    return introduction(Layers([], [], 0), {"text": 8}, [], seconds, [step], every)
+    return summary_line(Layers([], [], 0), {"text": 8}, [], seconds, [step], every)
 
 
 def test_the_cost_of_a_probe_is_written_out():

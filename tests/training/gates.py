@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mmqk.ablation.pool import PRELOAD, start_server
 
-SECONDS = 300.0
+SECONDS = 1800.0
 
 
 def wait_for(there: Callable[[], object]) -> None:

@@ -80,7 +80,7 @@ def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> 
     process = subprocess.Popen(
         [sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE
     )
-    for _ in range(1200):
+    for _ in range(36_000):  # half an hour, against hanging for ever
         if (out / f"checkpoints/step{after_step:08d}.ckpt").exists() or process.poll() is not None:
             break
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Adapters for model families, and the search for the one that fits a model."""
+"""Adapters for model families."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import re
 
 from torch import nn
 
-from mmqk.monitors.adapters import timm, transformers
 from mmqk.monitors.adapters.adapter import Adapter, Site
+from mmqk.monitors.adapters.families import ADAPTERS
 
 __all__ = ["Adapter", "Site", "adapter_for"]
 
 
 def adapter_for(model: nn.Module) -> Adapter | None:
-    """The adapter for the layers of a transformers or timm model, or None."""
+    """The adapter for the layer class of a transformers or timm model, or None."""
     names = {f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()}
-    for adapter in (*transformers.ADAPTERS, *timm.ADAPTERS):
-        if any(re.fullmatch(adapter.layer, name) for name in names):
-            return adapter
-    return None
+    fitting = (a for a in ADAPTERS if any(re.fullmatch(a.layer, name) for name in names))
+    return next(fitting, None)

@@ -20,10 +20,10 @@ class Agreement:
     """Gradient statistics of M modalities over a group of parameters.
 
     Attributes:
-        cosine: ``(<g_a^A, g_b^B> + <g_b^A, g_a^B>) / 2 / sqrt(<g_a^A, g_a^B> <g_b^A, g_b^B>)``, (M, M). Either
-            product of the numerator has the same mean; their average has less noise and does not depend on which half
-            is A. An estimate of the true gradients' cosine that noise does not shrink; it can leave [-1, 1], and is
-            NaN if a signal is not above 0: the batch is then too small for an estimate.
+        cosine: ``(<g_a^A, g_b^B> + <g_b^A, g_a^B>) / 2 / sqrt(<g_a^A, g_a^B> <g_b^A, g_b^B>)``, (M, M): an estimate
+            of the true gradients' cosine that noise does not shrink. Both products of the numerator have the same
+            mean; their average has less noise and does not depend on which half is A. It can leave [-1, 1], and it
+            is NaN if a signal is not above 0: the batch is then too small for an estimate.
         signal: ``<g^A, g^B>``, an unbiased estimate of the squared length of the true gradient, (M,).
         noise: ``|g^A - g^B|^2 / 2``, an estimate of the variance of a half's gradient, (M,).
     """
@@ -49,7 +49,7 @@ class HalfProducts:
         return HalfProducts(self.cross_MM + other.cross_MM, self.noise + other.noise)
 
     def agreement(self) -> Agreement:
-        """Signal, noise and agreement of the modalities over these parameters."""
+        """Cosine, signal and noise of the modalities over these parameters."""
         signal = self.cross_MM.diagonal()
         length = signal.clamp_min(0).sqrt()
         cosine = (self.cross_MM + self.cross_MM.T) / 2 / (length[:, None] * length)
@@ -58,20 +58,15 @@ class HalfProducts:
 
 
 def half_products(halves: Sequence[tuple[Gradients, Gradients]]) -> HalfProducts:
-    """Products across halves of one group of parameters, in fp64; arguments as of `agreement`."""
-    M = len(halves)
-    flat = [tuple(_flat(half, halves) for half in pair) for pair in halves]
-    cross_MM = torch.stack([torch.stack([flat[a][0] @ flat[b][1] for b in range(M)]) for a in range(M)])
-    return HalfProducts(cross_MM, torch.stack([(a - b).square().sum() / 2 for a, b in flat]))
-
-
-def agreement(halves: Sequence[tuple[Gradients, Gradients]]) -> Agreement:
-    """Signal, noise and agreement of the modalities' gradients.
+    """Products across halves of one group of parameters, in fp64.
 
     Args:
         halves: for each modality its gradients on half A and on half B, each normalized by its own half's targets.
     """
-    return half_products(halves).agreement()
+    M = len(halves)
+    flat = [tuple(_flat(half, halves) for half in pair) for pair in halves]
+    cross_MM = torch.stack([torch.stack([flat[a][0] @ flat[b][1] for b in range(M)]) for a in range(M)])
+    return HalfProducts(cross_MM, torch.stack([(a - b).square().sum() / 2 for a, b in flat]))
 
 
 def _flat(half: Gradients, halves: Sequence[tuple[Gradients, Gradients]]) -> Tensor:

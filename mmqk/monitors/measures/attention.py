@@ -12,22 +12,29 @@ import torch
 from torch import Tensor
 
 from mmqk.monitors.measures.pairs import Chunk, Pairs
-from mmqk.monitors.measures.reduce import Moments, sum_of_squares
+from mmqk.monitors.measures.reduce import Sums, sum_of_squares
 
-TAIL = 1e-3
+TAIL = 1e-3  # share of the pairs above the p999 logit
 GROUP = 32
-ROW_LOGITS = ("mean", "variance", "offset_variance", "spread_variance")
-ROW_WEIGHTS = ("entropy", "block_entropy", "within_entropy")
 
 
 @dataclass(frozen=True)
 class AttentionStatistics:
     """Statistics of one layer over all heads. Logits are raw: after scale and QK-Norm, before cap and mask.
 
-    Statistics of rows (queries) leave out rows that see fewer than 8 keys. A row's logits are
-    ``z_ij = mean_i + offset_i,block(j) + rest_ij``: the softmax does not depend on the mean, the offsets move
-    attention between key modalities, and the rest sharpens it within one. Variances add up exactly:
-    ``variance = offset_variance + spread_variance``. So do entropies: ``entropy = block_entropy + within_entropy``.
+    A row is a query; rows that see fewer than 8 keys are left out. A block is the keys of one modality. A row's
+    logits are ``z_ij = mean_i + offset_i,block(j) + rest_ij``: the softmax does not depend on the mean, the offsets
+    move attention between key modalities, and the rest sharpens it within one.
+
+    ``rows`` has F = 7 + 2 M statistics by query modality, (F, M):
+
+    - mean and variance of the row's logits
+    - variance of the row's offsets, weighted by keys, and variance of the logits about the mean of their block; the
+      two add up to the variance
+    - M offsets: mean of a block minus mean of the row
+    - entropy of the weights in nats, entropy of the masses of the blocks, and entropy within a block weighted by its
+      mass; the last two add up to the first
+    - M masses: sum of the weights in a block
 
     Attributes:
         count: visible pairs by query and key modality, (M, M).
@@ -38,16 +45,7 @@ class AttentionStatistics:
         rank: participation ratio of each attention matrix (`attention_rank`), (H, B); None if the matrices are too
             large for one chunk.
         square: sum of the squared logits, by query and key modality and head, (M, M, H).
-        rows: all statistics below in one, (F, M): those of logits, then those of weights.
-        mean: of a row's logits, by query modality.
-        variance: of a row's logits, by query modality.
-        offset_variance: of its block offsets, each weighted by its keys, by query modality.
-        spread_variance: of its logits about the mean of their own block, by query modality.
-        offset: of a key block's mean from the row's mean, by query modality, one for each key modality.
-        entropy: of the attention row, nats, by query modality.
-        block_entropy: of the row's masses on the key blocks, nats, by query modality.
-        within_entropy: the entropy within each block weighted by its mass, nats.
-        mass: attention weight on a key block, by query modality, one for each key modality.
+        rows: the statistics of the rows.
     """
 
     count: Tensor
@@ -56,20 +54,11 @@ class AttentionStatistics:
     tail: list[Tensor]
     rank: Tensor | None
     square: Tensor
-    rows: Moments
-    mean: Moments
-    variance: Moments
-    offset_variance: Moments
-    spread_variance: Moments
-    offset: tuple[Moments, ...]
-    entropy: Moments
-    block_entropy: Moments
-    within_entropy: Moments
-    mass: tuple[Moments, ...]
+    rows: Sums
 
 
 def exceeded_by_one_in_a_thousand(tail_NP: Tensor, count_P: Tensor) -> Tensor:
-    """(P,): for each of P kinds of pairs, the logit that one in a thousand of its `count` exceeds or equals."""
+    """(P,): for each of P kinds of pairs, the logit that one in a thousand of its ``count_P`` pairs reaches."""
     place_P = (count_P * TAIL).round().clamp(min=1, max=len(tail_NP)).long() - 1
     return tail_NP.sort(dim=0, descending=True).values.gather(0, place_P[None])[0]
 
@@ -92,11 +81,11 @@ def attention_statistics(
     tail = [max(1, round(n * H * TAIL)) for n in pairs.counts_everywhere]
     largest: list[list[Tensor]] = [[] for _ in tail]
     signed: list[list[Tensor]] = [[] for _ in tail]
-    rows: Moments | None = None
+    rows: Sums | None = None
     rank_HB: Tensor | None = None
     square_MMH = q_HBTK.new_zeros(M, M, H)
     for chunk in pairs.chunks:
-        logits_HBCS = q_HBTK[:, :, chunk.rows] @ k_HBSK[:, :, : chunk.of_key_BMS.shape[2]].mT
+        logits_HBCS = q_HBTK[:, :, chunk.rows] @ k_HBSK[:, :, : chunk.key_BMS.shape[2]].mT
         for i, places in enumerate(chunk.places):
             if len(places):
                 values_HN = logits_HBCS.flatten(1).index_select(1, places)
@@ -106,10 +95,12 @@ def attention_statistics(
         if weight_HBCS.shape[2] == q_HBTK.shape[2]:
             rank_HB = participation(chunk.mask.zero_(weight_HBCS), pairs.reach)
         square_MMH = square_MMH + _by_query(square_HBMC, chunk.queries_MBC)
-        chunk_rows = _moments(values_FHBC, chunk)
+        selected_FMHBC = chunk.selected_FMBC[:, :, None]
+        # No product, which would spread a NaN to other modalities.
+        selected_values = torch.where(selected_FMHBC, values_FHBC[:, None], 0.0)
+        chunk_rows = Sums(chunk.count_FM * H, selected_values.sum((2, 3, 4)))
         rows = chunk_rows if rows is None else rows + chunk_rows
     assert rows is not None
-    one = [Moments(*of) for of in zip(rows.count, rows.sum, rows.sum_sq, rows.max, strict=True)]
     none = q_HBTK.new_full((), -torch.inf)
     tops = [_merged(parts, n, none) for parts, n in zip(largest, tail, strict=True)]
     return AttentionStatistics(
@@ -120,47 +111,43 @@ def attention_statistics(
         rank=rank_HB,
         square=square_MMH,
         rows=rows,
-        **dict(zip(ROW_LOGITS, one[:4], strict=True)),
-        offset=tuple(one[4 : 4 + M]),
-        **dict(zip(ROW_WEIGHTS, one[4 + M : 7 + M], strict=True)),
-        mass=tuple(one[7 + M :]),
     )
 
 
 def _largest(values_N: Tensor, n: int) -> Tensor:
-    """The n largest (or all) of some numbers in descending order, exactly.
+    """The n largest values (or all) in descending order, exactly.
 
-    They lie in the n groups with the largest maxima, so that few numbers have to be sorted.
+    They are in the n groups with the largest maxima, so that few values have to be sorted.
     """
     grouped = len(values_N) - len(values_N) % GROUP
     groups_GX = values_N[:grouped].view(-1, GROUP)
     best = groups_GX.amax(1).topk(min(n, len(groups_GX))).indices
-    few = torch.cat([groups_GX.index_select(0, best).flatten(), values_N[grouped:]])
-    return few.topk(min(n, len(few))).values
+    candidates = torch.cat([groups_GX.index_select(0, best).flatten(), values_N[grouped:]])
+    return candidates.topk(min(n, len(candidates))).values
 
 
 def _merged(parts: list[Tensor], n: int, none: Tensor) -> Tensor:
-    """The n largest of some parts in descending order, filled up with -inf if other ranks have more."""
+    """The n largest values of the parts in descending order, padded with -inf if other ranks have more."""
     if len(parts) == 1 and len(parts[0]) == n:
         return parts[0]
     return torch.cat([*parts, none.expand(n)]).topk(n).values
 
 
 def _rows(logits_HBCS: Tensor, chunk: Chunk, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The F statistics of every row, in the order of `AttentionStatistics.rows`, sums of squares by block, weights.
+    """The F statistics of every row (`AttentionStatistics`), sums of squared logits by block, and the weights.
 
-    Few passes over the T x T numbers, and in place, since they take most of a probe's time. Overwrites the logits.
+    It overwrites the logits and makes few passes over the T x T values, which take most of a probe's time.
     """
-    of_key_BMS, n_BMC, share_BMC = chunk.of_key_BMS, chunk.n_BMC, chunk.share_BMC
+    key_BMS, divisor_BMC, share_BMC = chunk.key_BMS, chunk.divisor_BMC, chunk.share_BMC
     H, B, C, S = logits_HBCS.shape
     raw = chunk.mask.zero_(logits_HBCS)
-    rough_HBMC = of_key_BMS @ raw.mT / n_BMC
-    # Again relative to the first estimate, and in fp64: else a mean of 10,000 hides a spread of 1.
-    of_key_XMS = of_key_BMS.expand(H, -1, -1, -1).flatten(0, 1)
-    rest_XCS = torch.baddbmm(raw.flatten(0, 1), rough_HBMC.flatten(0, 1).mT, of_key_XMS, alpha=-1)
+    rough_HBMC = key_BMS @ raw.mT / divisor_BMC
+    # The mean again, relative to the first estimate and in fp64: else a mean of 10,000 hides a spread of 1.
+    key_XMS = key_BMS.expand(H, -1, -1, -1).flatten(0, 1)
+    rest_XCS = torch.baddbmm(raw.flatten(0, 1), rough_HBMC.flatten(0, 1).mT, key_XMS, alpha=-1)
     rest = chunk.mask.zero_(rest_XCS.view(H, B, C, S))
-    fine_HBMC = of_key_BMS @ rest.mT / n_BMC
-    spread_HBMC = (of_key_BMS @ rest.square_().mT / n_BMC - fine_HBMC.square()).clamp_min(0)
+    fine_HBMC = key_BMS @ rest.mT / divisor_BMC
+    spread_HBMC = (key_BMS @ rest.square_().mT / divisor_BMC - fine_HBMC.square()).clamp_min(0)
     block_HBMC = rough_HBMC.double() + fine_HBMC
     mean_HBC = (share_BMC * block_HBMC).sum(2)
     offset_HBMC = (block_HBMC - mean_HBC[:, :, None]).float()
@@ -172,14 +159,14 @@ def _rows(logits_HBCS: Tensor, chunk: Chunk, softcap: float | None) -> tuple[Ten
     shifted = raw.add_(chunk.mask.fill)
     shifted -= shifted.amax(-1, keepdim=True)  # else large logits cancel in the entropy
     weight = torch.softmax(shifted, -1, out=rest)
-    mass_HBMC = of_key_BMS @ weight.mT
+    mass_HBMC = key_BMS @ weight.mT
     log_z_HBC = -weight.amax(-1).log()
     entropy_HBC = log_z_HBC - shifted.mul_(weight).sum(-1)
     block_entropy_HBC = torch.special.entr(mass_HBMC).sum(2)
     logits = [mean_HBC.float(), offset_variance_HBC + spread_HBC, offset_variance_HBC, spread_HBC]
     weights = [entropy_HBC, block_entropy_HBC, entropy_HBC - block_entropy_HBC]
     values_FHBC = torch.stack([*logits, *offset_HBMC.unbind(2), *weights, *mass_HBMC.unbind(2)])
-    return values_FHBC, chunk.sees_BMC * (spread_HBMC + block_HBMC.float().square()), weight
+    return values_FHBC, chunk.visible_BMC * (spread_HBMC + block_HBMC.float().square()), weight
 
 
 def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Tensor:
@@ -197,17 +184,4 @@ def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Te
 
 def _by_query(sums_HBMC: Tensor, queries_MBC: Tensor) -> Tensor:
     """(M, M, H): sums of each key modality, by query modality."""
-    mine_MHBMC = torch.where(queries_MBC[:, None, :, None], sums_HBMC, 0.0)
-    return mine_MHBMC.sum((2, 4)).transpose(1, 2)
-
-
-def _moments(values_FHBC: Tensor, chunk: Chunk) -> Moments:
-    """Moments (F, M) of F statistics, each over its selected rows."""
-    selected, values = chunk.selected_FMBC[:, :, None], values_FHBC[:, None]
-    kept = torch.where(selected, values, 0.0)  # no product, which would spread a NaN to other modalities
-    return Moments(
-        count=chunk.count_FM * values_FHBC.shape[1],
-        sum=kept.sum((2, 3, 4)),
-        sum_sq=kept.square_().sum((2, 3, 4)),
-        max=torch.where(selected, values, -torch.inf).amax((2, 3, 4)),
-    )
+    return torch.where(queries_MBC[:, None, :, None], sums_HBMC, 0.0).sum((2, 4)).transpose(1, 2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmqk.monitors.measures.reduce import Moments, moments
+from mmqk.monitors.measures.reduce import Sums, sums
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,17 @@ class OutputStatistics:
 
     Attributes:
         log_z: log Z of the softmax, nats.
-        logit_mean: mean logit over the vocabulary; adding a constant to all logits changes only this.
-        logit_spread: log Z less log V less the mean: 0 for equal logits.
-        block_log_z: log Z of one modality's ids alone, one for each modality.
-        wrong_mass: probability on ids of other modalities than the target's.
+        logit_mean: mean logit over the vocabulary; a constant added to all logits changes only this and log_z.
+        logit_spread: log Z - log V - mean logit; 0 for equal logits.
+        block_log_z: log Z over the ids of one modality, for each modality.
+        wrong_mass: probability of ids outside the target's modality.
     """
 
-    log_z: Moments
-    logit_mean: Moments
-    logit_spread: Moments
-    block_log_z: tuple[Moments, ...]
-    wrong_mass: Moments
+    log_z: Sums
+    logit_mean: Sums
+    logit_spread: Sums
+    block_log_z: tuple[Sums, ...]
+    wrong_mass: Sums
 
 
 def output_statistics(
@@ -48,17 +48,17 @@ def output_statistics(
     mean_BT = logits_BTV.mean(-1)
     block_BTM = torch.stack([_log_z(part) for part in logits_BTV.split(list(vocab_sizes.values()), -1)], -1)
     log_z_BT = block_BTM.logsumexp(-1)
-    own_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]
+    target_block_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]  # log Z of the target's modality
     log_v = math.log(logits_BTV.shape[-1])
     return OutputStatistics(
-        log_z=moments(log_z_BT, selected_MBT),
-        logit_mean=moments(mean_BT, selected_MBT),
-        logit_spread=moments(log_z_BT - log_v - mean_BT, selected_MBT),
-        block_log_z=tuple(moments(block_BTM[..., m], selected_MBT) for m in range(len(vocab_sizes))),
-        wrong_mass=moments(-torch.expm1(own_BT - log_z_BT), selected_MBT),
+        log_z=sums(log_z_BT, selected_MBT),
+        logit_mean=sums(mean_BT, selected_MBT),
+        logit_spread=sums(log_z_BT - log_v - mean_BT, selected_MBT),
+        block_log_z=tuple(sums(block_BTM[..., m], selected_MBT) for m in range(len(vocab_sizes))),
+        wrong_mass=sums(-torch.expm1(target_block_BT - log_z_BT), selected_MBT),
     )
 
 
 def _log_z(logits_BTV: Tensor) -> Tensor:
-    """`logsumexp`, in half its time: log_softmax is one fused pass."""
+    """`logsumexp` in half the time, since log_softmax is one fused pass."""
     return logits_BTV.amax(-1) - torch.log_softmax(logits_BTV, -1).amax(-1)

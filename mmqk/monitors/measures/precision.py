@@ -1,4 +1,4 @@
-"""Losses from low precision: rounded additions to a bf16 residual stream, and steps below Adam's epsilon."""
+"""Effects of low precision: rounding in a bf16 residual stream, steps below Adam's epsilon, sizes of updates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmqk.monitors.measures.reduce import Moments, moments
+from mmqk.monitors.measures.reduce import Sums, sums
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Absorption:
     Attributes:
         error: ``|e| / |y|``; at 1 the addition is noise.
         bias: ``-<e, y> / |y|^2``: the share of y that is lost along y; negative if rounding increases it.
-        absorbed: share of y's energy in channels where ``bf16(x + y) == x``, which the addition does not change.
+        absorbed: share of ``|y|^2`` in channels where ``bf16(x + y) == x``, which the addition does not change.
     """
 
-    error: Moments
-    bias: Moments
-    absorbed: Moments
+    error: Sums
+    bias: Sums
+    absorbed: Sums
 
 
 def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption:
@@ -40,11 +40,11 @@ def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption
     rounded = (x + y).bfloat16().double()
     lost = rounded - x - y
     energy_BT = y.square().sum(-1)
-    kept_MBT = selected_MBT & (energy_BT > 0)
+    nonzero_MBT = selected_MBT & (energy_BT > 0)
     return Absorption(
-        error=moments((lost.square().sum(-1) / energy_BT).sqrt(), kept_MBT),
-        bias=moments(-(lost * y).sum(-1) / energy_BT, kept_MBT),
-        absorbed=moments(torch.where(rounded == x, y.square(), 0.0).sum(-1) / energy_BT, kept_MBT),
+        error=sums((lost.square().sum(-1) / energy_BT).sqrt(), nonzero_MBT),
+        bias=sums(-(lost * y).sum(-1) / energy_BT, nonzero_MBT),
+        absorbed=sums(torch.where(rounded == x, y.square(), 0.0).sum(-1) / energy_BT, nonzero_MBT),
     )
 
 

@@ -1,7 +1,7 @@
 """Reductions by modality. Shapes: B batch, H heads, T query tokens, S key tokens, M modalities.
 
-A statistic is stored as (count, sum, sum of squares, max), so that parts add up exactly. An absent modality has
-count 0.
+A mean is stored as its count and sum, so that the parts of several chunks, heads or ranks add up exactly. An absent
+modality has count 0.
 """
 
 from __future__ import annotations
@@ -13,21 +13,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Count, sum, sum of squares and maximum of one statistic for each modality, (M,) each, fp32."""
+class Sums:
+    """Count and sum of one statistic for each modality, (M,) each, fp32."""
 
     count: Tensor
     sum: Tensor
-    sum_sq: Tensor
-    max: Tensor
 
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.count + other.count,
-            self.sum + other.sum,
-            self.sum_sq + other.sum_sq,
-            torch.maximum(self.max, other.max),
-        )
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.count + other.count, self.sum + other.sum)
 
     @property
     def mean(self) -> Tensor:
@@ -35,26 +28,23 @@ class Moments:
         return self.sum / self.count
 
 
-def selection(modality_BT: Tensor, keep_BT: Tensor, n_modalities: int) -> Tensor:
-    """(M, B, T) bool: the kept tokens of each modality. A token has at most one modality."""
+def selection(modality_BT: Tensor, valid_BT: Tensor, n_modalities: int) -> Tensor:
+    """(M, B, T) bool: the valid tokens of each modality. A token has at most one modality."""
     modality_M11 = torch.arange(n_modalities, device=modality_BT.device)[:, None, None]
-    return (modality_BT == modality_M11) & keep_BT
+    return (modality_BT == modality_M11) & valid_BT
 
 
-def moments(values_BHT: Tensor, selected_MBT: Tensor) -> Moments:
-    """Moments by modality of one number for each head and token (a missing H is one head)."""
+def sums(values_BHT: Tensor, selected_MBT: Tensor) -> Sums:
+    """Count and sum by modality of one number for each head and token (a missing H is one head)."""
     values = values_BHT.float() if values_BHT.ndim == 3 else values_BHT.float()[:, None]
     selected_MBHT = selected_MBT[:, :, None].expand(-1, -1, values.shape[1], -1)
     # torch.where, since a product would spread a NaN from another modality's token.
-    kept = torch.where(selected_MBHT, values, 0.0)
-    return Moments(
+    return Sums(
         count=selected_MBHT.sum(dim=(1, 2, 3)).float(),
-        sum=kept.sum(dim=(1, 2, 3)),
-        sum_sq=kept.square().sum(dim=(1, 2, 3)),
-        max=torch.where(selected_MBHT, values, -torch.inf).amax(dim=(1, 2, 3)),
+        sum=torch.where(selected_MBHT, values, 0.0).sum(dim=(1, 2, 3)),
     )
 
 
 def sum_of_squares(matrices: Tensor) -> Tensor:
-    """Sum of squares of each matrix (last two axes) without a copy; by rows, for fp32 accuracy."""
+    """Sum of squares of each matrix (last two axes), without a copy; row by row, which is more accurate in fp32."""
     return torch.linalg.vector_norm(matrices, dim=-1).square().sum(-1)

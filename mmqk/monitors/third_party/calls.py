@@ -1,6 +1,6 @@
-"""One attention call of a third-party model, read from the arguments of the attention function that the model calls.
+"""One attention call of a third-party model, read from the arguments of the attention function.
 
-This file reads torch's scaled_dot_product_attention and flex_attention, and transformers' eager attention.
+This file reads torch's scaled_dot_product_attention and flex_attention, and the eager attention of transformers.
 
 Shapes: B batch, H query heads, G key heads, T query tokens, S key tokens, K head_dim.
 """
@@ -19,12 +19,12 @@ from torch import Tensor
 MASKED = -9999.0
 
 
-class Unread(Exception):
-    """A call that cannot be measured; the message is the reason, printed with the path of the module."""
+class NotMeasured(Exception):
+    """An attention call cannot be measured; the message is the reason, printed with the module's path."""
 
 
-class Elsewhere(Unread):
-    """A call over tokens without a declared side, such as cross-attention or an image encoder."""
+class OtherTokens(NotMeasured):
+    """The tokens of an attention call belong to no declared side, as in cross-attention or an image encoder."""
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Call:
         scale: factor on the dot product.
         mask: bool, broadcasts to (B, H, T, S), True where a query sees a key; None if every query sees every key.
         softcap: cap c on the logits z: c tanh(z / c); None for no cap.
-        shaped: function of (logits of one head (B, T, S), head number) that adds a bias or applies a score_mod, after
-            the cap and before the softmax; None if there is none.
+        score_mod: function of (logits of one head (B, T, S), head number) that adds a bias or applies the score_mod
+            of flex_attention, after the cap and before the softmax; None if there is none.
         no_weights: why the attention weights cannot be computed; None if they can.
         weights_BHTS: the weights that the call returned, to compare with the computed ones; None if it returned none.
     """
@@ -50,7 +50,7 @@ class Call:
     scale: float
     mask: Tensor | None = None
     softcap: float | None = None
-    shaped: Callable[[Tensor, int], Tensor] | None = None
+    score_mod: Callable[[Tensor, int], Tensor] | None = None
     no_weights: str | None = None
     weights_BHTS: Tensor | None = None
 
@@ -59,19 +59,19 @@ class Call:
         times = self.q_BHTK.shape[1] // tensor_BGSK.shape[1]
         return tensor_BGSK if times == 1 else tensor_BGSK.repeat_interleave(times, 1)
 
-    def logits(self, head: int, rows: slice = slice(None)) -> Tensor:
+    def softmax_input(self, head: int, rows: slice = slice(None)) -> Tensor:
         """Input of one head's softmax, before the mask: fp32, (B, T, S)."""
         q, k = self.q_BHTK[rows, head].float(), self.expanded(self.k_BGSK)[rows, head].float()
         z_BTS = self.scale * q @ k.transpose(-1, -2)
         if self.softcap is not None:
             z_BTS = self.softcap * torch.tanh(z_BTS / self.softcap)
-        return z_BTS if self.shaped is None else self.shaped(z_BTS, head)
+        return z_BTS if self.score_mod is None else self.score_mod(z_BTS, head)
 
     def output(self) -> Tensor:
         """Dense attention, (B, H, T, K), for kernels that do not take fp32; 0 in a row without visible keys."""
         v_BHSK, out = self.expanded(self.v_BGSK).float(), []
         for head in range(self.q_BHTK.shape[1]):
-            z_BTS = self.logits(head)
+            z_BTS = self.softmax_input(head)
             if self.mask is not None:
                 z_BTS = z_BTS.masked_fill(~of_head(self.mask, head), -torch.inf)
             out.append(torch.nan_to_num(z_BTS.softmax(-1)) @ v_BHSK[:, head])
@@ -104,24 +104,24 @@ def of_sdpa(
     Inputs with three axes are read as (B * H, T, K), B outermost, the layout of `torch.nn.MultiheadAttention`.
     """
     if query.is_nested:
-        raise Unread("a nested tensor")
+        raise NotMeasured("its queries are a nested tensor")
     if query.ndim == 3 and rows and query.shape[0] % rows == 0:
         query, key, value = (x.unflatten(0, (rows, -1)) for x in (query, key, value))
         if isinstance(attn_mask, Tensor) and attn_mask.ndim == 3 and attn_mask.shape[0] > 1:
             attn_mask = attn_mask.unflatten(0, (rows, -1))
     if query.ndim != 4:
-        raise Unread(f"queries of shape {tuple(query.shape)}")
+        raise NotMeasured(f"its queries have shape {tuple(query.shape)}")
     call = Call(query, key, value, query.shape[-1] ** -0.5 if scale is None else float(scale))
     T, S = query.shape[2], key.shape[2]
     if is_causal or type(attn_mask).__name__ == "CausalBias":
         call.mask = causal_mask(T, S, query.device)
     elif attn_mask is not None:
-        _mask(call, attn_mask)
+        _set_mask(call, attn_mask)
     return call
 
 
-def _mask(call: Call, mask: Tensor) -> None:
-    """Set the call's mask from a bool mask or an additive one; the finite part of an additive mask is a bias."""
+def _set_mask(call: Call, mask: Tensor) -> None:
+    """Set the call's mask from a bool or an additive mask; values of an additive mask above -9999 are a bias."""
     while mask.ndim < 4:
         mask = mask[None]
     if mask.dtype == torch.bool:
@@ -130,7 +130,7 @@ def _mask(call: Call, mask: Tensor) -> None:
     call.mask = mask > MASKED
     bias = mask.float().masked_fill(~call.mask, 0.0)
     if bias.any():
-        call.shaped = lambda z_BTS, head: z_BTS + of_head(bias, head)
+        call.score_mod = lambda z_BTS, head: z_BTS + of_head(bias, head)
 
 
 def of_flex(
@@ -144,9 +144,9 @@ def of_flex(
     *rest: Any,
     **ignored: Any,
 ) -> Call:
-    """Read a call of the operator behind `flex_attention`; the last entry of its block mask is the mask_mod.
+    """Read a call of the operator that `flex_attention` calls; the last entry of its block mask is the mask_mod.
 
-    The logits are those before the score_mod. Where the score_mod returns -inf, the key is masked.
+    The logits are those before the score_mod. A key is masked where the score_mod returns -inf.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -157,7 +157,7 @@ def of_flex(
         return call
     call.mask = call.mask & flex.create_mask(score_mod, B, H, T, S, device=device)
     try:
-        # Without it, indexing a captured tensor fails under vmap. It is private and may move between torch versions.
+        # Without it, a score_mod that indexes a tensor fails under vmap. It is private and may move between versions.
         from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex as indexing
     except ImportError:
         indexing = contextlib.nullcontext  # type: ignore[assignment,misc]
@@ -165,7 +165,7 @@ def of_flex(
     over_ts = torch.vmap(over_s, (0, None, None, 0, None))
     over_bts = torch.vmap(over_ts, (0, 0, None, None, None))
 
-    def shaped(z_BTS: Tensor, head: int) -> Tensor:
+    def of_one_head(z_BTS: Tensor, head: int) -> Tensor:
         h, t, s = (
             torch.tensor(head, device=device),
             torch.arange(T, device=device),
@@ -174,7 +174,7 @@ def of_flex(
         with indexing():
             return over_bts(z_BTS, torch.arange(len(z_BTS), device=device), h, t, s)
 
-    call.shaped = shaped
+    call.score_mod = of_one_head
     return call
 
 
@@ -195,10 +195,10 @@ def of_transformers(
     call = Call(query, key, value, query.shape[-1] ** -0.5 if scaling is None else float(scaling))
     call.softcap = softcap
     if s_aux is not None or getattr(module, "sinks", None) is not None:
-        call.no_weights = "attention sinks"
+        call.no_weights = "it has attention sinks"
     if attention_mask is not None:
-        _mask(call, attention_mask[..., : key.shape[2]])
+        _set_mask(call, attention_mask[..., : key.shape[2]])
     if position_bias is not None:
-        before, bias = call.shaped, position_bias.float()
-        call.shaped = lambda z_BTS, head: (before(z_BTS, head) if before else z_BTS) + of_head(bias, head)
+        mask_bias, bias = call.score_mod, position_bias.float()
+        call.score_mod = lambda z, head: (mask_bias(z, head) if mask_bias else z) + of_head(bias, head)
     return call

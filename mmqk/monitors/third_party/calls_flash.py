@@ -1,4 +1,4 @@
-"""Attention calls of the flash_attn package, of torch's varlen_attn, and of transformers' interface to flash_attn.
+"""Reads attention calls of the flash_attn package, of torch's varlen_attn, and of transformers' flash attention.
 
 Shapes: B batch, H query heads, G key heads, T tokens, K head_dim; packed calls have one axis for all B * T tokens.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmqk.monitors.third_party.calls import Call, Unread
+from mmqk.monitors.third_party.calls import Call, NotMeasured
 
 
 def of_flash(
@@ -28,9 +28,9 @@ def of_flash(
     *rest: Any,
     **ignored: Any,
 ) -> Call:
-    """Read ``flash_attn::_flash_attn_forward``, the operator behind flash_attn_func and its variants."""
+    """Read ``flash_attn::_flash_attn_forward``, the operator that flash_attn_func and its variants call."""
     if q_BTHK.shape[1] != k_BTGK.shape[1]:
-        raise Unread(f"{q_BTHK.shape[1]} queries but {k_BTGK.shape[1]} keys")
+        raise NotMeasured(f"it has {q_BTHK.shape[1]} queries but {k_BTGK.shape[1]} keys")
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
     call = Call(q, k, v, q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale))
     call.softcap = softcap or None
@@ -44,7 +44,7 @@ def of_flash(
         call.mask = ((back_TS <= left) & (back_TS >= -right))[None, None]
     if alibi_slopes is not None:
         slopes = alibi_slopes.float().reshape(-1, q.shape[1])  # (H,) or (B, H)
-        call.shaped = lambda z_BTS, head: z_BTS - slopes[:, head, None, None] * back_TS.abs()
+        call.score_mod = lambda z_BTS, head: z_BTS - slopes[:, head, None, None] * back_TS.abs()
     return call
 
 
@@ -60,9 +60,9 @@ def of_flash_varlen(
     *rest: Any,
     **named: Any,
 ) -> Call:
-    """Read ``flash_attn::_flash_attn_varlen_forward``: packed documents, the whole batch in one row."""
+    """Read ``flash_attn::_flash_attn_varlen_forward``: packed documents, with the whole batch on one axis."""
     if not rows or len(q) % rows or len(k) != len(q):
-        raise Unread(f"{len(q)} packed tokens cannot be split into {rows} sequences of equal length")
+        raise NotMeasured(f"its {len(q)} packed tokens cannot be split into {rows} sequences of equal length")
     call = of_flash(rows, *(x.unflatten(0, (rows, -1)) for x in (q, k, v)), *rest, **named)
     document_BT = torch.bucketize(torch.arange(len(q), device=q.device), cu_seqlens_q, right=True).view(
         rows, -1
@@ -87,7 +87,7 @@ def of_torch_varlen(
     *rest: Any,
     **ignored: Any,
 ) -> Call:
-    """Read ``torch_attn::_varlen_attn``, the operator behind `torch.nn.attention.varlen.varlen_attn` (torch 2.10)."""
+    """Read ``torch_attn::_varlen_attn``, the operator that torch 2.10's `varlen_attn` calls."""
     left, right = (-1, -1) if window_size is None else window_size
     return of_flash_varlen(
         rows, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
@@ -112,13 +112,13 @@ def of_transformers_flash(
 ) -> Call:
     """Read transformers' flash-attention call; a mask (B, T) is padding, a falling position id starts a document."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # The window of transformers includes the token itself, the kernel's does not.
+    # The window of transformers counts the token itself, that of the kernel does not.
     left = sliding_window - 1 if sliding_window else -1
     right = left if left >= 0 and not causal else -1
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     call = of_flash(rows, q, k, v, 0.0, scaling, causal, left, right, softcap or 0.0)
     if s_aux is not None:
-        call.no_weights = "attention sinks"
+        call.no_weights = "it has attention sinks"
     visible = None
     if attention_mask is not None:
         visible = attention_mask.bool()[:, None, None, :]

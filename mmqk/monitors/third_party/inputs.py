@@ -1,4 +1,4 @@
-"""Keeps the batch that a model was called with, and finds its token ids, modalities and padding.
+"""Stores the batch that a model was called with, and finds its token ids, modalities and padding.
 
 Shapes: B batch, T tokens.
 """
@@ -9,13 +9,12 @@ import copy
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmqk.monitors.measures.reduce import selection
 from mmqk.monitors.third_party.isolate import unwrapped
 from mmqk.store.errors import UserError
 from mmqk.store.tags import tag
@@ -30,11 +29,11 @@ _IDS = ("input_ids", "ids_BT", "ids", "token_ids", "tokens", "idx", "x", "inputs
 _WRAPPER = "_fsdp_wrapped_module"
 
 
-class Catcher:
-    """A forward pre-hook that keeps the arguments of the last call with gradients, which excludes evaluation.
+class LastCall:
+    """A forward pre-hook that stores the arguments of the last call with gradients, so not of evaluation.
 
-    It does nothing else, so that torch.compile can trace it. A copy of the model (for a moving average) gets its own
-    copy of the hook, which is not read.
+    It does nothing else, so that torch.compile can trace it. A copy of the model (for a moving average) gets a copy
+    of the hook, which nothing reads.
     """
 
     def __init__(self) -> None:
@@ -54,40 +53,50 @@ class Catcher:
     def wrap(self, model: nn.Module) -> None:
         """Wrap a forward that `Module.compile` compiled in place, which ignores hooks that are added later."""
         compiled = getattr(model, "_compiled_call_impl", None)
-        if compiled is None or any(layer.catcher is self for layer in _catching(compiled)):
+        if compiled is None or any(wrapper.last_call is self for wrapper in _wrappers(compiled)):
             return
 
-        def caught(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             self(model, args, kwargs)
-            return caught.before(*args, **kwargs)  # type: ignore[attr-defined]
+            return wrapper.inner(*args, **kwargs)  # type: ignore[attr-defined]
 
-        caught.catcher = self  # type: ignore[attr-defined]
-        caught.before = compiled  # type: ignore[attr-defined]
-        model._compiled_call_impl = caught
+        wrapper.last_call = self  # type: ignore[attr-defined]
+        wrapper.inner = compiled  # type: ignore[attr-defined]
+        model._compiled_call_impl = wrapper
 
     def unwrap(self, model: nn.Module) -> None:
-        """Undo `wrap`, also if other catchers have wrapped the forward since."""
+        """Undo `wrap`, even if another watch has wrapped the forward since."""
         outer: Any = None
-        for layer in _catching(getattr(model, "_compiled_call_impl", None)):
-            if layer.catcher is not self:
-                outer = layer
+        for wrapper in _wrappers(getattr(model, "_compiled_call_impl", None)):
+            if wrapper.last_call is not self:
+                outer = wrapper
             elif outer is None:
-                model._compiled_call_impl = layer.before
+                model._compiled_call_impl = wrapper.inner
             else:
-                outer.before = layer.before
+                outer.inner = wrapper.inner
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return and forget the arguments of the last call; None if there was none."""
+        """Return and forget the arguments; None if there was no call."""
         arguments = None if self.args is None or self.kwargs is None else (self.args, self.kwargs)
         self.args = self.kwargs = None
         return arguments
 
 
-def _catching(called: Any) -> Iterator[Any]:
-    """The wrappers that `Catcher.wrap` put around a compiled forward, outermost first."""
-    while hasattr(called, "catcher"):
-        yield called
-        called = called.before
+def _wrappers(compiled: Any) -> Iterator[Any]:
+    """The wrappers that `LastCall.wrap` put around a compiled forward, outermost first."""
+    while hasattr(compiled, "last_call"):
+        yield compiled
+        compiled = compiled.inner
+
+
+def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by the names of the function's parameters; raises TypeError if they do not fit."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return named
 
 
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,14 +105,9 @@ def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     while (inner := vars(module)["_modules"].get(_WRAPPER)) is not None:
         module = unwrapped(inner)
     try:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        return by_name(module.forward, args, kwargs)
     except (TypeError, ValueError):
         return {**{f"argument{i}": arg for i, arg in enumerate(args)}, **kwargs}
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        named.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
-    return named
 
 
 def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -121,14 +125,8 @@ def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from tensors(getattr(value, field.name), field.name)
 
 
-def find_ids(inputs: Inputs) -> Tensor | None:
-    """The token ids, (B, T): the input with a usual name, else the only integer matrix, else None."""
-    ids = named_ids(inputs)
-    return None if ids is None else ids[1]
-
-
-def named_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
-    """Name and tensor of the token ids, as `find_ids`."""
+def find_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
+    """Name and tensor (B, T) of the token ids: the input with a usual name, else the only integer matrix."""
     matrices = [
         (name, x)
         for name, x in tensors(inputs)
@@ -139,24 +137,40 @@ def named_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
             if name == usual:
                 return name, x
     others = [
-        (name, x) for name, x in matrices if "mask" not in name and "label" not in name and "target" not in name
+        (name, x) for name, x in matrices if not any(word in name for word in ("mask", "label", "target"))
     ]
     return others[0] if len(others) == 1 else None
 
 
-def sequences_of(inputs: Inputs) -> int:
+def batch_size(inputs: Inputs) -> int:
     """B: from the ids, else from the first tensor with at least two axes."""
     ids = find_ids(inputs)
     if ids is not None:
-        return len(ids)
+        return len(ids[1])
     return next((len(x) for _, x in tensors(inputs) if x.ndim > 1), 0)
+
+
+def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | None:
+    """The input that marks the padding of the inputs ``source``; None if there is none.
+
+    It is decoder_attention_mask for decoder_input_ids and labels, attention_mask for the token ids, and
+    NAME_attention_mask for another input NAME or NAME_ids.
+    """
+    mask, ids = "attention_mask", find_ids(inputs)
+    if source is not None and len(source) == 1:
+        (name,) = source
+        if name == "labels" or name.startswith("decoder_"):
+            mask = "decoder_attention_mask"
+        elif ids is not None and ids[0] != name:
+            mask = f"{name.removesuffix('_ids')}_attention_mask"
+    return dict(tensors(inputs)).get(mask)
 
 
 def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) -> Any:
     """The first ``rows`` of ``B`` sequences, in nested mappings, sequences and dataclasses.
 
-    Tensors are cut along the first axis if it has B entries; integers with three axes (positions in height, width and
-    time) along the second. ``dtype`` replaces half precision.
+    A tensor is sliced on its first axis if that has B entries; integers with three axes (positions in height, width
+    and time) on their second. ``dtype`` replaces half precision.
     """
     if isinstance(value, Tensor):
         if value.ndim == 3 and not value.is_floating_point() and value.shape[1] == B and value.shape[0] <= 4:
@@ -193,9 +207,9 @@ class Modalities:
     """Maps tokens to modalities.
 
     Args:
-        given: ``{"image": range(a, b)}``, the id range or ranges of each modality, other ids being text; or a
-            function from the forward's inputs by name to modality numbers (B, T), one for each attended token; a
-            number outside 0 to M - 1 means no modality.
+        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text. Or a
+            function from the forward's inputs by name to modality numbers (B, T), one for each token of the
+            attention; a number outside 0 to M - 1 is no modality.
         names: names of the numbers that a function returns.
 
     Attributes:
@@ -206,23 +220,25 @@ class Modalities:
         UserError: a range that overlaps another, is empty or has a step, or a name that is no valid tag.
     """
 
-    def __init__(self, given: Modality, names: Sequence[str] = ("text", "image")):
-        self.function = given if callable(given) else None
+    def __init__(self, modality: Modality, names: Sequence[str] = ("text", "image")):
+        self.function = modality if callable(modality) else None
         if isinstance(names, str) or len(set(names)) < max(2, len(names)):
-            raise UserError(f"names is {names!r}: give two or more, each once, such as ('text', 'image')")
+            raise UserError(
+                f"names is {names!r}: give at least two different names, such as ('text', 'image')"
+            )
         self.ranges: dict[str, list[range]] | None = None
-        if callable(given):
+        if callable(modality):
             self.names = tuple(names)
-        elif isinstance(given, Mapping):
+        elif isinstance(modality, Mapping):
             ranges: dict[str, list[range]] = {"text": []}
-            for name, ids in given.items():
+            for name, ids in modality.items():
                 ranges[str(name)] = list(ids) if isinstance(ids, list | tuple) else [ids]  # type: ignore[list-item]
             self.ranges = ranges
             self.names = tuple(ranges)
             _check_ranges(ranges)
         else:
             raise UserError(
-                f'modality is {given!r}: give ranges of ids, such as {{"image": range(4, 8196)}}, or a function'
+                f'modality is {modality!r}: give ranges of ids, such as {{"image": range(4, 8196)}}, or a function'
             )
         for name in self.names:
             try:
@@ -235,20 +251,17 @@ class Modalities:
         if self.function is not None:
             modality_BT = self.function(inputs)
             if not isinstance(modality_BT, Tensor) or modality_BT.ndim != 2:
-                returned = (
-                    f"shape {tuple(modality_BT.shape)}"
-                    if isinstance(modality_BT, Tensor)
-                    else type(modality_BT).__name__
-                )
+                is_tensor = isinstance(modality_BT, Tensor)
+                returned = f"shape {tuple(modality_BT.shape)}" if is_tensor else type(modality_BT).__name__
                 raise UserError(f"the modality function returned {returned}: return modality numbers (B, T)")
             return modality_BT.long()
-        ids_BT = find_ids(inputs)
-        if ids_BT is None:
+        ids = find_ids(inputs)
+        if ids is None:
             raise UserError(
-                f"no token ids among the inputs {', '.join(inputs)}: "
-                "give modality as a function from the inputs to modality numbers (B, T)"
+                f"modality has id ranges, but the model's inputs ({', '.join(inputs)}) have no token ids: "
+                "pass a function from the inputs to modality numbers (B, T)"
             )
-        return self.of_ids(ids_BT)
+        return self.of_ids(ids[1])
 
     def of_ids(self, ids: Tensor) -> Tensor:
         """Modality numbers of ids of any shape, by the ranges."""
@@ -259,32 +272,20 @@ class Modalities:
                 number = torch.where((ids >= part.start) & (ids < part.stop), m, number)
         return number
 
-    def tokens(self, modality_BT: Tensor, valid_BT: Tensor) -> Tensor:
-        """Number of tokens of each modality, (M,)."""
-        return selection(modality_BT, valid_BT, len(self.names)).sum((1, 2))
-
 
 def _check_ranges(ranges: Mapping[str, list[range]]) -> None:
     if len(ranges) < 2:
         raise UserError(
-            'modality has no entry except text: give the ids of another modality, such as {"image": range(4, 8196)}'
+            'modality has only text: give the ids of another modality, such as {"image": range(4, 8196)}'
         )
     for name, parts in ranges.items():
         if any(not isinstance(part, range) or part.step != 1 or part.start < 0 or not part for part in parts):
-            raise UserError(f"modality {name} is {parts}: give id ranges that are not empty and have step 1")
+            raise UserError(f"modality: {name} is {parts}: give ranges of ids with step 1 that are not empty")
         if not parts and name != "text":
-            raise UserError(f"modality {name} has no ids: give a range of ids")
+            raise UserError(f"modality: {name} has no ids: give a range of ids")
     spans = sorted((part.start, part.stop, name) for name, parts in ranges.items() for part in parts)
     for (_, end, one), (start, _, other) in itertools.pairwise(spans):
         if start < end:
             raise UserError(
                 f"modality: ids {start} to {end - 1} are both {one} and {other}: give ranges that do not overlap"
             )
-
-
-def valid_of(inputs: Inputs, modality_BT: Tensor, mask: str = "attention_mask") -> Tensor:
-    """(B, T) bool, False at padding: from the input ``mask`` if it is (B, T), else True everywhere."""
-    for name, x in tensors(inputs):
-        if name == mask and x.shape == modality_BT.shape:
-            return x > 0
-    return torch.ones_like(modality_BT, dtype=torch.bool)

@@ -1,48 +1,48 @@
-"""Runs a second forward of a third-party model and restores the model's state afterwards."""
+"""The context in which a probe runs a third-party model: it restores the model's state afterwards."""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-
-def wrapped_once(module: nn.Module) -> nn.Module | None:
-    """The module inside a torch.compile, DistributedDataParallel or DataParallel wrapper; None for others."""
-    inner = vars(module)["_modules"].get("_orig_mod")
-    if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        inner = module.module
-    return inner
+from mmqk.monitors.probe import evaluation_mode
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside those wrappers. FSDP1's wrapper is kept, because it gathers the weights."""
-    while (inner := wrapped_once(module)) is not None:
+    """The module inside torch.compile, DistributedDataParallel and DataParallel; FSDP1's wrapper gathers the weights
+    and stays."""
+    while True:
+        inner = vars(module)["_modules"].get("_orig_mod")
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = module.module
+        if inner is None:
+            return module
         module = inner
-    return module
 
 
 @contextmanager
-def untouched(
+def isolated(
     root: nn.Module, device: torch.device, full_precision: bool = True, autocast: bool = False
 ) -> Iterator[None]:
     """Inside the context the model runs eagerly, in evaluation mode and without gradients.
 
-    Restored afterwards: each submodule's mode, the buffers' values, and the random state of torch (CPU and
-    ``device``), Python and NumPy. PyTorch's fused inference path, which hides the attention call, is off.
+    It restores each submodule's mode, the values of buffers, and the random state of torch (CPU and ``device``),
+    Python and NumPy. PyTorch's fused inference path is off, since it hides the attention call.
 
     Args:
-        full_precision: disable autocast, also where the model enters it.
+        full_precision: disable autocast, also if the model enters it.
         autocast: if not full_precision, enable autocast, as in the training call.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_stance())
+        if hasattr(torch.compiler, "set_stance"):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         if full_precision:
             stack.enter_context(_no_autocast(device))
         elif autocast and not torch.is_autocast_enabled(device.type):
@@ -59,32 +59,23 @@ def untouched(
         if any(
             getattr(module, "gradient_checkpointing", False) and module.training for module in root.modules()
         ):
-            _as_checkpointed(root, stack)
-        for module in root.modules():
-            # Not train(): a module may override it, for example to merge its LoRA adapters.
-            stack.callback(setattr, module, "training", module.training)
-            module.training = False
+            _disable_cache(root, stack)
+        stack.enter_context(evaluation_mode(root))
         yield
         for module in root.modules():
-            # After a forward FSDP2 keeps the root's weights gathered for the backward, but a probe has no backward.
+            # FSDP2 keeps the root's weights gathered for the backward pass, but a probe has no backward pass.
             reshard = getattr(module, "reshard", None)
             if reshard is not None and hasattr(module, "unshard"):
                 reshard()
 
 
-def _as_checkpointed(root: nn.Module, stack: ExitStack) -> None:
-    """Disable the KV cache, as gradient checkpointing does; with a cache transformers ignores document borders."""
+def _disable_cache(root: nn.Module, stack: ExitStack) -> None:
+    """Disable the KV cache, as gradient checkpointing does: with a cache transformers ignores document borders."""
     for module in root.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
             stack.callback(setattr, config, "use_cache", config.use_cache)
             config.use_cache = False
-
-
-def _stance() -> Any:
-    return (
-        torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
-    )
 
 
 @contextmanager
@@ -111,27 +102,22 @@ def _no_autocast(device: torch.device) -> Iterator[None]:
 def _buffers(root: nn.Module) -> Iterator[None]:
     """Restore the buffers that a forward writes (a cache of keys, running means).
 
-    A buffer that the forward replaced by one of the same shape is restored too. A replacement of another shape is a
-    table that the model extended, and stays.
+    A buffer that the forward replaced by one of the same shape is restored too. A replacement of another shape stays,
+    since it is a table that the model extended.
     """
-    kept = [
+    saved = [
         (module, name, buffer, buffer.clone())
         for module in root.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    versions = [None if buffer.is_inference() else buffer._version for _, _, buffer, _ in kept]
+    versions = [None if buffer.is_inference() else buffer._version for _, _, buffer, _ in saved]
     try:
         yield
     finally:
-        for (module, name, buffer, copy), version in zip(kept, versions, strict=True):
-            now = module._buffers.get(name)
-            if now is not buffer and now is not None and now.shape == buffer.shape:
+        for (module, name, buffer, copy), version in zip(saved, versions, strict=True):
+            current = module._buffers.get(name)
+            if current is not buffer and current is not None and current.shape == buffer.shape:
                 module._buffers[name] = buffer
             if version is None or buffer._version != version:
                 buffer.copy_(copy)
-
-
-def parameters_of_one_dtype(root: nn.Module) -> bool:
-    """Whether all weights have one dtype; a model with several needs autocast."""
-    return len({p.dtype for p in root.parameters() if p.is_floating_point()}) <= 1

@@ -1,8 +1,8 @@
-"""Origins: from which forward inputs each tensor's token axis comes, traced through every torch function.
+"""Origins: the forward inputs that each tensor's token axis comes from, traced through every torch function.
 
 `attach` uses origins to tell self-attention (queries and keys have the same origin) from cross-attention, and the
-decoder's tokens from the encoder's. Attention returns one row for each query, so its output has the queries' origin:
-a decoder's hidden states keep the origin decoder_input_ids after cross-attention.
+decoder's tokens from the encoder's. The output of attention has the origin of its queries, since it has a row for
+each query: a decoder's hidden states keep the origin decoder_input_ids after cross-attention.
 
 Shapes: B batch, T tokens, D width.
 """
@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mmqk.monitors.third_party.inputs import Inputs, tensors
 
-# Inputs with these words in their names have no tokens of their own: they describe the tokens of other inputs.
-_DESCRIBES = ("mask", "position", "type")
-# The output of these functions has the rows of the first argument that has an origin.
+# Inputs with these words in their names are no tokens: they describe the tokens of other inputs.
+_DESCRIPTIONS = ("mask", "position", "type")
+# The output of these functions has the rows of the first argument that comes from an input.
 _ROWS_OF_FIRST = {
     "matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm", "einsum", "linear", "embedding", "conv1d", "conv2d",
     "conv3d", "__getitem__", "index_select", "gather", "masked_fill", "masked_fill_", "masked_scatter",
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
 
     Attributes:
         inputs: names of the forward inputs whose tokens are its positions; empty for parameters and constants.
-        call: number of the last attention call that it depends on, except through the residual stream; 0 for none.
+        call: number of the last attention call that it depends on, except through the residual stream; 0 if none.
     """
 
     inputs: frozenset[str]
@@ -55,8 +55,8 @@ class Origins:
 
     Args:
         inputs: the forward's inputs by name.
-        constants: a module whose buffers have no inputs as origin.
-        bools: trace bool tensors too; by default masks and comparisons have no inputs as origin.
+        constants: a module whose buffers come from no input.
+        bools: also trace bool tensors; by default masks and comparisons come from no input.
     """
 
     def __init__(self, inputs: Inputs, constants: nn.Module | None = None, bools: bool = False):
@@ -66,7 +66,7 @@ class Origins:
             self._of[buffer] = NO_INPUTS
         for name, x in tensors(inputs):
             is_mask = x.dtype == torch.bool and not bools
-            if not is_mask and not any(part in name for part in _DESCRIBES):
+            if not is_mask and not any(part in name for part in _DESCRIPTIONS):
                 self._of[x] = Origin(self._of.get(x, NO_INPUTS).inputs | {name})
             else:
                 self._of.setdefault(x, NO_INPUTS)
@@ -77,42 +77,40 @@ class Origins:
             return NO_INPUTS
         return self._of.get(value) if isinstance(value, Tensor) else None
 
-    def put(self, value: Any, origin: Origin | None) -> None:
+    def set(self, value: Any, origin: Origin | None) -> None:
         """Set the origin of every tensor in ``value``; None changes nothing."""
         if origin is None:
             return
         for x in flat(value):
             self._of[x] = origin
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def trace(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Set the origin of ``out``, which the torch function ``func`` returned."""
         name = getattr(func, "__name__", "")
         if name == "__setitem__":
             out = args[0]
-        made = list(flat(out))
-        if not made:
+        outputs = list(flat(out))
+        if not outputs:
             return
-        given = list(flat(args))
-        if kwargs:
-            given += flat(tuple(kwargs.values()))
-        if name == "where" and len(given) == 3:
-            given = given[1:]
-        if made[0].dtype == torch.bool and not self.bools:
+        arguments = [*flat(args), *flat(kwargs)]
+        if name == "where" and len(arguments) == 3:
+            arguments = arguments[1:]
+        if outputs[0].dtype == torch.bool and not self.bools:
             origin: Origin | None = NO_INPUTS
         else:
-            origin = self._joined(name, given, made[0])
+            origin = self._combined(name, arguments, outputs[0])
         if origin is None:
             return
-        for x in made:
+        for x in outputs:
             if not isinstance(x, nn.Parameter):
                 self._of[x] = origin
-        written = made[0]._base if name.endswith("_") or name == "__setitem__" else None
-        if written is not None and not (self._of.get(written) or NO_INPUTS).inputs:
-            self._of[written] = origin
+        base = outputs[0]._base if name.endswith("_") or name == "__setitem__" else None
+        if base is not None and not (self._of.get(base) or NO_INPUTS).inputs:
+            self._of[base] = origin
 
-    def _joined(self, name: str, given: list[Tensor], out: Tensor) -> Origin | None:
-        """The origin of ``out`` from those of the tensor arguments ``given``; None if no argument decides it."""
-        origins = [(x, self.of(x)) for x in given]
+    def _combined(self, name: str, arguments: list[Tensor], out: Tensor) -> Origin | None:
+        """The origin of ``out`` from those of the tensor arguments; None if no argument determines it."""
+        origins = [(x, self.of(x)) for x in arguments]
         with_inputs = [(x, origin) for x, origin in origins if origin is not None and origin.inputs]
         if not with_inputs:
             untraced = any(origin is None for _, origin in origins)
@@ -120,26 +118,28 @@ class Origins:
         if name in _ROWS_OF_FIRST:
             inputs = with_inputs[0][1].inputs
             return Origin(inputs, max(origin.call for _, origin in with_inputs))
-        # A tensor that is broadcast to the output's shape does not decide the origin of its positions.
+        # A tensor that is broadcast to the output's shape does not determine the origin of the positions.
         full = [origin for x, origin in with_inputs if x.shape == out.shape]
         full = full or [origin for _, origin in with_inputs]
         inputs = frozenset().union(*(origin.inputs for origin in full))
         calls = [origin.call for origin in full]
         # x + attention(x) is still the residual stream, so an addition keeps the earlier call.
-        return Origin(inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in with_inputs))
+        return Origin(
+            inputs, min(calls) if name in ADDITIONS else max(origin.call for _, origin in with_inputs)
+        )
 
 
 def flat(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples and lists."""
+    """The tensors of nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
             yield from flat(part)
 
 
 class Tracing(TorchFunctionMode):
-    """Passes every torch function inside the context to ``origins``."""
+    """Traces the origins of every torch function inside the context."""
 
     def __init__(self, origins: Origins):
         super().__init__()
@@ -147,5 +147,5 @@ class Tracing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.origins.see(func, args, kwargs, out)
+        self.origins.trace(func, args, kwargs, out)
         return out

@@ -1,4 +1,4 @@
-"""Finds the logits in the output of a third-party model, and its trained targets.
+"""Finds the logits and the trained targets in the output of a third-party model.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -17,7 +17,7 @@ from mmqk.monitors.third_party.inputs import Inputs, tensors
 def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:
     """The logits (B, T, V) in a forward's output, or None.
 
-    They are named ``logits``, or are a tensor whose last axis has as many entries as an embedding has rows.
+    It is the tensor named ``logits``, or one whose last axis has as many entries as an embedding has rows.
 
     Args:
         output: the forward's output.

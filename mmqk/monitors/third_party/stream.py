@@ -1,6 +1,6 @@
-"""Detects the residual stream of any model, by tracing the additions of a forward.
+"""Detects the residual stream of any model by tracing the additions of a forward.
 
-A numbered module (``layers.3``) counts as a layer when its output is its input plus other terms; norms may follow the
+A numbered module (``layers.3``) is a layer if its output is its input plus other terms; norms may follow the
 additions, as in a post-norm layer. The output is then the residual stream after the layer. The added term that
 depends on the layer's attention call is attn_out; the sum of the other added terms is mlp_out.
 
@@ -23,21 +23,12 @@ from mmqk.monitors.third_party.origins import ADDITIONS, Origins
 _NUMBERED = re.compile(r"(^|.*\.)\d+")
 _NORM = re.compile("norm", re.IGNORECASE)
 _NORM_FUNCTIONS = {"layer_norm", "rms_norm"}
-_SAME = {
-    "dropout",
-    "to",
-    "float",
-    "type",
-    "type_as",
-    "contiguous",
-    "clone",
-    "detach",
-    "half",
-    "bfloat16",
-    "identity",
-}
-# Most terms of one layer. A longer sum spans several layers, and would keep all their outputs in memory.
-_MOST_TERMS = 8
+# Functions whose output is the same sum as their input.
+_SAME_SUM = {
+    "dropout", "to", "float", "type", "type_as", "contiguous", "clone", "detach", "half", "bfloat16", "identity",
+}  # fmt: skip
+# Most terms of one layer. A longer sum spans several layers and would keep all their outputs in memory.
+_MAX_TERMS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +38,7 @@ class Term:
     Attributes:
         tensor: its value; None before the first addition.
         call: the ``call`` of its `Origin`.
-        parts: the terms whose sum went through a norm, or into the layer, to become this term.
+        parts: the terms whose sum became this term, through a norm or as the input of a layer.
     """
 
     tensor: Tensor | None
@@ -56,7 +47,7 @@ class Term:
 
 
 class Stream:
-    """Keeps, for each tensor of the stream's shape, the terms that were added to make it.
+    """Stores the terms whose sum each tensor of the stream's shape is.
 
     Args:
         origins: origins of the forward's tensors.
@@ -64,8 +55,8 @@ class Stream:
         calls: returns the numbers of the main side's self-attention calls so far.
 
     Attributes:
-        layers: number of a layer's attention call -> L2 norms (B, T, 1) of attn_out, mlp_out and resid; a tensor that
-            was not detected has no entry.
+        layers: number of a layer's attention call -> L2 norms (B, T, 1) of attn_out, mlp_out and resid, where they
+            were detected.
     """
 
     def __init__(
@@ -78,8 +69,9 @@ class Stream:
         self.layers: dict[int, dict[str, Tensor]] = {}
         self._final: tuple[Tensor, int] | None = None
         self._terms = WeakTensorKeyDictionary()
-        self._after = WeakTensorKeyDictionary()  # output of a layer -> number of its attention call
-        self._open: list[tuple[str, Term | None, int]] = []
+        self._call_of_layer = WeakTensorKeyDictionary()  # output of a layer -> number of its attention call
+        # Numbered modules that are running: path, term of the input, and last attention call before it.
+        self._running: list[tuple[str, Term | None, int]] = []
 
     @property
     def final(self) -> Tensor | None:
@@ -87,61 +79,58 @@ class Stream:
         calls = self.calls()
         return self._final[0] if self._final is not None and calls and self._final[1] == calls[-1] else None
 
-    def of(self, x: Tensor) -> tuple[Term, ...]:
-        """The terms whose sum a tensor is; a single term if it is no traced sum."""
+    def terms_of(self, x: Tensor) -> tuple[Term, ...]:
+        """The terms whose sum the tensor is; a single term if it is no traced sum."""
         origin = self.origins.of(x)
         return self._terms.get(x) or (Term(None, 0 if origin is None else origin.call),)
 
     def before(self, func: Any, args: Any) -> Any:
-        """Keep what an in-place addition will overwrite; pass the result to `see` as ``before``."""
+        """The terms and value that an in-place addition overwrites, to pass to `trace`."""
         if getattr(func, "__name__", "") not in ("add_", "__iadd__") or len(args) < 2:
             return None
         x = args[0]
         if not isinstance(x, Tensor) or not self.is_stream(x):
             return None
-        terms = self.of(x)
+        terms = self.terms_of(x)
         return (terms, x.clone() if terms[0].tensor is None and not terms[0].parts else None)
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any, before: Any = None) -> None:
-        """Trace one torch function, which returned ``out``."""
+    def trace(self, func: Any, args: Any, kwargs: Any, out: Any, before: Any = None) -> None:
+        """Trace one torch function, which returned ``out``; ``before`` is the result of `before`."""
         if not isinstance(out, Tensor) or not args or not isinstance(args[0], Tensor):
             return
         name = getattr(func, "__name__", "")
         if name in ADDITIONS:
             self._add(args, kwargs, out, before)
-        elif name in _SAME and args[0].shape == out.shape and args[0] is not out:
-            self._same(args[0], out)
+        elif name in _SAME_SUM and args[0].shape == out.shape and args[0] is not out:
+            for by_tensor in (self._terms, self._call_of_layer):
+                if (entry := by_tensor.get(args[0])) is not None:
+                    by_tensor[out] = entry
         elif name in _NORM_FUNCTIONS:
             self._norm(args[0], out)
         elif out is args[0] and name.endswith("_"):  # written in place
             self._terms.pop(out, None)
-            self._after.pop(out, None)
-
-    def _same(self, x: Tensor, out: Tensor) -> None:
-        for by_tensor in (self._terms, self._after):
-            if (entry := by_tensor.get(x)) is not None:
-                by_tensor[out] = entry
+            self._call_of_layer.pop(out, None)
 
     def _add(self, args: Any, kwargs: Any, out: Tensor, before: Any) -> None:
         self._terms.pop(out, None)
         if len(args) < 2 or (kwargs and kwargs.get("alpha", 1) != 1) or not self.is_stream(out):
             return
         terms: list[Term] = []
-        for place, x in enumerate(args[:2]):
+        for i, x in enumerate(args[:2]):
             if not isinstance(x, Tensor) or x.shape != out.shape or not self.is_stream(x):
                 return
-            addends, value = before if before is not None and not place else (self.of(x), x)
-            is_layer_input = addends[0] in [frame[1] for frame in self._open]
-            keep = _alone(addends) and not is_layer_input
-            terms += [Term(value, addends[0].call, addends[0].parts)] if keep else addends
-        if len(terms) <= _MOST_TERMS:
+            addends, value = before if before is not None and i == 0 else (self.terms_of(x), x)
+            is_layer_input = addends[0] in [input_term for _, input_term, _ in self._running]
+            is_new = len(addends) == 1 and addends[0].tensor is None and not is_layer_input
+            terms += [Term(value, addends[0].call, addends[0].parts)] if is_new else addends
+        if len(terms) <= _MAX_TERMS:
             self._terms[out] = tuple(terms)
 
     def _norm(self, x: Tensor, out: Tensor) -> None:
         if x is out or x.shape != out.shape or not self.is_stream(out):
             return
-        if (after := self._after.get(x)) is not None:
-            self._final = (x, after)
+        if (call := self._call_of_layer.get(x)) is not None:
+            self._final = (x, call)
         if (terms := self._terms.get(x)) is not None:
             self._terms[out] = (Term(None, min(term.call for term in terms), terms),)
 
@@ -153,24 +142,24 @@ class Stream:
             return
         input_term = None
         if module_input is not None and self.is_stream(module_input):
-            terms = self.of(module_input)
-            input_term = Term(None, 0, terms if _count(terms) <= _MOST_TERMS else ())
+            terms = self.terms_of(module_input)
+            input_term = Term(None, 0, terms if _count(terms) <= _MAX_TERMS else ())
             self._terms[module_input] = (input_term,)
-        self._open.append((path, input_term, max(self.calls(), default=0)))
+        self._running.append((path, input_term, max(self.calls(), default=0)))
 
     def leave(self, path: str, module: nn.Module, module_input: Tensor | None, output: Tensor | None) -> None:
-        """If the module that ran is a layer with one attention call, store its norms in ``layers``."""
+        """Store the norms of the module in ``layers`` if it is a layer with one attention call."""
         is_norm = _NORM.search(type(module).__name__) and not any(True for _ in module.children())
         if module_input is not None and output is not None and is_norm:
             self._norm(module_input, output)
-        if not self._open or self._open[-1][0] != path:
+        if not self._running or self._running[-1][0] != path:
             return
-        _, input_term, last_before = self._open.pop()
+        _, input_term, last_before = self._running.pop()
         layer_calls = [call for call in self.calls() if call > last_before]
         if input_term is None or output is None or len(layer_calls) != 1 or not self.is_stream(output):
             return
         call = layer_calls[0]
-        terms = [term for part in self.of(output) for term in _expanded(part, input_term)]
+        terms = [term for part in self.terms_of(output) for term in _expanded(part, input_term)]
         added = [term for term in terms if term is not input_term]
         if len(added) != len(terms) - 1:
             return
@@ -182,18 +171,12 @@ class Stream:
             tensors = [term.tensor for term in parts if term.tensor is not None]
             if tensors and len(tensors) == len(parts):
                 sites[name] = torch.stack([x.float() for x in tensors]).sum(0) if tensors[1:] else tensors[0]
-        lengths = {
+        self.layers[call] = {
             name: torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True) for name, x in sites.items()
         }
-        self.layers[call] = lengths
-        self._after[output] = call
+        self._call_of_layer[output] = call
         if self._final is not None and self._final[1] == call:
             self._final = None  # that norm is inside the layer
-
-
-def _alone(terms: tuple[Term, ...]) -> bool:
-    """Whether the terms are a single one whose value is not kept."""
-    return len(terms) == 1 and terms[0].tensor is None
 
 
 def _count(terms: tuple[Term, ...]) -> int:

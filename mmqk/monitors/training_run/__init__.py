@@ -1,1 +1,1 @@
-"""Monitors of mmqk's own runs: when to probe, and statistics from gradients and the optimizer."""
+"""Monitors of mmqk's runs: when to probe, and statistics of gradients and of the optimizer."""

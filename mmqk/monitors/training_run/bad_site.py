@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ from mmqk.monitors.measures.reduce import selection
 def first_bad_site(
     model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Sink], Tensor] | None = None
 ) -> str | None:
-    """The first site with a number that is not finite, such as ``attn_logits of layer 3, at image tokens, is inf``.
+    """The first site with a NaN or an infinity, such as ``attn_logits of layer 3, at image tokens, is infinite``.
 
     It checks in this order: the weights, the sites of a forward (`EarlyFusionTransformer.forward` lists them) with
     the attention logits by query, and the loss; then, if ``loss`` is given, the gradients at the sites from last to
-    first, and those of the parameters. It runs in the caller's mode and precision, does not write to ``.grad``, and
+    first, and those of the parameters. It runs in the caller's mode and precision, does not write ``.grad``, and
     synchronizes with the host.
 
     Args:
@@ -34,101 +34,99 @@ def first_bad_site(
         The description, or None if everything is finite.
     """
     for name, p in model.named_parameters():
-        if kind := _kind(p.detach()):
+        if kind := _bad_kind(p.detach()):
             return f"the weight {name} is {kind}"
-    look = _Look(model, batch)
+    sites = _Sites(model, batch)
     if loss is None:
         with torch.no_grad():
-            model(batch.ids_BT, batch.modality_BT, batch.document_BT, look.forward)
-        return look.first
+            model(batch.ids_BT, batch.modality_BT, batch.document_BT, sites.check)
+        return sites.first_bad
     with torch.enable_grad():
-        value = loss(look.forward)
-        look.unseen_logits()
-        if look.first is not None:
-            return look.first
-        if kind := _kind(value.detach()):
+        value = loss(sites.check)
+        sites.check_missing_logits()
+        if sites.first_bad is not None:
+            return sites.first_bad
+        if kind := _bad_kind(value.detach()):
             return f"the loss is {kind} though all logits are finite"
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         gradients = torch.autograd.grad(value, [p for _, p in named], allow_unused=True)
-    if look.first is not None:
-        return look.first
+    if sites.first_bad is not None:
+        return sites.first_bad
     for (name, _), gradient in zip(named, gradients, strict=True):
-        if gradient is not None and (kind := _kind(gradient)):
+        if gradient is not None and (kind := _bad_kind(gradient)):
             return f"the gradient of {name} is {kind}"
     return None
 
 
-def _kind(tensor: Tensor) -> str | None:
+def _bad_kind(tensor: Tensor) -> str | None:
+    """NaN or infinite; None if all values are finite."""
     if torch.isfinite(tensor).all():
         return None
     return "NaN" if torch.isnan(tensor).any() else "infinite"
 
 
-class _Look:
-    """Checks the sites of a forward and their gradients, and keeps the first bad one."""
+class _Sites:
+    """Checks the sites of a forward and their gradients, and describes the first bad one."""
 
     def __init__(self, model: EarlyFusionTransformer, batch: TokenBatch) -> None:
         self.model, self.batch = model, batch
-        self.first: str | None = None
+        self.first_bad: str | None = None
         self.names = (*model.config.modalities, "padding")
         valid_MBT = selection(batch.modality_BT, batch.valid_BT, len(model.config.modalities))
-        self.of_MBT = torch.cat([valid_MBT, ~batch.valid_BT[None]])
+        self.selected_MBT = torch.cat([valid_MBT, ~batch.valid_BT[None]])
         self.q_BHTK: Tensor | None = None
         self.final_BTD: Tensor | None = None
 
-    def forward(self, site: str, layer: int, tensor: Tensor) -> None:
-        if self.first is not None:
+    def check(self, site: str, layer: int, tensor: Tensor) -> None:
+        """The sink of the forward."""
+        self._check(site, layer, [tensor.detach()])
+        if self.first_bad is not None:
             return
-        self._see(site, layer, tensor.detach())
         if site == "q":
             self.q_BHTK = tensor.detach()
-        elif site == "k" and self.first is None:
-            self._logits(layer, tensor.detach())
+        elif site == "k":
+            self._check("attn_logits", layer, self._attention_logits(layer, tensor.detach()))
         elif site in ("final", "logits"):
             self.final_BTD = tensor.detach() if site == "final" else None
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self._see(f"the gradient at {site}", layer, gradient))
+            tensor.register_hook(lambda gradient: self._check(f"the gradient at {site}", layer, [gradient]))
 
     @torch.no_grad()
-    def unseen_logits(self) -> None:
-        """Check the logits by sequence if the forward stopped before the head, as with a chunked loss."""
-        if self.first is not None or self.final_BTD is None:
+    def check_missing_logits(self) -> None:
+        """Check the logits if the forward stopped before the head, as with a chunked loss."""
+        if self.final_BTD is not None:
+            self._check("logits", -1, self._logits(self.final_BTD))
+
+    def _check(self, site: str, layer: int, parts: Iterable[Tensor]) -> None:
+        """Describe the site if a value is not finite; parts are consecutive sequences, (b, T, X) or (b, H, T, X)."""
+        if self.first_bad is not None:
             return
-        bad, nan = [], []
-        for b in range(len(self.final_BTD)):
-            row = slice(b, b + 1)
-            hidden_1TD = through(self.model.final_norm, self.final_BTD[row], self.batch.modality_BT[row])
-            logits_1TV = self.model.head(hidden_1TD)
-            bad.append((~torch.isfinite(logits_1TV)).any(-1))
-            nan.append(torch.isnan(logits_1TV).any())
+        bad, has_nan = [], False
+        for part in parts:
+            finite = torch.isfinite(part).all(-1)
+            bad.append(~(finite.all(1) if finite.ndim == 3 else finite))
+            has_nan = has_nan or bool(bad[-1].any() and torch.isnan(part).any())
         bad_BT = torch.cat(bad)
-        if bad_BT.any():
-            self._name("logits", -1, bad_BT, torch.stack(nan).any())
-
-    def _see(self, site: str, layer: int, tensor: Tensor) -> None:
-        if self.first is not None or bool(torch.isfinite(tensor).all()):
+        if not bad_BT.any():
             return
-        wide_BHTX = tensor if tensor.ndim == 4 else tensor[:, None]
-        self._name(site, layer, ~torch.isfinite(wide_BHTX).all(-1).all(1), torch.isnan(tensor).any())
+        at = (self.selected_MBT & bad_BT).flatten(1).any(1).tolist()
+        tokens = " and ".join(name for name, is_bad in zip(self.names, at, strict=True) if is_bad)
+        of_layer = f" of layer {layer}" if layer >= 0 else ""
+        self.first_bad = f"{site}{of_layer}, at {tokens} tokens, is {'NaN' if has_nan else 'infinite'}"
 
-    def _name(self, site: str, layer: int, bad_BT: Tensor, nan: Tensor) -> None:
-        present = (self.of_MBT & bad_BT).flatten(1).any(1).tolist()
-        at = " and ".join(name for name, is_bad in zip(self.names, present, strict=True) if is_bad)
-        of = f" of layer {layer}" if layer >= 0 else ""
-        self.first = f"{site}{of}, at {at} tokens, is {'NaN' if nan else 'infinite'}"
+    def _logits(self, final_BTD: Tensor) -> Iterator[Tensor]:
+        """The output logits of each sequence."""
+        for b in range(len(final_BTD)):
+            row = slice(b, b + 1)
+            hidden_1TD = through(self.model.final_norm, final_BTD[row], self.batch.modality_BT[row])
+            yield self.model.head(hidden_1TD)
 
-    def _logits(self, layer: int, k_BHTK: Tensor) -> None:
-        """Check the logits of visible pairs by sequence: finite queries and keys may have an infinite product."""
+    def _attention_logits(self, layer: int, k_BHTK: Tensor) -> Iterator[Tensor]:
+        """The visible attention logits of each sequence: finite queries and keys may have an infinite product."""
         assert self.q_BHTK is not None
         batch, window = self.batch, self.model.config.window_of(layer)
         visible_BTS = visible_pairs(batch.valid_BT, batch.document_BT, window)
         q, k = self.model.attn_scale_value * self.q_BHTK.float(), k_BHTK.float()
-        bad, nan = [], []
         with torch.autocast(q.device.type, enabled=False):
             for q_HTK, k_HSK, visible_TS in zip(q, k, visible_BTS, strict=True):
-                logits_HTS = (q_HTK @ k_HSK.transpose(-1, -2)).masked_fill(~visible_TS, 0.0)
-                bad.append((~torch.isfinite(logits_HTS)).any(-1).any(0))
-                nan.append(torch.isnan(logits_HTS).any())
-        bad_BT = torch.stack(bad)
-        if bad_BT.any():
-            self._name("attn_logits", layer, bad_BT, torch.stack(nan).any())
+                yield (q_HTK @ k_HSK.transpose(-1, -2)).masked_fill(~visible_TS, 0.0)[None]

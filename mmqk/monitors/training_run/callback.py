@@ -17,20 +17,21 @@ from mmqk.monitors.training_run.halves import gradient_agreement
 from mmqk.monitors.training_run.mechanism import Mechanism
 from mmqk.monitors.training_run.residual import residual_absorption
 
-# Most pairs of tokens to keep between probes of the held-out batch; a pair takes about 12 bytes.
-KEPT_PAIRS = 2**20
+# Most pairs of tokens to store between probes of the held-out batch; a pair takes about 12 bytes.
+STORED_PAIRS = 2**20
 
 
 class RunMonitor(L.Callback):
     """Probes the model every N optimizer steps, at the start and at the end, and logs to every logger.
 
-    On several ranks a probe uses the same sequences as on one: the first rank probes and logs while the others wait.
+    With several ranks a probe uses the same sequences as with one: the first rank probes and logs while the others
+    wait.
 
-    It must come before the callback that writes checkpoints, so that an open window of the radial budget is saved and
-    continues after a resume.
+    It must come before the callback that writes checkpoints: a checkpoint then has the open window of the radial
+    budget, which continues after a resume.
 
     Args:
-        config: when and on which tokens.
+        config: when to probe, and which tokens.
         heldout: the fixed batch, if ``config.probe_split`` is heldout.
         step_rows: with several ranks, returns the first n sequences of micro-batch i over all ranks.
     """
@@ -42,7 +43,7 @@ class RunMonitor(L.Callback):
         step_rows: Callable[[int, int], TokenBatch] | None = None,
     ):
         if config.probe_split == "heldout" and heldout is None:
-            raise ValueError("monitor.probe_split heldout needs the batch to probe.")
+            raise ValueError("monitor.probe_split is heldout, but RunMonitor got no held-out batch: pass heldout.")
         self.config, self.heldout, self.step_rows = config, heldout, step_rows
         self._pairs: dict[int, Pairs] | None = None  # of the held-out batch
         self._probed = -1
@@ -70,7 +71,7 @@ class RunMonitor(L.Callback):
             return
         if self._mechanism is not None:
             _log(trainer, self._mechanism.after_step())
-            # Close before the last checkpoint: a run killed after it resumes without another step.
+            # Close it before the last checkpoint: a run that is killed after it resumes without another step.
             if trainer.global_step == trainer.max_steps:
                 _log(trainer, self._mechanism.close())
         step, every = trainer.global_step, self.config.every_n_steps
@@ -78,28 +79,28 @@ class RunMonitor(L.Callback):
             self._probe(trainer, pl_module, batch)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Probe a run that ends early at its last step, and log its open window."""
+        """Log the open window, and probe the last step of a run that ends early."""
         if self._mechanism is not None:
             _log(trainer, self._mechanism.close())
         if self.config.probe_split == "heldout" and trainer.global_step != self._probed:
             self._probe(trainer, pl_module, None)
 
     def probe_now(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: TokenBatch) -> None:
-        """Probe after this step, even if no probe is due or probes are off; at most once per step."""
+        """Probe after this step, even if no probe is due or probes are off; at most one probe per step."""
         if trainer.global_step != self._probed:
-            self._probe(trainer, pl_module, batch, asked=True)
+            self._probe(trainer, pl_module, batch, forced=True)
 
     def _probe(
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
         current: TokenBatch | None,
-        asked: bool = False,
+        forced: bool = False,
     ) -> None:
         """``current`` is None before the first step and after the last."""
         c, module = self.config, pl_module
         self._probed = trainer.global_step
-        if not (c.every_n_steps or asked):
+        if not (c.every_n_steps or forced):
             return
         model = module.whole_model()  # type: ignore[operator]
         assert isinstance(model, EarlyFusionTransformer)
@@ -123,7 +124,7 @@ class RunMonitor(L.Callback):
         if self.config.probe_split == "heldout":
             assert self.heldout is not None
             heldout = self.heldout.to(module.device).first(n)
-            if self._pairs is None and heldout.ids_BT.numel() * heldout.ids_BT.shape[1] <= KEPT_PAIRS:
+            if self._pairs is None and heldout.ids_BT.numel() * heldout.ids_BT.shape[1] <= STORED_PAIRS:
                 self._pairs = pairs_of(module.model.config, heldout)  # type: ignore[union-attr, arg-type]
             return heldout
         assert current is not None

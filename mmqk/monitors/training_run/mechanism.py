@@ -1,6 +1,7 @@
 """Measures optimizer steps: the radial budget in windows, and gradient and update sizes by parameter.
 
-The training module calls a `Mechanism` while a step runs (`mmqk.training.step.record.StepWatch`); it changes nothing.
+The training module calls a `Mechanism` during a step (`mmqk.training.step.record.StepWatch`). It does not change
+training.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Mechanism:
-    """Measures the configured steps, and stores the numbers until `after_step`, `close` or `sizes` returns them.
+    """Measures the configured steps; `after_step`, `close` and `sizes` return the numbers.
 
     Args:
         model: the trained model.
@@ -38,36 +39,36 @@ class Mechanism:
         self.model, self.config, self.max_steps, self.trained = model, config, max_steps, trained
         self.window: BudgetWindow | None = None
         self.named: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self._open = False  # a step of the window is running
+        self._in_window = False  # this step is part of the window
         self._sizes_due = False
         self._before: dict[Tensor, tuple[Tensor, float]] = {}
         self._sizes: dict[str, Tensor] = {}
 
-    # While a step runs ---------------------------------------------------------------------------------
+    # During a step
 
     def before_step(self, step: int) -> None:
-        """Before each micro-batch of update number ``step``, from 1."""
+        """Call it before each micro-batch of update number ``step``, from 1."""
         c = self.config
         if c.budget_every_n_steps and self.window is None and (step - 1) % c.budget_every_n_steps == 0:
             self.window = BudgetWindow(self.model, self.trained)
-        self._open = self.window is not None
+        self._in_window = self.window is not None
         every = c.every_n_steps
         self._sizes_due = c.parameters and bool(every) and (step % every == 0 or step == self.max_steps)
 
     @property
     def attributing(self) -> bool:
         """Whether this step needs `before_backward`."""
-        return self._open
+        return self._in_window
 
     def before_backward(self, parts_M: Tensor) -> None:
-        """``parts_M``: part of each modality in the loss of a micro-batch."""
+        """Call it before the backward pass; ``parts_M`` is the part of each modality in the micro-batch's loss."""
         if self.window is not None:
             self.window.add_gradients(parts_M)
 
     def before_update(
         self, optimizer: Optimizer, factor: Tensor | None, grad_norms: Mapping[str, Tensor]
     ) -> None:
-        """After clipping the gradients by ``factor``; ``grad_norms`` are the norms before it, by parameter."""
+        """Call it after gradients are clipped by ``factor``; ``grad_norms`` are those before, by parameter."""
         if self.window is not None:
             self.window.before_update(optimizer, factor)
         if self._sizes_due:
@@ -80,7 +81,7 @@ class Mechanism:
             self._sizes = {tag("grad_norm", name): norm for name, norm in grad_norms.items()}
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """Right after the optimizer's own update, before QK-Clip."""
+        """Call it right after the optimizer's update, before QK-Clip."""
         if self.window is not None:
             self.window.after_update(optimizer)
         if self._sizes_due:
@@ -103,14 +104,14 @@ class Mechanism:
             }
         self._before = {}
 
-    # After a step --------------------------------------------------------------------------------------
+    # After a step
 
     def after_step(self) -> dict[str, float]:
-        """The numbers by tag of a window that ends with this step; empty if none ends."""
-        if self.window is None or not self._open:
+        """The numbers by tag of the window that ends with this step; empty if none ends."""
+        if self.window is None or not self._in_window:
             return {}
         self.window.settle()
-        self._open = False
+        self._in_window = False
         return self.close() if self.window.steps == self.config.budget_steps else {}
 
     def close(self) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
 from mmqk.monitors.measures.precision import Absorption, absorption
 from mmqk.monitors.measures.reduce import selection
+from mmqk.monitors.probe import eager_forward
 from mmqk.monitors.record import Probe
 from mmqk.store.tags import tag
 
@@ -19,10 +20,10 @@ STATISTICS = {"absorb_error": "error", "absorb_bias": "bias", "absorbed": "absor
 
 @torch.no_grad()
 def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Probe:
-    """`Absorption` by modality of the token and layer, over the additions of both attention and MLP.
+    """`Absorption` by layer and modality of the token, over the additions of both attention and MLP.
 
-    If the stream is not bf16, it is the error that bf16 would have, and the tags end in ``_if_bf16``. It takes one
-    forward in the caller's precision, and does not change the model.
+    For a stream that is not bf16 it measures the error that bf16 would have, and the tags end in ``_if_bf16``. It
+    runs one forward in the caller's precision and does not change the model.
 
     Args:
         model: runs in evaluation mode.
@@ -48,17 +49,10 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
         ending = "" if x_BTD.dtype == torch.bfloat16 else "_if_bf16"
         for statistic, part in STATISTICS.items():
             both = getattr(first[layer], part) + getattr(of_site, part)
-            probe.add_moments([tag(statistic + ending, n, layer=layer) for n in names], None, both)
+            probe.add_means([tag(statistic + ending, n, layer=layer) for n in names], both)
 
-    hooks = [block.register_forward_pre_hook(before) for block in model.blocks]
-    training = model.training
-    model.eval()
-    try:
-        dense = model.use_backend("math") if model.backend == "flex" else nullcontext()
-        with torch.compiler.set_stance("force_eager"), dense:
-            model(batch.ids_BT, batch.modality_BT, batch.document_BT, sink)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for block in model.blocks:
+            stack.callback(block.register_forward_pre_hook(before).remove)
+        eager_forward(model, batch, sink, dense_for=("flex",))
     return probe

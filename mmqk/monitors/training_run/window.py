@@ -1,12 +1,14 @@
-"""The radial budget of W_q and W_k over a window of a run's optimizer steps. M modalities."""
+"""The radial budget of W_q and W_k over a window of optimizer steps. M modalities."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from mmqk.distributed import summed
 from mmqk.model import EarlyFusionTransformer
@@ -16,10 +18,11 @@ from mmqk.store.tags import tag
 
 MATRICES = ("w_q", "w_k")
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_FORMER_NAMES = {"there_M": "present_M", "_old": "_earlier_moment", "_own": "_moments"}  # in older checkpoints
 
 
 def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], list[nn.Parameter]]:
-    """The weights behind W_q and W_k of each layer: one, or one for each modality; under σReparam the raw weight."""
+    """The weights of W_q and W_k in each layer: one, or one for each modality; under σReparam the raw weight."""
     return {
         (name, layer): [
             cast(nn.Parameter, m.weight)
@@ -32,13 +35,14 @@ def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], lis
 
 
 class BudgetWindow:
-    """`RadialBudget` of every W_q and W_k. Each optimizer step calls, in this order:
+    """`RadialBudget` of every W_q and W_k.
 
-    `add_gradients` (each micro-batch, before its backward pass), `before_update`, `after_update`, `settle`.
+    Each optimizer step calls, in this order: `add_gradients` (for each micro-batch, before its backward pass),
+    `before_update`, `after_update`, `settle`.
 
-    The modality of a gradient is that of the target. Nothing synchronizes with the host or writes ``.grad``.
-    Changes after the optimizer's update (QK-Clip) are in `rest`, so that the parts sum to the measured change; `step`
-    is the optimizer's update only.
+    The modality of a gradient is that of the target. Nothing synchronizes with the host or writes ``.grad``. Changes
+    after the optimizer's update (QK-Clip) count in `rest`, so that the parts sum to the measured change; `step` is
+    the optimizer's update only.
 
     Args:
         model: the trained model.
@@ -52,19 +56,19 @@ class BudgetWindow:
         self.budgets: list[RadialBudget] = []
         self.steps = 0
         self.clip_sum: Tensor | float = 0.0
-        self.there_M: Tensor | None = None  # modalities with a part in the loss
+        self.present_M: Tensor | None = None  # whether each modality has a part in the loss
         self._gradients: list[dict[int, Tensor]] = [{} for _ in self.parameters]
         self._factor: Tensor | float = 1.0
         self._before: list[Tensor] = []
         self._squares: list[Tensor] = []
-        self._groups: dict[Tensor, dict[str, Any]] = {}
+        self._settings: dict[Tensor, dict[str, Any]] = {}
 
     def add_gradients(self, parts_M: Tensor) -> None:
-        """Add the gradients of all modalities but the last, and keep the graph for the backward pass.
+        """Add the gradients of all modalities but the last; keep the graph for the backward pass.
 
-        The last modality's gradient is the whole gradient minus the others.
+        The last modality's gradient is the step's gradient minus these.
         """
-        self._met(parts_M.detach() != 0)
+        self._add_present(parts_M.detach() != 0)
         for m in self.trained[:-1]:
             gradients = torch.autograd.grad(parts_M[m], self.parameters, retain_graph=True, allow_unused=True)
             for sums, gradient in zip(self._gradients, gradients, strict=True):
@@ -73,7 +77,7 @@ class BudgetWindow:
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer, factor: Tensor | None) -> None:
-        """Store the weights; ``factor`` is the scale of gradient clipping, None without clipping."""
+        """Store the weights; ``factor`` is the factor of gradient clipping, or None without clipping."""
         self._factor = 1.0 if factor is None else factor.double()
         if not self.budgets:
             for p in self.parameters:
@@ -82,7 +86,7 @@ class BudgetWindow:
                 self.budgets.append(RadialBudget(moment.clone() if shared else None, len(self.names)))
         self._before = [p.detach().clone() for p in self.parameters]
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        self._groups = {p: {k: groups[p][k] for k in SETTINGS} for p in self.parameters}
+        self._settings = {p: {k: groups[p][k] for k in SETTINGS} for p in self.parameters}
 
     @torch.no_grad()
     def after_update(self, optimizer: Optimizer) -> None:
@@ -95,9 +99,9 @@ class BudgetWindow:
                 continue  # no loss has depended on it yet
             step = torch.as_tensor(state["step"], dtype=torch.float64)
             shared = state["exp_avg"].shape == p.shape
-            update = AdamUpdate(before, p.detach(), state["exp_avg_sq"], step, **self._groups[p])
+            update = AdamUpdate(before, p.detach(), state["exp_avg_sq"], step, **self._settings[p])
             if shared:
-                budget.add(self._by_modality(p, gradients), update)
+                budget.add(self._clipped(p, gradients), update)
             else:
                 self._add_split(budget, update, state["exp_avg"])
         self.steps += 1
@@ -105,94 +109,85 @@ class BudgetWindow:
         self._squares = [p.detach().double().square().sum() for p in self.parameters]
         self._gradients = [{} for _ in self.parameters]
         self._before = []
-        if self.there_M is not None:
-            self.there_M = summed(self.there_M.long()) > 0  # other ranks may have other modalities
+        if self.present_M is not None:
+            self.present_M = summed(self.present_M.long()) > 0  # other ranks may have other modalities
 
-    def _by_modality(self, p: Tensor, summed_by_m: dict[int, Tensor]) -> list[Tensor | None]:
-        """Clipped fp64 gradients over all ranks; they sum to the optimizer's gradient."""
-        gradients: list[Tensor | None] = [None] * len(self.names)
+    def _clipped(self, p: Tensor, gradients: dict[int, Tensor]) -> list[Tensor | None]:
+        """Clipped fp64 gradients by modality over all ranks; their sum is the optimizer's gradient."""
+        by_modality: list[Tensor | None] = [None] * len(self.names)
         rest = None if p.grad is None else p.grad.double()
-        for m, gradient in summed_by_m.items():
+        for m, gradient in gradients.items():
             clipped = self._factor * summed(gradient).double()
-            gradients[m], rest = clipped, None if rest is None else rest - clipped
+            by_modality[m], rest = clipped, None if rest is None else rest - clipped
         if self.trained:
-            gradients[self.trained[-1]] = rest
-        return gradients
+            by_modality[self.trained[-1]] = rest
+        return by_modality
 
     def _add_split(self, budget: RadialBudget, update: AdamUpdate, moments: Tensor) -> None:
-        """Add a step of SplitAdamW, whose state has each modality's moment, so that nothing is unattributed.
+        """Add a step of SplitAdamW, whose state has a moment for each modality, so that nothing is unattributed.
 
-        The steps are passed to the budget as gradients of an optimizer with betas 0, v = 0 and epsilon 1.
+        The budget gets each modality's step as the gradient of an optimizer with betas 0, v = 0 and epsilon 1.
         """
         beta1, beta2 = update.betas
         root_v = (update.second_moment.double() / (1 - beta2**update.step)).sqrt()
         steps = moments.double() / (1 - beta1**update.step) / (root_v + update.eps)
         gradients: list[Tensor | None] = [None] * len(self.names)
-        there_M = torch.zeros(len(self.names), dtype=torch.bool, device=steps.device)
+        present_M = torch.zeros(len(self.names), dtype=torch.bool, device=steps.device)
         for place, m in enumerate(self.trained):
             gradients[m] = steps[place]
-            there_M[m] = (steps[place] != 0).any()
-        self._met(there_M)
-        as_gradients = AdamUpdate(
-            before=update.before,
-            after=update.after,
-            second_moment=torch.zeros_like(update.before),
-            step=1,
-            lr=update.lr,
-            betas=(0.0, 0.0),
-            eps=1.0,
-            weight_decay=update.weight_decay,
-        )
-        budget.add(gradients, as_gradients)
+            present_M[m] = (steps[place] != 0).any()
+        self._add_present(present_M)
+        zeros = torch.zeros_like(update.before)
+        budget.add(gradients, replace(update, second_moment=zeros, step=1, betas=(0.0, 0.0), eps=1.0))
 
-    def _met(self, there_M: Tensor) -> None:
-        self.there_M = there_M if self.there_M is None else self.there_M | there_M
+    def _add_present(self, present_M: Tensor) -> None:
+        self.present_M = present_M if self.present_M is None else self.present_M | present_M
 
     @torch.no_grad()
     def settle(self) -> None:
         """Add the changes since the optimizer's update to `rest`."""
         for budget, p, square in zip(self.budgets, self.parameters, self._squares, strict=True):
-            more = p.detach().double().square().sum() - square
-            budget.rest, budget.total = budget.rest + more, budget.total + more
+            change = p.detach().double().square().sum() - square
+            budget.rest, budget.total = budget.rest + change, budget.total + change
         self._squares = []
 
     def values(self) -> dict[str, float]:
-        """The window's sums by tag, over all copies of a layer's matrix; a modality without a part in the loss has no
-        key."""
-        assert self.there_M is not None
-        present = self.there_M.tolist()
-        tags: list[str] = []
-        values: list[Tensor] = []
+        """The window's sums by tag, over all copies of a layer's matrix, for modalities with a part in the loss."""
+        assert self.present_M is not None
+        present = [m for m, has_part in enumerate(self.present_M.tolist()) if has_part]
+        values: dict[str, Tensor] = {}
         budgets = iter(self.budgets)
         for (name, layer), weights in self.matrices.items():
-            of_matrix = [next(budgets) for _ in weights]
-            for m in (m for m, n in enumerate(present) if n):
-                modality = self.names[m]
-                tags.append(tag(f"{name}_growth", modality, layer=layer))
-                values.append(_sum([b.by_modality[m] for b in of_matrix], weights[0]))
+            copies = [next(budgets) for _ in weights]
+            for m in present:
+                growth = _sum([budget.by_modality[m] for budget in copies], weights[0])
+                values[tag(f"{name}_growth", self.names[m], layer=layer)] = growth
             for part in ("decay", "step", "unattributed", "rest", "total"):
-                tags.append(tag(f"{name}_growth_{part}", layer=layer))
-                values.append(_sum([getattr(b, part) for b in of_matrix], weights[0]))
-            tags.append(tag(f"{name}_sq", layer=layer))
-            values.append(_sum([p.detach().double().square().sum() for p in weights], weights[0]))
-        tags.append("budget_clip_factor")
-        values.append(_sum([torch.as_tensor(self.clip_sum)], values[0]) / self.steps)
-        return dict(zip(tags, torch.stack(values).tolist(), strict=True)) | {"budget_window": self.steps}
+                growth = _sum([getattr(budget, part) for budget in copies], weights[0])
+                values[tag(f"{name}_growth_{part}", layer=layer)] = growth
+            squares = [p.detach().double().square().sum() for p in weights]
+            values[tag(f"{name}_sq", layer=layer)] = _sum(squares, weights[0])
+        clip_sum = _sum([torch.as_tensor(self.clip_sum)], next(iter(values.values())))
+        values["budget_clip_factor"] = clip_sum / self.steps
+        numbers = torch.stack([*values.values()]).tolist()  # one transfer
+        return dict(zip(values, numbers, strict=True)) | {"budget_window": self.steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state between two steps, for the rest of the window."""
-        state = {"steps": self.steps, "clip_sum": self.clip_sum, "there_M": self.there_M}
+        """The state between two steps."""
+        state = {"steps": self.steps, "clip_sum": self.clip_sum, "present_M": self.present_M}
         return state | {"budgets": [dict(vars(b)) for b in self.budgets]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
+        state = {_FORMER_NAMES.get(name, name): value for name, value in state.items()}
         device = self.parameters[0].device
         self.steps = state["steps"]
-        self.clip_sum, self.there_M = (_moved(state[name], device) for name in ("clip_sum", "there_M"))
+        self.clip_sum, self.present_M = (_moved(state[name], device) for name in ("clip_sum", "present_M"))
         self.budgets = []
         for p, saved in zip(self.parameters, state["budgets"], strict=True):
             budget = RadialBudget(None, len(self.names))
-            vars(budget).update({name: _moved(value, p.device) for name, value in saved.items()})
+            values = {_FORMER_NAMES.get(name, name): _moved(value, p.device) for name, value in saved.items()}
+            vars(budget).update({name: values[name] for name in vars(budget)})
             self.budgets.append(budget)
 
 
@@ -201,6 +196,5 @@ def _sum(values: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_moved(v, device) for v in value]
-    return value.to(device) if isinstance(value, Tensor) else value
+    """The value with its tensors on the device."""
+    return tree_map_only(Tensor, lambda x: x.to(device), value)

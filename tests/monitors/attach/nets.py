@@ -1,4 +1,4 @@
-"""Somebody else's models, small: plain PyTorch with several ways to call attention. Nothing of mmqk."""
+"""Small third-party models: plain PyTorch with several ways to call attention, without mmqk."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
 
 def alibi(T: int) -> Tensor:
-    """(H, T, T): the further back, the less."""
+    """(H, T, T): smaller for keys further back."""
     t = torch.arange(T)
     return -SLOPES[:, None, None] * (t[:, None] - t).abs()
 
 
 class SelfAttention(nn.Module):
-    """Attention by one of several calls. With ``keep`` a list, it gets (q, k) of each forward."""
+    """Attention by one of several calls. If ``keep`` is a list, each forward appends (q, k)."""
 
     def __init__(self, call: str = "sdpa", kv_heads: int = H):
         super().__init__()
@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
 
 
 class TorchAttention(nn.Module):
-    """PyTorch's own module, with or without weights given back."""
+    """PyTorch's module, with or without returned weights."""
 
     def __init__(self, weights: bool):
         super().__init__()

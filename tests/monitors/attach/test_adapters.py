@@ -1,4 +1,4 @@
-"""An adapter for a model of one's own, as the documentation writes it; and those that are there."""
+"""The adapter of docs/monitors.md, and those of mmqk."""
 
 from __future__ import annotations
 
@@ -63,34 +63,34 @@ def test_the_adapter_of_the_documentation_adds_what_lies_beyond_the_attention_ca
     beyond = ("attn_in_", "q_raw_", "k_raw_", "q_weight_", "k_weight_")
     assert measured.keys() - plain.keys() == {name for name in expected if name.startswith(beyond)}
     assert same(measured, expected) and len(expected) == 8 * 28 + 4
-    # The residual stream is there without it too, by structure.
+    # The residual stream is also measured without the adapter.
     assert same(plain, {name: x for name, x in expected.items() if not name.startswith(beyond)})
-    # The control: the sites of the layers in another order.
+    # Control: the sites with the layers in reverse order.
     turned = {(site, 7 - layer if layer >= 0 else layer): x for (site, layer), x in arrays.items()}
     assert not same(measured, brute_force.streams(turned, modality_of(ids), np.ones(ids.shape, bool), NAMES))
 
 
 @pytest.mark.parametrize("swin", [False, True])
 def test_sublayer_outputs_of_chameleon_add_up_to_its_residual_stream(swin):
-    """In both placements of its norms: what is called attn_out and mlp_out is what is added."""
+    """For both placements of its norms, attn_out and mlp_out are the added tensors."""
     model = hugging_face(
         "chameleon", "ChameleonForConditionalGeneration", "ChameleonConfig", {"swin_norm": swin}
     )
-    adapter, (ids,), kept = adapter_for(model), batches(1, B=2), {}
+    adapter, (ids,), recorded = adapter_for(model), batches(1, B=2), {}
     assert adapter is not None
     for path, module in model.named_modules():
         for site in adapter.at(path):
             module.register_forward_hook(
-                lambda m, x, out, site=site, path=path: kept.update(
+                lambda m, x, out, site=site, path=path: recorded.update(
                     {(site.name, path.split(".")[2] if site.name != "final" else ""):
                      site.tensor(x[0] if x else None, out[0] if isinstance(out, tuple) else out)}
                 )
             )  # fmt: skip
     model(input_ids=ids)
-    added = kept["attn_out", "1"] + kept["mlp_out", "1"]
-    torch.testing.assert_close(kept["resid", "0"] + added, kept["resid", "1"])
-    torch.testing.assert_close(kept["final", ""], kept["resid", "1"])
-    assert not torch.allclose(kept["resid", "0"] + kept["mlp_out", "1"], kept["resid", "1"])
+    added = recorded["attn_out", "1"] + recorded["mlp_out", "1"]
+    torch.testing.assert_close(recorded["resid", "0"] + added, recorded["resid", "1"])
+    torch.testing.assert_close(recorded["final", ""], recorded["resid", "1"])
+    assert not torch.allclose(recorded["resid", "0"] + recorded["mlp_out", "1"], recorded["resid", "1"])
 
 
 def test_no_adapter_is_found_for_what_is_not_known():

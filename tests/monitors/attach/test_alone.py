@@ -1,4 +1,4 @@
-"""`attach` in an environment that has PyTorch and nothing else that mmqk knows."""
+"""`attach` in an environment with PyTorch and without mmqk's other packages."""
 
 from __future__ import annotations
 

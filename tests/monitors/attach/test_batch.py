@@ -1,4 +1,4 @@
-"""Which batch `attach` probes, when, and what it keeps of it."""
+"""The batch that `attach` probes, when it does, and what it stores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_forward_without_gradients_is_not_the_batch_of_the_step():
             model(other[:2, :5])
         watch.step()
         assert torch.equal(seen.pop(), ids[:4])
-    # The control: with gradients the later one is.
+    # Control: with gradients it is the later batch.
     model(ids)
     model(other)
     watch.step()
@@ -52,8 +52,8 @@ def test_a_forward_without_gradients_is_not_the_batch_of_the_step():
 
 def test_generation_between_steps_changes_nothing_of_a_probe():
     model, (ids,) = llama(), batches(1)
-    found = []
-    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: found.append(values))
+    logged = []
+    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: logged.append(values))
     for between in (False, True):
         model(input_ids=ids, labels=ids).loss.backward()
         if between:
@@ -61,7 +61,7 @@ def test_generation_between_steps_changes_nothing_of_a_probe():
                 ids[:2], attention_mask=torch.ones_like(ids[:2]), max_new_tokens=3, pad_token_id=0, do_sample=False
             )  # fmt: skip
         watch.step()
-    assert found[0] == found[1] and found[0]["probe_sequences"] == 4
+    assert logged[0] == logged[1] and logged[0]["probe_sequences"] == 4
 
 
 def test_a_cache_of_the_loop_is_refused_and_left_alone():
@@ -75,19 +75,19 @@ def test_a_cache_of_the_loop_is_refused_and_left_alone():
     ):
         watch.step()
     assert cache.get_seq_length() == 16
-    model(input_ids=ids, use_cache=True)  # one of the model's own is no obstacle
+    model(input_ids=ids, use_cache=True)  # a cache that the model makes is allowed
     watch.step()
     watch.close()
 
 
 def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
-    """transformers keeps a cache in evaluation mode, and then its mask lets documents see each other."""
+    """transformers uses a cache in evaluation mode, and its mask then lets documents see each other."""
     (ids,) = batches(1, B=3, T=20)
     packed = torch.cat([torch.arange(8), torch.arange(12)])[None].expand(3, -1)
     model = llama()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     watch = attach(model, modality=IMAGE)
-    found = watch.probe(input_ids=ids, position_ids=packed).flat()
+    logged = watch.probe(input_ids=ids, position_ids=packed).flat()
     assert model.config.use_cache and model.training
     sdpa, masks = F.scaled_dot_product_attention, []
 
@@ -105,10 +105,10 @@ def test_packed_documents_of_a_checkpointed_model_stay_apart(monkeypatch):
     apart = (
         attach(plain, modality=IMAGE).probe(input_ids=ids, position_ids=packed, attention_mask=mask).flat()
     )
-    assert found["attn_entropy/image/layer01"] == pytest.approx(apart["attn_entropy/image/layer01"], rel=1e-4)
-    # The control: with the cache of evaluation mode it is something else.
+    assert logged["attn_entropy/image/layer01"] == pytest.approx(apart["attn_entropy/image/layer01"], rel=1e-4)
+    # Control: with the cache of evaluation mode the numbers differ.
     whole = attach(llama().eval(), modality=IMAGE).probe(input_ids=ids, position_ids=packed).flat()
-    assert found["attn_entropy/image/layer01"] != pytest.approx(whole["attn_entropy/image/layer01"], rel=1e-2)
+    assert logged["attn_entropy/image/layer01"] != pytest.approx(whole["attn_entropy/image/layer01"], rel=1e-2)
 
 
 def test_two_watches_of_a_model_compiled_in_place():
@@ -120,11 +120,11 @@ def test_two_watches_of_a_model_compiled_in_place():
         model(ids)
         one.step()
         two.step()
-    assert model._compiled_call_impl.before.before is compiled  # one for each, however many steps
+    assert model._compiled_call_impl.inner.inner is compiled  # one for each, however many steps
     one.close()
     model(ids)
-    assert one._catcher.args is None and two._catcher.args is not None
-    assert model._compiled_call_impl.before is compiled
+    assert one._last_call.args is None and two._last_call.args is not None
+    assert model._compiled_call_impl.inner is compiled
     two.close()
     assert model._compiled_call_impl is compiled
 
@@ -146,7 +146,7 @@ def test_an_empty_batch_puts_the_probe_off(lengths):
     for n in lengths:
         maybe(ids[:n])
         watch.step()
-    # Due at 2, of which the batch is empty as often as not.
+    # Due at step 2, whose batch may be empty.
     assert steps == ([4] if lengths[1] == 0 else [2])
 
 
@@ -198,27 +198,27 @@ def test_a_probe_keeps_nothing_of_the_batch():
     vectors = one_step()
     gc.collect()
     assert vectors() is None
-    kept = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and id(x) not in before]
-    assert sum(x.numel() for x in kept) < 100  # the masks alone would be 64 * 64 for each sequence
-    # The control: what a loop keeps itself is found by the same count.
+    new_tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and id(x) not in before]
+    assert sum(x.numel() for x in new_tensors) < 100  # the masks alone would be 64 * 64 for each sequence
+    # Control: the same count includes what the loop stores.
     held = model(net.embed(ids))
-    assert len(alive() - before) > len(kept) and held is not None
+    assert len(alive() - before) > len(new_tensors) and held is not None
 
 
 def test_weights_of_several_dtypes_that_train_in_autocast_are_probed_in_it():
     """Most loops leave autocast before the optimizer's step."""
     model, (ids,) = Net(["sdpa"] * 2), batches(1)
     model.layers[0].mlp.bfloat16()
-    found = []
-    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: found.append(values))
+    logged = []
+    watch = attach(model, modality=IMAGE, every_n_steps=1, log=lambda values, step: logged.append(values))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(ids)
         inside = watch.probe(ids=ids).flat()
     watch.step()
-    assert found == [
+    assert logged == [
         inside | {"attn_layers_seen": 2, "attn_layers_hidden": 0}
     ] and not torch.is_autocast_enabled("cpu")
-    # The control: without it such a model does not run.
+    # Control: without autocast such a model does not run.
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         attach(model, modality=IMAGE).probe(ids=ids)
 
@@ -234,25 +234,25 @@ def test_a_list_with_an_image_for_each_sequence_is_cut_like_the_sequences():
     model, (ids,) = Pictured(["sdpa"]), batches(1)
     images, whole = [torch.zeros(i, 3) for i in range(7, 13)], [torch.zeros(6, 3) for _ in range(6)]
     attach(model, modality=IMAGE).probe(ids=ids, images=images, others=whole)
-    assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of six whole batches stays one of six
+    assert seen == [(4, [7, 8, 9, 10], 6)]  # a list of six whole batches is not sliced
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
-        ({"modality": {"image": (4, 100)}}, r"image is \[4, 100\]: give id ranges"),
-        ({"modality": {"image": 5}}, r"image is \[5\]: give id ranges"),
-        ({"modality": lambda inputs: 0, "names": "text"}, "give two or more, each once"),
-        ({"modality": lambda inputs: 0, "names": ("text", "text")}, "give two or more, each once"),
-        ({"modality": lambda inputs: 0, "names": ("text",)}, "give two or more, each once"),
+        ({"modality": {"image": (4, 100)}}, r"image is \[4, 100\]: give ranges of ids"),
+        ({"modality": {"image": 5}}, r"image is \[5\]: give ranges of ids"),
+        ({"modality": lambda inputs: 0, "names": "text"}, "give at least two different names"),
+        ({"modality": lambda inputs: 0, "names": ("text", "text")}, "give at least two different names"),
+        ({"modality": lambda inputs: 0, "names": ("text",)}, "give at least two different names"),
         ({"modality": IMAGE, "every_n_steps": 2.5}, "give a whole number of steps"),
     ],
 )
-def test_mistakes_of_a_call_are_one_sentence(options, says):
-    with pytest.raises(UserError, match=says):
+def test_mistakes_of_a_call_are_one_sentence(options, message):
+    with pytest.raises(UserError, match=message):
         attach(Net(["sdpa"]), **options)
 
 
 def test_a_model_that_is_none_is_one_sentence():
-    with pytest.raises(UserError, match=r"model is 'net': attach the nn\.Module"):
+    with pytest.raises(UserError, match=r"model is 'net': pass the nn\.Module"):
         attach("net", modality=IMAGE)

@@ -1,4 +1,4 @@
-"""What `attach` finds where dtypes are mixed and sequences empty, against brute force in float64."""
+"""`attach` with mixed dtypes and empty sequences, against brute force in float64."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tests.monitors.attach.test_exact import IMAGE, NAMES, causal, modality_of, 
 
 
 def test_weights_of_several_dtypes_are_measured_in_fp32():
-    """Such a forward needs autocast, and stays in it; what it gives is measured outside of it."""
+    """Such a forward runs under autocast; its activations are measured outside autocast."""
     net, (ids,) = Net(["sdpa", "alibi"]), batches(1, B=3)
     net.layers[0].mlp.bfloat16()
-    kept = {}
-    net.layers[1].attention.register_forward_hook(lambda m, x, out: kept.update(inside=out.dtype))
+    dtypes = {}
+    net.layers[1].attention.register_forward_hook(lambda m, x, out: dtypes.update(inside=out.dtype))
     for layer in net.layers:
         layer.attention.keep = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
         measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
     modality = modality_of(ids)
-    assert kept["inside"] == torch.bfloat16
+    assert dtypes["inside"] == torch.bfloat16
     for n, layer in enumerate(net.layers):
         q, k = (x.float().double().numpy() for x in layer.attention.keep[0])
         scale = (0.5, 8**-0.5)[n]
         expected = norms(q, k, modality, n)
         expected |= brute_force.attention(q, k, scale, modality, causal, NAMES, n, softmax=n == 0)
         assert same(measured, expected)
-        # The control: of products in bf16 it is something else.
+        # Control: products in bf16 give other numbers.
         z = (torch.tensor(q).bfloat16() @ torch.tensor(k).bfloat16().mT).double().numpy()
         eye = np.broadcast_to(np.eye(16), z.shape)
         rough = brute_force.attention(z, eye, scale, modality, causal, NAMES, n, softmax=False)
@@ -37,19 +37,19 @@ def test_weights_of_several_dtypes_are_measured_in_fp32():
 
 
 def test_a_sequence_that_is_all_padding_counts_for_nothing():
-    """With a bias, whose weights go another way; the rank has nothing to say of it."""
+    """With a bias, whose weights are computed by `Collector.weights`; such a sequence has no rank."""
 
     class Padded(Net):
         def forward(self, ids, attention_mask):
             return super().forward(ids, None)
 
     net, (ids,) = Padded(["alibi"]), batches(1, B=3)
-    there = torch.ones_like(ids)
-    there[0] = 0
+    attention_mask = torch.ones_like(ids)
+    attention_mask[0] = 0
     watch = attach(net, modality=IMAGE)
-    found = watch.probe(ids=ids, attention_mask=there).flat()
-    alone = watch.probe(ids=ids[1:], attention_mask=there[1:]).flat()
-    assert found.pop("probe_sequences") == 3 and alone.pop("probe_sequences") == 2
-    assert found.keys() == alone.keys() and same(found, alone)
+    padded = watch.probe(ids=ids, attention_mask=attention_mask).flat()
+    alone = watch.probe(ids=ids[1:], attention_mask=attention_mask[1:]).flat()
+    assert padded.pop("probe_sequences") == 3 and alone.pop("probe_sequences") == 2
+    assert padded.keys() == alone.keys() and same(padded, alone)
     whole = watch.probe(ids=ids, attention_mask=torch.ones_like(ids)).flat()  # the control
     assert not same(whole, {"attn_rank/layer00": alone["attn_rank/layer00"]})

@@ -1,4 +1,4 @@
-"""What `attach` finds against brute force in float64, on models that mmqk did not build."""
+"""Statistics of `attach` against brute force in float64, on third-party models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.monitors import brute_force
 from tests.monitors.attach.nets import H, L, Net, V, alibi, batches
 
 NAMES = ("text", "image")
-IMAGE = {"image": range(10, 25)}  # text lies on both sides of it
+IMAGE = {"image": range(10, 25)}  # text ids are below and above it
 WEIGHTS = ("attn_entropy", "attn_mass", "attn_rank")
 SIZES = {"text": V - 15, "image": 15}
 
@@ -35,8 +35,8 @@ def output_of(logits, modality, trained) -> dict[str, float]:
     return brute_force.output(logits[..., order], np.roll(modality, -1, 1), trained, SIZES)
 
 
-def same(found: dict[str, float], expected: dict[str, float], **approx: float) -> bool:
-    return all(found.get(name) == pytest.approx(x, **({"rel": 2e-4, "abs": 1e-5} | approx))
+def same(values: dict[str, float], expected: dict[str, float], **approx: float) -> bool:
+    return all(values.get(name) == pytest.approx(x, **({"rel": 2e-4, "abs": 1e-5} | approx))
                for name, x in expected.items())  # fmt: skip
 
 
@@ -45,8 +45,8 @@ def causal(b, t, s):
 
 
 def expected_of(net: Net, ids, scale, sees=causal, bias=None) -> dict[str, float]:
-    """All of a `Net`'s layers from the q and k that it keeps itself."""
-    modality, found = modality_of(ids), {}
+    """Expected statistics of a `Net`, from the q and k that its attention records."""
+    modality, values = modality_of(ids), {}
     twin = Net([layer.attention.call for layer in net.layers], kv_heads=net.layers[0].attention.kv_heads)
     twin.load_state_dict(net.state_dict())
     for layer in twin.layers:
@@ -56,20 +56,20 @@ def expected_of(net: Net, ids, scale, sees=causal, bias=None) -> dict[str, float
     for n, layer in enumerate(twin.layers):
         q, k = (x.double().numpy() for x in layer.attention.keep[0])
         k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
-        found |= norms(q, k, modality, n)
+        values |= norms(q, k, modality, n)
         if bias is None:
-            found |= brute_force.attention(q, k, scale, modality, sees, NAMES, n)
+            values |= brute_force.attention(q, k, scale, modality, sees, NAMES, n)
             continue
-        # A bias beside the dot product is a dot product of longer vectors.
+        # A dot product plus a bias is a dot product of longer vectors.
         eye = np.broadcast_to(np.eye(q.shape[2]), (*q.shape[:3], q.shape[2]))
         turned = np.broadcast_to(bias.numpy().swapaxes(-1, -2), eye.shape)
         longer_q, longer_k = np.concatenate([scale * q, eye], -1), np.concatenate([k, turned], -1)
         of_weights = brute_force.attention(longer_q, longer_k, 1.0, modality, sees, NAMES, n)
-        found |= brute_force.attention(q, k, scale, modality, sees, NAMES, n, softmax=False)
-        found |= {name: x for name, x in of_weights.items() if name.startswith(WEIGHTS)}
+        values |= brute_force.attention(q, k, scale, modality, sees, NAMES, n, softmax=False)
+        values |= {name: x for name, x in of_weights.items() if name.startswith(WEIGHTS)}
     trained = np.ones(modality.shape, bool)
     trained[:, -1] = False
-    return found | output_of(logits, modality, trained)
+    return values | output_of(logits, modality, trained)
 
 
 CALLS = {
@@ -91,9 +91,9 @@ def test_a_plain_model_equals_brute_force(name):
     expected = expected_of(net, ids, scale, sees, bias)
     assert same(measured, expected)
     added = ("attn_out_", "mlp_out_", "resid_")  # which tests/monitors/attach/test_stream.py compares
-    told = {t for t in measured if not t.startswith(("v_norm", "probe_", "q_norm_max", "k_norm_max", *added))}
-    assert told <= expected.keys()
-    # The controls: another scale, another modality, and without the bias the comparison fails.
+    compared = {t for t in measured if not t.startswith(("v_norm", "probe_", "q_norm_max", "k_norm_max", *added))}
+    assert compared <= expected.keys()
+    # Controls: with another scale or modality, or without the bias, the comparison fails.
     assert not same(measured, expected_of(net, ids, 2 * scale, sees, bias))
     assert not same(attach(net, modality={"image": range(10, 24)}).probe(ids=ids).flat(), expected)
     if bias is not None:
@@ -123,7 +123,7 @@ def test_masks_of_each_sequence_are_those_of_the_call():
         q, k = (x.double().numpy() for x in layer.attention.keep[0])
         assert same(measured, brute_force.attention(q, k, 0.5, modality, sees, NAMES, n))
         assert not same(measured, brute_force.attention(q, k, 0.5, modality, causal, NAMES, n))
-    # The same as a number to add, with the least number of the dtype in place of minus infinity.
+    # The same as an additive mask, with the smallest number of the dtype in place of minus infinity.
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     assert attach(net, modality=IMAGE).probe(ids=ids, mask=added).flat() == measured
 
@@ -133,13 +133,14 @@ def test_pytorchs_own_module_is_seen_as_a_plain_call_is(call):
     net, (ids,) = Net([call] * 2), batches(1, B=3)
     plain = Net(["flat"] * 2)
     plain.load_state_dict(net.state_dict(), strict=False)
-    for layer, own in zip(plain.layers, net.layers, strict=True):
-        weight, bias = own.attention.inner.in_proj_weight.chunk(3), own.attention.inner.in_proj_bias.chunk(3)
+    for layer, torch_layer in zip(plain.layers, net.layers, strict=True):
+        inner = torch_layer.attention.inner
+        weight, bias = inner.in_proj_weight.chunk(3), inner.in_proj_bias.chunk(3)
         for part, w, b in zip(
             (layer.attention.q, layer.attention.k, layer.attention.v), weight, bias, strict=True
         ):
             part.weight.data, part.bias.data = w.data, b.data
-        layer.attention.out.load_state_dict(own.attention.inner.out_proj.state_dict())
+        layer.attention.out.load_state_dict(torch_layer.attention.inner.out_proj.state_dict())
     measured = attach(net, modality=IMAGE).probe(ids=ids).flat()
     assert same(attach(plain, modality=IMAGE).probe(ids=ids).flat(), measured)
     assert "attn_entropy/image/layer01" in measured
@@ -187,32 +188,32 @@ def test_a_hugging_face_model_equals_brute_force(name, monkeypatch):
     measured = attach(built, modality=IMAGE).probe(input_ids=ids, attention_mask=valid).flat()
 
     file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    dense, kept = file.eager_attention_forward, []
+    dense, recorded = file.eager_attention_forward, []
 
     def keeping(module, query, key, value, mask, **options):
-        kept.append((query.detach().numpy(), key.detach().numpy(), options["scaling"]))
+        recorded.append((query.detach().numpy(), key.detach().numpy(), options["scaling"]))
         return dense(module, query, key, value, mask, **options)
 
     monkeypatch.setattr(file, "eager_attention_forward", keeping)
     logits = built.double()(input_ids=ids, attention_mask=valid).logits.detach().numpy()
-    modality, there = modality_of(ids), valid.bool().numpy()
+    modality, valid_mask = modality_of(ids), valid.bool().numpy()
     expected = {}
-    for layer, (q, k, scale) in enumerate(kept):
+    for layer, (q, k, scale) in enumerate(recorded):
         k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
         near = window if layer % 2 == 0 and window else 20  # Gemma 2's even layers see a window
 
         def sees(b, t, s, near=near):
             return t - near < s <= t
 
-        expected |= norms(q, k, modality, layer, there)
-        expected |= brute_force.attention(q, k, scale, modality, sees, NAMES, layer, cap, valid=there)
-    if family != "chameleon":  # which sets the logits of image ids to the least number there is
-        trained = there & np.roll(there, -1, 1)
+        expected |= norms(q, k, modality, layer, valid_mask)
+        expected |= brute_force.attention(q, k, scale, modality, sees, NAMES, layer, cap, valid=valid_mask)
+    if family != "chameleon":  # which sets the logits of image ids to the smallest number of the dtype
+        trained = valid_mask & np.roll(valid_mask, -1, 1)
         trained[:, -1] = False
         expected |= output_of(logits, modality, trained)
-    assert len(kept) == 2 and same(measured, expected)
+    assert len(recorded) == 2 and same(measured, expected)
     assert not same(
-        measured, brute_force.attention(q, k, scale, modality, causal, NAMES, 0, cap, valid=there)
+        measured, brute_force.attention(q, k, scale, modality, causal, NAMES, 0, cap, valid=valid_mask)
     )
 
 
@@ -222,7 +223,7 @@ INTERFACES = [("llama", "sdpa"), *((name, kind) for name in ("llama", "gemma 2")
 
 @pytest.mark.parametrize(("name", "kind"), INTERFACES)
 def test_every_interface_of_transformers_says_the_same(name, kind):
-    """Flash-attention is no longer called: a dense one in fp32 stands in for it during the probe."""
+    """The probe replaces flash-attention by dense attention in fp32."""
     built = hugging_face(*HUGGING_FACE[name][:4])
     (ids,) = batches(1, B=3, T=20)
     valid = torch.ones_like(ids)
@@ -244,15 +245,15 @@ def test_our_own_model_attached_says_what_its_probe_says(changes):
     seen = torch.ones_like(ids, dtype=torch.bool)
     target_mask = seen.clone()
     target_mask[:, -1] = False
-    own = probe(model, TokenBatch(ids, (ids >= 30).long(), target_mask, seen, torch.tensor(1.0))).flat()
+    expected_values = probe(model, TokenBatch(ids, (ids >= 30).long(), target_mask, seen, torch.tensor(1.0))).flat()
     watch = attach(model, modality={"image": range(30, 42)})
     measured = watch.probe(ids_BT=ids).flat()
     shared = measured.keys() - {"probe_sequences"}
     assert (
-        shared <= own.keys()
-        and {name for name in own if name.startswith(("attn_logit_m", "attn_e"))} <= shared
+        shared <= expected_values.keys()
+        and {name for name in expected_values if name.startswith(("attn_logit_m", "attn_e"))} <= shared
     )
-    assert same(own, {name: measured[name] for name in shared})
+    assert same(expected_values, {name: measured[name] for name in shared})
     other = TokenBatch(ids, (ids >= 29).long(), target_mask, seen, torch.tensor(1.0))
     assert not same(probe(model, other).flat(), {name: measured[name] for name in shared})
 
@@ -265,21 +266,21 @@ def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its
     )
     images = torch.randn(2, 3, 64, 64)
 
-    def regions(inputs):  # the class token is of none; the two halves of the image
+    def regions(inputs):  # the class token has no modality; the halves of the image have one each
         number = torch.tensor([-1] + [0] * 8 + [1] * 8)
         return number.expand(len(inputs["x"]), -1)
 
     watch = attach(model, modality=regions, names=("upper", "lower"))
     measured = watch.probe(x=images).flat()
-    kept = {}
+    recorded = {}
     model.eval()
-    model.blocks[3].attn.qkv.register_forward_hook(lambda m, x, out: kept.update(qkv=out, x=x[0]))
-    model.blocks[3].register_forward_hook(lambda m, x, out: kept.update(resid=out))
+    model.blocks[3].attn.qkv.register_forward_hook(lambda m, x, out: recorded.update(qkv=out, x=x[0]))
+    model.blocks[3].register_forward_hook(lambda m, x, out: recorded.update(resid=out))
     model(images)
-    q, k, _ = kept["qkv"].detach().double().unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).numpy()
+    q, k, _ = recorded["qkv"].detach().double().unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).numpy()
     modality = np.broadcast_to([-1] + [0] * 8 + [1] * 8, (2, 17))
     sites = {("q", 3): q, ("k", 3): k, ("q_raw", 3): q, ("k_raw", 3): k}
-    sites |= {("attn_in", 3): kept["x"].detach().numpy(), ("resid", 3): kept["resid"].detach().numpy()}
+    sites |= {("attn_in", 3): recorded["x"].detach().numpy(), ("resid", 3): recorded["resid"].detach().numpy()}
     expected = brute_force.streams(sites, modality, np.ones((2, 17), bool), ("upper", "lower"))
     assert len(expected) == 28 and same(measured, expected)
     both = brute_force.attention(q[:, :, 1:], k[:, :, 1:], 8**-0.5, modality[:, 1:], lambda b, t, s: True,
@@ -290,4 +291,4 @@ def test_a_function_gives_the_modality_and_a_vision_transformer_is_seen_with_its
         if name.startswith(("attn_logit_m", "attn_logit_a")) and "-" in name
     }
     assert len(logits) == 8 and same(measured, logits)
-    assert watch.layers.of == len(watch.layers.numbers) == L and watch.layers.hidden == [] and H == 4
+    assert watch.layers.total == len(watch.layers.numbers) == L and watch.layers.hidden == [] and H == 4

@@ -1,4 +1,4 @@
-"""flash-attention's operators, which a CPU has not: operators of their names that refuse fp32, as theirs do."""
+"""flash-attention's operators, which need a GPU: stand-ins with their names that also refuse fp32."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DOCUMENTS = torch.tensor([0, 5, 16, 24, 32, 48])  # of three sequences of 16 tok
 
 
 class Flash(SelfAttention):
-    """flash_attn_func through an autograd function, or packed, or the same by torch."""
+    """flash_attn_func in an autograd function, or packed, or the same attention by torch."""
 
     def forward(self, x, mask=None):
         q, k, v = (f(x).unflatten(-1, (-1, 8)) for f in (self.q, self.k, self.v))

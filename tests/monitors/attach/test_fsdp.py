@@ -1,4 +1,4 @@
-"""Two processes on a CPU: the probe is collective, of both ranks together, and leaves the weights alone."""
+"""Two processes on a CPU: a probe covers both ranks and does not change the weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mmqk.store import read_metrics
 from tests.monitors.attach.nets import L, Net, batches
 
 ROOT = Path(__file__).parents[3]
-# On a CPU its fully_shard asks for the events of a stream that there is none of.
+# On a CPU its fully_shard uses stream events, which do not exist there.
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="fully_shard of torch 2.6 needs a GPU"
 )
 
 
 def two_processes(way: str, out: Path) -> str:
-    """What they print."""
+    """The output of both processes."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
          str(Path(__file__).with_name("train_foreign.py")), way, str(out)],
@@ -36,14 +36,14 @@ def two_processes(way: str, out: Path) -> str:
 
 
 def test_two_ranks_are_probed_as_one(tmp_path):
-    said = two_processes("plain", tmp_path)
-    assert said.count("mmqk: ") == 1 and f"attention of {L} of {L} layers seen" in said
+    printed = two_processes("plain", tmp_path)
+    assert printed.count("mmqk: ") == 1 and f"attention measured in {L} of {L} layers" in printed
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [10, 20, 40]
     weights = json.loads((tmp_path / "weights.json").read_text())
     assert weights["on"] == weights["off"] != weights["at 10"]
 
-    # At step 10 by one process: the sequences of both, of which those of the first are all text.
+    # One process measures the sequences of both ranks at step 10; those of the first are all text.
     net = Net()
     shapes = {name: x.shape for name, x in net.state_dict().items()}
     net.load_state_dict({n: torch.tensor(x).view(shapes[n]) for n, x in weights["at 10"].items()})
@@ -55,7 +55,7 @@ def test_two_ranks_are_probed_as_one(tmp_path):
     }
     assert together == {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in alone.items()}
     assert together["probe_sequences"] == 4
-    # The control: of one rank alone it is something else.
+    # Control: one rank alone gives other numbers.
     one = attach(net, modality={"image": range(10, 40)}).probe(ids=second).flat()
     assert together["attn_logit_mean/text/layer03"] != pytest.approx(
         one["attn_logit_mean/text/layer03"], rel=1e-4
@@ -65,8 +65,8 @@ def test_two_ranks_are_probed_as_one(tmp_path):
 @pytest.mark.parametrize("way", ["lightning", "transformers"])
 def test_the_callbacks_under_fsdp(way, tmp_path):
     pytest.importorskip("accelerate" if way == "transformers" else "lightning")
-    said = two_processes(way, tmp_path)
-    assert said.count("mmqk: attention of 8 of 8 layers seen") == 1
+    printed = two_processes(way, tmp_path)
+    assert printed.count("mmqk: attention measured in 8 of 8 layers") == 1
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [10, 20, 40]
     assert all(line["probe_sequences"] == 4 and line["attn_layers_seen"] == 8 for line in lines)

@@ -1,4 +1,4 @@
-"""Attention that is not seen is named, however it is written and wherever it stands."""
+"""Attention that cannot be measured is reported, in every form and place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHTS = {
 
 
 class Mixer(nn.Module):
-    """A block whose name gives nothing away; None calls torch's attention."""
+    """A block whose class name does not contain attention; None calls torch's attention."""
 
     def __init__(self, weights=None, einsum: bool = False):
         super().__init__()
@@ -46,7 +46,7 @@ class Mixer(nn.Module):
 
 
 class Other(Mixer):
-    """Of another class than what is seen."""
+    """Another class than that of the measured blocks."""
 
 
 class Stack(nn.Module):
@@ -71,8 +71,8 @@ def layers_of(*layers: nn.Module, T: int = 16):
 @pytest.mark.parametrize("einsum", [False, True])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_however_it_is_written(weights, einsum):
-    found = layers_of(Mixer(), Mixer(), Other(WEIGHTS[weights], einsum))
-    assert found.hidden == ["layers.2"] and found.numbers == [0, 1] and found.of == 3
+    layers = layers_of(Mixer(), Mixer(), Other(WEIGHTS[weights], einsum))
+    assert layers.hidden == ["layers.2"] and layers.numbers == [0, 1] and layers.total == 3
     assert layers_of(Mixer(), Mixer(), Other()).hidden == []
 
 
@@ -109,15 +109,15 @@ def test_beside_one_that_is_seen():
     soft = WEIGHTS["module"]
     assert layers_of(Stage(soft), Stage(soft)).hidden == ["layers.0.blocks.1", "layers.1.blocks.1"]
     assert layers_of(Stage(None), Stage(None)).hidden == []
-    found = layers_of(Two("by hand"), Two("sdpa"))
-    assert found.hidden == ["layers.0.of_image"] and found.of == 4
+    layers = layers_of(Two("by hand"), Two("sdpa"))
+    assert layers.hidden == ["layers.0.of_image"] and layers.total == 4
     assert layers_of(Two("sdpa"), Two("sdpa")).hidden == []
     assert layers_of(Both(WEIGHTS["special"])).hidden == ["layers.0"]
     assert layers_of(Both(None)).hidden == []
 
 
 def test_other_products_are_no_attention():
-    """Rotations, experts, relative positions beside a call, and mixing tokens by weights."""
+    """Rotations, experts, relative positions next to a call, and token mixing by weights."""
 
     class Busy(Mixer):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Which layers were seen, by what numbers, and what is said of the others."""
+"""Layers with measured attention, their numbers, and the report of the others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.monitors.third_party.introduce import introduction
-from mmqk.monitors.third_party.layers import layer_of, number
+from mmqk.monitors.third_party.layers import layer_numbers, layer_of
+from mmqk.monitors.third_party.summary import summary_line
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, batches
 
 IMAGE = {"image": range(10, 40)}
@@ -17,25 +17,25 @@ IMAGE = {"image": range(10, 40)}
 
 def probed(model, **inputs):
     watch = attach(model, modality=IMAGE)
-    found = watch.probe(**(inputs or {"ids": batches(1)[0]})).flat()
+    values = watch.probe(**(inputs or {"ids": batches(1)[0]})).flat()
     assert watch.layers is not None
-    return found, watch.layers, introduction(watch.layers, {}, watch._sections, 0.1, [1.0], 100)
+    return values, watch.layers, summary_line(watch.layers, {}, watch._records, 0.1, [1.0], 100)
 
 
 def test_layers_whose_attention_is_not_seen_are_named():
     hidden = {2: "by hand", 5: "by hand"}
-    found, layers, line = probed(Net([hidden.get(n, "sdpa") for n in range(8)]))
+    values, layers, line = probed(Net([hidden.get(n, "sdpa") for n in range(8)]))
     assert (
-        layers.numbers == [0, 1, 3, 4, 6, 7] and layers.hidden == ["layers.2", "layers.5"] and layers.of == 8
+        layers.numbers == [0, 1, 3, 4, 6, 7] and layers.hidden == ["layers.2", "layers.5"] and layers.total == 8
     )
-    assert "attention of 6 of 8 layers seen, not that of layers.2, layers.5 (maxima over layers" in line
-    assert "attn_entropy/image/layer03" in found and not any("layer02" in name for name in found)
-    everything, layers, line = probed(Net())
-    assert layers.hidden == [] and "not that of" not in line and "attn_entropy/image/layer02" in everything
+    assert "attention measured in 6 of 8 layers, not in layers.2, layers.5 (maxima over layers" in line
+    assert "attn_entropy/image/layer03" in values and not any("layer02" in name for name in values)
+    all_values, layers, line = probed(Net())
+    assert layers.hidden == [] and "not in" not in line and "attn_entropy/image/layer02" in all_values
 
 
 def test_a_layer_that_no_name_gives_away_is_found_by_its_softmax():
-    class Mixer(SelfAttention):  # its class does not say that it attends
+    class Mixer(SelfAttention):  # its class name does not contain attention
         pass
 
     net = Net(["sdpa"] * 3)
@@ -53,11 +53,11 @@ def test_nothing_seen_says_what_would_be():
 
 
 def test_a_mask_that_differs_between_heads_is_left_out_and_said():
-    found, layers, line = probed(Net(["sdpa", "by head", "by head"]))
-    assert layers.numbers == [0] and layers.hidden == ["layers.1", "layers.2"] and layers.of == 3
-    assert not any("layer01" in name for name in found)
-    assert "attention of 1 of 3 layers seen, not that of layers.1, layers.2 (maxima over layers" in line
-    assert "left out (a mask that differs between heads): layers.1.attention and 1 more" in line
+    values, layers, line = probed(Net(["sdpa", "by head", "by head"]))
+    assert layers.numbers == [0] and layers.hidden == ["layers.1", "layers.2"] and layers.total == 3
+    assert not any("layer01" in name for name in values)
+    assert "attention measured in 1 of 3 layers, not in layers.1, layers.2 (maxima over layers" in line
+    assert "not measured (its mask differs between heads): layers.1.attention and 1 more" in line
 
 
 def test_calls_of_other_lengths_are_left_out_and_said():
@@ -68,27 +68,27 @@ def test_calls_of_other_lengths_are_left_out_and_said():
                 x = layer(x)
             return self.head(x[:, 2:])
 
-    found, layers, line = probed(Prefixed(["sdpa"] * 2))
+    values, layers, line = probed(Prefixed(["sdpa"] * 2))
     assert (
         layers.numbers == layers.hidden == [] and "18 queries and 18 keys; modality describes 4 of 16" in line
     )
-    assert found.keys() >= {"out_log_z/text"} and not any(name.startswith("attn_e") for name in found)
+    assert values.keys() >= {"out_log_z/text"} and not any(name.startswith("attn_e") for name in values)
 
 
 def test_numbers_are_those_of_the_path_or_of_the_calls():
     assert layer_of("model.layers.12.self_attn") == ("model.layers", 12) and layer_of("attn") is None
-    assert number(["a.layers.1.x", "a.layers.3.x"]) == [1, 3]
-    assert number(["a.0.blocks.0", "a.0.blocks.1", "a.1.blocks.0"]) == [0, 1, 2]
+    assert layer_numbers(["a.layers.1.x", "a.layers.3.x"]) == [1, 3]
+    assert layer_numbers(["a.0.blocks.0", "a.0.blocks.1", "a.1.blocks.0"]) == [0, 1, 2]
 
-    class Shared(Net):  # one layer, again and again
+    class Shared(Net):  # the same layer, repeated
         def forward(self, ids):
             x = self.embed(ids)
             for _ in range(8):
                 x = self.layers[0](x)
             return self.head(x)
 
-    found, layers, _ = probed(Shared(["sdpa"]))
-    assert layers.numbers == list(range(8)) and found["q_norm/text/layer00"] != found["q_norm/text/layer07"]
+    values, layers, _ = probed(Shared(["sdpa"]))
+    assert layers.numbers == list(range(8)) and values["q_norm/text/layer00"] != values["q_norm/text/layer07"]
 
 
 def test_cross_attention_is_left_out_and_the_rest_stays():
@@ -103,17 +103,17 @@ def test_cross_attention_is_left_out_and_the_rest_stays():
 
     net = Net(["sdpa"] * 2)
     net.layers[1] = Layer(Crossed())
-    found, layers, line = probed(net)
+    values, layers, line = probed(net)
     assert (
         layers.numbers == [0, 1]
         and layers.hidden == []
         and "16 queries and 5 keys" in line
-        and "attn_rank/layer01" in found
+        and "attn_rank/layer01" in values
     )
 
 
 def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
-    """A dense attention of transformers with something more in its softmax than it is called with."""
+    """An eager attention of transformers whose softmax does not use the keys of the call."""
     modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
     from tests.monitors.attach.test_exact import hugging_face
@@ -126,12 +126,12 @@ def test_weights_that_are_not_those_of_the_logits_are_left_out(monkeypatch):
     model, (ids,) = hugging_face("llama", "LlamaForCausalLM", "LlamaConfig", {}), batches(1)
     whole = probed(model, input_ids=ids)[0]
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", louder)
-    found, layers, line = probed(model, input_ids=ids)
+    values, layers, line = probed(model, input_ids=ids)
     assert "without entropy, mass and rank (its weights are not the softmax of its logits)" in line
     assert {
         name for name in whole if name.startswith(("attn_entropy", "attn_mass", "attn_rank"))
-    } == whole.keys() - found.keys()
+    } == whole.keys() - values.keys()
     assert (
         layers.numbers == [0, 1]
-        and found["attn_logit_max/text-text/layer00"] == whole["attn_logit_max/text-text/layer00"]
+        and values["attn_logit_max/text-text/layer00"] == whole["attn_logit_max/text-text/layer00"]
     )

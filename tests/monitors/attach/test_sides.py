@@ -1,4 +1,4 @@
-"""Which tokens attention is over: by what its queries and keys come from, whatever the lengths."""
+"""The tokens of an attention call are those that its queries and keys come from, for any lengths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.monitors.third_party.introduce import introduction
+from mmqk.monitors.third_party.summary import summary_line
 from mmqk.store import UserError
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
@@ -17,7 +17,7 @@ LAYERS = 3
 
 
 def random_(model):
-    """Weights large enough that attention is not uniform."""
+    """Weights so large that attention is not uniform."""
     torch.manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -44,37 +44,37 @@ def bart():
 
 
 def clip():
-    """Of 17 patches, the class token included."""
+    """CLIP with 17 patches, including the class token."""
     t = pytest.importorskip("transformers")
-    both = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
-    text = both | {"vocab_size": V, "max_position_embeddings": 32, "eos_token_id": V - 1, "bos_token_id": 0}
-    vision = both | {"image_size": 12, "patch_size": 3}
+    with_vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    text = with_vision | {"vocab_size": V, "max_position_embeddings": 32, "eos_token_id": V - 1, "bos_token_id": 0}
+    vision = with_vision | {"image_size": 12, "patch_size": 3}
     config = t.CLIPConfig(text_config=text, vision_config=vision, attn_implementation="eager")
     return random_(t.CLIPModel(config))
 
 
 def of_weights(weights, of_q, of_k, q_names, k_names, cross="") -> dict[str, float]:
-    """Entropy and mass from a model's own attention weights, by layer; rows that see at least 8 keys."""
-    found = {}
+    """Entropy and mass from a model's attention weights, by layer, over rows that see at least 8 keys."""
+    measured = {}
     for layer, p_BHTS in weights.items():
         p = p_BHTS.detach().double().numpy()
         seen = (p > 0).sum(-1) >= 8
         entropy = -(p * np.log(np.where(p > 0, p, 1))).sum(-1)
         for a, q_name in enumerate(q_names):
             rows = seen & (of_q == a)[:, None]
-            found[f"{cross}attn_entropy/{q_name}/layer{layer:02d}"] = entropy[rows].mean()
+            measured[f"{cross}attn_entropy/{q_name}/layer{layer:02d}"] = entropy[rows].mean()
             for b, k_name in enumerate(k_names):
                 mass = (p * (of_k == b)[:, None, None]).sum(-1)
-                found[f"{cross}attn_mass/{q_name}-{k_name}/layer{layer:02d}"] = mass[rows].mean()
-    return found
+                measured[f"{cross}attn_mass/{q_name}-{k_name}/layer{layer:02d}"] = mass[rows].mean()
+    return measured
 
 
-def told(watch) -> str:
-    return introduction(watch.layers, {}, watch._sections, 0.1, [1.0], 100)
+def summary(watch) -> str:
+    return summary_line(watch.layers, {}, watch._records, 0.1, [1.0], 100)
 
 
-def layers_in(found) -> set[str]:
-    return {name.rpartition("/")[2] for name in found if "/layer" in name}
+def layers_in(measured) -> set[str]:
+    return {name.rpartition("/")[2] for name in measured if "/layer" in name}
 
 
 @pytest.mark.parametrize("build", [t5, bart])
@@ -82,25 +82,25 @@ def test_a_decoder_as_long_as_its_encoder_is_not_counted_with_it(build):
     model, (ids, other) = build(), batches(2, B=3)
     decoder = {"labels": other} if build is t5 else {"decoder_input_ids": other}
     watch = attach(model, modality=IMAGE)
-    found = watch.probe(input_ids=ids, **decoder).flat()
-    own = model(input_ids=ids, output_attentions=True, **decoder)
+    measured = watch.probe(input_ids=ids, **decoder).flat()
+    outputs = model(input_ids=ids, output_attentions=True, **decoder)
     modality = modality_of(ids)
 
     def expected(weights):
         return of_weights(dict(enumerate(weights)), modality, modality, NAMES, NAMES)
 
-    assert same(found, expected(own.encoder_attentions))
-    assert not same(found, expected(own.decoder_attentions)) and not same(
-        found, expected(own.cross_attentions)
+    assert same(measured, expected(outputs.encoder_attentions))
+    assert not same(measured, expected(outputs.decoder_attentions)) and not same(
+        measured, expected(outputs.cross_attentions)
     )
-    assert watch.layers.numbers == list(range(LAYERS)) == list(range(watch.layers.of))
-    assert layers_in(found) == {f"layer{n:02d}" for n in range(LAYERS)}
-    # Nor is the output softmax, which is the decoder's.
-    assert not any(name.startswith(("out_", "cross_")) for name in found)
-    source, line = next(iter(decoder)), told(watch)
-    assert f"left out (attention over the tokens of {source}; modality describes input_ids)" in line
+    assert watch.layers.numbers == list(range(LAYERS)) == list(range(watch.layers.total))
+    assert layers_in(measured) == {f"layer{n:02d}" for n in range(LAYERS)}
+    # The output softmax is the decoder's, so it is not measured.
+    assert not any(name.startswith(("out_", "cross_")) for name in measured)
+    source, line = next(iter(decoder)), summary(watch)
+    assert f"not measured (attention over the tokens of {source}; modality describes input_ids)" in line
     assert (
-        f"left out (cross-attention from {source} to input_ids; declare the other side with sides=)" in line
+        f"not measured (cross-attention from {source} to input_ids; declare the other input with sides=)" in line
     )
 
 
@@ -110,83 +110,83 @@ def test_a_declared_side_and_cross_attention_are_measured_under_their_own_names(
     model, (ids,), (other,) = build(), batches(1, B=3, T=S), batches(1, B=3, seed=2)
     source = "labels" if build is t5 else "decoder_input_ids"
     watch = attach(model, modality=IMAGE, sides={"decoder": (source, IMAGE)})
-    there = torch.ones_like(ids)
-    there[-1, -2:] = 0
-    found = watch.probe(input_ids=ids, attention_mask=there, **{source: other}).flat()
-    own = model(input_ids=ids, attention_mask=there, output_attentions=True, **{source: other})
-    # T5 takes its labels one place to the right.
+    attention_mask_BS = torch.ones_like(ids)
+    attention_mask_BS[-1, -2:] = 0
+    measured = watch.probe(input_ids=ids, attention_mask=attention_mask_BS, **{source: other}).flat()
+    outputs = model(input_ids=ids, attention_mask=attention_mask_BS, output_attentions=True, **{source: other})
+    # T5 shifts its labels to the right by one.
     taken = model._shift_right(other) if build is t5 else other
     names = tuple(f"decoder_{name}" for name in NAMES)
 
     def expected(of_decoder):
-        of_encoder = np.where(there.numpy() > 0, modality_of(ids), -1)
-        by_layer = {n + LAYERS: x for n, x in enumerate(own.decoder_attentions)}
-        crossed = {n + LAYERS: x for n, x in enumerate(own.cross_attentions)}
+        of_encoder = np.where(attention_mask_BS.numpy() > 0, modality_of(ids), -1)
+        by_layer = {n + LAYERS: x for n, x in enumerate(outputs.decoder_attentions)}
+        crossed = {n + LAYERS: x for n, x in enumerate(outputs.cross_attentions)}
         return (
-            of_weights(dict(enumerate(own.encoder_attentions)), of_encoder, of_encoder, NAMES, NAMES)
+            of_weights(dict(enumerate(outputs.encoder_attentions)), of_encoder, of_encoder, NAMES, NAMES)
             | of_weights(by_layer, of_decoder, of_decoder, names, names)
             | of_weights(crossed, of_decoder, of_encoder, names, NAMES, "cross_")
         )
 
-    assert same(found, expected(modality_of(taken)))
-    assert not same(found, expected(modality_of(taken.roll(1, 1))))  # the control
-    line = told(watch)
-    assert "left out" not in line and watch.layers.numbers == list(range(2 * LAYERS))
-    # Queries are the decoder's and keys the encoder's, and nothing else is there.
-    crossed = {name for name in found if name.startswith("cross_")}
+    assert same(measured, expected(modality_of(taken)))
+    assert not same(measured, expected(modality_of(taken.roll(1, 1))))  # control
+    line = summary(watch)
+    assert "not measured" not in line and watch.layers.numbers == list(range(2 * LAYERS))
+    # Queries come from the decoder and keys from the encoder only.
+    crossed = {name for name in measured if name.startswith("cross_")}
     assert {name.split("/")[1] for name in crossed if name.startswith("cross_q_")} == set(names)
     assert {name.split("/")[1] for name in crossed if name.startswith(("cross_k_", "cross_v_"))} == set(NAMES)
-    assert not any(np.isnan(found[name]) for name in crossed)
+    assert not any(np.isnan(measured[name]) for name in crossed)
 
 
 def test_norms_and_logits_of_cross_attention_equal_the_projections():
-    model, (ids, other), kept = bart(), batches(2, B=3), {}
+    model, (ids, other), projections = bart(), batches(2, B=3), {}
     for name in ("q_proj", "k_proj"):
         module = model.model.decoder.layers[1].encoder_attn.get_submodule(name)
         module.register_forward_hook(
-            lambda m, x, out, name=name: kept.update(
+            lambda m, x, out, name=name: projections.update(
                 {name: out.detach().double().unflatten(-1, (4, 8)).transpose(1, 2)}
             )
         )
     sides = {"decoder": "decoder_input_ids"}  # all of one modality
-    found = attach(model, modality=IMAGE, sides=sides).probe(input_ids=ids, decoder_input_ids=other).flat()
-    q, k, of_key = kept["q_proj"], kept["k_proj"], modality_of(ids)
+    measured = attach(model, modality=IMAGE, sides=sides).probe(input_ids=ids, decoder_input_ids=other).flat()
+    q, k, of_key = projections["q_proj"], projections["k_proj"], modality_of(ids)
     z_BHTS, layer = (q @ k.mT * 8**-0.5).numpy(), f"layer{LAYERS + 1:02d}"
     expected = {f"cross_q_norm/decoder/{layer}": q.norm(dim=-1).mean().item()}
     for m, name in enumerate(NAMES):
-        own = np.broadcast_to((of_key == m)[:, None, None], z_BHTS.shape)
-        expected[f"cross_attn_logit_max/decoder-{name}/{layer}"] = z_BHTS[own].max()
-        expected[f"cross_attn_logit_absmax/decoder-{name}/{layer}"] = abs(z_BHTS[own]).max()
-        expected[f"cross_k_norm/{name}/{layer}"] = np.linalg.norm(k.numpy(), axis=-1)[own[..., 0, :]].mean()
-    assert same(found, expected)
-    assert not same(found, {name.replace("cross_", ""): x for name, x in expected.items()})
+        outputs = np.broadcast_to((of_key == m)[:, None, None], z_BHTS.shape)
+        expected[f"cross_attn_logit_max/decoder-{name}/{layer}"] = z_BHTS[outputs].max()
+        expected[f"cross_attn_logit_absmax/decoder-{name}/{layer}"] = abs(z_BHTS[outputs]).max()
+        expected[f"cross_k_norm/{name}/{layer}"] = np.linalg.norm(k.numpy(), axis=-1)[outputs[..., 0, :]].mean()
+    assert same(measured, expected)
+    assert not same(measured, {name.replace("cross_", ""): x for name, x in expected.items()})
 
 
 def test_a_vision_tower_is_no_part_of_the_text():
     model, (ids,) = clip(), batches(1, B=3, T=17)
     images = torch.randn(3, 3, 12, 12, generator=torch.Generator().manual_seed(0))
     watch = attach(model, modality=IMAGE)
-    found = watch.probe(input_ids=ids, pixel_values=images).flat()
-    own = model(input_ids=ids, pixel_values=images, output_attentions=True)
+    measured = watch.probe(input_ids=ids, pixel_values=images).flat()
+    outputs = model(input_ids=ids, pixel_values=images, output_attentions=True)
     modality = modality_of(ids)
-    text = of_weights(dict(enumerate(own.text_model_output.attentions)), modality, modality, NAMES, NAMES)
-    assert same(found, text) and watch.layers.numbers == list(range(LAYERS))
-    assert "left out (attention over the tokens of pixel_values; modality describes input_ids)" in told(watch)
+    text = of_weights(dict(enumerate(outputs.text_model_output.attentions)), modality, modality, NAMES, NAMES)
+    assert same(measured, text) and watch.layers.numbers == list(range(LAYERS))
+    assert "not measured (attention over the tokens of pixel_values; modality describes input_ids)" in summary(watch)
 
     watch = attach(model, modality=IMAGE, sides={"patch": "pixel_values"})
-    both = watch.probe(input_ids=ids, pixel_values=images).flat()
-    zero, places = np.zeros((3, 17), int), [s.path.startswith("vision") for s in watch._sections if s.call]
+    with_vision = watch.probe(input_ids=ids, pixel_values=images).flat()
+    zero, places = np.zeros((3, 17), int), [s.path.startswith("vision") for s in watch._records if s.is_call]
     first = 0 if places[0] else LAYERS
-    weights = {n + first: x for n, x in enumerate(own.vision_model_output.attentions)}
+    weights = {n + first: x for n, x in enumerate(outputs.vision_model_output.attentions)}
     vision = of_weights(weights, zero, zero, ["patch"], ["patch"])
-    assert same(both, vision) and "left out" not in told(watch)
-    of_text = {n + LAYERS - first: x for n, x in enumerate(own.text_model_output.attentions)}
-    assert same(both, of_weights(of_text, modality, modality, NAMES, NAMES))
-    assert not same(both, {name: x for name, x in zip(vision, reversed(vision.values()), strict=True)})
+    assert same(with_vision, vision) and "not measured" not in summary(watch)
+    of_text = {n + LAYERS - first: x for n, x in enumerate(outputs.text_model_output.attentions)}
+    assert same(with_vision, of_weights(of_text, modality, modality, NAMES, NAMES))
+    assert not same(with_vision, {name: x for name, x in zip(vision, reversed(vision.values()), strict=True)})
 
 
 class Both(nn.Module):
-    """PyTorch's own encoder and decoder."""
+    """PyTorch's encoder and decoder."""
 
     def __init__(self):
         super().__init__()
@@ -206,25 +206,25 @@ def test_a_function_says_by_what_it_reads_which_side_it_is_of(watched, other):
         return ((inputs[watched] >= 10) & (inputs[watched] < 25)).long()
 
     watch = attach(model, modality=modality)
-    found = watch.probe(src=src, tgt=tgt).flat()
-    line = told(watch)
+    measured = watch.probe(src=src, tgt=tgt).flat()
+    line = summary(watch)
     assert f"attention over the tokens of {other}; modality describes {watched}" in line and "from tgt to src" in line
     assert watch.layers.numbers == list(range(LAYERS))
     stack = "encoder" if watched == "src" else "decoder"
-    paths = [s.path for s in watch._sections if s.call and s.left_out is None]
+    paths = [s.path for s in watch._records if s.is_call and s.not_measured is None]
     assert paths == [f"inner.{stack}.layers.{n}.self_attn" for n in range(LAYERS)]
-    # What lengths that differ leave no doubt of.
+    # Inputs of different lengths cannot be confused.
     longer = {"src": src, "tgt": tgt} | {other: torch.cat([{"src": src, "tgt": tgt}[other]] * 2, 1)}
     apart = attach(model, modality=modality).probe(**longer).flat()
     if watched == "src":
-        assert same(found, {name: x for name, x in apart.items() if not name.startswith("out_")})
-    whole = attach(model, modality=modality, sides={"other": other}).probe(src=src, tgt=tgt).flat()
+        assert same(measured, {name: x for name, x in apart.items() if not name.startswith("out_")})
+    with_side = attach(model, modality=modality, sides={"other": other}).probe(src=src, tgt=tgt).flat()
     assert any(name.startswith("cross_attn_logit_max/other-text" if watched == "src" else
-                               "cross_attn_logit_max/text-other") for name in whole)  # fmt: skip
+                               "cross_attn_logit_max/text-other") for name in with_side)  # fmt: skip
 
 
 class Unseen(torch.autograd.Function):
-    """What no function of torch tells of."""
+    """A function whose output torch does not pass to a TorchFunctionMode."""
 
     @staticmethod
     def forward(ctx, x):
@@ -248,11 +248,11 @@ def test_tensors_made_out_of_sight_take_the_origin_of_their_module():
             norm.load_state_dict(getattr(layer, name).state_dict())
             setattr(layer, name, norm)
     watch = attach(net, modality=IMAGE)
-    assert watch.probe(ids=ids).flat() == plain and "left out" not in told(watch)
+    assert watch.probe(ids=ids).flat() == plain and "not measured" not in summary(watch)
 
 
 def test_streams_that_are_put_together_are_one_side():
-    """Image embeddings before those of ids, or in their places, are no cross-attention."""
+    """Image embeddings before or in place of those of ids are not cross-attention."""
 
     class Before(Net):
         def forward(self, ids, pixels):
@@ -271,21 +271,21 @@ def test_streams_that_are_put_together_are_one_side():
 
     (ids,), pixels = batches(1, B=3), torch.randn(3, 4, D)
     watch = attach(Within(["sdpa"] * 2), modality=IMAGE)
-    found = watch.probe(ids=ids, pixels=pixels).flat()
-    assert layers_in(found) == {"layer00", "layer01"} and "left out" not in told(watch)
+    measured = watch.probe(ids=ids, pixels=pixels).flat()
+    assert layers_in(measured) == {"layer00", "layer01"} and "not measured" not in summary(watch)
 
     def modality(inputs):
         of_ids = (inputs["ids"] >= 10).long()
         return torch.cat([torch.ones(len(of_ids), 4, dtype=torch.long), of_ids], 1)
 
     watch = attach(Before(["sdpa"] * 2), modality=modality)
-    found = watch.probe(ids=ids, pixels=pixels).flat()
-    assert layers_in(found) == {"layer00", "layer01"} and "left out" not in told(watch)
+    measured = watch.probe(ids=ids, pixels=pixels).flat()
+    assert layers_in(measured) == {"layer00", "layer01"} and "not measured" not in summary(watch)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand):
-    """In a tower of its own and across; that of the watched tokens does."""
+    """In another tower and in cross-attention; written-out attention over the watched tokens does hide a layer."""
 
     class CrossAttention(nn.Module):
         def forward(self, x, context):
@@ -309,19 +309,19 @@ def test_attention_over_other_tokens_that_is_written_out_hides_no_layer(by_hand)
     watch = attach(model, modality=IMAGE)
     watch.probe(ids=ids, pixels=torch.randn(3, 16, D))
     assert watch.layers.hidden == ["layers.1"] * by_hand
-    assert "left out (cross-attention from plain matmul and softmax): across.0 and 1 more" in told(watch)
+    assert "not measured (cross-attention written with matmul and softmax): across.0 and 1 more" in summary(watch)
 
 
 @pytest.mark.parametrize(
-    ("sides", "says"),
+    ("sides", "message"),
     [
-        ({"decoder": "labels"}, "the forward has no tensor input labels for decoder: use one of ids"),
+        ({"decoder": "labels"}, "the model has no tensor input labels for decoder: use one of ids"),
         ({"other": "ids"}, "ids, given for other, is already described by modality"),
         ({"image": "ids"}, "image is already the name of a modality"),
         ({"a-side": "ids"}, "a modality's name"),
-        ({"other": 3}, "give the name of a forward input"),
+        ({"other": 3}, "give the name of an input of the model"),
     ],
 )
-def test_mistakes_in_sides_are_one_sentence(sides, says):
-    with pytest.raises(UserError, match=says):
+def test_mistakes_in_sides_are_one_sentence(sides, message):
+    with pytest.raises(UserError, match=message):
         attach(Net(["sdpa"]), modality=IMAGE, sides=sides).probe(ids=batches(1)[0])

@@ -1,4 +1,4 @@
-"""The residual stream found by structure, against the model's own hidden states; what is not found is listed."""
+"""The detected residual stream against the model's hidden states; missing statistics are listed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmqk.monitors import attach
-from mmqk.monitors.third_party.introduce import missing_series
+from mmqk.monitors.third_party.summary import missing_series
 from tests.monitors import brute_force
 from tests.monitors.attach.nets import D, Layer, Net, SelfAttention, V, batches
 from tests.monitors.attach.test_exact import IMAGE, NAMES, modality_of, same
@@ -21,7 +21,7 @@ SHARED = {"num_key_value_heads": 4}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DEEPSEEK = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
             "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
-# Model, configuration, path of a layer, of its sublayer outputs, and whether a norm takes what the last layer gives.
+# Model, configuration, path of a layer, of its sublayer outputs, and whether a norm follows the last layer.
 FAMILIES = {
     "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": V, "n_embd": 32, "n_layer": L, "n_head": 4, "n_positions": 64},
                         "transformer.h.{}", "attn", "mlp", True),
@@ -42,7 +42,7 @@ def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
     transformers = pytest.importorskip("transformers")
     config, options, layer, attn, mlp, final = FAMILIES[name]
     model = random_(getattr(transformers, name)(getattr(transformers, config)(**options)))
-    (ids,), kept = batches(1, B=3), {}
+    (ids,), recorded = batches(1, B=3), {}
     measured = attach(model, modality=IMAGE).probe(input_ids=ids).flat()
     for n in range(L):
         block = model.get_submodule(layer.format(n))
@@ -50,28 +50,30 @@ def test_the_residual_stream_is_that_of_the_models_own_hidden_states(name):
             ("attn_out", block.get_submodule(attn)), ("mlp_out", block.get_submodule(mlp)), ("resid", block)
         ):  # fmt: skip
             module.register_forward_hook(
-                lambda m, x, out, at=(site, n): kept.update({at: out[0] if isinstance(out, tuple) else out})
+                lambda m, x, out, at=(site, n): recorded.update({at: out[0] if isinstance(out, tuple) else out})
             )
     states = model(input_ids=ids, output_hidden_states=True).hidden_states
     for n in range(L - 1):  # the last of them is after the final norm
-        torch.testing.assert_close(kept["resid", n], states[n + 1])
+        torch.testing.assert_close(recorded["resid", n], states[n + 1])
     if final:
-        kept["final", -1] = kept["resid", L - 1]
+        recorded["final", -1] = recorded["resid", L - 1]
     else:
-        torch.testing.assert_close(kept["resid", L - 1], states[L])
-    arrays = {at: x.detach().double().numpy() for at, x in kept.items()}
+        torch.testing.assert_close(recorded["resid", L - 1], states[L])
+    arrays = {at: x.detach().double().numpy() for at, x in recorded.items()}
     modality, valid = modality_of(ids), np.ones(ids.shape, bool)
     expected = brute_force.streams(arrays, modality, valid, NAMES)
     assert same(measured, expected) and len(expected) == 12 * L + 4 * final
-    # The control: in the order of the layers turned round.
+    # Control: with the layers in reverse order.
     turned = {(site, L - 1 - n if n >= 0 else n): x for (site, n), x in arrays.items()}
     assert not same(measured, brute_force.streams(turned, modality, valid, NAMES))
     absent = WITHOUT if final else f"{WITHOUT}, final_norm"
-    assert missing_series(measured, NAMES) == f" · not measured: {absent} (pass an adapter that lists their modules)"
+    assert missing_series(measured, NAMES) == (
+        f" · statistics not measured: {absent} (pass an adapter that names their modules)"
+    )
 
 
 class InPlace(Layer):
-    """Additions that write what they add to: the stream, and the branch."""
+    """In-place additions to the stream and to the branch."""
 
     def forward(self, x, mask=None):
         x = x.clone()
@@ -81,7 +83,7 @@ class InPlace(Layer):
 
 
 class Parts(Layer):
-    """An output of two parts, a low-rank one beside the projection, and a gate."""
+    """An attention output of two parts (low-rank and projection), and a gated MLP output."""
 
     def __init__(self, attention, dropout=0.0):
         super().__init__(attention, dropout)
@@ -108,7 +110,7 @@ class Chain(nn.Sequential):
 
 
 def by_hand(layer: Layer, x):
-    """(attn_out, mlp_out, resid) with nothing in place."""
+    """(attn_out, mlp_out, resid) without in-place additions."""
     if isinstance(layer, Normed):
         attn = layer.norm1(layer.attention(x))
         mlp = layer.norm2(layer.mlp(x + attn))
@@ -131,7 +133,7 @@ def test_however_it_is_added(kind, wrapped):
     layers = [kind(SelfAttention()) for _ in range(L)]
     net.layers = nn.ModuleList(layers if not wrapped else [Chain(layer) for layer in layers])
     random_(net)
-    # All layers are in one numbered module, and each of them holds another.
+    # All layers are in one numbered module, and each contains another.
     whole = nn.Sequential(net) if wrapped else net
     measured = attach(whole, modality=IMAGE).probe(**({"input": ids} if wrapped else {"ids": ids})).flat()
     x, sites = net.embed(ids), {}
@@ -186,7 +188,7 @@ def test_what_an_adapter_names_is_taken_from_there_and_nothing_is_missing(capsys
     assert "not found" not in capsys.readouterr().out
     named = watch.probe(input_ids=ids).flat()
     watch.adapter = None
-    found = watch.probe(input_ids=ids).flat()
-    assert found.keys() < named.keys() and same(found, {name: named[name] for name in found})
-    # The control: the final norm taken for a layer's.
+    detected = watch.probe(input_ids=ids).flat()
+    assert detected.keys() < named.keys() and same(detected, {name: named[name] for name in detected})
+    # Control: the final norm is not that of a layer.
     assert named["final_norm/text"] != pytest.approx(named["resid_norm/text/layer00"])

@@ -1,4 +1,4 @@
-"""Lightning's and transformers' Trainer with a watched model, plain and compiled."""
+"""A watched model in the Trainers of Lightning and transformers, plain and compiled."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ def test_a_run_that_breaks_off_is_not_called_complete(error, status, tmp_path):
         trainer.fit(Module(), torch.utils.data.DataLoader(batches(8), batch_size=None))
     except (ValueError, SystemExit, KeyboardInterrupt) as raised:
         assert error is not None, raised
-    found = json.loads((tmp_path / "status.json").read_text())
-    assert found == {"status": status, "step": 4 if error is None else 3}
+    status_file = json.loads((tmp_path / "status.json").read_text())
+    assert status_file == {"status": status, "step": 4 if error is None else 3}

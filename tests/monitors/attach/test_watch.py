@@ -1,4 +1,4 @@
-"""`attach` while a model trains: plain and compiled, what it writes and says, and that it leaves no trace."""
+"""`attach` while a model trains, plain and compiled: its files and messages, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(called, model, steps=50, watch=None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("way", ["plain", "compiled", "compiled in place", "its module attached"])
 def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsys):
-    """Dropout included; with fullgraph, so that a hook that broke the graph would be an error."""
+    """With dropout, and with fullgraph, so that a graph break in the hook is an error."""
     torch._dynamo.reset()
     runs, logged = [], []
     for watched in (False, True):
@@ -63,9 +63,9 @@ def test_fifty_steps_have_the_same_weights_with_and_without(way, tmp_path, capsy
     assert {f"attn_entropy/image/layer{n:02d}" for n in range(L)} <= lines[0].keys()
     assert lines[0]["attn_layers_seen"] == L and lines[0]["attn_layers_hidden"] == 0
     assert lines[0]["probe_sequences"] == 4
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mmqk")]
-    assert "attention of 8 of 8 layers seen" in said and "tokens " in said
-    assert "% of a step" in said and "ms" in said
+    (summary,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mmqk")]
+    assert "attention measured in 8 of 8 layers" in summary and "tokens " in summary
+    assert "% of a step" in summary and "ms" in summary
     (run,) = load_runs(tmp_path)
     assert run.status.status == "completed" and run.status.step == 50
 
@@ -84,7 +84,7 @@ def test_an_accumulated_step_is_one_and_the_last_batch_is_probed():
 
 
 class Stateful(nn.Module):
-    """Everything that a forward may write or draw."""
+    """A forward that writes buffers and draws random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -112,26 +112,26 @@ def test_a_probe_leaves_no_trace():
     state = {name: x.clone() for name, x in (*model.named_buffers(), *model.named_parameters())}
     objects = {name: id(x) for name, x in model.named_buffers()}
     grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    drawn, python, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+    torch_state, python, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
     model.train()
     model.frozen.eval()
     hooks = len(model._forward_pre_hooks)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = watch.probe(ids=other).flat()
+        numbers = watch.probe(ids=other).flat()
         assert torch.is_autocast_enabled("cpu")
-    assert found == watch.probe(ids=other).flat()  # and in fp32, both
+    assert numbers == watch.probe(ids=other).flat()  # and in fp32, both
     assert all(torch.equal(x, state[name]) for name, x in (*model.named_buffers(), *model.named_parameters()))
     assert {name: id(x) for name, x in model.named_buffers()} == objects
     assert all(p.grad is None if grads[n] is None else torch.equal(p.grad, grads[n])
                for n, p in model.named_parameters())  # fmt: skip
-    assert torch.equal(torch.get_rng_state(), drawn) and random.getstate() == python
+    assert torch.equal(torch.get_rng_state(), torch_state) and random.getstate() == python
     assert np.random.get_state()[2] == numpys
     assert model.training and model.norm.training and not model.frozen.training
     assert len(model._forward_pre_hooks) == hooks and torch.is_grad_enabled()
     assert torch.backends.mha.get_fastpath_enabled()
-    # The control: its own forward changes all of these.
+    # Control: the model's forward changes all of these.
     model(other)
-    assert not torch.equal(torch.get_rng_state(), drawn) and random.getstate() != python
+    assert not torch.equal(torch.get_rng_state(), torch_state) and random.getstate() != python
     assert np.random.get_state()[2] != numpys
     assert not torch.equal(model.cache, state["cache"]) and not torch.equal(
         model.norm.running_mean, state["norm.running_mean"]
@@ -139,7 +139,7 @@ def test_a_probe_leaves_no_trace():
 
 
 def test_autocast_that_a_model_enters_itself_is_off():
-    """Accelerate wraps a forward so."""
+    """As accelerate wraps a forward."""
     net, (ids,) = Net(), batches(1)
 
     class Wrapped(Net):
@@ -178,7 +178,7 @@ def test_copies_and_files_of_a_watched_model_do_not_watch():
     watch = attach(model, modality=IMAGE)
     model(batches(1)[0])
     (hook,) = copy.deepcopy(model)._forward_pre_hooks.values()
-    assert hook.args is None and watch._catcher.args is not None
+    assert hook.args is None and watch._last_call.args is not None
     torch.save(model, file := io.BytesIO())
     file.seek(0)
     assert torch.load(file, weights_only=False)(batches(1)[0]).shape == (6, 16, 40)
@@ -202,7 +202,7 @@ def test_a_modality_without_tokens_warns(capsys):
     for ranges, absent in (({"image": range(40, 50)}, "image"), ({"image": range(0, 40)}, "text")):
         watch = attach(model, modality=ranges, every_n_steps=1)
         model(ids)
-        with pytest.warns(UserWarning, match=f"no token of the first probe is {absent}"):
+        with pytest.warns(UserWarning, match=f"the first probe has no {absent} tokens"):
             watch.step()
         model(ids)
         watch.step()  # once
@@ -229,30 +229,30 @@ def test_a_folder_is_one_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("modality", "says"),
+    ("modality", "message"),
     [
         ({"image": range(4, 4)}, "not empty"),
         ({"image": range(4, 9), "audio": range(8, 12)}, "both image and audio"),
         ({"image": range(4, 9, 2)}, "step 1"),
         ({"an-image": range(4, 9)}, "a modality's name"),
-        ({}, "has no entry except text"),
+        ({}, "modality has only text"),
         (7, "give ranges of ids"),
         (lambda inputs: torch.zeros(3), r"returned shape \(3,\)"),
     ],
 )
-def test_mistakes_in_modality_are_one_sentence(modality, says):
-    with pytest.raises(UserError, match=says):
+def test_mistakes_in_modality_are_one_sentence(modality, message):
+    with pytest.raises(UserError, match=message):
         attach(Net(), modality=modality).probe(ids=batches(1)[0])
 
 
 def test_three_modalities_and_several_ranges():
     model, (ids,) = Net(), batches(1)
     ranges = {"image": [range(10, 15), range(30, 35)], "audio": range(20, 25)}
-    found = attach(model, modality=ranges).probe(ids=ids).flat()
-    assert "attn_mass/audio-image/layer07" in found and "out_block_log_z/text-audio" in found
+    numbers = attach(model, modality=ranges).probe(ids=ids).flat()
+    assert "attn_mass/audio-image/layer07" in numbers and "out_block_log_z/text-audio" in numbers
     swapped = {"image": range(20, 25), "audio": [range(10, 15), range(30, 35)]}
     other = attach(model, modality=swapped).probe(ids=ids).flat()
-    assert other["q_norm/audio/layer00"] == found["q_norm/image/layer00"] != found["q_norm/audio/layer00"]
+    assert other["q_norm/audio/layer00"] == numbers["q_norm/image/layer00"] != numbers["q_norm/audio/layer00"]
 
 
 def test_ids_that_cannot_be_found_are_asked_for():
@@ -263,14 +263,14 @@ def test_ids_that_cannot_be_found_are_asked_for():
             return vectors
 
     x = torch.randn(2, 16, 32)
-    with pytest.raises(UserError, match="no token ids among the inputs vectors"):
+    with pytest.raises(UserError, match="inputs \\(vectors\\) have no token ids"):
         attach(Embedded(), modality=IMAGE).probe(vectors=x)
-    found = attach(Embedded(), modality=lambda inputs: inputs["vectors"][..., 0] > 0).probe(vectors=x).flat()
-    assert "attn_rank/layer07" in found and not any(name.startswith("out_") for name in found)
+    numbers = attach(Embedded(), modality=lambda inputs: inputs["vectors"][..., 0] > 0).probe(vectors=x).flat()
+    assert "attn_rank/layer07" in numbers and not any(name.startswith("out_") for name in numbers)
 
 
 def test_activation_checkpointing_counts_nothing_twice():
-    """A layer that runs again in the backward is not seen again: the probe is a forward of its own."""
+    """A layer that runs again in the backward pass is measured once: the probe is a separate forward."""
 
     class Recomputed(nn.Module):
         def __init__(self, layer):
@@ -280,17 +280,17 @@ def test_activation_checkpointing_counts_nothing_twice():
         def forward(self, x, mask=None):
             return checkpoint(self.layer, x, mask, use_reentrant=False)
 
-    found, ends = [], []
+    numbers, ends = [], []
     for again in (False, True):
         model = Net("sdpa")
         if again:
             model.layers = nn.ModuleList(Recomputed(layer) for layer in model.layers)
         watch = attach(
-            model, modality=IMAGE, every_n_steps=5, log=lambda values, step: found[-1].append(values)
+            model, modality=IMAGE, every_n_steps=5, log=lambda values, step: numbers[-1].append(values)
         )
-        found.append([])
+        numbers.append([])
         ends.append(list(train(model, model, steps=10, watch=watch).values()))
         watch.close()
-    assert len(found[0]) == 2 and found[0] == found[1] and found[0][0] != found[0][1]
+    assert len(numbers[0]) == 2 and numbers[0] == numbers[1] and numbers[0][0] != numbers[0][1]
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-    assert found[1][0]["attn_layers_seen"] == L
+    assert numbers[1][0]["attn_layers_seen"] == L

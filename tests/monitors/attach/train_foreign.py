@@ -28,7 +28,7 @@ def sharded(net):
 
 
 def of_rank(n: int) -> list[torch.Tensor]:
-    """Other batches on each rank; the first has one that is all text, and a mask of its own."""
+    """Different batches on each rank; batch 9 of the first rank is all text."""
     given = batches(n, B=2, seed=dist.get_rank())
     if dist.get_rank() == 0:
         given[9] = given[9] % 10

@@ -1,4 +1,4 @@
-"""The two trainers that a watched model may be in, 50 steps each."""
+"""Runs of 50 steps in the Trainers of Lightning and transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IMAGE = {"image": range(10, 40)}
 def lightning_run(
     out: Path, fsdp: bool = False, compiled: bool = False, watched: bool = True, logger: Any = False
 ):
-    """A LightningModule of somebody else's whose ``net`` is watched; gives its weights."""
+    """Trains a LightningModule whose ``net`` is watched; returns its weights."""
     import lightning as L
 
     from mmqk.monitors import NormMonitor
@@ -42,7 +42,7 @@ def lightning_run(
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
-    if fsdp:  # Lightning's own strategies for it want a GPU
+    if fsdp:  # Lightning's FSDP strategy needs a GPU
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     callbacks = (
@@ -63,7 +63,7 @@ def lightning_run(
 
 
 def _alone():
-    """One process to Lightning; the two know of each other through the process group."""
+    """One process for Lightning; the two processes are connected by the process group."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     return LightningEnvironment()
@@ -76,7 +76,7 @@ def _rows(n: int, seed: int):
 def transformers_run(
     out: Path, fsdp: bool = False, compiled: bool = False, watched: bool = True, report_to: str = "none"
 ):
-    """A Llama under transformers' Trainer; gives its weights."""
+    """Trains a Llama with transformers' Trainer; returns its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     from mmqk.monitors.transformers import NormCallback
@@ -89,7 +89,7 @@ def transformers_run(
     options: dict[str, Any] = {}
     if (
         fsdp
-    ):  # on a CPU its own setting for it is ignored: sharded before, by somebody who starts the processes
+    ):  # on a CPU the Trainer ignores its FSDP setting: shard the model before
         dist.init_process_group("gloo")
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             del os.environ[name]

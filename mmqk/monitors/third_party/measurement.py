@@ -1,0 +1,328 @@
+"""Computes statistics from the attention calls that `Capture` intercepts in a third-party model.
+
+A call is self-attention if queries and keys have the same origin (`origins`), else cross-attention. It is measured if
+its tokens belong to the main side or to a declared side (`sides`); otherwise the reason is recorded.
+
+Shapes: B batch, H heads, T query tokens, S key tokens, K head_dim, M modalities, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmqk.monitors.adapters.adapter import Adapter
+from mmqk.monitors.measures.pairs import Pairs
+from mmqk.monitors.record import Probe
+from mmqk.monitors.third_party.calls import Call, NotMeasured, OtherTokens
+from mmqk.monitors.third_party.layers import layer_numbers, layer_of
+from mmqk.monitors.third_party.origins import Origin
+from mmqk.monitors.third_party.sides import Side, cross_part, joined, padded_call
+from mmqk.monitors.third_party.stream import Stream
+
+_LAYER_TAG = re.compile(r"/layer(\d+)(?=/|$)")
+# Largest difference between the weights that a call returned and the softmax of its logits.
+_WEIGHT_TOLERANCE = 0.02
+
+# Origins of the queries and of the keys of a call.
+CallOrigins = tuple[Origin | None, Origin | None]
+
+
+@dataclass
+class SiteRecord:
+    """One attention call, or one site of an adapter.
+
+    Until the end of the forward, the index in `Measurement.records` is the layer number in tags.
+
+    Attributes:
+        path: path of the module.
+        is_call: True for an attention call, False for an adapter's site.
+        not_measured: why the call was not measured; None if it was.
+        other_tokens: whether it was not measured because its tokens belong to no declared side.
+        no_weights: why the call has no entropy, mass and rank; None if it has them.
+        cross: whether it is measured cross-attention, with statistics named ``cross_...``.
+        number: number of the call in the forward, from 1; 0 for an adapter's site.
+    """
+
+    path: str
+    is_call: bool = True
+    not_measured: str | None = None
+    other_tokens: bool = False
+    no_weights: str | None = None
+    cross: bool = False
+    number: int = 0
+
+
+class Measurement:
+    """The statistics of one forward: adds attention calls and an adapter's sites to the `Collector` of each side.
+
+    Args:
+        main: the tokens that ``modality`` describes.
+        others: the declared sides.
+        adapter: further sites to measure, or None.
+        collective: whether every rank probes at the same time.
+    """
+
+    def __init__(
+        self,
+        main: Side,
+        others: Sequence[Side] = (),
+        adapter: Adapter | None = None,
+        collective: bool = False,
+    ):
+        self.main, self.sides, self.collective = main, [main, *others], collective
+        self.modality_BT, self.valid_BT = main.tokens
+        self.device = self.modality_BT.device
+        self.adapter = adapter
+        self.records: list[SiteRecord] = []
+        self.main_calls: list[int] = []  # numbers of the measured self-attention calls of the main side
+        self.n_calls = 0
+        self.main_used = main.inputs is None  # whether any tensor had the main side's origin
+        self._crossed: dict[tuple[str, str], tuple[Side, Side, Side]] = {}
+        self._before_call: dict[Any, dict[str, Tensor]] = {}  # by layer: attn_in, q_raw and k_raw
+
+    # Sides of a tensor
+
+    def may_be_main(self, origin: Origin | None) -> bool:
+        """Whether a tensor may have the main side's tokens; True if its origin is unknown."""
+        return origin is None or self.main.inputs is None or self.main.inputs <= origin.inputs
+
+    def is_stream(self, x: Tensor, origin: Origin | None) -> bool:
+        """Whether a tensor is (B, T, D) of the main side's tokens."""
+        fits = x.ndim == 3 and x.shape[:2] == self.modality_BT.shape and x.is_floating_point()
+        return fits and origin is not None and self.may_be_main(origin)
+
+    def embedding(self, ids: Tensor, origin: Origin | None) -> None:
+        """Give the ids that an embedding gets to their side; they may differ from the input (shifted labels)."""
+        self.main_used = self.main_used or self.main.has(origin)
+        for side in self.sides:
+            if side.has(origin):
+                side.set_ids(ids)
+
+    def _sides_of(self, call: Call | NotMeasured, origins: CallOrigins) -> tuple[Side, Side]:
+        """The sides of the queries and of the keys.
+
+        Raises:
+            OtherTokens: the tokens belong to no declared side.
+            NotMeasured: the queries or keys have no known origin.
+        """
+        q, k = origins
+        self.main_used = self.main_used or self.main.has(q)
+        if q is None or k is None:
+            raise NotMeasured("its queries or keys cannot be traced to an input of the model")
+        if self.main.inputs is None and q.inputs == k.inputs and isinstance(call, Call):
+            shape = call.q_BHTK.shape
+            if len(shape) == 4 and (shape[0], shape[2]) == tuple(self.modality_BT.shape):
+                self.main.inputs = q.inputs
+        q_side, k_side = (next((side for side in self.sides if side.has(x)), None) for x in (q, k))
+        if q.inputs != k.inputs:
+            if q_side is None or k_side is None or q_side is k_side:
+                hint = "" if len(self.sides) > 1 else "; declare the other input with sides="
+                raise OtherTokens(f"cross-attention from {q} to {k}{hint}")
+            return q_side, k_side
+        if q_side is None or k_side is None:
+            raise OtherTokens(f"attention over the tokens of {q}; modality describes {self.main.source}")
+        return q_side, k_side
+
+    # Attention calls
+
+    def attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> int:
+        """Measure one attention call, or record why not; all ranks leave out a call that one rank cannot measure.
+
+        The statistics are computed in fp32, even if the forward runs under autocast.
+
+        Returns:
+            The number of the call.
+        """
+        self.n_calls += 1
+        with torch.autocast(self.device.type, enabled=False):
+            self._attention(path, call, origins)
+        return self.n_calls
+
+    def _attention(self, path: str, call: Call | NotMeasured, origins: CallOrigins) -> None:
+        record, pairs, side = SiteRecord(path, number=self.n_calls), None, self.main
+        self.records.append(record)
+        try:
+            q_side, k_side = self._sides_of(call, origins)
+            side, record.cross = q_side, q_side is not k_side
+            if isinstance(call, NotMeasured):
+                raise call
+            if record.cross:
+                side, call = self._across(call, q_side, k_side)
+            pairs = self._pairs_of(call, side)
+            record.no_weights = call.no_weights or self._wrong_weights(call, pairs)
+        except NotMeasured as reason:
+            record.not_measured, record.other_tokens = str(reason), isinstance(reason, OtherTokens)
+        has_score_mod = isinstance(call, Call) and call.score_mod is not None
+        counts, has_score_mod = self._merge_over_ranks(record, pairs, has_score_mod, len(side.names) ** 2)
+        if pairs is not None and record.not_measured is None:
+            assert isinstance(call, Call)
+            # Set here: a rank that reuses the pairs of an earlier layer would skip the collective call.
+            vars(pairs)["counts_everywhere"] = counts
+            self._measure(path, call, side, pairs, record.no_weights is None, has_score_mod)
+            if side is self.main:
+                self.main_calls.append(record.number)
+
+    def _across(self, call: Call, q_side: Side, k_side: Side) -> tuple[Side, Call]:
+        """Cross-attention as self-attention over the concatenated tokens of both sides."""
+        self._check_axes(call)
+        q_side.set_length(call.q_BHTK)
+        k_side.set_length(call.k_BGSK)
+        key = q_side.name, k_side.name
+        if key not in self._crossed:
+            self._crossed[key] = joined(q_side, k_side), q_side, k_side
+        return self._crossed[key][0], padded_call(call)
+
+    def _check_axes(self, call: Call) -> None:
+        q, k = call.q_BHTK, call.k_BGSK
+        if q.ndim != 4 or k.ndim != 4 or q.shape[1] % k.shape[1]:
+            raise NotMeasured(f"its queries have shape {tuple(q.shape)} and its keys {tuple(k.shape)}")
+
+    def _merge_over_ranks(
+        self, record: SiteRecord, pairs: Pairs | None, has_score_mod: bool, n: int
+    ) -> tuple[list[int], bool]:
+        """Merge pair counts, ``has_score_mod``, and whether any rank cannot measure the call or its weights."""
+        if not self.collective:
+            return ([0] * n if pairs is None else pairs.count_MM.flatten().tolist()), has_score_mod
+        sums = torch.zeros(n + 3, dtype=torch.long, device=self.device)
+        if pairs is not None:
+            sums[:n] = pairs.count_MM.flatten()
+        flags = [record.not_measured is not None, record.no_weights is not None, has_score_mod]
+        sums[n:] = torch.tensor(flags, device=sums.device)
+        dist.all_reduce(sums)
+        *counts, not_measured, no_weights, any_score_mod = sums.tolist()
+        record.not_measured = record.not_measured or (
+            "not measured on another rank" if not_measured else None
+        )
+        record.no_weights = record.no_weights or ("no weights on another rank" if no_weights else None)
+        return counts, bool(any_score_mod)
+
+    def _pairs_of(self, call: Call, side: Side) -> Pairs:
+        self._check_axes(call)
+        q, k = call.q_BHTK, call.k_BGSK
+        side.set_length(q)
+        modality_BT, valid_BT = side.tokens
+        B, T = modality_BT.shape
+        if q.shape[0] != B or q.shape[2] != T or k.shape[2] != T:
+            raise OtherTokens(
+                f"it has {q.shape[0]} sequences of {q.shape[2]} queries and {k.shape[2]} keys; modality describes "
+                f"{B} of {T}"
+            )
+        visible_BTS = valid_BT[:, :, None].expand(B, T, T)
+        if call.mask is not None:
+            if call.mask.shape[1] > 1 and not (call.mask == call.mask[:, :1]).all():
+                raise NotMeasured("its mask differs between heads")
+            visible_BTS = visible_BTS & call.mask[:, 0]
+        for pairs in side.pairs:
+            if pairs.n_heads == q.shape[1] and torch.equal(pairs.visible_BTS, visible_BTS):
+                return pairs
+        side.pairs.append(Pairs(modality_BT, visible_BTS, len(side.names), q.shape[1]))
+        return side.pairs[-1]
+
+    def _measure(
+        self, path: str, call: Call, side: Side, pairs: Pairs, has_weights: bool, has_score_mod: bool
+    ) -> None:
+        layer, q, k = len(self.records) - 1, call.q_BHTK, call.expanded(call.k_BGSK)
+        before = self._before_call.pop(layer_of(path), {}) if side is self.main else {}
+        collector = side.collector
+        for name, head_dim in (("q", q.shape[-1]), ("k", k.shape[-1])):
+            raw_BTD = before.get(f"{name}_raw")
+            if raw_BTD is not None:
+                raw_BHTK = raw_BTD.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+                collector.norms(f"{name}_raw", layer, raw_BHTK)
+                if "attn_in" in before:
+                    collector.gains(f"{name}_weight_gain", layer, before["attn_in"], raw_BTD)
+        for site, tensor in (("q", q), ("k", k), ("v", call.v_BGSK)):
+            collector.norms(site, layer, tensor)
+        softmax = has_weights and not has_score_mod
+        collector.attention(layer, q, k, call.scale, pairs, call.softcap, softmax)
+        if has_weights and has_score_mod:
+            collector.weights(layer, call.softmax_input, q.shape[1], pairs)
+
+    def _wrong_weights(self, call: Call, pairs: Pairs) -> str | None:
+        """A reason if the weights that the call returned are not the softmax of its logits; else None."""
+        if call.weights_BHTS is None:
+            return None
+        visible_TS = pairs.visible_BTS[0]
+        for head in range(call.q_BHTK.shape[1]):
+            z_TS = call.softmax_input(head, slice(0, 1))[0].masked_fill(~visible_TS, -torch.inf)
+            error_TS = (z_TS.softmax(-1) - call.weights_BHTS[0, head].float()).abs()
+            if (error_TS[visible_TS.any(-1)] > _WEIGHT_TOLERANCE).any():
+                return "its weights are not the softmax of its logits"
+        return None
+
+    # Sites of an adapter
+
+    def module(self, path: str, module_input: Tensor | None, output: Tensor | None) -> None:
+        """Measure the adapter's sites at this module."""
+        for site in self.adapter.at(path) if self.adapter is not None else ():
+            tensor = site.tensor(module_input, output)
+            if tensor is None or tensor.ndim < 3 or tensor.shape[:2] != self.modality_BT.shape:
+                continue
+            if site.name in ("attn_in", "q_raw", "k_raw"):
+                self._before_call.setdefault(layer_of(path), {})[site.name] = tensor
+            if site.name == "final":
+                self.main.collector.final(tensor)
+            elif site.name not in ("q_raw", "k_raw"):
+                self.records.append(SiteRecord(path, is_call=False))
+                self.main.collector.norms(site.name, len(self.records) - 1, tensor)
+
+    # After the forward
+
+    def output(self, logits_BTV: Tensor, target_mask_BT: Tensor) -> None:
+        """Statistics of the output softmax, with the vocabulary sorted into one block for each modality."""
+        V, names, modalities = logits_BTV.shape[-1], self.main.names, self.main.modalities
+        assert modalities is not None
+        ids_V = torch.arange(V, device=logits_BTV.device)
+        modality_V = modalities.of_ids(ids_V)
+        sizes = torch.bincount(modality_V, minlength=len(names)).tolist()
+        if 0 in sizes:
+            return
+        order_V = modality_V.argsort(stable=True)
+        if not torch.equal(order_V, ids_V):
+            logits_BTV = logits_BTV.index_select(-1, order_V)
+        target_BT = self.modality_BT.roll(-1, 1)
+        blocks = dict(zip(names, sizes, strict=True))
+        self.main.collector.output(logits_BTV.float(), target_BT, target_mask_BT, blocks)
+
+    def residual_stream(self, stream: Stream) -> None:
+        """Norms of the detected residual stream and sublayer outputs, except those that the adapter names."""
+        named = {site.name for site in self.adapter.sites} if self.adapter is not None else set()
+        for i, record in enumerate(self.records):
+            for site, norm_BT1 in stream.layers.get(record.number, {}).items():
+                if record.is_call and site not in named:
+                    self.main.collector.norms(site, i, norm_BT1)
+        if stream.final is not None and "final" not in named:
+            self.main.collector.final(stream.final)
+
+    def finished(self) -> Probe:
+        """The probe of all sides, with the layer numbers in the tags."""
+        probe = self.main.collector.probe
+        for side in self.sides[1:]:
+            probe.parts += side.collector.probe.parts if side.modality_BT is not None else []
+        for side, q_side, k_side in self._crossed.values():
+            parts = side.collector.probe.parts
+            probe.parts += [cross_part(part, q_side.names, k_side.names) for part in parts]
+        numbers = self._layer_numbers()
+        for part in probe.parts:
+            part.tags[:] = [_LAYER_TAG.sub(lambda m: f"/layer{numbers[int(m[1])]:02d}", t) for t in part.tags]
+        return probe
+
+    def _layer_numbers(self) -> list[int]:
+        """The layer number of each record: its own, that of a call in its layer, or that of its path."""
+        measured = [r for r in self.records if r.is_call and r.not_measured is None and not r.cross]
+        numbers = layer_numbers([record.path for record in measured])
+        by_call = {record.number: n for record, n in zip(measured, numbers, strict=True)}
+        by_layer = {layer_of(record.path): n for record, n in zip(measured, numbers, strict=True)}
+        of_records = []
+        for record in self.records:
+            layer = layer_of(record.path)
+            of_path = 0 if layer is None else layer[1]
+            of_records.append(by_call.get(record.number, by_layer.get(layer, of_path)))
+        return of_records

@@ -1,0 +1,117 @@
+"""The line that `attach` prints after the first probe, and its warning about modalities without tokens."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+
+from mmqk.monitors.third_party.layers import Layers
+from mmqk.monitors.third_party.measurement import SiteRecord
+from mmqk.store.formatting import percent, plain
+from mmqk.store.tags import parsed_tag
+
+
+def summary_line(
+    layers: Layers,
+    tokens: Mapping[str, int],
+    records: Sequence[SiteRecord],
+    seconds: float,
+    step_seconds: Sequence[float],
+    every_n_steps: int,
+) -> str:
+    """The line: layers with measured attention, tokens by modality, cost of a probe, and calls without statistics.
+
+    Args:
+        layers: layers with and without measured attention.
+        tokens: number of tokens of each modality.
+        records: the attention calls.
+        seconds: duration of the probe.
+        step_seconds: durations of the optimizer steps so far.
+        every_n_steps: steps between probes.
+    """
+    cost = f"probe {plain(1000 * seconds)} ms"
+    if step_seconds:
+        share = seconds / statistics.median(step_seconds)
+        cost += f", {percent(share, 3)} of a step, {percent(share / every_n_steps)} of training"
+    parts = [
+        _layers_part(layers, records),
+        "tokens " + ", ".join(f"{n} {name}" for name, n in tokens.items()),
+        cost,
+    ]
+    return "mmqk: " + " · ".join(parts + _notes(records))
+
+
+# Statistics that need more than the attention calls; all but the last are by layer.
+SERIES = (
+    "attn_in_norm", "q_raw_norm", "k_raw_norm", "q_weight_gain", "k_weight_gain", "attn_out_norm", "mlp_out_norm",
+    "resid_norm", "final_norm",
+)  # fmt: skip
+
+
+def missing_series(tags: Collection[str], names: Collection[str]) -> str:
+    """Names the `SERIES` that were not measured, or not in all layers; empty if none is missing.
+
+    Args:
+        tags: the measured tags.
+        names: names of the modalities.
+    """
+    by_statistic: dict[str, set[int | None]] = {}
+    for tag in map(parsed_tag, tags):
+        if tag.modality in names:
+            by_statistic.setdefault(tag.statistic, set()).add(tag.layer)
+    layers = len(by_statistic.get("q_norm", ()))
+    absent = [name for name in SERIES if name not in by_statistic]
+    partly = [
+        f"{name} in {layers - len(measured)} of {layers} layers"
+        for name in SERIES
+        if (measured := by_statistic.get(name)) and name != "final_norm" and len(measured) < layers
+    ]
+    if not absent + partly:
+        return ""
+    return (
+        f" · statistics not measured: {', '.join(absent + partly)} (pass an adapter that names their modules)"
+    )
+
+
+def warn_of_absent(tokens: Mapping[str, int]) -> None:
+    """Warn of modalities without tokens: a wrong range is more likely than a batch without that modality."""
+    absent = [name for name, n in tokens.items() if not n]
+    if absent:
+        warnings.warn(
+            f"mmqk: the first probe has no {' and no '.join(absent)} tokens, but {sum(tokens.values())} of other "
+            "modalities: check the ids or the function that you passed as modality",
+            stacklevel=5,
+        )
+
+
+def _layers_part(layers: Layers, records: Sequence[SiteRecord]) -> str:
+    if not layers.total and any(record.is_call for record in records):
+        return "attention measured in no layer"
+    if not layers.total:
+        return (
+            "no attention call found (attach finds torch's scaled_dot_product_attention, flex_attention and "
+            "varlen_attn, flash_attn, and the eager attention of transformers)"
+        )
+    text = f"attention measured in {len(layers.numbers)} of {layers.total} layers"
+    if layers.hidden:
+        text += f", not in {', '.join(layers.hidden)} (maxima over layers leave these out)"
+    return text
+
+
+def _notes(records: Sequence[SiteRecord]) -> list[str]:
+    """A note for each reason why calls or their weights were not measured, and one for cross-attention."""
+    paths: dict[str, list[str]] = {}
+    for record in records:
+        if record.not_measured is not None:
+            paths.setdefault(f"not measured ({record.not_measured})", []).append(record.path)
+            continue
+        if record.cross:
+            paths.setdefault("cross-attention measured", []).append(record.path)
+        if record.no_weights is not None:
+            note = f"without entropy, mass and rank ({record.no_weights})"
+            paths.setdefault(note, []).append(record.path)
+    return [
+        f"{note}: {first}" + (f" and {len(others)} more" if others else "")
+        for note, (first, *others) in paths.items()
+    ]
