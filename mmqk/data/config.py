@@ -25,13 +25,13 @@ class DataConfig:
     """The data of a run.
 
     Args:
-        pairs: image+caption pairs: shards with their manifest, or a folder made by mmqk.data.tokenize; empty: none.
-        read: tokens reads pairs from token arrays, made once; shards reads and tokenizes pairs while training, from
-            a folder with a manifest or a pattern such as path/{00000..00099}.tar.
+        pairs: image+caption pairs: shards with their manifest, or a folder of mmqk.data.tokenize; empty: none.
+        read: tokens reads pairs from token arrays, which are written once; shards reads and tokenizes pairs while
+            training, from a folder with a manifest or a pattern such as path/{00000..00099}.tar.
         val_fraction: share of the pairs held out under such a pattern, by a hash of the image file.
         text: text-only documents: shards with their manifest or a token folder; empty: none.
-        interleaved: documents of text and images: a folder made by mmqk.data.tokenize --interleaved.
-        tokens: documents of ids of other tokenizers: a folder made by mmqk.data.ids.
+        interleaved: documents of text and images: a folder of mmqk.data.tokenize --interleaved.
+        tokens: documents of ids of other tokenizers: a folder of mmqk.data.ids.
         tokenizers: folder with text.json and image.safetensors.
         cache: folder for the token arrays of shards that were tokenized.
         seq_len: tokens in a sequence.
@@ -70,14 +70,13 @@ class DataConfig:
         check_fields(self, "data")
         if self.read == "shards" and self.pack == "documents":
             raise ValueError(
-                "data.read shards knows no lengths to pack by: set data.pack none, or tokenize first."
+                "data.read shards cannot pack, because lengths are unknown: set data.pack none, or tokenize first."
             )
         Mixture(self.mix, self.image_first_prob, seed=0)  # raises for an invalid mixture
         kinds = [kind for kind, weight in self.mix.items() if weight > 0]
         if sum(any(kind in family for kind in kinds) for family in FAMILIES) > 1:
             raise ValueError(
-                f"data.mix cannot mix {', '.join(kinds)}: tokens and dial have vocabularies of their own, so each"
-                " stands alone."
+                f"data.mix cannot mix {', '.join(kinds)}: tokens and dial have other vocabularies; use each alone."
             )
         sources = {"image": "pairs", **SOURCE_FIELDS, "tokens": "tokens"}
         for kind in kinds:

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from mmqk.data.tokens.folder import TOKENS, Layout, TokenWriter
-from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fraction, new_folder, run_main, tag
+from mmqk.store import OneSentenceParser, UserError, check_regular, hash_fraction, new_folder, run_main
+from mmqk.store.vocab_sizes import parse_vocab_sizes
 
 EPILOG = """\
 An array is a .npy file. In a 2-D array each row is a document. A 1-D array NAME.npy takes the documents' lengths from
@@ -37,37 +38,25 @@ def main(argv: list[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--train", required=True, help="arrays, a path or pattern")
-    parser.add_argument(
-        "--val", default="", help="held-out arrays; by default --val-fraction of the training documents"
-    )
-    parser.add_argument(
-        "--val-fraction", type=float, default=0.01, help="share held out, by a hash of the document (0.01)"
-    )
-    parser.add_argument(
-        "--vocab-sizes", required=True, help="modalities and their numbers of ids: text=65536,image=8192"
-    )
-    parser.add_argument(
-        "--pad",
-        type=int,
-        help="an id that no document uses, for padding (default: 0, which is never attended to)",
-    )
-    parser.add_argument(
-        "--begin-image", type=int, help="id before an image's codes: documents are not cut inside one"
-    )
-    parser.add_argument("--end-image", type=int, help="id after an image's codes")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    add = parser.add_argument
+    add("--train", required=True, help="arrays, a path or pattern")
+    add("--val", default="", help="held-out arrays; by default --val-fraction of the training documents")
+    add("--val-fraction", type=float, default=0.01, help="held-out share, by a hash of the document (0.01)")
+    add("--vocab-sizes", required=True, help="modalities and their numbers of ids: text=65536,image=8192")
+    add("--pad", type=int, help="an id that no document uses, for padding (0, which is never attended to)")
+    add("--begin-image", type=int, help="id before an image's codes: documents are not cut inside an image")
+    add("--end-image", type=int, help="id after an image's codes")
+    add("--out", type=Path, required=True, help="the folder to write")
     args = parser.parse_args(argv)
-    layout = Layout(
-        _vocab_sizes(args.vocab_sizes), pad=args.pad, begin_image=args.begin_image, end_image=args.end_image
-    )
+    vocab_sizes = parse_vocab_sizes(args.vocab_sizes)
+    layout = Layout(vocab_sizes, pad=args.pad, begin_image=args.begin_image, end_image=args.end_image)
     if any(not 0 <= i < layout.size for i in layout.specials):
         raise UserError(f"--pad, --begin-image and --end-image must be ids from 0 to {layout.size - 1}.")
     if not args.val and not 0 < args.val_fraction < 1:
         raise UserError(f"--val-fraction is {args.val_fraction}: give a share between 0 and 1, or --val.")
     if (args.begin_image is None) != (args.end_image is None):
-        given, other = ("begin", "end") if args.end_image is None else ("end", "begin")
-        raise UserError(f"--{given}-image is given without --{other}-image: give both or neither.")
+        first, second = ("begin", "end") if args.end_image is None else ("end", "begin")
+        raise UserError(f"--{first}-image is given without --{second}-image: give both or neither.")
     if (args.out / TOKENS).exists():
         raise UserError(f"{args.out} is a token folder already: give another --out.")
     try:
@@ -94,11 +83,10 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
                     )
                 parts = {split: documents}
                 if not args.val:
-                    held_out = [
-                        hash_fraction(d.astype(np.int64).tobytes()) < args.val_fraction for d in documents
-                    ]
-                    parts["train"] = [d for d, held in zip(documents, held_out, strict=True) if not held]
-                    parts["val"] = [d for d, held in zip(documents, held_out, strict=True) if held]
+                    parts = {"train": [], "val": []}
+                    for d in documents:
+                        held_out = hash_fraction(d.astype(np.int64).tobytes()) < args.val_fraction
+                        parts["val" if held_out else "train"].append(d)
                 for name, chosen in parts.items():
                     counts[name] += len(chosen)
                     _add(writer, name, f"{number:05d}", chosen, path)
@@ -109,26 +97,6 @@ def _write(args: argparse.Namespace, layout: Layout) -> dict[str, int]:
             )
         writer.finish(about={"train": args.train, "val": args.val or f"{args.val_fraction} of them"})
     return counts
-
-
-def _vocab_sizes(text: str) -> dict[str, int]:
-    try:
-        pairs = [(name, int(size)) for name, size in (part.split("=") for part in text.split(","))]
-    except ValueError:
-        pairs = []
-    vocab_sizes = dict(pairs)
-    try:
-        for name in vocab_sizes:
-            tag("loss", name)
-    except ValueError as error:
-        raise UserError(f"--vocab-sizes is {text!r}: {error}.") from None
-    if not vocab_sizes or min(vocab_sizes.values()) < 1 or not all(name.isidentifier() for name in vocab_sizes):
-        raise UserError(
-            f"--vocab-sizes is {text!r}: give names and numbers of ids, such as text=65536,image=8192."
-        )
-    if len(vocab_sizes) < len(pairs):
-        raise UserError(f"--vocab-sizes is {text!r}: give each modality once.")
-    return vocab_sizes
 
 
 def _files(pattern: str) -> list[Path]:
@@ -149,13 +117,13 @@ def _documents(path: Path) -> Iterator[np.ndarray]:
         ends = np.cumsum(_load(lengths_path).astype(np.int64))
         if not len(ends) or ends[-1] != len(ids):
             raise UserError(
-                f"{lengths_path} does not add up to the {len(ids)} ids of {path}: write it again."
+                f"The lengths in {lengths_path} do not add up to the {len(ids)} ids of {path}: write them again."
             )
         yield from np.split(ids, ends[:-1])
     elif ids.ndim == 1:
         yield ids
     else:
-        raise UserError(f"{path} has {ids.ndim} dimensions: give documents as rows, or ids end to end.")
+        raise UserError(f"{path} has {ids.ndim} dimensions: give documents as rows, or ids in one dimension.")
 
 
 def _load(path: Path) -> np.ndarray:
@@ -168,7 +136,7 @@ def _load(path: Path) -> np.ndarray:
         array.close()
         raise UserError(f"{path} is an archive of arrays (.npz): write one array with numpy.save.")
     if not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"{path} holds {array.dtype}, not integers: ids are whole numbers.")
+        raise UserError(f"{path} has {array.dtype}, not integers: write ids as integers.")
     return array
 
 

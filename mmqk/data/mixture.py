@@ -80,15 +80,13 @@ class Mixture(IndexedCache):
     def __init__(self, weights: dict[str, float], image_first: float, seed: int):
         for kind, weight in weights.items():
             if kind not in KINDS:
-                raise ValueError(f"data.mix knows {', '.join(KINDS)}, not '{kind}'.")
+                raise ValueError(f"data.mix has the kind '{kind}': use {', '.join(KINDS)}.")
             if not 0 <= weight < math.inf:
-                raise ValueError(
-                    f"data.mix.{kind} is {weight}: a weight is a number, not negative and finite."
-                )
+                raise ValueError(f"data.mix.{kind} is {weight}: give a finite weight of at least 0.")
         if sum(weights.values()) <= 0:
-            raise ValueError("data.mix gives no kind of sequence a positive weight.")
+            raise ValueError("data.mix has no positive weight: give at least one kind a weight above 0.")
         if not 0 <= image_first <= 1:
-            raise ValueError(f"data.image_first_prob is {image_first}: it is a share between 0 and 1.")
+            raise ValueError(f"data.image_first_prob is {image_first}: give a share between 0 and 1.")
         pair = weights.get("pair", 0.0)
         by_slot = {"image_first": pair * image_first, "caption_first": pair * (1 - image_first)}
         by_slot |= {kind: weights.get(kind, 0.0) for kind in KINDS[1:]}
@@ -96,7 +94,7 @@ class Mixture(IndexedCache):
         for slot, weight in by_slot.items():
             if weight > 0 and counts[slot] == 0:
                 raise ValueError(
-                    f"data.mix gives '{slot}' less than one place in {CYCLE}: raise it or set it to 0."
+                    f"data.mix gives '{slot}' less than one of {CYCLE} places: raise its weight or set it to 0."
                 )
         self.seed = seed
         self._counts = np.array([counts[s] for s in SLOTS])
@@ -128,12 +126,19 @@ class Epochs(IndexedCache):
 
     def __init__(self, n: int, seed: int, stream: int):
         if n < 1:
-            raise ValueError("there are no samples of a kind that data.mix asks for.")
+            raise ValueError("a kind in data.mix has no samples.")
         self.n, self.seed, self.stream = n, seed, stream
         super().__init__(2)
 
     def _make(self, epoch: int) -> np.ndarray:
         return random_stream(self.seed, self.stream, epoch).permutation(self.n)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def items(self, nth: int) -> list[int]:
+        """The one item of row ``nth``."""
+        return [self.item(nth)[1]]
 
     def item(self, nth: int) -> tuple[int, int]:
         epoch, place = divmod(nth, self.n)

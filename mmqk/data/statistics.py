@@ -1,10 +1,10 @@
 """How predictable the tokens of real data are, by modality: four estimates that need no training. Numpy only.
 
-A source made by the dial has floors that are known; real data have none, so this says from several sides how
-far below its token frequencies a modality could be predicted. Every statistic is of *targets*: all tokens of a
-document but its first, which no model predicts.
+The floors of the dial are known; those of real data are not. These estimates show how far below the entropy of its
+token frequencies a modality can be predicted. All statistics are of *targets*: all tokens of a document except the
+first, which no model predicts.
 
-Shapes: N tokens, end to end over all documents; D documents; M modalities.
+Shapes: N tokens of all documents, concatenated; D documents.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from typing import NamedTuple
 import numpy as np
 
 REPEAT_LENGTH = 8
-"""Tokens of a passage that counts as repeated."""
+"""Tokens of a repeated passage."""
 CONTEXT = (1, 2, 3, 4)
-"""Distances of the tokens that the model-based estimate looks at, nearest first."""
+"""Distances back to the context tokens of the model-based estimate, nearest first."""
 SMALLEST_SAMPLE = 100
 _LARGEST_DICTIONARY = 2**26
-# No (context, token) is believed to be free of discount: what never occurred must keep a probability.
+# Every count has a discount, so that tokens that never occurred keep a probability.
 _SMALLEST_DISCOUNT = 0.05
 
 
 @dataclass(frozen=True)
 class ModalityStatistics:
-    """What is known of one modality's tokens. Entropies are in nats a token; "lower" is "more predictable".
+    """Statistics of the tokens of one modality. Entropies are in nats per token; lower is more predictable.
 
     Attributes:
-        tokens: training tokens of this modality that were looked at.
-        held_out_tokens: the same of the held-out documents.
-        documents: training documents that hold at least one of them.
-        share: of all training tokens looked at that are of this modality, 0 to 1.
-        block: ids that the vocabulary has for it.
+        tokens: training tokens of this modality.
+        held_out_tokens: held-out tokens of this modality.
+        documents: training documents with at least one of these tokens.
+        share: share of this modality in all training tokens, 0 to 1.
+        block: ids of this modality in the vocabulary.
         used: ids that occur.
-        unigram: entropy of token frequencies within the modality, with the Miller-Madow correction
-            (used - 1) / (2 tokens) for what a small sample hides; it is too low where tokens are few beside ``used``.
-        compressed: LZMA's size of the modality's tokens in the order of the documents, each of 1, 2 or 4 bytes.
-            An upper bound that knows no other modality and learns as it goes; on tokens without structure it was
-            3 to 15 % above the truth.
-        compressed_by_tokens: the same of the first so many tokens, at a hundredth, a tenth and all of them: where
-            it still falls steeply, more data would lower it further.
-        model: held-out cross-entropy of an n-gram model of the joint vocabulary trained on the training documents,
-            at the context that serves this modality best. Like a model's loss it pays for not knowing which
-            modality comes next. An upper bound on what is predictable from that context; None with nothing held out.
-        model_error: its standard error over held-out documents.
+        unigram: entropy of token frequencies within the modality, with the Miller-Madow correction for small samples,
+            (used - 1) / (2 tokens); too low if there are few tokens per used id.
+        compressed: LZMA size of the tokens of the modality in the order of the documents, each of 1, 2 or 4 bytes.
+            An upper bound that uses no other modality and includes the cost of learning; 3 to 15 % above the entropy
+            on tokens without structure.
+        compressed_by_tokens: the same for the first hundredth, the first tenth and all tokens, by their number. If it
+            still falls steeply, more data would lower it.
+        model: held-out cross-entropy of an n-gram model of the joint vocabulary, trained on the training documents,
+            with the best context for this modality. Like the loss of a model it includes the choice of the next
+            modality. An upper bound on the entropy given that context; None without held-out documents.
+        model_error: standard error of ``model`` over held-out documents.
         model_context: distances of the tokens in that context; empty for none.
-        model_by_context: the cross-entropy with each context, by its distances ("1,2"; "none": only the modality
-            of the token before is known, as it is in every context).
-        repeated: share of the tokens that lie in a passage of 8 tokens that occurred earlier in training, 0 to 1.
-        repeated_held_out: share of the held-out tokens that lie in a passage of 8 tokens that occurred in training.
-        duplicates: share of the documents whose tokens of this modality are exactly those of an earlier document.
+        model_by_context: the cross-entropy with each context, by its distances ("1,2"). Every context includes the
+            modality of the token before; "none" has nothing else.
+        repeated: share of the tokens in a passage of 8 tokens that occurred earlier in training, 0 to 1.
+        repeated_held_out: share of the held-out tokens in a passage of 8 tokens that occurred in training.
+        duplicates: share of the documents with the same tokens of this modality as an earlier document.
     """
 
     tokens: int
@@ -75,13 +75,13 @@ class ModalityStatistics:
 
 
 class _Stream(NamedTuple):
-    """Training documents and then held-out ones, end to end."""
+    """Training documents and then held-out documents, concatenated."""
 
     ids_N: np.ndarray
     document_N: np.ndarray
-    place_N: np.ndarray  # in its document, from 0
+    place_N: np.ndarray  # position in the document, from 0
     modality_N: np.ndarray
-    trained: int  # tokens of the training documents
+    trained: int  # number of tokens of the training documents
 
     @property
     def target_N(self) -> np.ndarray:
@@ -94,33 +94,33 @@ def describe(
     vocab_sizes: Mapping[str, int],
     contexts: Sequence[Sequence[int]] = (CONTEXT,),
 ) -> dict[str, ModalityStatistics]:
-    """Statistics of token sequences by modality; about a second for a million tokens.
+    """Statistics of token sequences by modality; takes about a second for a million tokens.
 
     Args:
-        train_rows: documents as joint ids, 1-D integers, in the order in which they are read.
-        val_rows: held-out documents, for the model-based estimate; none are needed.
+        train_rows: documents as joint ids, 1-D integers, in the order of reading.
+        val_rows: held-out documents for the model-based estimate; may be empty.
         vocab_sizes: name and number of ids of each modality, in the order of the vocabulary.
-        contexts: for the model-based estimate: distances back to the tokens of a context, the most telling first.
-            ``(1, 8)`` is the token before, then the token above in a grid 8 wide. Each is tried at every length.
+        contexts: contexts of the model-based estimate: distances back to its tokens, the most informative first.
+            ``(1, 8)`` is the token before, then the token above in a grid 8 wide. Every prefix is tried.
 
     Returns:
-        By the name of every modality that occurs in the training documents.
+        The statistics by the name of each modality in the training documents.
 
     Raises:
         ValueError: an id is outside the vocabulary, or a distance is not positive.
     """
     if any(distance < 1 for context in contexts for distance in context):
         raise ValueError(f"contexts are {[tuple(c) for c in contexts]}: a distance is at least 1.")
-    stream = _end_to_end(list(train_rows), list(val_rows), list(vocab_sizes.values()))
+    stream = _concatenated(list(train_rows), list(val_rows), list(vocab_sizes.values()))
     n = stream.trained
     training_N, held_out_N = stream.target_N.copy(), stream.target_N.copy()
     training_N[n:], held_out_N[:n] = False, False
     nats_by_context = _ngram_nats(stream, sum(vocab_sizes.values()), contexts) if held_out_N.any() else {}
     repeated_N = _repeated(stream)
-    found, low = {}, 0
+    statistics, low = {}, 0
     for number, (name, block) in enumerate(vocab_sizes.items()):
-        mine_N = stream.modality_N == number
-        train_N, val_N = training_N & mine_N, held_out_N & mine_N
+        of_modality_N = stream.modality_N == number
+        train_N, val_N = training_N & of_modality_N, held_out_N & of_modality_N
         ids, tokens, held_out = stream.ids_N[train_N] - low, int(train_N.sum()), int(val_N.sum())
         low += block
         if not tokens:
@@ -130,7 +130,7 @@ def describe(
         sizes = (s for s in (tokens // 100, tokens // 10) if s >= SMALLEST_SAMPLE)
         by_tokens = {size: _compressed(ids[:size], block) for size in (*sizes, tokens)}
         documents, copies = _documents(stream, train_N)
-        found[name] = ModalityStatistics(
+        statistics[name] = ModalityStatistics(
             tokens=tokens,
             held_out_tokens=held_out,
             documents=documents,
@@ -141,24 +141,22 @@ def describe(
             compressed=by_tokens[tokens],
             compressed_by_tokens=by_tokens,
             model=by_context.get(best),
-            model_error=_standard_error(nats_by_context[best], stream.document_N, val_N)
-            if held_out
-            else None,
+            model_error=_standard_error(nats_by_context[best][val_N], stream.document_N[val_N]) if held_out else None,
             model_context=best,
             model_by_context={",".join(map(str, c)) or "none": nats for c, nats in by_context.items()},
             repeated=float(repeated_N[train_N].mean()),
             repeated_held_out=float(repeated_N[val_N].mean()) if held_out else None,
             duplicates=copies / documents,
         )
-    return found
+    return statistics
 
 
-def _end_to_end(train: list[np.ndarray], val: list[np.ndarray], vocab_sizes: list[int]) -> _Stream:
+def _concatenated(train: list[np.ndarray], val: list[np.ndarray], vocab_sizes: list[int]) -> _Stream:
     lengths_D = np.array([len(row) for row in (*train, *val)], dtype=np.int64)
     ids_N = np.concatenate([np.zeros(0, dtype=np.int64), *train, *val]).astype(np.int64)
     if len(ids_N) and not 0 <= ids_N.min() <= ids_N.max() < sum(vocab_sizes):
         wrong = ids_N.min() if ids_N.min() < 0 else ids_N.max()
-        raise ValueError(f"a document holds the id {wrong}, but the vocabulary has ids 0 to {sum(vocab_sizes) - 1}.")
+        raise ValueError(f"a document has the id {wrong}, but the vocabulary has ids 0 to {sum(vocab_sizes) - 1}.")
     return _Stream(
         ids_N=ids_N,
         document_N=np.repeat(np.arange(len(lengths_D)), lengths_D),
@@ -175,37 +173,32 @@ def _unigram(ids: np.ndarray, block: int) -> float:
 
 
 def _compressed(ids: np.ndarray, block: int) -> float:
-    """LZMA's nats a token; raw, since a header would count in a small sample."""
+    """LZMA's nats per token, without a header, which would count in a small sample."""
     width = 1 if block <= 2**8 else 2 if block <= 2**16 else 4
     data = ids.astype(f">u{width}").tobytes()
     log_width = width.bit_length() - 1
-    filters = [
-        {
-            "id": lzma.FILTER_LZMA1,
-            "preset": 6,
-            "dict_size": min(max(len(data), 2**12), _LARGEST_DICTIONARY),
-            # A model for each byte of an id, and no more contexts than there are data for.
-            **{"lc": 0, "lp": log_width, "pb": log_width},
-        }
-    ]
+    # lp and pb: a model for each byte of an id; lc 0: no more contexts than there are data for.
+    contexts = {"lc": 0, "lp": log_width, "pb": log_width}
+    size = min(max(len(data), 2**12), _LARGEST_DICTIONARY)
+    filters = [{"id": lzma.FILTER_LZMA1, "preset": 6, "dict_size": size, **contexts}]
     return len(lzma.compress(data, format=lzma.FORMAT_RAW, filters=filters)) * 8 * np.log(2).item() / len(ids)
 
 
 def _documents(stream: _Stream, chosen_N: np.ndarray) -> tuple[int, int]:
-    """Documents with a chosen token, and how many of them hold the same chosen tokens as an earlier one."""
+    """Documents with a chosen token, and the number of these with the same chosen tokens as an earlier document."""
     starts = np.flatnonzero(np.diff(stream.document_N[chosen_N], prepend=-1))
     parts = [part.tobytes() for part in np.split(stream.ids_N[chosen_N], starts[1:])]
     return len(parts), len(parts) - len(set(parts))
 
 
 def _numbered(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """A number for every pair (first, second), the same for equal pairs, from 0 without gaps."""
+    """A number for each pair (first, second), equal for equal pairs, from 0 without gaps."""
     codes = first * (int(second.max(initial=0)) + 1) + second
     return np.unique(codes, return_inverse=True)[1].reshape(-1)
 
 
 def _repeated(stream: _Stream) -> np.ndarray:
-    """Whether each token lies in a passage that also began earlier; for held-out tokens: in training."""
+    """Whether each token is in a passage that also occurs earlier; for held-out tokens: in training."""
     size, length = len(stream.ids_N), REPEAT_LENGTH
     covered_N = np.zeros(size + 1, dtype=np.int64)
     if size < length:
@@ -218,7 +211,7 @@ def _repeated(stream: _Stream) -> np.ndarray:
     starts = np.flatnonzero(stream.document_N[: len(last)] == last)
     passage = passage[starts]
     earliest = np.full(passage.max(initial=0) + 1, size)
-    earliest[passage[::-1]] = starts[::-1]  # of equal indices the last assignment stays: the earliest start
+    earliest[passage[::-1]] = starts[::-1]  # for equal indices the last assignment wins: the earliest start
     seen = earliest[passage] < np.minimum(starts, stream.trained)
     np.add.at(covered_N, starts[seen], 1)
     np.add.at(covered_N, starts[seen] + length, -1)
@@ -228,14 +221,14 @@ def _repeated(stream: _Stream) -> np.ndarray:
 def _ngram_nats(
     stream: _Stream, size: int, contexts: Sequence[Sequence[int]]
 ) -> dict[tuple[int, ...], np.ndarray]:
-    """-log p of each held-out token (N; 0 in training) by every prefix of the contexts.
+    """-log p of each held-out token (N; 0 in training) for every prefix of the contexts.
 
     Interpolated absolute discounting with three discounts (Chen & Goodman 1999, section 3.4; their modified
     Kneser-Ney with plain counts in place of continuation counts, which saturate in a vocabulary of few codes):
     p(x | c) = (count(c, x) - D) / count(c) + mass(c) / count(c) * p(x | shorter c), down to 1 / size.
 
-    The shortest context is the modality of the token before: a modality runs on for many tokens, so not to know
-    that would charge each of them for a choice that is hardly ever open.
+    The shortest context is the modality of the token before. Without it, every token would pay for the choice of a
+    modality, which rarely changes.
     """
     nats: dict[tuple[int, ...], np.ndarray] = {}
     for distances in contexts:
@@ -246,9 +239,9 @@ def _ngram_nats(
                 back = distances[used - 1]
                 reach = max(reach, back)
                 context_N = _numbered(context_N, np.roll(stream.ids_N, back))
-            # What a document's first tokens would look back to is not in it: they keep the shorter context.
-            known_N = stream.place_N >= reach
-            p_N = _interpolated(stream, context_N, known_N, p_N)
+            # The first tokens of a document keep the shorter context, because the longer one starts before it.
+            inside_N = stream.place_N >= reach
+            p_N = _interpolated(stream, context_N, inside_N, p_N)
             nats_N = -np.log(p_N)
             nats_N[: stream.trained] = 0
             nats[tuple(distances[:used])] = nats_N
@@ -256,33 +249,32 @@ def _ngram_nats(
 
 
 def _interpolated(
-    stream: _Stream, context_N: np.ndarray, known_N: np.ndarray, shorter_N: np.ndarray
+    stream: _Stream, context_N: np.ndarray, inside_N: np.ndarray, shorter_N: np.ndarray
 ) -> np.ndarray:
-    """p of every token given its context, which falls back to ``shorter_N`` where the context is unknown."""
+    """p of each token given its context; ``shorter_N`` if the context leaves the document or never occurred."""
     both_N = _numbered(context_N, stream.ids_N)
-    counted = np.flatnonzero(known_N[: stream.trained])
+    counted = np.flatnonzero(inside_N[: stream.trained])
     count = np.bincount(both_N[counted], minlength=both_N.max() + 1)
     total = np.bincount(context_N[counted], minlength=context_N.max() + 1)
     context_of = np.zeros(len(count), dtype=np.int64)
     context_of[both_N] = context_N
     discount = _discounts(count)[np.minimum(count, 3)]
     mass = np.bincount(context_of, weights=discount, minlength=len(total))
-    mine, all_ = count[both_N], total[context_N]
-    p_N = (mine - discount[both_N] + mass[context_N] * shorter_N) / np.maximum(all_, 1)
-    return np.where(known_N & (all_ > 0), p_N, shorter_N)
+    total_N = total[context_N]
+    p_N = (count[both_N] - discount[both_N] + mass[context_N] * shorter_N) / np.maximum(total_N, 1)
+    return np.where(inside_N & (total_N > 0), p_N, shorter_N)
 
 
 def _discounts(count: np.ndarray) -> np.ndarray:
-    """What is taken off counts of 0, 1, 2, and 3 or more, from how many counts of 1 to 4 there are."""
+    """Discounts of counts 0, 1, 2, and 3 or more, from the numbers of counts of 1 to 4."""
     n = np.bincount(np.minimum(count, 5), minlength=6)
     y = n[1] / max(1, n[1] + 2 * n[2])
     by_count = [r - (r + 1) * y * n[r + 1] / n[r] if n[r] else y for r in (1, 2, 3)]
     return np.array([0.0, *(min(max(d, _SMALLEST_DISCOUNT), r) for r, d in enumerate(by_count, start=1))])
 
 
-def _standard_error(nats_N: np.ndarray, document_N: np.ndarray, chosen_N: np.ndarray) -> float:
-    """Of the mean over tokens, whose documents are independent and whose tokens within one are not."""
-    nats, document = nats_N[chosen_N], np.unique(document_N[chosen_N], return_inverse=True)[1]
-    sums_D = np.bincount(document, weights=nats - nats.mean())
-    independent = len(sums_D)
-    return float(np.sqrt(np.square(sums_D).sum() * independent / max(1, independent - 1)) / len(nats))
+def _standard_error(nats_N: np.ndarray, document_N: np.ndarray) -> float:
+    """Standard error of the mean over tokens of independent documents; tokens of a document are not independent."""
+    sums_D = np.bincount(np.unique(document_N, return_inverse=True)[1], weights=nats_N - nats_N.mean())
+    n = len(sums_D)
+    return float(np.sqrt(np.square(sums_D).sum() * n / max(1, n - 1)) / len(nats_N))

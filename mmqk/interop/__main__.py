@@ -65,12 +65,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _to_mmqk(source: Path, out: Path, vocab_sizes: str | None) -> None:
-    given = None if vocab_sizes is None else parse_vocab_sizes(vocab_sizes)
+    sizes = None if vocab_sizes is None else parse_vocab_sizes(vocab_sizes)
     hf_model = read_huggingface(source)
-    model = adopt(hf_model, given)
+    model = adopt(hf_model, sizes)
     write_run(model, out)
-    named = ", ".join(f"{name} {size:,}" for name, size in model.config.vocab_sizes.items())
-    print(f"{out}: {type(hf_model).__name__}, ids of {named}; tokenizers stay in {source}")
+    listed = ", ".join(f"{name} {size:,}" for name, size in model.config.vocab_sizes.items())
+    print(f"{out}: {type(hf_model).__name__}, ids of {listed}; tokenizers stay in {source}")
     if type(hf_model).__name__ == CHAMELEON:
         print("The image tokenizer (vqmodel) is not converted: the model reads image tokens as ids.")
 

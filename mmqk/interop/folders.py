@@ -55,9 +55,9 @@ def read_huggingface(folder: Path) -> PreTrainedModel:
     if missing:
         raise UserError(f"{folder} has no weights for {missing[0]}: check that its files are complete.")
     if info["mismatched_keys"]:
-        name, there, expected = sorted(info["mismatched_keys"])[0]
+        name, stored, expected = sorted(info["mismatched_keys"])[0]
         raise UserError(
-            f"{folder} has {name} of shape {tuple(there)}, but config.json needs {tuple(expected)}: the files belong"
+            f"{folder} has {name} of shape {tuple(stored)}, but config.json needs {tuple(expected)}: the files belong"
             " to two models."
         )
     unknown = sorted(info["unexpected_keys"])

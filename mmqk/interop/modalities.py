@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mmqk.store import UserError, tag
+from mmqk.store import UserError
 
 # Field of a Hugging Face config in which `to_transformers` stores the vocabulary sizes: [name, size], by id.
 # A mapping would lose the order, because config.json has sorted keys.
@@ -74,24 +74,3 @@ def chameleon_vocabulary(vocab_sizes: Mapping[str, int]) -> dict[str, int]:
                 vocabulary[f"{_IMAGE_PREFIX}{letters}Z"] = start + code
         start += size
     return vocabulary
-
-
-def parse_vocab_sizes(text: str) -> dict[str, int]:
-    """Numbers of ids on a command line, such as `text=65536,image=8192`.
-
-    Raises:
-        UserError: the text has another form, or a name is invalid in a tag.
-    """
-    try:
-        pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
-        for name, _ in pairs:
-            tag("loss", name)
-    except ValueError:
-        pairs = []
-    vocab_sizes = dict(pairs)
-    if not vocab_sizes or len(vocab_sizes) < len(pairs) or min(vocab_sizes.values()) < 1:
-        raise UserError(
-            f"--vocab-sizes is {text!r}: give each modality once with its number of ids, such as"
-            " text=65536,image=8192."
-        )
-    return vocab_sizes

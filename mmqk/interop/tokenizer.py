@@ -23,12 +23,12 @@ def write_tokenizer(run: Path, out: Path) -> str:
     except DamagedFile as damaged:
         return f"no tokenizer is included, because {damaged}"
     data = ((record.get("details") or {}).get("config") or {}).get("data") or {}
-    known = ((record.get("identity") or {}).get("data") or {}).get("tokenizers")
+    recorded = ((record.get("identity") or {}).get("data") or {}).get("tokenizers")
     folder = data.get("tokenizers")
-    if not isinstance(folder, str) or not known:
+    if not isinstance(folder, str) or not recorded:
         return "no tokenizer is included, because run.json names none"
-    if not (Path(folder) / TEXT_FILE).is_file() or tokenizers_hash(folder) != known:
-        return f"no tokenizer is included, because {folder} does not contain those of the run ({known})"
+    if not (Path(folder) / TEXT_FILE).is_file() or tokenizers_hash(folder) != recorded:
+        return f"no tokenizer is included, because {folder} does not contain those of the run ({recorded})"
     content = json.loads(TextTokenizer.load(folder).to_json())
     vocabulary = content["model"]["vocab"]
     shifted = {text: id + len(SPECIALS) for text, id in vocabulary.items()}
@@ -40,6 +40,6 @@ def write_tokenizer(run: Path, out: Path) -> str:
     ]  # fmt: skip
     write_json(out / "tokenizer.json", content)
     names = {"bos_token": SPECIALS[BOS], "eos_token": SPECIALS[EOS], "pad_token": SPECIALS[PAD]}
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    write_json(out / "tokenizer_config.json", {**own, **names})
+    loader = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    write_json(out / "tokenizer_config.json", loader | names)
     return "tokenizer.json has the text tokenizer; images are ids of the image tokenizer"

@@ -1,8 +1,7 @@
-"""Text and images to ids and back, and the joint vocabulary that places both.
+"""Text and images to ids and back, and the joint vocabulary of both.
 
-Using a tokenizer needs torch, `tokenizers` and the stored files only; training the image tokenizer
-(`mmqk.tokenizers.vq`, `python -m mmqk.tokenizers.train`) needs timm, Lightning and the extra `[vq]`.
-Names are imported on first use: hash, vocabulary and configuration need no torch.
+Names are imported on first use: hash, vocabulary and configuration need no torch, and only an `ImageTokenizer`
+imports timm. Training the image tokenizer (`python -m mmqk.tokenizers.train`) needs the extra `[vq]`.
 """
 
 from importlib import import_module

@@ -1,10 +1,10 @@
-"""What is taken of shards and documents, which of them is held out, and how that is said."""
+"""The choice of samples from shards and documents, the held-out share, and the summary of both."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import get_args
 
 import numpy as np
@@ -15,16 +15,16 @@ from mmqk.store import UserError
 
 @dataclass(frozen=True)
 class Selection:
-    """What is taken of shards.
+    """The samples to use.
 
     Attributes:
-        images: most images in memory: of tars altogether, of a folder by split.
-        captions: most captions to learn words from.
-        characters: most characters of documents to learn words from.
-        val_fraction: share that is held out of tars and of files of JSON lines.
-        fit: how images of tars are made square: crop, pad or stretch.
+        images: largest number of images in memory: of all tars together, or of each split of a folder.
+        captions: largest number of captions for the text tokenizer.
+        characters: largest number of characters of documents for the text tokenizer.
+        val_fraction: held-out share of tars and of files of JSON lines.
+        fit: makes images of tars square: crop, pad or stretch.
         max_pixels: larger images of tars are dropped.
-        caption_field: where the captions of tars are, as for `pair_of`.
+        caption_field: field of the captions in tars, as for `pair_of`.
     """
 
     images: int = 20_000
@@ -37,58 +37,38 @@ class Selection:
 
 
 def add_data_arguments(p: argparse.ArgumentParser) -> None:
-    """`--shards`, `--text` and what is taken of them."""
-    c = Selection()
-    p.add_argument("--shards", nargs="+", default=["data/emoji"], help="folder or tars of pairs (data/emoji)")
-    p.add_argument("--text", nargs="+", default=["data/text"], help="folder or JSON lines (data/text)")
-    p.add_argument("--images", type=int, default=c.images, help=f"most images in memory ({c.images})")
-    p.add_argument("--captions", type=int, default=c.captions, help=f"most captions read ({c.captions})")
-    p.add_argument(
-        "--characters", type=int, default=c.characters, help=f"most characters of --text ({c.characters})"
-    )
-    p.add_argument(
-        "--val-fraction",
-        type=float,
-        default=c.val_fraction,
-        help=f"held out of tars and JSON lines ({c.val_fraction})",
-    )
-    p.add_argument(
-        "--fit", choices=get_args(Fit), default=c.fit, help="of images of tars into the square (crop)"
-    )
-    p.add_argument(
-        "--max-pixels", type=int, default=MAX_PIXELS, help=f"of an image, larger is dropped ({MAX_PIXELS})"
-    )
-    p.add_argument(
-        "--caption-field", metavar="NAME", help="of the json; txt: the text file (caption, else txt)"
-    )
+    """Add `--shards`, `--text` and the fields of `Selection`."""
+    c, add = Selection(), p.add_argument
+    add("--shards", nargs="+", default=["data/emoji"], help="folder or tars of pairs (data/emoji)")
+    add("--text", nargs="+", default=["data/text"], help="folder or JSON lines (data/text)")
+    add("--images", type=int, default=c.images, help=f"largest number of images in memory ({c.images})")
+    add("--captions", type=int, default=c.captions, help=f"largest number of captions ({c.captions})")
+    add("--characters", type=int, default=c.characters, help=f"most characters of --text ({c.characters})")
+    share = f"held-out share of tars and JSON lines ({c.val_fraction})"
+    add("--val-fraction", type=float, default=c.val_fraction, help=share)
+    add("--fit", choices=get_args(Fit), default=c.fit, help="makes images of tars square (crop)")
+    add("--max-pixels", type=int, default=MAX_PIXELS, help=f"larger images are dropped ({MAX_PIXELS})")
+    add("--caption-field", metavar="NAME", help="field of the json; txt: the text file (caption, else txt)")
 
 
-def choice_of(args: argparse.Namespace) -> Selection:
-    """What `add_data_arguments` says about how much is taken.
+def selection_of(args: argparse.Namespace) -> Selection:
+    """The `Selection` of a command line with `add_data_arguments`.
 
     Raises:
-        UserError: a number makes no sense.
+        UserError: a number is out of range.
     """
     for name in ("images", "captions", "characters", "max_pixels"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more.")
     if not 0 < args.val_fraction < 1:
         raise UserError(f"--val-fraction is {args.val_fraction}: give a share between 0 and 1.")
-    return Selection(
-        images=args.images,
-        captions=args.captions,
-        characters=args.characters,
-        val_fraction=args.val_fraction,
-        fit=args.fit,
-        max_pixels=args.max_pixels,
-        caption_field=args.caption_field,
-    )
+    return Selection(**{f.name: getattr(args, f.name) for f in fields(Selection)})
 
 
 def spread(total: int, most: int) -> np.ndarray:
-    """Places of at most so many of `total` samples, ascending: one at random of each of as many equal parts.
+    """Ascending indices of at most `most` of `total` samples: a random one from each of `most` equal parts.
 
-    Always the same ones. A fixed step instead would take one vendor's images where three take turns.
+    A pure function of the arguments. A fixed step would take the images of one vendor where three alternate.
     """
     if total <= most:
         return np.arange(total)
@@ -96,12 +76,12 @@ def spread(total: int, most: int) -> np.ndarray:
     return np.random.default_rng(0).integers(edges[:-1], edges[1:])
 
 
-def account(read: int, total: int, what: str) -> str:
+def summary(read: int, total: int, what: str) -> str:
     """``200 of 1,000 samples read``."""
     return f"{read:,} of {total:,} {what} read" if read < total else f"{read:,} {what} read"
 
 
-def dropped_account(dropped: Counter[str]) -> str:
-    """``, 3 dropped (no caption: 1, no image file: 2)``; empty if nothing was."""
+def dropped_summary(dropped: Counter[str]) -> str:
+    """``, 3 dropped (no caption: 1, no image file: 2)``; empty without drops."""
     reasons = ", ".join(f"{reason}: {n:,}" for reason, n in sorted(dropped.items()))
     return f", {dropped.total():,} dropped ({reasons})" if dropped else ""

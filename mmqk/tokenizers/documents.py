@@ -1,4 +1,4 @@
-"""Text documents to learn words from: a folder with a manifest, or any files of JSON lines."""
+"""Text documents for the text tokenizer: a folder with a manifest, or files of JSON lines."""
 
 from __future__ import annotations
 
@@ -13,51 +13,50 @@ from mmqk.shards.pairs import read_text
 from mmqk.shards.samples import text_of
 from mmqk.shards.tars import expand
 from mmqk.store import UserError, hash_fraction, identity_hash
-from mmqk.tokenizers.choice import Selection, account, dropped_account, spread
+from mmqk.tokenizers.choice import Selection, dropped_summary, spread, summary
 
 PATTERN = set("{*?[")
 ENDINGS = (".jsonl", ".json", ".ndjson", ".gz", ".xz")
 
 
 class Documents:
-    """Documents of the train split; none for the name ''.
+    """Documents of the train split; the name '' has none.
 
     Raises:
         UserError: a pattern names no file, or the folder has no manifest.
     """
 
-    def __init__(self, text: Sequence[str | Path] | str | Path, choice: Selection | None = None) -> None:
+    def __init__(self, text: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> None:
         names = [str(t) for t in ([text] if isinstance(text, str | Path) else text)]
-        self.choice, self.name = choice or Selection(), " ".join(names)
+        self.selection, self.name = selection or Selection(), " ".join(names)
         self.folder: Path | None = None
         self.paths: list[Path] = []
         if len(names) == 1 and not PATTERN & set(names[0]) and not names[0].endswith(ENDINGS):
             self.folder = Path(names[0]) if names[0] else None
         else:
             self.paths = expand(names)
-        self.identity()  # a folder without a manifest is told of at once
+        self.identity()  # raises for a folder without a manifest
 
     def read(self) -> tuple[list[str], str]:
-        """The texts, and an account of what was not taken, empty if there is nothing to say.
+        """The texts and a summary of what was left out, empty if nothing was.
 
-        Of a folder that holds more characters than asked for, documents spread evenly over it; of files the
-        beginning of each, so that no file need be unpacked to its end.
+        A folder with too many characters gives documents that are spread evenly over it. Each file gives its
+        beginning, so that no file is unpacked to its end.
 
         Raises:
             UserError: a file is missing, damaged or cut short, or has no text.
         """
         if self.folder is not None:
-            found = list(read_text(self.folder, "train"))
-            total = sum(map(len, found))
-            kept = spread(len(found), len(found) * self.choice.characters // max(1, total))
-            said = account(len(kept), len(found), "documents") if len(kept) < len(found) else ""
-            return [found[i] for i in kept], said
+            documents = list(read_text(self.folder, "train"))
+            n, total = len(documents), sum(map(len, documents))
+            kept = spread(n, n * self.selection.characters // max(1, total))
+            return [documents[i] for i in kept], summary(len(kept), n, "documents") if len(kept) < n else ""
         if not self.paths:
             return [], ""
         dropped = Counter[str]()
         cut = 0
         texts: list[str] = []
-        left = self.choice.characters
+        left = self.selection.characters
         for number, path in enumerate(self.paths):
             budget = left // (len(self.paths) - number)
             taken = 0
@@ -68,16 +67,16 @@ class Documents:
                 texts.append(text)
                 taken += len(text)
             left -= taken
-        said = f"{len(texts):,} documents read"
+        read = f"{len(texts):,} documents read"
         if cut:
-            said += f", of {cut:,} of {len(self.paths):,} files the beginning only (--characters)"
-        said += dropped_account(dropped)
+            read += f", only the beginning of {cut:,} of {len(self.paths):,} files (--characters)"
+        read += dropped_summary(dropped)
         if not texts:
-            raise UserError(f'{self.name} has no documents ({said}): give JSON lines with a field "text".')
-        return texts, said
+            raise UserError(f'{self.name} has no documents ({read}): give JSON lines with a field "text".')
+        return texts, read
 
     def _texts(self, path: Path, dropped: Counter[str]) -> Iterator[str]:
-        """Texts of a file that are not held out; what cannot be used is counted."""
+        """Training texts of a file; counts the lines that cannot be used."""
         for _, line, _ in read_lines(path):
             if not line.strip():
                 continue
@@ -86,7 +85,7 @@ class Documents:
             except Dropped as fault:
                 dropped[fault.reason] += 1
                 continue
-            if hash_fraction(text.encode()) >= self.choice.val_fraction:
+            if hash_fraction(text.encode()) >= self.selection.val_fraction:
                 yield text
 
     def identity(self) -> str:

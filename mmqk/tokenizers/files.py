@@ -1,4 +1,4 @@
-"""Where the two tokenizer files lie in their folder, and the hash that names them."""
+"""The two files of a tokenizer folder and their hash."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ def existing_file(folder: Path | str, name: str) -> Path:
     path = Path(folder) / name
     if not path.is_file():
         raise UserError(
-            f"The tokenizer file {path} is missing: name the folder that has it,"
-            f" or make it with `{TRAIN_COMMAND}`."
+            f"The tokenizer file {path} is missing: give the folder that has it, or train it with `{TRAIN_COMMAND}`."
         )
     return path
 
 
 def damaged(path: Path, why: object) -> UserError:
-    """The error for a tokenizer file that is there but cannot be used."""
+    """The error for a tokenizer file that exists but cannot be used."""
     reason = " ".join(str(why).split()).rstrip(".")
     return UserError(
-        f"The tokenizer file {path} cannot be used ({reason}): restore it or make it again with"
+        f"The tokenizer file {path} cannot be used ({reason}): restore it or train it again with"
         f" `{TRAIN_COMMAND} --overwrite`."
     )
 
 
 def tokenizers_hash(folder: Path | str) -> str:
-    """Hash of both tokenizer files' bytes (10 hex digits): part of the name of a token cache.
+    """Hash of the bytes of both files (10 hex digits); part of the name of a token cache.
 
     Raises:
         UserError: one of the files is missing.

@@ -1,8 +1,8 @@
-"""Images to codes and back: a vector-quantised autoencoder (van den Oord et al., 1711.00937) in plain torch.
+"""Images to codes and back: a vector-quantized autoencoder (van den Oord et al., 1711.00937).
 
-Needs torch, safetensors and `image.safetensors` only. Training it is `mmqk.tokenizers.vq`.
+`mmqk.tokenizers.vq` trains it.
 
-Shapes: B images, C channels, H height, W width, G grid side, N = G * G codes an image, V codes in the
+Shapes: B images, C channels, H height, W width, G grid side, N = G * G codes per image, V codes in the
 codebook, D code width.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +20,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mmqk.store import UserError
-from mmqk.tokenizers.convnext import ConvNeXtFeatures, Decoder
 from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
-from mmqk.tokenizers.image_config import (
-    CONVNEXT_WIDTHS,
-    FORMAT,
-    METADATA_KEY,
-    ImageTokenizerConfig,
-    read_config,
-)
+from mmqk.tokenizers.image_config import FORMAT, METADATA_KEY, ImageTokenizerConfig, read_config
 
-# Distances to codes that are held at a time: 64 MB.
+# Distances to codes in memory at a time: 64 MB.
 DISTANCES = 2**24
 
 
@@ -38,7 +32,7 @@ class ImageTokenizer(nn.Module):
 
     ```
     images_BCHW ── encoder ── channel norm ── project ── nearest code ──> codes_BN
-    codes_BN    ── look up ── decoder ──> images_BCHW
+    codes_BN    ── codebook ── decoder ──> images_BCHW
     ```
 
     Attributes:
@@ -47,15 +41,16 @@ class ImageTokenizer(nn.Module):
         image_size: side of an image in pixels.
     """
 
-    def __init__(self, config: ImageTokenizerConfig, encoder: nn.Module | None = None) -> None:
-        """`encoder` replaces the plain-torch encoder while training; it maps images to (B, C, G, G)."""
+    def __init__(self, config: ImageTokenizerConfig) -> None:
+        from mmqk.tokenizers.autoencoder import Decoder, encoder  # timm takes seconds to import
+
         super().__init__()
         self.config = config
         self.grid = (config.grid, config.grid)
         self.size = config.codes
         self.image_size = config.image_size
-        self.encoder = encoder if encoder is not None else ConvNeXtFeatures(config.stages)
-        self.project = nn.Conv2d(CONVNEXT_WIDTHS[config.stages - 1], config.code_dim, 1)
+        self.encoder: Any = encoder(config.stages)
+        self.project = nn.Conv2d(self.encoder.feature_info.channels()[-1], config.code_dim, 1)
         self.decoder = Decoder(config.code_dim, config.decoder_width, config.doublings, config.decoder_depth)
         self.register_buffer("codebook_VD", torch.zeros(config.codes, config.code_dim))
         self.codebook_VD: Tensor
@@ -81,28 +76,28 @@ class ImageTokenizer(nn.Module):
     def to_bytes(self) -> bytes:
         """The content of `image.safetensors`: weights in fp16, the configuration in the metadata."""
         weights = {name: w.detach().cpu().half().contiguous() for name, w in self.state_dict().items()}
-        # One key: safetensors writes several in any order, and the same tokenizer must give the same bytes.
+        # One key, because safetensors writes several in any order and equal tokenizers must give equal bytes.
         about = json.dumps({"format": FORMAT, "config": asdict(self.config)})
         return save(weights, {METADATA_KEY: about})
 
     def features(self, images_BCHW: Tensor) -> Tensor:
-        """Vectors before quantisation, (B, D, G, G); pixels are in [0, 1]."""
-        h_BCHW = self.encoder(images_BCHW * 2 - 1)
-        # The norm has no weights: the projection has them. It keeps the scale of what is quantised steady.
+        """Vectors before quantization, (B, D, G, G); pixels are in [0, 1]."""
+        h_BCHW = self.encoder(images_BCHW * 2 - 1)[-1]
+        # The norm fixes the scale of the vectors. It has no weights, because the projection has them.
         h_BHWC = h_BCHW.permute(0, 2, 3, 1)
         return self.project(F.layer_norm(h_BHWC, h_BHWC.shape[-1:]).permute(0, 3, 1, 2))
 
-    def quantise(self, z_BDHW: Tensor) -> Tensor:
+    def quantize(self, z_BDHW: Tensor) -> Tensor:
         """Nearest code by Euclidean distance, row-major, (B, N) int64."""
         z_BND = z_BDHW.flatten(2).transpose(1, 2)
-        # |z - c|^2 without the term that all codes share; so many vectors at a time that memory stays bounded
+        # |z - c|^2 without |z|^2, which is the same for all codes; in parts, to bound memory
         squares_V, codes_DV = self.codebook_VD.square().sum(1), self.codebook_VD.T
         parts = z_BND.flatten(0, 1).split(max(1, DISTANCES // self.size))
         return torch.cat([(squares_V - 2 * z @ codes_DV).argmin(-1) for z in parts]).view(z_BND.shape[:2])
 
     @torch.no_grad()
     def encode(self, images_BCHW: Tensor) -> Tensor:
-        """Codes of images with pixels in [0, 1]: (B, N) int64, rows of the grid one after another.
+        """Codes of images with pixels in [0, 1]: (B, N) int64, row-major.
 
         Raises:
             UserError: the images are not (B, 3, image_size, image_size) in floating point.
@@ -117,7 +112,7 @@ class ImageTokenizer(nn.Module):
             raise UserError(
                 f"The image tokenizer takes floats in [0, 1], not {images_BCHW.dtype}: divide by 255."
             )
-        return self.quantise(self.features(images_BCHW.float()))
+        return self.quantize(self.features(images_BCHW.float()))
 
     @torch.no_grad()
     def decode(self, codes_BN: Tensor) -> Tensor:
@@ -134,7 +129,7 @@ class ImageTokenizer(nn.Module):
             )
         if codes_BN.numel() and not 0 <= int(codes_BN.min()) <= int(codes_BN.max()) < self.size:
             raise UserError(
-                f"Image codes are 0 to {self.size - 1}: take the offset of the joint vocabulary off first."
+                f"Image codes are 0 to {self.size - 1}: subtract the offset of the joint vocabulary."
             )
         z_BND = self.codebook_VD[codes_BN.long()]
         return self.decoder(z_BND.transpose(1, 2).unflatten(2, self.grid)).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""The shape of an image tokenizer, and reading it from a file. Needs no torch."""
+"""The shape of an image tokenizer and its reader. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from mmqk.tokenizers.files import IMAGE_FILE, damaged, existing_file
 
 FORMAT = "mmqk image tokenizer 1"
 METADATA_KEY = "mmqk"
-CONVNEXT_WIDTHS = (40, 80, 160, 320)
-"""Channels of the four stages of timm's `convnext_atto`."""
-STEM_STRIDE = 4
+STRIDES = (4, 8, 16, 32)
+"""Pixels per code after each of the four stages of ConvNeXt."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class ImageTokenizerConfig:
         grid: side of the grid of codes; image_size / grid is 4, 8, 16 or 32.
         codes: entries of the codebook.
         code_dim: width of a code vector.
-        decoder_width: channels of the decoder at the grid; they halve with every doubling of the side.
+        decoder_width: channels of the decoder at the grid; each doubling of the side halves them.
         decoder_depth: residual blocks of the decoder at the grid.
     """
 
@@ -40,20 +39,14 @@ class ImageTokenizerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        strides = [STEM_STRIDE * 2**i for i in range(len(CONVNEXT_WIDTHS))]
-        if self.grid < 1 or self.image_size % self.grid or self.stride not in strides:
-            sides = [str(self.image_size // s) for s in reversed(strides) if self.image_size % s == 0]
-            fit = (
-                f"use {' or '.join(sides)}"
-                if sides
-                else f"use images whose side is a multiple of {strides[0]}"
-            )
+        if self.image_size % self.grid or self.stride not in STRIDES:
+            grids = [str(self.image_size // s) for s in reversed(STRIDES) if self.image_size % s == 0]
+            fit = f"use {' or '.join(grids)}" if grids else "use images whose side is a multiple of 4"
             raise ValueError(f"a grid of {self.grid} does not fit {self.image_size} px images: {fit}")
         if self.codes < 2:
             raise ValueError(f"a codebook needs at least 2 codes, not {self.codes}")
         if self.decoder_width % 2 ** (self.doublings - 1):
-            times = self.doublings - 1
-            raise ValueError(f"decoder_width {self.decoder_width} cannot be halved {times} times")
+            raise ValueError(f"decoder_width {self.decoder_width} cannot be halved {self.doublings - 1} times")
 
     @property
     def stride(self) -> int:
@@ -62,12 +55,12 @@ class ImageTokenizerConfig:
 
     @property
     def doublings(self) -> int:
-        """How often the decoder doubles the side: log2 of the stride."""
+        """Number of times the decoder doubles the side: log2 of the stride."""
         return self.stride.bit_length() - 1
 
     @property
     def stages(self) -> int:
-        """Encoder stages that lead to this stride."""
+        """Encoder stages with this stride."""
         return self.doublings - 1
 
 

@@ -1,4 +1,4 @@
-"""What tokens are worth, in numbers: PSNR of reconstructions, entropy and perplexity of token counts."""
+"""PSNR of reconstructions, entropy and perplexity of token counts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def psnr(images_BCHW: Tensor, reconstructions_BCHW: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """How a stream of tokens spreads over its vocabulary.
+    """Counts and unigram entropy of tokens.
 
     Attributes:
-        tokens: number of tokens counted.
+        tokens: number of tokens.
         used: vocabulary entries that occur.
-        entropy: unigram entropy, nats (the plug-in estimate, which is low for few tokens).
+        entropy: unigram entropy, nats (the plug-in estimate, which is too low for few tokens).
     """
 
     tokens: int

@@ -18,40 +18,40 @@ from torchvision.transforms.functional import to_pil_image
 
 from mmqk.store import OneSentenceParser, UserError, relative_word, run_main, without_roots, write_folder
 from mmqk.tokenizers import train
-from mmqk.tokenizers.choice import add_data_arguments, choice_of
+from mmqk.tokenizers.choice import add_data_arguments, selection_of
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import TRAIN_COMMAND, tokenizers_hash
 from mmqk.tokenizers.image import ImageTokenizer
-from mmqk.tokenizers.image_config import read_config
+from mmqk.tokenizers.image_config import ImageTokenizerConfig, read_config
 from mmqk.tokenizers.measure import TokenStatistics, psnr, token_statistics
 from mmqk.tokenizers.source import Folder, Images, Source, images_at_once, open_source
 from mmqk.tokenizers.text import TextTokenizer
 
 COMMAND = "python -m mmqk.tokenizers.report"
 SHEET = "held-out.png"
-SHIPPED = "emoji"  # the name in the manifest of the shipped images
-ROWS, WIDTH, SIDE, GAP = 3, 1600, 128, 4  # of the sheet; pixels but for the rows
-KEPT_BELOW = "<!-- What stands below this line is kept when the page is made again. -->"
+SHIPPED = "emoji"  # name in the manifest of the shipped images
+ROWS, WIDTH, SIDE, GAP = 3, 1600, 128, 4  # of the sheet; rows, then pixels
+KEPT_BELOW = "<!-- The command keeps the text below this line. -->"
 
 
 @dataclass(frozen=True)
 class Measures:
-    """What the page says.
+    """The numbers of the page.
 
     Attributes:
         images: number of images by split.
         psnr_db: mean PSNR over the images of each split, dB.
-        psnr_shuffled: the same on held-out images after the codebook's rows were permuted.
-        psnr_pooled: the same for average pooling to the grid and bilinear interpolation, without any codes.
+        psnr_permuted: held-out PSNR after permuting the rows of the codebook.
+        psnr_pooled: held-out PSNR of average pooling to the grid and bilinear interpolation, without codes.
         codes: statistics of image codes by split.
         captions, documents: statistics of text tokens of the train split.
-        caption_tokens: tokens of a caption, mean over the train split.
-        caption_chars, document_chars: characters a token, train split; 0 without documents.
+        caption_tokens: mean tokens per caption of the train split.
+        caption_chars, document_chars: characters per token of the train split; 0 without documents.
     """
 
     images: dict[str, int]
     psnr_db: dict[str, float]
-    psnr_shuffled: float
+    psnr_permuted: float
     psnr_pooled: float
     codes: dict[str, TokenStatistics]
     captions: TokenStatistics
@@ -68,41 +68,40 @@ def reconstruct(tokenizer: ImageTokenizer, images_BCHW: Tensor) -> tuple[Tensor,
 
 
 def measure(images: Images, captions: list[str], documents: list[str], tokenizers: Path) -> Measures:
-    """Tokenize both splits and count; a few images at a time, as reconstructions are floats.
+    """Tokenize both splits in chunks of images and measure.
 
     Raises:
         UserError: a tokenizer file is missing or damaged.
     """
-    words, pictures = TextTokenizer.load(tokenizers), ImageTokenizer.load(tokenizers)
-    at_once = images_at_once(pictures.config)
-    order = torch.randperm(pictures.size, generator=torch.Generator().manual_seed(0))
+    text, image = TextTokenizer.load(tokenizers), ImageTokenizer.load(tokenizers)
+    order = torch.randperm(image.size, generator=torch.Generator().manual_seed(0))
     quality: dict[str, float] = {}
     counts: dict[str, TokenStatistics] = {}
     for split, pixels in (("train", images.train_BCHW), ("val", images.val_BCHW)):
-        db, codes, shuffled, pooled = [], [], [], []
-        for chunk in pixels.split(at_once):
+        db, codes, permuted, pooled = [], [], [], []
+        for chunk in pixels.split(images_at_once(image.config)):
             original = chunk.float() / 255
-            chunk_codes, again = reconstruct(pictures, chunk)
-            db.append(psnr(original, again))
+            chunk_codes, reconstruction = reconstruct(image, chunk)
+            db.append(psnr(original, reconstruction))
             codes.append(chunk_codes)
             if split == "val":
-                colours = F.adaptive_avg_pool2d(original, pictures.grid)
-                smooth = F.interpolate(colours, original.shape[-2:], mode="bilinear")
-                shuffled.append(psnr(original, pictures.decode(order[chunk_codes])))
+                colors = F.adaptive_avg_pool2d(original, image.grid)
+                smooth = F.interpolate(colors, original.shape[-2:], mode="bilinear")
+                permuted.append(psnr(original, image.decode(order[chunk_codes])))
                 pooled.append(psnr(original, smooth))
         quality[split] = float(torch.cat(db).mean())
-        counts[split] = token_statistics(torch.cat(codes), pictures.size)
+        counts[split] = token_statistics(torch.cat(codes), image.size)
 
-    caption_ids = [i for caption in captions for i in words.encode(caption)]
-    document_ids = [i for document in documents for i in words.encode(document)]
+    caption_ids = [i for caption in captions for i in text.encode(caption)]
+    document_ids = [i for document in documents for i in text.encode(document)]
     return Measures(
         images={"train": len(images.train_BCHW), "val": len(images.val_BCHW)},
         psnr_db=quality,
-        psnr_shuffled=float(torch.cat(shuffled).mean()),
+        psnr_permuted=float(torch.cat(permuted).mean()),
         psnr_pooled=float(torch.cat(pooled).mean()),
         codes=counts,
-        captions=token_statistics(torch.tensor(caption_ids), words.size),
-        documents=token_statistics(torch.tensor(document_ids).long(), words.size),
+        captions=token_statistics(torch.tensor(caption_ids), text.size),
+        documents=token_statistics(torch.tensor(document_ids).long(), text.size),
         caption_tokens=len(caption_ids) / len(captions),
         caption_chars=sum(map(len, captions)) / len(caption_ids),
         document_chars=sum(map(len, documents)) / max(1, len(document_ids)),
@@ -110,36 +109,34 @@ def measure(images: Images, captions: list[str], documents: list[str], tokenizer
 
 
 def contact_sheet(held_out_BCHW: Tensor, tokenizers: Path) -> Image.Image:
-    """Held-out originals, each above its reconstruction, evenly spread over the split."""
-    pictures = ImageTokenizer.load(tokenizers)
-    side = pictures.image_size * max(1, SIDE // pictures.image_size)
+    """Held-out originals, evenly spread over the split, each above its reconstruction."""
+    tokenizer = ImageTokenizer.load(tokenizers)
+    side = tokenizer.image_size * max(1, SIDE // tokenizer.image_size)
     columns = max(3, WIDTH // (side + GAP))
     n = min(columns * ROWS, len(held_out_BCHW))
     pixels = held_out_BCHW[torch.linspace(0, len(held_out_BCHW) - 1, n).round().long()]
-    again = torch.cat(
-        [reconstruct(pictures, part)[1] for part in pixels.split(images_at_once(pictures.config))]
-    )
+    chunks = pixels.split(images_at_once(tokenizer.config))
+    reconstructions = torch.cat([reconstruct(tokenizer, chunk)[1] for chunk in chunks])
     rows = -(-n // columns)
     sheet = Image.new("RGB", (columns * (side + GAP) + GAP, rows * (2 * side + 4 * GAP) + GAP), "#d9d9d9")
     draw = ImageDraw.Draw(sheet)
     for i in range(n):
         left, top = GAP + i % columns * (side + GAP), GAP + i // columns * (2 * side + 4 * GAP)
-        for image, y in ((pixels[i], top), (again[i], top + side + GAP)):
+        for image, y in ((pixels[i], top), (reconstructions[i], top + side + GAP)):
             sheet.paste(to_pil_image(image).resize((side, side), Image.Resampling.LANCZOS), (left, y))
         draw.rectangle((left, top, left + side - 1, top + 2 * side + GAP - 1), outline="#b0b0b0")
     return sheet
 
 
 def page(m: Measures, args: argparse.Namespace, source: Source, documents: Documents, read: list[str]) -> str:
-    """The page as Markdown; `read` says what was taken of the data where that is not all of it."""
-    pictures, words = ImageTokenizer.load(args.tokenizers), TextTokenizer.load(args.tokenizers)
+    """The page as Markdown; `read` has the summaries of data that was not used as a whole."""
+    image, words = ImageTokenizer.load(args.tokenizers), TextTokenizer.load(args.tokenizers)
     lines = "\n".join
-    n, codes = pictures.config.grid**2, m.codes
-    row = "| {} | {} | {} | {:.2f} | {:.2f} | {:.0f} |".format
+    n, codes = image.config.grid**2, m.codes
     unigram = [
-        row(name, f"{s.tokens:,}", f"{s.used} of {size}", s.entropy, s.bits, s.perplexity)
+        f"| {name} | {s.tokens:,} | {s.used} of {size} | {s.entropy:.2f} | {s.bits:.2f} | {s.perplexity:.0f} |"
         for name, s, size in (
-            ("image codes", codes["train"], pictures.size),
+            ("image codes", codes["train"], image.size),
             ("captions", m.captions, words.size),
             ("documents", m.documents, words.size),
         )
@@ -148,26 +145,27 @@ def page(m: Measures, args: argparse.Namespace, source: Source, documents: Docum
     table = [
         ("train", m.images["train"], m.psnr_db["train"], codes["train"]),
         ("held out", m.images["val"], m.psnr_db["val"], codes["val"]),
-        ("held out, codebook permuted (control)", m.images["val"], m.psnr_shuffled, None),
+        ("held out, codebook permuted (control)", m.images["val"], m.psnr_permuted, None),
         (f"held out, {n} mean colors interpolated, no codes", m.images["val"], m.psnr_pooled, None),
     ]
     quality = [
         f"| {name} | {count:,} | {db:.2f} | {s.used if s else ''} | {f'{s.perplexity:.0f}' if s else ''} |"
         for name, count, db, s in table
     ]
-    bits = n * math.log2(pictures.size)
+    bits = n * math.log2(image.size)
     text = f"""\
-# The tokenizers: {words.size} text entries, {pictures.size} image codes
+# The tokenizers: {words.size} text entries, {image.size} image codes
 
 The PSNR of held-out images is {m.psnr_db["val"]:.1f} dB with {n} codes each. The code perplexity is
-{codes["val"].perplexity:.0f} of {pictures.size} entries. {_about(source, args.val_fraction)}
+{codes["val"].perplexity:.0f} of {image.size} codes. {_about(source, args.val_fraction)}
 
 ![held-out originals, each above its reconstruction]({SHEET})
 
 *Held-out originals, each above its reconstruction from {n} codes.*
 
 Command for this page: `{COMMAND}{_flags(args)}` (data {_hashes(source, documents)},
-tokenizers {tokenizers_hash(args.tokenizers)}). Command for the tokenizers: {_training(args, pictures, words)}.
+tokenizers {tokenizers_hash(args.tokenizers)}). Command for the tokenizers:
+{_training(args, image.config, words.size)}.
 
 ## Reconstruction
 
@@ -176,7 +174,7 @@ tokenizers {tokenizers_hash(args.tokenizers)}). Command for the tokenizers: {_tr
 {lines(quality)}
 
 PSNR is the mean over images of 10 log10(1 / mean squared error), pixels in [0, 1]. {n} codes of
-{pictures.size} are {bits:.0f} bits an image; {n} mean colors at 8 bits a channel are {n * 24}.
+{image.size} are {bits:.0f} bits per image; {n} mean colors at 8 bits per channel are {n * 24}.
 
 ## Unigram entropy by modality, train split
 
@@ -189,10 +187,10 @@ frequencies only. They do not measure how predictable a modality is within a seq
 
 ## Text
 
-A caption has {m.caption_tokens:.1f} tokens on average; a token is {m.caption_chars:.2f} characters of a
-caption{f" and {m.document_chars:.2f} characters of a document" if m.documents.tokens else ""} (train split).
+A caption has {m.caption_tokens:.1f} tokens on average. Characters per token (train split): {m.caption_chars:.2f} in
+captions{f", {m.document_chars:.2f} in documents" if m.documents.tokens else ""}.
 """
-    return text + "".join(f"\nOf the {what}.\n" for what in read)
+    return text + "".join(f"\nNumber of {part}.\n" for part in read)
 
 
 def _about(source: Source, val_fraction: float) -> str:
@@ -200,38 +198,32 @@ def _about(source: Source, val_fraction: float) -> str:
         if source.manifest.about.get("name") != SHIPPED:
             return f"The\nsplits are those of {source.name}."
         return (
-            "The shipped images are icons on a white\nground, not photographs; their held-out split shares no"
-            " emoji with the train split, by any vendor."
+            "The shipped images are icons on a white\nbackground, not photographs. All images of an emoji, of all"
+            " vendors, are in one split."
         )
-    return (
-        f"Held out is\na share of {val_fraction:g} by a hash of the image file, so that copies fall on one side."
-    )
+    return f"A share of\n{val_fraction:g} is held out by a hash of the image file, so copies are in one split."
 
 
 def _flags(args: argparse.Namespace) -> str:
-    """What was given on this command line, as it would be given again."""
-    flags = _differing(parser(), vars(args), ("out",))
+    """The flags of this command line that differ from the defaults."""
+    flags = _differing(parser(), {name: value for name, value in vars(args).items() if name != "out"})
     return " " + shlex.join(flags) if flags else ""
 
 
-def _training(args: argparse.Namespace, pictures: ImageTokenizer, words: TextTokenizer) -> str:
-    """The command that makes tokenizers of this shape from this data."""
-    c = pictures.config
-    given = {name: value for name, value in vars(args).items() if name not in ("tokenizers", "out")}
-    given |= {"text_size": words.size, "codes": c.codes, "image_size": c.image_size, "grid": c.grid}
-    given |= {
-        "out": args.tokenizers,
-        "decoder_width": None if c.decoder_width == 20 * c.stride else c.decoder_width,
-    }
-    flags = _differing(train.parser(), given, ())
+def _training(args: argparse.Namespace, c: ImageTokenizerConfig, text_size: int) -> str:
+    """The command that trains tokenizers of this shape on this data."""
+    width = None if c.decoder_width == 20 * c.stride else c.decoder_width
+    shape = {"codes": c.codes, "image_size": c.image_size, "grid": c.grid, "decoder_width": width}
+    flags = _differing(train.parser(), vars(args) | shape | {"text_size": text_size, "out": args.tokenizers})
     others = " with its --steps, --batch-size and --seed" if flags else ""
     return f"`{TRAIN_COMMAND} {shlex.join([*flags, '--overwrite'])}`{others}"
 
 
-def _differing(p: argparse.ArgumentParser, given: dict[str, Any], but: tuple[str, ...]) -> list[str]:
+def _differing(p: argparse.ArgumentParser, given: dict[str, Any]) -> list[str]:
+    """The flags of `given` that `p` has with another default."""
     flags = []
     for name, default in vars(p.parse_args([])).items():
-        if name in given and name not in but and given[name] != default:
+        if name in given and given[name] != default:
             values = given[name] if isinstance(given[name], list) else [given[name]]
             flags += [f"--{name.replace('_', '-')}", *(relative_word(str(value)) for value in values)]
     return flags
@@ -245,11 +237,11 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = OneSentenceParser(
         prog=COMMAND,
-        description="Measure the tokenizers and write their page. Give the data and the held-out share of training.",
+        description="Measure the tokenizers and write their page. Give the data and --val-fraction of the training.",
     )
     add_data_arguments(p)
     tokenizers, out = Path("data/tokenizers"), Path("reports/tokenizer")
-    p.add_argument("--tokenizers", type=Path, default=tokenizers, help="what to measure (data/tokenizers)")
+    p.add_argument("--tokenizers", type=Path, default=tokenizers, help="folder of the tokenizers (data/tokenizers)")
     p.add_argument("--out", type=Path, default=out, help="folder of the page (reports/tokenizer)")
     return p
 
@@ -257,24 +249,22 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Measure, draw, write README.md and the contact sheet."""
     args = parser().parse_args(argv)
-    choice = choice_of(args)
-    source, documents = open_source(args.shards, choice), Documents(args.text, choice)
+    selection = selection_of(args)
+    source, documents = open_source(args.shards, selection), Documents(args.text, selection)
     images = source.images(read_config(args.tokenizers).image_size)
-    (captions, of_captions), (texts, of_texts) = source.captions(), documents.read()
-    accounts = {"images": images.account, "captions": of_captions, "documents": of_texts}
+    (captions, read_captions), (texts, read_texts) = source.captions(), documents.read()
+    summaries = {"images": images.summary, "captions": read_captions, "documents": read_texts}
     measures = measure(images, captions, texts, args.tokenizers)
-    read = [f"{what}: {account}" for what, account in accounts.items() if account]
+    read = [f"{part}: {summary}" for part, summary in summaries.items() if summary]
     text = page(measures, args, source, documents, read)
     sheet = contact_sheet(images.val_BCHW, args.tokenizers)
     readme = args.out / "README.md"
     try:
-        before = readme.read_text(encoding="utf-8") if readme.exists() else ""
-        kept = before.partition(KEPT_BELOW)[2]
-        # 128 colors are enough for a page and keep the file small
-        drawn = io.BytesIO()
-        sheet.quantize(128).save(drawn, "PNG", optimize=True)
-        files: dict[str, bytes | str] = {SHEET: drawn.getvalue()}
-        files[readme.name] = f"{without_roots(text)}\n{KEPT_BELOW}\n{kept.lstrip()}"
+        kept = readme.read_text(encoding="utf-8").partition(KEPT_BELOW)[2] if readme.exists() else ""
+        png = io.BytesIO()
+        sheet.quantize(128).save(png, "PNG", optimize=True)  # 128 colors keep the file small
+        files: dict[str, bytes | str] = {SHEET: png.getvalue()}
+        files[readme.name] = f"{without_roots(text)}\n{KEPT_BELOW}\n\n{kept.lstrip()}"
         write_folder(args.out, files)
     except OSError as error:
         raise UserError(f"{args.out} cannot be written ({error.strerror}): give another --out.") from error

@@ -11,13 +11,13 @@ from mmqk.store import UserError
 from mmqk.tokenizers.files import TEXT_FILE, damaged, existing_file
 
 BYTES = 256
-"""Entries that every byte-level vocabulary starts with: one a byte, so that any text has ids."""
+"""The first entries of every byte-level vocabulary: one per byte, so that any text has ids."""
 
 
 class TextTokenizer:
-    """Byte-level BPE: every string is encoded without loss, whatever its script.
+    """Byte-level BPE, which encodes every string without loss.
 
-    There are no special entries: those belong to the joint vocabulary.
+    It has no special tokens; the joint vocabulary adds them.
 
     Attributes:
         size: number of entries; ids are 0 to size - 1.
@@ -37,18 +37,18 @@ class TextTokenizer:
         path = existing_file(folder, TEXT_FILE)
         try:
             return cls(Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises bare Exception for every fault of a file
+        except Exception as error:  # the library raises bare Exception for every error in a file
             raise damaged(path, error) from error
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int = 1024) -> TextTokenizer:
-        """Learn `size` entries from texts; the same texts in the same order give the same entries.
+        """Train `size` entries on texts; equal texts in equal order give equal entries.
 
         Raises:
-            UserError: `size` has no room for the 256 bytes, or the texts are too few to fill it.
+            UserError: `size` is below 256, the entries for bytes, or the texts give fewer entries.
         """
         if size < BYTES:
-            raise UserError(f"{size} text entries cannot hold the bytes: --text-size is at least {BYTES}.")
+            raise UserError(f"--text-size is {size}: give at least {BYTES}, one entry per byte.")
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -61,8 +61,7 @@ class TextTokenizer:
         trained = cls(tokenizer)
         if trained.size != size:
             raise UserError(
-                f"The texts gave {trained.size} entries of the {size} asked for: train on more text or lower"
-                " --text-size."
+                f"The texts give only {trained.size} of {size} entries: train on more text or lower --text-size."
             )
         return trained
 
@@ -71,7 +70,7 @@ class TextTokenizer:
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids; bytes that are no UTF-8 (half a character) become U+FFFD."""
+        """The text of ids; bytes that are not UTF-8 (part of a character) become U+FFFD."""
         return self._tokenizer.decode([int(i) for i in ids])
 
     def to_json(self) -> str:

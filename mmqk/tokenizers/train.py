@@ -6,35 +6,32 @@ import argparse
 import logging
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from mmqk.progress import Progress
 from mmqk.store import OneSentenceParser, UserError, run_main, write_atomic
-from mmqk.tokenizers.choice import add_data_arguments, choice_of
+from mmqk.tokenizers.choice import add_data_arguments, selection_of
 from mmqk.tokenizers.documents import Documents
 from mmqk.tokenizers.files import IMAGE_FILE, TEXT_FILE
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.image_config import ImageTokenizerConfig
-from mmqk.tokenizers.source import Folder, Images, Source, open_source
+from mmqk.tokenizers.source import Images, Source, open_source
 from mmqk.tokenizers.text import TextTokenizer
 
 EPILOG = """\
-The text tokenizer is byte-level BPE, learnt from the captions and the documents of the train split, half of
-the characters from each. The image tokenizer is a vector-quantised autoencoder trained on the images of the
-train split; it needs `pip install 'mmqk[vq]'`, for the shipped images about 10 minutes on one CPU core and for
-256 px images a GPU, and logs reconstructions, PSNR and code perplexity of the held-out split to TensorBoard.
-Nothing is overwritten without --overwrite, and token caches made with other tokenizers are not used again.
+The text tokenizer is byte-level BPE. It is trained on captions and documents of the train split, half of the
+characters from each. The image tokenizer is a vector-quantized autoencoder trained on the images of the train
+split. It needs `pip install 'mmqk[vq]'`, and takes about 10 minutes on one CPU core for the shipped images; 256 px
+images need a GPU. TensorBoard shows reconstructions, PSNR and code perplexity of the held-out split. Files are
+replaced only with --overwrite. New tokenizers need a new token cache, which the next run makes.
 
 --shards takes a folder with a manifest (64 px images and their splits), or tar archives as img2dataset writes
-them, with images of any size; of those a share is held out by a hash of the image, as `mmqk.data.tokenize` does
-with the same --val-fraction. --text takes a folder with a manifest, JSON lines with a field "text" (plain, gzip or
-xz), or '' to learn from the captions alone. Patterns are brace ranges and globs, in quotes. Images and captions
-are spread evenly over all shards, always the same ones, and what is dropped is said by reason.
+them, with images of any size. Tars hold out a share by a hash of the image, as `mmqk.data.tokenize` does with the
+same --val-fraction. --text takes a folder with a manifest, JSON lines with a field "text" (plain, gzip or xz), or ''
+for captions only. Quote patterns, which are brace ranges and globs. Images and captions are spread evenly over all
+shards by a fixed rule, and dropped samples are counted by reason.
 
 examples:
   python -m mmqk.tokenizers.train --overwrite
@@ -48,47 +45,42 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = OneSentenceParser(
         prog="python -m mmqk.tokenizers.train",
-        description="Train the tokenizers that place text and images in one vocabulary.",
+        description="Train the text tokenizer and the image tokenizer of the joint vocabulary.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_data_arguments(p)
     out, log_dir = Path("data/tokenizers"), Path("runs/tokenizer")
     p.add_argument("--out", type=Path, default=out, help="folder of the two files (data/tokenizers)")
-    p.add_argument("--only", choices=("text", "image"), help="train one of the two")
+    p.add_argument("--only", choices=("text", "image"), help="train only one tokenizer")
     p.add_argument("--text-size", type=int, default=1024, help="entries of the text vocabulary (1024)")
     p.add_argument("--codes", type=int, default=512, help="codes of the image vocabulary (512)")
     p.add_argument("--image-size", type=int, default=64, help="side of an image in pixels (64)")
-    p.add_argument(
-        "--grid",
-        type=int,
-        default=8,
-        help="side of an image's grid of codes: image size / 4, 8, 16 or 32 (8)",
-    )
-    p.add_argument(
-        "--decoder-width", type=int, help="channels of the decoder at the grid (20 times image size / grid)"
-    )
+    grid = "side of an image's grid of codes: image size / 4, 8, 16 or 32 (8)"
+    p.add_argument("--grid", type=int, default=8, help=grid)
+    width = "channels of the decoder at the grid (20 times image size / grid)"
+    p.add_argument("--decoder-width", type=int, help=width)
     p.add_argument("--steps", type=int, default=1200, help="optimizer steps of the image tokenizer (1200)")
-    p.add_argument("--batch-size", type=int, default=32, help="images a step (32)")
-    p.add_argument("--seed", type=int, default=0, help="of the image tokenizer's weights and batches (0)")
-    p.add_argument("--threads", type=int, default=1, help="CPU threads; more round differently (1)")
+    p.add_argument("--batch-size", type=int, default=32, help="images per step (32)")
+    p.add_argument("--seed", type=int, default=0, help="decides weights and batches of the image tokenizer (0)")
+    p.add_argument("--threads", type=int, default=1, help="CPU threads; their number changes rounding (1)")
     p.add_argument("--log-dir", type=Path, default=log_dir, help="TensorBoard events (runs/tokenizer)")
-    p.add_argument("--overwrite", action="store_true", help="replace tokenizer files that exist in --out")
+    p.add_argument("--overwrite", action="store_true", help="replace existing tokenizer files in --out")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train what is asked for and write it to `--out`."""
+    """Train the tokenizers and write them to `--out`."""
     args = parser().parse_args(argv)
     wanted = [args.only] if args.only else ["text", "image"]
     _check(args, wanted)
-    choice = choice_of(args)
-    source, documents = open_source(args.shards, choice), Documents(args.text, choice)
-    # First, as a codebook that they cannot fill is refused before the text tokenizer is made.
+    selection = selection_of(args)
+    source, documents = open_source(args.shards, selection), Documents(args.text, selection)
+    # First, because too few images for the codebook are an error before the text tokenizer is trained.
     images = _images(source, args) if "image" in wanted else None
     if "text" in wanted:
         both = " and ".join(name for name in (source.name, documents.name) if name)
-        print(f"text: learning {args.text_size} entries from {both}", flush=True)
+        print(f"text: training {args.text_size} entries on {both}", flush=True)
         text = train_text(source, documents, args.text_size)
         _write(args.out / TEXT_FILE, text.to_json().encode())
     if images is not None:
@@ -98,36 +90,36 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_text(source: Source, documents: Documents, size: int) -> TextTokenizer:
-    """BPE of a train split's captions and documents, half of the characters from each.
+    """BPE of the captions and documents of a train split, half of the characters from each.
 
-    The smaller part, as a rule the captions, is repeated, so that the words of images get entries of their own.
+    The smaller part, usually the captions, is repeated, so that words about images get entries.
 
     Raises:
         UserError: shards or documents are missing or damaged, or too few for `size` entries.
     """
-    (captions, of_captions), (texts, of_texts) = source.captions(), documents.read()
-    for what, account in (("captions", of_captions), ("documents", of_texts)):
-        if account:
-            print(f"text: {what}: {account}", flush=True)
+    (captions, read_captions), (texts, read_texts) = source.captions(), documents.read()
+    for part, summary in (("captions", read_captions), ("documents", read_texts)):
+        if summary:
+            print(f"text: {part}: {summary}", flush=True)
     ratio = sum(map(len, texts)) / max(1, sum(map(len, captions)))
-    again = round(1 / ratio) if ratio else 1
-    return TextTokenizer.train([*(captions * max(1, round(ratio))), *(texts * max(1, again))], size)
+    repeats = round(1 / ratio) if ratio else 1
+    return TextTokenizer.train([*(captions * max(1, round(ratio))), *(texts * max(1, repeats))], size)
 
 
 def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
-    """Train the image tokenizer as the command line says.
+    """Train the image tokenizer with the settings of the command line.
 
     Raises:
         UserError: the extra `[vq]` is not installed.
     """
-    # Lightning and timm take seconds to import: only this part needs them.
+    # Lightning takes seconds to import, which the text tokenizer does not need.
     import torch
     from lightning.pytorch.loggers import TensorBoardLogger
 
     from mmqk.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
 
     config = _image_config(args)
-    # Half a code each way: every place of an outline within a code is seen.
+    # Shifts by half a code move an outline to every position within a code.
     training = VQTrainingConfig(
         steps=args.steps, batch_size=args.batch_size, shift=config.stride // 2, seed=args.seed
     )
@@ -136,10 +128,8 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
     torch.set_num_threads(args.threads)
     try:
         train, val = images.train_BCHW, images.val_BCHW
-        print(
-            f"image: {args.steps} steps on {len(train)} images, {len(val)} held out; see {args.log_dir}",
-            flush=True,
-        )
+        counts = f"{len(train)} images, {len(val)} held out"
+        print(f"image: {args.steps} steps on {counts}; TensorBoard files in {args.log_dir}", flush=True)
         return train_image_tokenizer(
             train,
             val,
@@ -156,30 +146,17 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
         torch.set_num_threads(threads)
 
 
-def read_images(shards: Sequence[str] | Path, split: str, size: int) -> Tensor:
-    """The images of one split as one uint8 tensor (B, 3, size, size).
-
-    Raises:
-        UserError: the split is empty, or an image of a folder has another size.
-    """
-    source = open_source(shards)
-    if isinstance(source, Folder):
-        return source.split_images(split, size)
-    images = source.images(size)
-    return {"train": images.train_BCHW, "val": images.val_BCHW}[split]
-
-
 def _images(source: Source, args: argparse.Namespace) -> Images:
-    """The images, enough of them to fill the codebook.
+    """The images of both splits.
 
     Raises:
-        UserError: the shards are missing or damaged, or the images are too few for so many codes.
+        UserError: the shards are missing or damaged, or have fewer vectors than the codebook has codes.
     """
     config = _image_config(args)
     images = source.images(config.image_size)
     train, val = images.train_BCHW, images.val_BCHW
-    if images.account:
-        print(f"image: {images.account}, {(train.nbytes + val.nbytes) / 1e9:.2f} GB in memory", flush=True)
+    if images.summary:
+        print(f"image: {images.summary}, {(train.nbytes + val.nbytes) / 1e9:.2f} GB in memory", flush=True)
     n, codes = config.grid**2, config.codes
     if codes > len(train) * n:
         raise UserError(
@@ -188,8 +165,8 @@ def _images(source: Source, args: argparse.Namespace) -> Images:
         )
     if codes > args.batch_size * n:
         print(
-            f"image: a batch has {args.batch_size * n:,} vectors for {codes:,} codes, so the other codes start"
-            f" only with later batches; --batch-size {-(-codes // n)} starts all at once",
+            f"image: a batch has {args.batch_size * n:,} vectors for {codes:,} codes; the other codes start in later"
+            f" batches; --batch-size {-(-codes // n)} starts all codes in the first",
             flush=True,
         )
     return images
@@ -224,7 +201,7 @@ def _image_config(args: argparse.Namespace) -> ImageTokenizerConfig:
         raise UserError(f"--decoder-width is {args.decoder_width}: give 1 or more.")
     try:
         config = ImageTokenizerConfig(image_size=args.image_size, grid=args.grid, codes=args.codes)
-        # 40 channels before the pixels whatever the stride: one width at the grid would halve down to 10.
+        # 40 channels before the pixels for every stride; a fixed width at the grid would end at 10.
         return replace(config, decoder_width=args.decoder_width or 20 * config.stride)
     except ValueError as error:
         raise UserError(f"The image tokenizer cannot have this shape: {error}.") from error
@@ -271,7 +248,7 @@ def _progress(steps: int) -> Any:
 
 
 def _quiet() -> None:
-    # Hardware lines, advertisements and what `_images` says better; errors still show.
+    # Hides lines on hardware, advertisements and warnings that `_images` replaces, but no errors.
     for name in (
         "lightning.pytorch.utilities.rank_zero",
         "lightning.pytorch.accelerators.cuda",

@@ -1,4 +1,4 @@
-"""One vocabulary for all modalities: specials and text first, then the image codes.
+"""The joint vocabulary: special tokens and text entries, then image codes.
 
 ```
 id    0     1     2     3       4        5 ...            5 + text_size ...
@@ -6,7 +6,7 @@ id    0     1     2     3       4        5 ...            5 + text_size ...
       └──────────── text block ─────────────────────────┘ └─ image block ─┘
 ```
 
-The specials count as text. Block ranges, not names, decide the modality of an id.
+Special tokens count as text. The block of an id decides its modality.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmqk.tokenizers.image_config import read_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_BYTES = 2**28  # of text.json: a large vocabulary with its merges
+MOST_BYTES = 2**28  # largest text.json, which holds a vocabulary and its merges
 SPECIALS = ("<bos>", "<eos>", "<pad>", "<image>", "</image>")
 BOS, EOS, PAD, BEGIN_IMAGE, END_IMAGE = range(len(SPECIALS))
 
@@ -34,10 +34,9 @@ Ids = TypeVar("Ids", np.ndarray, "Tensor", list[int])
 
 @dataclass(frozen=True)
 class JointVocabulary:
-    """Places text ids and image codes in one range of ids.
+    """Maps text ids and image codes to one range of ids, and back.
 
-    Every method takes and gives numpy arrays, torch tensors or lists of int, of any shape, and checks no
-    range: `vocab_sizes` says which ids are whose.
+    All methods accept and return numpy arrays, torch tensors or lists of int of any shape, and check no range.
 
     Attributes:
         text_size: entries of the text tokenizer.
@@ -49,7 +48,7 @@ class JointVocabulary:
 
     @classmethod
     def load(cls, folder: Path | str) -> JointVocabulary:
-        """The vocabulary of the two tokenizers in a folder, from their sizes alone.
+        """The vocabulary of the two tokenizers in a folder; reads only their sizes.
 
         Raises:
             UserError: a tokenizer file is missing or damaged.
@@ -65,7 +64,7 @@ class JointVocabulary:
 
     @property
     def size(self) -> int:
-        """Number of ids: specials, text and image."""
+        """Number of ids: special tokens, text entries and image codes."""
         return len(SPECIALS) + self.text_size + self.image_size
 
     @property
@@ -75,7 +74,7 @@ class JointVocabulary:
 
     @property
     def image_offset(self) -> int:
-        """The id of image code 0, and the end of the text block."""
+        """The id of image code 0, which is the end of the text block."""
         return len(SPECIALS) + self.text_size
 
     def text(self, ids: Ids) -> Ids:
@@ -87,7 +86,7 @@ class JointVocabulary:
         return _shift(codes, self.image_offset)
 
     def text_ids(self, joint: Ids) -> Ids:
-        """Joint ids to text tokenizer ids, the inverse of `text`; specials become negative."""
+        """Joint ids to text tokenizer ids, the inverse of `text`; special tokens become negative."""
         return _shift(joint, -len(SPECIALS))
 
     def image_codes(self, joint: Ids) -> Ids:

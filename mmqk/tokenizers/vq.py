@@ -1,8 +1,8 @@
-"""Training the image tokenizer: timm features, an EMA codebook, a small decoder, as a Lightning module.
+"""Training the image tokenizer as a Lightning module.
 
-The quantiser is vector-quantize-pytorch's (the optional extra `[vq]`): a codebook by exponential moving
-average (van den Oord et al., 1711.00937, appendix A), k-means on the first batch, and codes that nothing uses
-replaced by vectors of the batch.
+The quantizer is that of vector-quantize-pytorch (the extra `[vq]`). Its codebook is an exponential moving average
+(van den Oord et al., 1711.00937, appendix A), starts from k-means on the first batch, and replaces unused codes by
+vectors of the batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
-import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from mmqk.tokenizers.image_config import ImageTokenizerConfig
 from mmqk.tokenizers.measure import psnr, token_statistics
 from mmqk.tokenizers.source import images_at_once
 
-TIMM_MODEL = "convnext_atto"
 SHOWN_IMAGES = 12
 LOG_EVERY = 50
 
@@ -36,16 +34,16 @@ class VQTrainingConfig:
 
     Attributes:
         steps: optimizer steps.
-        batch_size: images a step.
+        batch_size: images per step.
         lr: peak learning rate of AdamW; one cycle with 5 % warm-up.
-        decay: of the codebook's moving averages, by step.
-        dead_below: a code whose moving count falls below this is replaced by a vector of the batch.
-        dead_share: the same as a share of an even count, vectors of a batch / codes; the lower of the two holds.
+        decay: decay of the codebook's moving averages per step.
+        dead_below: a code with a moving count below this is replaced by a vector of the batch.
+        dead_share: the same bound as a share of the even count, vectors in a batch / codes; the lower bound holds.
         commitment: weight of the commitment loss.
-        edge: weight of the L1 loss on differences of neighbouring pixels, which keeps outlines sharp.
-        squared: weight of the squared error beside the L1 loss.
-        shift: largest random shift in pixels, which with mirroring is the augmentation.
-        seed: of weights, order and augmentation.
+        edge: weight of the L1 loss on differences of neighboring pixels, which keeps outlines sharp.
+        squared: weight of the squared error, which is added to the L1 loss.
+        shift: largest random shift in pixels; the augmentation also mirrors images.
+        seed: decides weights, order and augmentation.
     """
 
     steps: int = number(1200, 1, MOST_STEPS)
@@ -64,34 +62,16 @@ class VQTrainingConfig:
         check_fields(self, "")
 
     def dead_count(self, config: ImageTokenizerConfig) -> float:
-        """The moving count, vectors a step, below which a code of this tokenizer is replaced.
+        """The moving count (vectors per step) below which a code is replaced.
 
-        A fixed count would replace every code of a large codebook at every step: 8,192 codes on batches of
-        8,192 vectors have a count of 1 each when all are used alike.
+        A fixed count would replace every code of a large codebook at every step: evenly used, 8,192 codes have a
+        count of 1 each on batches of 8,192 vectors.
         """
         return min(self.dead_below, self.dead_share * self.vectors(config) / config.codes)
 
     def vectors(self, config: ImageTokenizerConfig) -> int:
-        """Vectors in a batch: what the codebook is started from."""
+        """Vectors in a batch; k-means starts the codebook from them."""
         return self.batch_size * config.grid**2
-
-
-class TimmEncoder(nn.Module):
-    """The last feature map of timm's ConvNeXt, untrained: what `ConvNeXtFeatures` restates."""
-
-    def __init__(self, stages: int) -> None:
-        super().__init__()
-        # timm starts blocks at a gain of 1e-6, for very deep networks; here that would only waste steps
-        self.timm = timm.create_model(
-            TIMM_MODEL,
-            pretrained=False,
-            features_only=True,
-            out_indices=tuple(range(stages)),
-            ls_init_value=1.0,
-        )
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        return self.timm(x_BCHW)[-1]
 
 
 def quantizer_class() -> type[nn.Module]:
@@ -110,7 +90,7 @@ def quantizer_class() -> type[nn.Module]:
 
 
 def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -> nn.Module:
-    """The quantiser of an image tokenizer in training; needs the extra as `quantizer_class` does."""
+    """The quantizer of an image tokenizer in training; raises as `quantizer_class`."""
     return quantizer_class()(
         dim=config.code_dim,
         codebook_size=config.codes,
@@ -124,23 +104,22 @@ def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -
 
 
 class VQModule(L.LightningModule):
-    """Autoencoder with a quantised middle; logs PSNR, code perplexity, codes used and reconstructions."""
+    """Autoencoder with a quantizer; logs PSNR, code perplexity, codes used and reconstructions."""
 
     def __init__(self, config: ImageTokenizerConfig, training: VQTrainingConfig) -> None:
         super().__init__()
         self.training_config = training
         self.log_every = min(LOG_EVERY, training.steps)
         self.quantizer = vector_quantizer(config, training)
-        self.model = ImageTokenizer(config, encoder=TimmEncoder(config.stages))
-        # on a CPU 1.5 times as fast
-        self.model.to(memory_format=torch.channels_last)
+        self.model = ImageTokenizer(config)
+        self.model.to(memory_format=torch.channels_last)  # 1.5 times as fast on a CPU
         self.held_out: list[dict[str, Tensor]] = []
 
     def reconstruct(self, images_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Reconstructions (not clamped), codes (B, G, G) and the commitment loss."""
         z_BDGG = self.model.features(images_BCHW.contiguous(memory_format=torch.channels_last))
-        quantised, codes, commitment = self.quantizer(z_BDGG)
-        return self.model.decoder(quantised), codes, commitment.sum()
+        quantized_BDGG, codes, commitment = self.quantizer(z_BDGG)
+        return self.model.decoder(quantized_BDGG), codes, commitment.sum()
 
     def augment(self, images_BCHW: Tensor) -> Tensor:
         """Mirror each image with probability 1/2 and shift the batch by some pixels."""
@@ -189,24 +168,19 @@ class VQModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         lr, steps = self.training_config.lr, self.training_config.steps
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=1e-4)
-        # one step more than are taken: Lightning steps the schedule after the last one, too
+        # One step more, because Lightning also steps the schedule after the last step.
         cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps + 1, pct_start=0.05)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
     def export(self) -> ImageTokenizer:
-        """The trained weights as a plain-torch tokenizer on the CPU, in evaluation mode."""
-        plain = ImageTokenizer(self.model.config)
-        encoder: Any = self.model.encoder
-        plain.encoder.load_state_dict(encoder.timm.state_dict())
-        plain.project.load_state_dict(self.model.project.state_dict())
-        plain.decoder.load_state_dict(self.model.decoder.state_dict())
+        """The trained tokenizer with its codebook, in evaluation mode."""
         quantizer: Any = self.quantizer
-        plain.codebook_VD.copy_(quantizer.codebook.detach())
-        return plain.eval().requires_grad_(False)
+        self.model.codebook_VD.copy_(quantizer.codebook.detach())
+        return self.model.to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
 
 
 class ImageBatches(Dataset):
-    """Whole batches of one uint8 tensor (B, 3, H, W) by lists of indices."""
+    """Batches of a uint8 tensor (B, 3, H, W) by lists of indices."""
 
     def __init__(self, images_BCHW: Tensor) -> None:
         self.images_BCHW = images_BCHW
@@ -222,9 +196,9 @@ def train_image_tokenizer(
     training: VQTrainingConfig,
     **trainer_flags: Any,
 ) -> ImageTokenizer:
-    """Train on uint8 images; on a CPU, the same images, seed and threads give the same weights.
+    """Train on uint8 images. On a CPU, equal images, seed and threads give equal weights.
 
-    `trainer_flags` go to Lightning's Trainer (logger, progress bar, validation interval).
+    `trainer_flags` are arguments of Lightning's Trainer (logger, progress bar, validation interval).
 
     Raises:
         UserError: the extra `[vq]` is missing.
@@ -246,10 +220,9 @@ def train_image_tokenizer(
         gradient_clip_val=1.0,
         **trainer_flags,
     )
-    held_out = [chunk for chunk in val_BCHW.split(images_at_once(config))]
     trainer.fit(
         module,
         DataLoader(ImageBatches(train_BCHW), sampler=batches, batch_size=None),
-        DataLoader(held_out, batch_size=None),  # type: ignore[arg-type]
+        DataLoader(val_BCHW.split(images_at_once(config)), batch_size=None),  # type: ignore[arg-type]
     )
     return module.cpu().export()

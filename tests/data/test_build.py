@@ -432,7 +432,7 @@ def test_shipped_samples_carry_their_licence(shipped: dict[str, list[Any]]) -> N
     for pair in [*shipped["train"], *shipped["val"]]:
         vendor = pair.key.split("-")[0]
         assert (
-            pair.meta["licence"] == SOURCES[vendor].licence and SOURCES[vendor].package in pair.meta["source"]
+            pair.meta["licence"] == SOURCES[vendor].license and SOURCES[vendor].package in pair.meta["source"]
         )
         assert re.fullmatch(rf"{vendor}-{pair.meta['codepoint']}", pair.key)
     for source in SOURCES.values():

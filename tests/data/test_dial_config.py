@@ -38,23 +38,14 @@ def chain(**fields) -> DialConfig:
     ("fields", "sentence"),
     [
         ({"vocabulary": {}}, "data.dial.vocabulary is empty"),
-        (
-            {"vocabulary": {"text": 1, "image": 12}},
-            "data.dial.vocabulary.text is 1: it must be a whole number",
-        ),
-        ({"vocabulary": {"text": 12, "layer00": 12}}, "data.dial.vocabulary cannot have such a modality: "),
-        ({"vocabulary": {"text": 12, "a/b": 12}}, "data.dial.vocabulary cannot have such a modality: "),
-        ({"vocabulary": {"text": 12, "a-b": 12}}, "data.dial.vocabulary cannot have such a modality: "),
-        (
-            {"skew": {"text": -0.1, "image": 0.0}},
-            "data.dial.skew.text is -0.1: it must be a number from 0 to 10",
-        ),
-        (
-            {"tokens": {"text": 24, "image": 0}},
-            "data.dial.tokens.image is 0: it must be a whole number from 1",
-        ),
+        ({"vocabulary": {"text": 1, "image": 12}}, "data.dial.vocabulary.text is 1: it must be a whole number"),
+        ({"vocabulary": {"text": 12, "layer00": 12}}, "data.dial.vocabulary has an invalid name: "),
+        ({"vocabulary": {"text": 12, "a/b": 12}}, "data.dial.vocabulary has an invalid name: "),
+        ({"vocabulary": {"text": 12, "a-b": 12}}, "data.dial.vocabulary has an invalid name: "),
+        ({"skew": {"text": -0.1, "image": 0.0}}, "data.dial.skew.text is -0.1: it must be a number from 0 to 10"),
+        ({"tokens": {"text": 24, "image": 0}}, "data.dial.tokens.image is 0: it must be a whole number from 1"),
         ({"lag": {"text": 0, "image": 1}}, "data.dial.lag.text is 0: it must be a whole number from 1"),
-        ({"grid": {"image": 7}}, "data.dial.grid.image is 7: it lies between 0 (a chain) and 24 and divides"),
+        ({"grid": {"image": 7}}, "data.dial.grid.image is 7: give 0 (a chain) or a divisor of data.dial.tokens."),
         ({"grid": {"image": -6}}, "data.dial.grid.image is -6"),
         ({"grid": {"sound": 6}}, "data.dial.grid has sound and data.dial.vocabulary has text, image"),
         ({"tokens": {"text": 24}}, "data.dial.tokens has text and data.dial.vocabulary has text, image"),
@@ -102,9 +93,9 @@ def test_the_table_adds_up():
     forward = Dial(replace(THREE, order="forward")).floors()
     for name, row in rows.items():
         assert row["predictability"] == pytest.approx(row["unigram entropy"] - row["entropy"], abs=1e-12)
-        # n (H − h̄) = I + what the modality's own tokens say about each other.
-        said = row["tokens"] * (row["unigram entropy"] - forward[name])
-        assert said == pytest.approx(row["redundancy inside"] + row["mutual information"], abs=1e-9)
+        # n (H − h̄) = I + mutual information of the tokens of the modality.
+        information = row["tokens"] * (row["unigram entropy"] - forward[name])
+        assert information == pytest.approx(row["redundancy inside"] + row["mutual information"], abs=1e-9)
         assert row["floor"] == dial.floors()[name]
         seen = THREE.tokens[name] * 10_000
         assert row["transitions a token"] == pytest.approx(row["transitions"] / seen)
@@ -112,12 +103,12 @@ def test_the_table_adds_up():
     assert rows["text"]["transitions"] == 2 * 12 - 1 and rows["audio"]["transitions"] == 8
 
 
-def test_a_source_that_a_run_is_too_short_for_is_said_to_be_so():
+def test_a_run_too_short_for_a_source_gets_a_warning():
     config = DialConfig(vocabulary={"text": 128, "image": 4096})
     dial = Dial(config)
     (sentence,) = dial.unlearnable(1_000_000)
     assert sentence.startswith(
-        "Tokens of image cannot be learnt in this run: in 1,000,000 training tokens each of the 8,191"
+        "Tokens of image cannot be learned in this run: each of the 8,191 transitions occurs"
     )
     needed = int(re.search(r"at least ([\d,]+) tokens", sentence).group(1).replace(",", ""))
     assert not dial.unlearnable(needed) and dial.unlearnable(needed - 1000)
@@ -125,7 +116,7 @@ def test_a_source_that_a_run_is_too_short_for_is_said_to_be_so():
     ties = Dial(DialConfig(mutual_information=4.0)).unlearnable(1_000_000)
     assert len(ties) == 1 and ties[0].startswith("Ties of text and image")
     high = config.entropy_interval("image")[1]
-    nothing = replace(config, entropy={"text": 2.75, "image": high - 0.05})  # nothing that could be learnt
+    nothing = replace(config, entropy={"text": 2.75, "image": high - 0.05})  # nothing to learn
     assert not Dial(nothing).unlearnable(1_000_000)
 
 

@@ -324,6 +324,6 @@ def test_files_that_no_pair_is_made_of_are_counted_also_from_a_kept_index(tiny_d
 
 
 def test_what_cannot_be_packed_is_refused():
-    with pytest.raises(ValueError, match="knows no lengths"):
+    with pytest.raises(ValueError, match="lengths are unknown"):
         DataConfig(read="shards", pack="documents")
     assert np.isfinite(DataConfig(read="shards").val_fraction)

@@ -116,10 +116,10 @@ def test_epochs_visit_every_item_once_and_reshuffle():
     ("weights", "share", "says"),
     [
         ({"video": 1.0}, 0.5, "video"),
-        ({"pair": -1.0}, 0.5, "negative"),
-        ({"pair": 0.0}, 0.5, "no kind"),
+        ({"pair": -1.0}, 0.5, "of at least 0"),
+        ({"pair": 0.0}, 0.5, "no positive weight"),
         ({"pair": 1.0}, 1.5, "image_first"),
-        ({"pair": 10000.0, "text": 1.0}, 0.5, "less than one place"),
+        ({"pair": 10000.0, "text": 1.0}, 0.5, "less than one of 240 places"),
     ],
 )
 def test_impossible_mixtures_are_refused(weights, share, says):
@@ -441,7 +441,7 @@ def test_pieces_without_a_first_token_lose_no_target():
     assert [t for piece in targets for t in piece] == [*range(1, 20), *range(21, 45)] and min(
         map(len, targets)
     ) > 0
-    with pytest.raises(ValueError, match=r"document 1 of data\.tokens is a single token"):
+    with pytest.raises(ValueError, match=r"document 1 of data\.tokens has one token"):
         pieces(TokenStore("tokens", Layout({"a": 99}), [np.arange(4)], [np.array([3, 1])]), 19)
 
 

@@ -70,12 +70,12 @@ def test_rows_do_not_gather_documents_of_one_length():
 
 def test_an_epoch_is_every_document_once_and_the_next_is_another():
     packing = Packing(lengths(700), 512, seed=3, stream=9)
-    epochs = [[packing.row(e * len(packing) + i).tolist() for i in range(len(packing))] for e in (0, 1)]
+    epochs = [[packing.items(e * len(packing) + i) for i in range(len(packing))] for e in (0, 1)]
     for rows in epochs:
         assert sorted(d for row in rows for d in row) == list(range(700))
     assert epochs[0] != epochs[1]
     assert epochs[0] != [
-        Packing(lengths(700), 512, seed=4, stream=9).row(i).tolist() for i in range(len(packing))
+        Packing(lengths(700), 512, seed=4, stream=9).items(i) for i in range(len(packing))
     ]
     # Long documents are not always the first of their row.
     sizes = lengths(700)
@@ -85,8 +85,8 @@ def test_an_epoch_is_every_document_once_and_the_next_is_another():
 
 def test_a_row_is_a_function_of_seed_and_number():
     one, other = (Packing(lengths(300, room=128), 128, seed=1, stream=9) for _ in range(2))
-    forwards = {i: one.row(i).tolist() for i in range(200)}
-    assert forwards == {i: other.row(i).tolist() for i in reversed(range(200))}
+    forwards = {i: one.items(i) for i in range(200)}
+    assert forwards == {i: other.items(i) for i in reversed(range(200))}
 
 
 @pytest.fixture(scope="module")

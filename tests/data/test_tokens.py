@@ -271,7 +271,7 @@ def test_held_out_documents_are_chosen_by_their_content(arrays):
     ("argv", "says"),
     [
         (["--vocab-sizes=text=100,image=40"], "document 0 of part 00000 has id"),
-        (["--vocab-sizes=text:100"], "give names and numbers"),
+        (["--vocab-sizes=text:100"], "give each modality once with its number of ids"),
         (["--vocab-sizes=text=100,image=50", "--pad=150"], "ids from 0 to 149"),
         (["--vocab-sizes=text=100,image=50", "--val=nowhere*.npy"], "names no file"),
         (["--vocab-sizes=text=100,image=50", "--val=", "--val-fraction=0"], "--val-fraction is 0"),
@@ -288,7 +288,7 @@ def test_lengths_that_do_not_add_up_are_named(arrays, capsys):
     np.save(arrays / "train-1.lengths.npy", np.array([7, 18]))
     argv = [f"--train={arrays}/train-1.npy", "--vocab-sizes=text=100,image=50", f"--out={arrays / 't'}"]
     assert cli_main(main)(argv) == 2
-    assert "does not add up to the 82 ids" in capsys.readouterr().err
+    assert "do not add up to the 82 ids" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_half_a_character_decodes_to_a_replacement():
 
 
 @pytest.mark.parametrize(
-    ("size", "words"), [(255, "--text-size is at least 256"), (900, "lower --text-size")]
+    ("size", "words"), [(255, "--text-size is 255: give at least 256"), (900, "lower --text-size")]
 )
 def test_an_impossible_size_is_refused(size, words):
     with pytest.raises(UserError, match=words):

@@ -81,9 +81,9 @@ def test_the_page_has_the_numbers_and_keeps_what_others_added(small_data, tokeni
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory):
+def large(tmp_path_factory):
     """A tar of 20 pairs of odd sizes and one without a caption, and tokenizers of 16x16 of 8,192 at 256 px."""
-    root = tmp_path_factory.mktemp("own")
+    root = tmp_path_factory.mktemp("large")
     with tarfile.open(root / "a.tar", "w") as tar:
         for i in range(21):
             file = io.BytesIO()
@@ -104,33 +104,33 @@ def own(tmp_path_factory):
     return root
 
 
-def test_the_page_of_tars_and_of_a_larger_tokenizer(own, tmp_path, monkeypatch):
-    monkeypatch.chdir(own.parent)
-    data = ["--shards", str(own / "*.tar"), "--text", "", "--val-fraction", "0.3"]
-    assert main([*data, "--tokenizers", str(own), "--out", str(tmp_path)]) == 0
+def test_the_page_of_tars_and_of_a_larger_tokenizer(large, tmp_path, monkeypatch):
+    monkeypatch.chdir(large.parent)
+    data = ["--shards", str(large / "*.tar"), "--text", "", "--val-fraction", "0.3"]
+    assert main([*data, "--tokenizers", str(large), "--out", str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text()
-    source = open_source(str(own / "*.tar"), Selection(val_fraction=0.3))
+    source = open_source(str(large / "*.tar"), Selection(val_fraction=0.3))
     images = source.images(256)
-    numbers = measure(images, source.captions()[0], [], own)
+    numbers = measure(images, source.captions()[0], [], large)
     n_val = len(images.val_BCHW)
     assert n_val + len(images.train_BCHW) == 20
-    assert "256 codes of\n8192 are 3328 bits an image" in text  # 16 * 16 * log2(8192)
+    assert "256 codes of\n8192 are 3328 bits per image" in text  # 16 * 16 * log2(8192)
     assert f"| held out | {n_val} | {numbers.psnr_db['val']:.2f} |" in text
     assert f"| image codes | {256 * (20 - n_val):,} |" in text
-    assert "of the images" not in text and "icons" not in text and "a share of 0.3 by a hash" in text
-    assert "| documents |" not in text and "of a document" not in text
-    assert "Of the images: 21 samples read, 1 dropped (no caption: 1).\n" in text
-    with Image.open(tmp_path / SHEET) as sheet:  # at their own size, six in a row
+    assert "of the images" not in text and "icons" not in text and "0.3 is held out by a hash" in text
+    assert "| documents |" not in text and "in documents" not in text
+    assert "Number of images: 21 samples read, 1 dropped (no caption: 1).\n" in text
+    with Image.open(tmp_path / SHEET) as sheet:  # 256 px, six in a row
         assert sheet.size == (6 * 260 + 4, -(-min(n_val, 18) // 6) * (2 * 256 + 4 * 4) + 4)
-    # the commands on the page are those that were given, from where the user stands
-    assert str(own) not in text
+    # the commands on the page have the flags that were given, with paths relative to the working directory
+    assert str(large) not in text
     commands = re.findall(r"`python -m mmqk\.tokenizers\.(\w+) ([^`]*)`", text)
     flags = {name: shlex.split(line) for name, line in commands}
     again = parser().parse_args(flags["report"])
-    data[1] = f"{own.name}/*.tar"
-    assert vars(again) == vars(parser().parse_args([*data, "--tokenizers", own.name]))
+    data[1] = f"{large.name}/*.tar"
+    assert vars(again) == vars(parser().parse_args([*data, "--tokenizers", large.name]))
     trained = train_parser().parse_args(flags["train"])
     assert _image_config(trained).__dict__ | {"code_dim": 8, "decoder_depth": 1} == (
-        ImageTokenizer.load(own).config.__dict__
+        ImageTokenizer.load(large).config.__dict__
     )
-    assert (trained.text_size, trained.out, trained.shards) == (270, Path(own.name), again.shards)
+    assert (trained.text_size, trained.out, trained.shards) == (270, Path(large.name), again.shards)

@@ -78,11 +78,11 @@ def test_one_command_makes_both_from_shards_of_odd_sizes(shards, tmp_path, capsy
     assert tokenizer.decode(tokenizer.encode(images)).shape == images.shape
     text = TextTokenizer.load(tmp_path)
     assert len(text.encode(" ".join(WORDS))) < 0.8 * len(" ".join(WORDS))  # words of the captions are known
-    said = capsys.readouterr().out
-    assert "30 samples read, 1 dropped (image cannot be decoded: 1)" in said
-    train, val = map(int, re.findall(r"2 steps on (\d+) images, (\d+) held out", said)[0])
+    printed = capsys.readouterr().out
+    assert "30 samples read, 1 dropped (image cannot be decoded: 1)" in printed
+    train, val = map(int, re.findall(r"2 steps on (\d+) images, (\d+) held out", printed)[0])
     assert train + val == 29 and val > 0
-    assert ("a batch has 256 vectors for 1,000 codes" in said) == (codes == "1000")
+    assert ("a batch has 256 vectors for 1,000 codes" in printed) == (codes == "1000")
 
 
 def test_the_images_taken_do_not_depend_on_the_run(shards):
@@ -106,7 +106,7 @@ def test_the_images_taken_do_not_depend_on_the_run(shards):
         (["--decoder-width", "0"], "--decoder-width is 0"),
         (["--decoder-width", "6"], "cannot be halved"),
         (["--val-fraction", "0"], "--val-fraction is 0.0: give a share between 0 and 1"),
-        (["--val-fraction", "1e-9"], "none is held out at a share of 1e-09: give more images or --val-fraction 0"),
+        (["--val-fraction", "1e-9"], "is held out at a share of 1e-09: give more images or --val-fraction 0"),
         (["--text", "nowhere/*.jsonl"], "names no file"),
         (["--text-size", "60000"], "lower --text-size"),
         (["--caption-field", "title"], r"30 dropped \(no caption: 30\)"),

@@ -74,7 +74,7 @@ def test_every_image_of_a_tar_is_in_its_split(tmp_path):
     images = open_source([pattern], Selection(val_fraction=0.5)).images(64)
     assert rows(images.train_BCHW) == [noise(n).tobytes() for n in numbers if not sides[n]]
     assert sorted(rows(images.val_BCHW)) == sorted(noise(n).tobytes() for n in numbers if sides[n])
-    assert images.account == "24 samples read"
+    assert images.summary == "24 samples read"
     # the split is a property of the image: the shards in another order, and some of them alone
     backwards = Tars([str(tmp_path / "s" / f"{s:05d}.tar") for s in (2, 0)], Selection(val_fraction=0.5)).images(64)
     assert set(rows(backwards.val_BCHW)) < set(rows(images.val_BCHW))
@@ -110,19 +110,19 @@ def test_images_of_any_size_and_mode_are_taken_and_the_rest_is_counted(tmp_path)
     images = Tars([str(tmp_path / "a.tar")], Selection(val_fraction=0.5)).images(32)
     taken = len(images.train_BCHW) + len(images.val_BCHW)
     assert images.train_BCHW.shape[1:] == (3, 32, 32) and taken == len(good)
-    assert images.account.startswith(f"{len(good) + len(bad)} samples read, {len(bad)} dropped (")
-    assert sum(map(int, re.findall(r": (\d+)", images.account))) == len(bad)
+    assert images.summary.startswith(f"{len(good) + len(bad)} samples read, {len(bad)} dropped (")
+    assert sum(map(int, re.findall(r": (\d+)", images.summary))) == len(bad)
     for reason in ("no image file: 1", "no caption: 1", "image cannot be decoded: 1", "known format: 1"):
-        assert reason in images.account
-    assert "not read" not in images.account
+        assert reason in images.summary
+    assert "not read" not in images.summary
 
 
 def test_files_without_a_sample_are_counted(tmp_path):
     good = {f"{i}": {"jpg": encoded(noise(i, *s), "jpeg"), "txt": b"words"} for i, s in enumerate(SIZES)}
     write_tar(tmp_path / "a.tar", {**good, "photo": {"0.jpg": b"", "1.jpg": b""}, "": {"hidden": b""}})
     images = Tars([str(tmp_path / "a.tar")], Selection(val_fraction=0.5)).images(32)
-    assert "1 dropped (no image file but some with a further dot in their names: 1)" in images.account
-    assert images.account.endswith(", 1 files not read (in no sample: the name begins with a dot: 1)")
+    assert "1 dropped (no image file but some with a further dot in their names: 1)" in images.summary
+    assert images.summary.endswith(", 1 files not read (in no sample: the name begins with a dot: 1)")
 
 
 def test_the_choice_is_spread_over_all_shards_and_always_the_same(tmp_path):
@@ -131,7 +131,7 @@ def test_the_choice_is_spread_over_all_shards_and_always_the_same(tmp_path):
 
     def chosen(most: int) -> list[tuple[int, int]]:
         images = Tars([pattern], Selection(images=most, val_fraction=0.5)).images(64)
-        assert images.account == f"{most} of 40 samples read"
+        assert images.summary == f"{most} of 40 samples read"
         return sorted(place[row] for split in (images.train_BCHW, images.val_BCHW) for row in rows(split))
 
     first = chosen(10)
@@ -160,12 +160,12 @@ def test_one_is_taken_of_each_equal_part(total, most):
 def test_captions_of_tars_are_those_of_training_images(tmp_path):
     pattern = write_shards(tmp_path / "s", 2, 10)
     numbers = [1000 * s + k for s in range(2) for k in range(10)]
-    captions, said = Tars([pattern], Selection(val_fraction=0.3)).captions()
+    captions, summary = Tars([pattern], Selection(val_fraction=0.3)).captions()
     assert captions == [f"caption {n}" for n in numbers if not held_out(plain(n)[1], 0.3)]
-    assert 0 < len(captions) < 20 and said == "20 samples read"
-    few, said = Tars([pattern], Selection(val_fraction=0.3, captions=6)).captions()
-    assert set(few) < set(captions) and said == "6 of 20 samples read"
-    with pytest.raises(UserError, match="no captions to learn from"):
+    assert 0 < len(captions) < 20 and summary == "20 samples read"
+    few, summary = Tars([pattern], Selection(val_fraction=0.3, captions=6)).captions()
+    assert set(few) < set(captions) and summary == "6 of 20 samples read"
+    with pytest.raises(UserError, match="has no captions"):
         Tars([pattern], Selection(caption_field="title")).captions()
 
 
@@ -223,12 +223,12 @@ def test_a_folder_is_read_whole_and_in_order_or_spread(small_data):
     images = source.images(64)
     assert rows(images.train_BCHW) == [pair.image.tobytes() for pair in pairs["train"]]
     assert rows(images.val_BCHW) == [pair.image.tobytes() for pair in pairs["val"]]
-    assert images.account == "" and source.captions() == ([pair.caption for pair in pairs["train"]], "")
+    assert images.summary == "" and source.captions() == ([pair.caption for pair in pairs["train"]], "")
     few = Folder(small_data / "pairs", Selection(images=8, captions=5))
     train = rows(few.images(64).train_BCHW)
     places = [[pair.image.tobytes() for pair in pairs["train"]].index(row) for row in train]
     assert len(train) == 8 and places == sorted(places) and [p // 3 for p in places] == list(range(8))
-    assert few.images(64).account == "14 of 30 images read"
+    assert few.images(64).summary == "14 of 30 images read"
     assert len(few.captions()[0]) == 5 and few.captions()[1] == "5 of 24 captions read"
 
 
@@ -241,8 +241,8 @@ def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
     expected = [text for text in texts if not held_out(text.encode(), 0.25)]
     assert 0 < len(expected) < 40
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "?.jsonl"):
-        found, said = Documents(str(tmp_path / name), Selection(val_fraction=0.25)).read()
-        assert (found, said) == (expected, f"{len(expected)} documents read")
+        texts, summary = Documents(str(tmp_path / name), Selection(val_fraction=0.25)).read()
+        assert (texts, summary) == (expected, f"{len(expected)} documents read")
     assert Documents("").read() == ([], "") and Documents([""]).identity() == ""
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
     with pytest.raises(UserError, match=r"cut\.jsonl\.gz is cut short"):
@@ -256,10 +256,10 @@ def test_documents_of_files_are_those_that_are_not_held_out(tmp_path):
 def test_lines_that_cannot_be_used_are_counted(tmp_path):
     lines = [b'{"text": "a whole document"}', b"{", b"[]", b'{"text": 3}', b'{"text": " "}', b"", b"\xff"]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    found, said = Documents(str(tmp_path / "a.jsonl"), Selection(val_fraction=1e-9)).read()
-    assert found == ["a whole document"]
-    assert said.startswith("1 documents read, 5 dropped (")
-    assert sum(map(int, re.findall(r": (\d+)", said))) == 5
+    texts, summary = Documents(str(tmp_path / "a.jsonl"), Selection(val_fraction=1e-9)).read()
+    assert texts == ["a whole document"]
+    assert summary.startswith("1 documents read, 5 dropped (")
+    assert sum(map(int, re.findall(r": (\d+)", summary))) == 5
     (tmp_path / "b.jsonl").write_bytes(b"{}\n[]\n")
     with pytest.raises(UserError, match=r'has no documents .*a field "text"'):
         Documents(str(tmp_path / "b.jsonl")).read()
@@ -270,9 +270,9 @@ def test_a_bound_on_characters_takes_the_beginning_of_every_file(tmp_path):
         lines = [json.dumps({"text": f"{name}{i:09d}"}) for i in range(50)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     pattern = str(tmp_path / "{a,b,c,d}.jsonl")
-    found, said = Documents(pattern, Selection(val_fraction=1e-9, characters=400)).read()
-    assert [sum(text.startswith(name) for text in found) for name in "abcd"] == [10] * 4
-    assert said == "40 documents read, of 4 of 4 files the beginning only (--characters)"
+    texts, summary = Documents(pattern, Selection(val_fraction=1e-9, characters=400)).read()
+    assert [sum(text.startswith(name) for text in texts) for name in "abcd"] == [10] * 4
+    assert summary == "40 documents read, only the beginning of 4 of 4 files (--characters)"
     assert len(Documents(pattern, Selection(val_fraction=1e-9)).read()[0]) == 200  # control
 
 
@@ -280,5 +280,5 @@ def test_documents_of_a_folder_are_its_train_split(small_data):
     folder = small_data / "text"
     whole = list(read_text(folder, "train"))
     assert Documents(folder).read() == (whole, "")
-    half, said = Documents(folder, Selection(characters=sum(map(len, whole)) // 2)).read()
-    assert 11 <= len(half) <= 12 and set(half) < set(whole) and said == f"{len(half)} of 24 documents read"
+    half, summary = Documents(folder, Selection(characters=sum(map(len, whole)) // 2)).read()
+    assert 11 <= len(half) <= 12 and set(half) < set(whole) and summary == f"{len(half)} of 24 documents read"

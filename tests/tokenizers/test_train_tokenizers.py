@@ -5,7 +5,8 @@ import torch
 
 from mmqk.store import UserError, cli_main
 from mmqk.tokenizers import ImageTokenizer, ImageTokenizerConfig, TextTokenizer
-from mmqk.tokenizers.train import main, read_images
+from mmqk.tokenizers.source import open_source
+from mmqk.tokenizers.train import main
 
 SMALL = ImageTokenizerConfig(codes=16, code_dim=8, decoder_width=16, decoder_depth=1)
 
@@ -19,7 +20,7 @@ def trained(data, seed: int = 0, steps: int = 2, **flags):
     pytest.importorskip("vector_quantize_pytorch")
     from mmqk.tokenizers.vq import VQTrainingConfig, train_image_tokenizer
 
-    images = [read_images(data / "pairs", split, 64) for split in ("train", "val")]
+    images = [open_source(data / "pairs").split_images(split, 64) for split in ("train", "val")]
     flags = {
         "accelerator": "cpu",
         "logger": False,
@@ -37,7 +38,7 @@ def test_two_steps_from_the_command_line(small_data, tmp_path, capsys):
     assert main(arguments(small_data, out, "--text-size", "270", "--codes", "32", "--steps", "2")) == 0
     text, image = TextTokenizer.load(out), ImageTokenizer.load(out)
     assert (text.size, image.size) == (270, 32)
-    images = read_images(small_data / "pairs", "val", 64).float() / 255
+    images = open_source(small_data / "pairs").split_images("val", 64).float() / 255
     codes = image.encode(images)
     assert codes.shape == (6, 64) and codes.unique().numel() > 1
     assert image.decode(codes).shape == images.shape
@@ -68,7 +69,7 @@ def test_the_exported_tokenizer_is_the_trained_one(small_data):
 
     plain = trained(small_data, callbacks=[Keep()])
     module = kept[0].eval()
-    images = read_images(small_data / "pairs", "val", 64).float() / 255
+    images = open_source(small_data / "pairs").split_images("val", 64).float() / 255
     with torch.no_grad():
         reconstructed, codes, _ = module.reconstruct(images)
     assert torch.equal(plain.encode(images), codes.flatten(1))
@@ -83,7 +84,7 @@ def test_the_exported_tokenizer_is_the_trained_one(small_data):
 def test_training_lowers_the_error_on_what_it_sees(small_data):
     from mmqk.tokenizers.measure import psnr
 
-    images = read_images(small_data / "pairs", "train", 64).float() / 255
+    images = open_source(small_data / "pairs").split_images("train", 64).float() / 255
     few, more = (trained(small_data, steps=steps) for steps in (1, 30))
     quality = [float(psnr(images, t.decode(t.encode(images))).mean()) for t in (few, more)]
     assert quality[1] > quality[0] + 1
@@ -135,4 +136,4 @@ def test_a_mistake_is_one_sentence(small_data, tmp_path, capsys, flags, words):
 
 def test_images_of_another_size_are_named(small_data):
     with pytest.raises(UserError, match=r"x-24 .* 32 px"):
-        read_images(small_data / "pairs", "val", 32)
+        open_source(small_data / "pairs").split_images("val", 32)

@@ -45,7 +45,7 @@ def test_16x16_of_8192_is_trained_and_survives_the_file(tmp_path):
     torch.testing.assert_close(loaded.decode(codes), again, rtol=1e-2, atol=1e-2)
     # fp16 moves vectors that lie half-way between two codes; a code's own vector stays its own
     own = loaded.codebook_VD[codes[0]].T[None, :, None]
-    assert torch.equal(loaded.codebook_VD[loaded.quantise(own)[0]], loaded.codebook_VD[codes[0]])
+    assert torch.equal(loaded.codebook_VD[loaded.quantize(own)[0]], loaded.codebook_VD[codes[0]])
     wrong = (codes + 4096) % 8192  # control
     assert (loaded.decode(wrong) - again).abs().max() > 1e-2
 

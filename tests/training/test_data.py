@@ -100,11 +100,11 @@ def test_a_run_writes_its_targets_down(dialled, tiny_args):
 
 def test_a_source_that_cannot_be_learnt_in_time_is_said_to_be_so(tiny_args, dialled, tmp_path, capsys):
     main([*tiny_args, *DIAL, f"--out={tmp_path / 'run'}"])
-    assert "cannot be learnt in this run" in capsys.readouterr().err
+    assert "cannot be learned in this run" in capsys.readouterr().err
     two = {"vocabulary": 2, "skew": 0, "entropy": 0.2}
     few = [f"--data.dial.{name}={json.dumps({'text': value, 'image': value})}" for name, value in two.items()]
     main([*tiny_args, *DIAL, *few, f"--out={tmp_path / 'easy'}"])
-    assert "cannot be learnt" not in capsys.readouterr().err
+    assert "cannot be learned" not in capsys.readouterr().err
 
 
 def test_padding_of_packed_sequences_is_said(tiny_args, tmp_path, capsys):

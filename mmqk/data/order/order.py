@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import numpy as np
 
@@ -12,9 +13,10 @@ from mmqk.data.order.packing import Packing
 from mmqk.data.order.sequences import Row, SequenceBuilder, joined, pieces
 from mmqk.data.synthetic.dial import Dial
 
-# Streams of random numbers of a seed, by what they order; 0 is the mixture's.
 DIAL_CHUNK = 64
-PAIRS, TEXT, IMAGES, TEXT_OFFSET, INTERLEAVED, TOKENS, TEXT_DOCUMENTS = range(1, 8)
+# Random streams of a seed; the mixture has stream 0.
+STREAMS = {"pair": 1, "image": 3, "interleaved": 5, "tokens": 6, "text": 7}
+TEXT_WINDOWS, TEXT_OFFSET = 2, 4
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Content:
 
 
 class Windows(IndexedCache):
-    """Text rows: windows over all documents, concatenated; the windows start at other places in each epoch."""
+    """Text rows: windows over the concatenated documents, which start at another offset in each epoch."""
 
     def __init__(self, builder: SequenceBuilder, kind: str, seed: int) -> None:
         self.builder, self.kind, self.seed = builder, kind, seed
@@ -37,9 +39,9 @@ class Windows(IndexedCache):
         if tokens < 2 * self.length:
             raise ValueError(
                 f"data.{kind} has {tokens} training tokens, too few for sequences of data.seq_len {builder.seq_len}:"
-                f" set data.seq_len to at most {tokens // 2 + 1}, or give more."
+                f" set data.seq_len to at most {tokens // 2 + 1}, or give more text."
             )
-        self._epochs = Epochs(tokens // self.length - 1, seed, stream=TEXT)
+        self._epochs = Epochs(tokens // self.length - 1, seed, stream=TEXT_WINDOWS)
         super().__init__(2)
 
     def __len__(self) -> int:
@@ -52,32 +54,6 @@ class Windows(IndexedCache):
     def row(self, nth: int) -> Row:
         epoch, item = self._epochs.item(nth)
         return self.builder.window(self.kind, self._kept(epoch) + item * self.length)
-
-
-class Single:
-    """One item per row, in shuffled epochs."""
-
-    def __init__(self, n: int, seed: int, stream: int) -> None:
-        self._epochs = Epochs(n, seed, stream)
-
-    def __len__(self) -> int:
-        return self._epochs.n
-
-    def items(self, nth: int) -> list[int]:
-        return [self._epochs.item(nth)[1]]
-
-
-class Packed:
-    """As many items per row as fit."""
-
-    def __init__(self, lengths_N: np.ndarray, room: int, seed: int, stream: int) -> None:
-        self.packing = Packing(lengths_N, room, seed, stream)
-
-    def __len__(self) -> int:
-        return len(self.packing)
-
-    def items(self, nth: int) -> list[int]:
-        return self.packing.row(nth).tolist()
 
 
 class DialRows(IndexedCache):
@@ -114,7 +90,7 @@ class TrainingOrder:
     """The endless training sequences of a run: row ``index`` is a function of (config, seed, index).
 
     Args:
-        builder: of the training split.
+        builder: builder of the training split.
         weights: ``data.mix``.
         image_first: fraction of the pairs in which the image comes first.
         seed: seed of the data order.
@@ -136,48 +112,48 @@ class TrainingOrder:
     ):
         self.builder = builder
         self.mixture = Mixture(dict(weights), image_first, seed)
-        self.seed = seed
-        room, stores = builder.seq_len, builder.stores
-        self._orders: dict[str, Single | Packed] = {}
+        self._sources: dict[str, Windows | DialRows] = {}  # kinds with whole rows
+        self._orders: dict[str, Epochs | Packing] = {}  # kinds with rows of items: pairs, images or pieces
         self._pieces: dict[str, np.ndarray] = {}
-        self._windows: Windows | None = None
-        self._dial = None if dial is None else DialRows(dial, room, 2 * seed, pack)
+        room, stores = builder.seq_len, builder.stores
         for kind in (kind for kind, weight in weights.items() if weight > 0):
-            source = "pair" if kind == "image" else kind
             if kind == "dial":
+                if dial is not None:
+                    self._sources[kind] = DialRows(dial, room, 2 * seed, pack)
                 continue
-            if not len(stores.get(source, ())):
-                raise ValueError(f"data.mix asks for {kind}, of which there are no samples.")
+            store = stores.get("pair" if kind == "image" else kind, ())
+            if not len(store):
+                raise ValueError(f"data.mix asks for {kind}, which has no samples.")
             if kind == "text" and not pack:
-                self._windows = Windows(builder, kind, seed)
+                self._sources[kind] = Windows(builder, kind, seed)
                 continue
-            if source == "pair":
-                stream = PAIRS if kind == "pair" else IMAGES
-                if not pack:
-                    self._orders[kind] = Single(len(stores[source]), seed, stream)
-                    continue
-                lengths_N = builder.pair_lengths()
-                if kind == "image":
-                    lengths_N = np.full(len(lengths_N), stores[source].image_tokens + 2)
+            if kind not in ("pair", "image"):
+                self._pieces[kind] = pieces(store, builder.room)
+            if pack:
+                self._orders[kind] = Packing(self._lengths(kind), room, seed, STREAMS[kind])
             else:
-                self._pieces[kind] = pieces(stores[kind], builder.room)
-                lengths_N = self._pieces[kind][:, 2] - self._pieces[kind][:, 1]
-                lengths_N = lengths_N + (room - builder.room)
-                stream = {"interleaved": INTERLEAVED, "tokens": TOKENS, "text": TEXT_DOCUMENTS}[kind]
-            self._orders[kind] = (
-                Packed(lengths_N, room, seed, stream) if pack else Single(len(lengths_N), seed, stream)
-            )
+                self._orders[kind] = Epochs(len(self._pieces.get(kind, store)), seed, STREAMS[kind])
+
+    def _lengths(self, kind: str) -> np.ndarray:
+        """Tokens of each item of a kind in a row."""
+        if kind == "pair":
+            return self.builder.pair_lengths()
+        if kind == "image":
+            pairs = self.builder.stores["pair"]
+            return np.full(len(pairs), pairs.image_tokens + 2)
+        _, start_N, end_N = self._pieces[kind].T
+        return end_N - start_N + (self.builder.seq_len - self.builder.room)
 
     @property
     def padding(self) -> dict[str, float]:
         """Fraction of padding in the rows of each packed kind."""
-        return {k: o.packing.padding for k, o in self._orders.items() if isinstance(o, Packed)}
+        return {kind: o.padding for kind, o in self._orders.items() if isinstance(o, Packing)}
 
     @property
     def rows_of_an_epoch(self) -> dict[str, int]:
         """Sequences in one epoch of each kind, without the dial, which is endless."""
-        orders = {**self._orders, **({} if self._windows is None else {"text": self._windows})}
-        return {kind: len(order) for kind, order in orders.items()}
+        orders = {**self._orders, **self._sources}
+        return {kind: len(order) for kind, order in orders.items() if not isinstance(order, DialRows)}
 
     def is_fresh(self, index: int) -> bool:
         """Whether row ``index`` belongs to the first epoch of its kind, so that its documents are new."""
@@ -198,11 +174,9 @@ class TrainingOrder:
     def row(self, index: int) -> Row:
         """Sequence ``index`` of the order, of at most ``seq_len`` tokens."""
         slot, nth = self.mixture.draw(index)
-        if slot == "text" and self._windows is not None:
-            return self._windows.row(nth)
-        if slot == "dial" and self._dial is not None:
-            return self._dial.row(nth)
         kind = kind_of(slot)
+        if kind in self._sources:
+            return self._sources[kind].row(nth)
         return joined([self._item(slot, kind, item) for item in self._orders[kind].items(nth)])
 
     def _item(self, slot: str, kind: str, item: int) -> Row:
@@ -213,72 +187,63 @@ class TrainingOrder:
         return self.builder.piece(kind, self._pieces[kind][item])
 
 
-# Of every four rows three are pairs, in alternating order, and one is text, so that any first few rows hold both
-# modalities and both orders; kinds of which there is nothing are left out.
+# Three of four rows are pairs, in alternating order, and one is text, so that the first few rows have both modalities
+# and both orders. Kinds without samples are left out.
 VALIDATION_SEED = 1
 VALIDATION_CYCLE = ("pair", "pair", "pair", "text", "interleaved", "tokens")
 
 
 def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) -> list[Row]:
-    """The fixed validation sequences: equal for every arm and seed, and never packed.
+    """The fixed validation sequences, which are equal for every arm and seed and never packed.
 
-    Fewer than ``n`` if a kind has too few: the kinds keep their shares.
+    Fewer than ``n`` if a kind has too few rows, so that the shares of the kinds stay.
 
     Raises:
         ValueError: a kind has no held-out rows.
     """
     if dial is not None:
-        # An odd seed: those of training runs are even.
+        # Seeds of training runs are even.
         rows_of = DialRows(dial, builder.seq_len, VALIDATION_SEED, pack=False)
         return [rows_of.row(i) for i in range(n)]
-    cycle = [kind for kind in VALIDATION_CYCLE if len(builder.stores.get(kind, ()))]
-    if not cycle:
-        raise ValueError("there is nothing held out: no validation split has a document.")
-    rows: list[Row] = []
-    taken = dict.fromkeys(cycle, 0)
-    held_out = {kind: Spread(builder, kind).there for kind in taken}
-    for i in range(n):
-        taken[kind := cycle[i % len(cycle)]] += 1
-        if taken[kind] > held_out[kind]:
-            n, taken[kind] = i, held_out[kind]
+    held_out = [kind for kind in VALIDATION_CYCLE if len(builder.stores.get(kind, ()))]
+    if not held_out:
+        raise ValueError("no validation split has a document: hold out a share of the data.")
+    samples = {kind: HeldOut(builder, kind) for kind in held_out}
+    counts, kinds = dict.fromkeys(held_out, 0), []
+    for kind in islice(cycle(held_out), n):
+        if counts[kind] == len(samples[kind]):
             break
-    there = {kind: Spread(builder, kind, wanted) for kind, wanted in taken.items()}
-    taken = dict.fromkeys(cycle, 0)
-    for i in range(n):
-        kind = cycle[i % len(cycle)]
-        rows.append(there[kind].row(taken[kind]))
-        taken[kind] += 1
-    return rows
+        kinds.append((kind, counts[kind]))
+        counts[kind] += 1
+    return [samples[kind].row(k, counts[kind]) for kind, k in kinds]
 
 
-class Spread:
-    """A sample of the held-out rows of a kind, evenly spaced, because the rows may come from many sources.
-
-    Args:
-        builder: of the held-out split.
-        kind: of `VALIDATION_CYCLE`.
-        wanted: number of rows.
+class HeldOut:
+    """The held-out rows of a kind of `VALIDATION_CYCLE`.
 
     Raises:
-        ValueError: there is no row.
+        ValueError: the text is too short for a row.
     """
 
-    def __init__(self, builder: SequenceBuilder, kind: str, wanted: int = 0) -> None:
-        self.builder, self.kind, self.wanted = builder, kind, wanted
+    def __init__(self, builder: SequenceBuilder, kind: str) -> None:
+        self.builder, self.kind = builder, kind
         store = builder.stores[kind]
         self._pieces = None if kind in ("pair", "text") else pieces(store, builder.room)
-        self.there = len(store) if self._pieces is None else len(self._pieces)
+        self._n = len(store) if self._pieces is None else len(self._pieces)
         if kind == "text":
-            self.there = store.tokens // builder.room
-            if not self.there:
+            self._n = store.tokens // builder.room
+            if not self._n:
                 raise ValueError(
                     f"data.text holds out {store.tokens} tokens, too few for a sequence of data.seq_len"
                     f" {builder.seq_len}: set data.seq_len to at most {store.tokens + 1}, or hold out more."
                 )
 
-    def row(self, k: int) -> Row:
-        """Row k of the sample."""
-        item = k * self.there // self.wanted
+    def __len__(self) -> int:
+        return self._n
+
+    def row(self, k: int, wanted: int) -> Row:
+        """Row k of ``wanted`` rows, evenly spaced, because the rows may come from many sources."""
+        item = k * self._n // wanted
         if self.kind == "pair":
             return self.builder.pair(item, image_first=k % 2 == 0)
         if self._pieces is not None:

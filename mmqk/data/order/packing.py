@@ -11,16 +11,16 @@ import numpy as np
 
 from mmqk.data.mixture import IndexedCache, random_stream
 
-# A combination of lengths is used for at most one in so many of the rows that it could fill: the more, the less
-# alike are the rows.
+# A combination of lengths fills at most one in this many of the rows that it could fill. A larger number gives more
+# varied rows.
 VARIETY = 16
 
 
 def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
-    """The lengths of each row: random lengths while there is much room, then best fit.
+    """The lengths of each row: random lengths while the row has much room, then best fit.
 
-    Best fit alone (Ding et al., 2404.10830) would put documents of equal length together, which are similar: two in
-    three rows of the shipped pairs would hold captions of one length.
+    Best fit alone (Ding et al., 2404.10830) would join documents of equal length, which are similar: two in three
+    rows of the shipped pairs would have captions of one length.
 
     Args:
         lengths_N: lengths of the documents, each from 1 to room.
@@ -39,8 +39,8 @@ def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
     random = random_stream(0)
     rows: list[np.ndarray] = []
     while len(left := np.flatnonzero(counts)):
-        taken = _combination(left, np.cumsum(counts[left]), counts, room, random)
-        members, needed = np.array(list(taken)), np.array(list(taken.values()))
+        row = _combination(left, np.cumsum(counts[left]), counts, room, random)
+        members, needed = np.array(list(row)), np.array(list(row.values()))
         times = max(1, int((counts[members] // needed).min()) // VARIETY)
         counts[members] -= times * needed
         rows += [np.repeat(members, needed)] * times
@@ -50,24 +50,23 @@ def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
 def _combination(
     left: np.ndarray, places: np.ndarray, counts: np.ndarray, room: int, random: np.random.Generator
 ) -> dict[int, int]:
-    """One row: how many of which lengths. ``left`` are the lengths that there still are, ``places`` their counts
-    summed up."""
-    taken: dict[int, int] = {}
+    """Numbers of documents by length in one row. ``places`` are the summed counts of the remaining lengths."""
+    row: dict[int, int] = {}
     space = room
     while space >= 2 * left[-1]:
         n = int(left[np.searchsorted(places, random.integers(places[-1]), side="right")])
-        if taken.get(n, 0) == counts[n]:
+        if row.get(n, 0) == counts[n]:
             break
-        taken[n] = taken.get(n, 0) + 1
+        row[n] = row.get(n, 0) + 1
         space -= n
     place = len(left)
     while (place := min(place, int(np.searchsorted(left, space, side="right"))) - 1) >= 0:
         n = int(left[place])
-        fits = min(int(counts[n]) - taken.get(n, 0), space // n)
+        fits = min(int(counts[n]) - row.get(n, 0), space // n)
         if fits > 0:
-            taken[n] = taken.get(n, 0) + fits
+            row[n] = row.get(n, 0) + fits
             space -= fits * n
-    return taken
+    return row
 
 
 class Packing(IndexedCache):
@@ -85,7 +84,7 @@ class Packing(IndexedCache):
 
     def __init__(self, lengths_N: np.ndarray, room: int, seed: int, stream: int) -> None:
         if not len(lengths_N):
-            raise ValueError("there are no samples of a kind that data.mix asks for.")
+            raise ValueError("a kind in data.mix has no samples.")
         rows = fit(lengths_N, room)
         self.seed, self.stream = seed, stream
         self._ends_R = np.cumsum([len(row) for row in rows])
@@ -109,10 +108,10 @@ class Packing(IndexedCache):
         rank_N[shuffled_N] = np.arange(len(shuffled_N))
         return random.permutation(len(self._ends_R)), document_of_slot, rank_N
 
-    def row(self, nth: int) -> np.ndarray:
-        """The documents of row n of the endless order, in random order within the row."""
+    def items(self, nth: int) -> list[int]:
+        """The documents of row ``nth`` of the endless order, in random order within the row."""
         epoch, place = divmod(nth, len(self))
         order_R, document_of_slot, rank_N = self._kept(epoch)
         r = int(order_R[place])
         documents = document_of_slot[self._ends_R[r - 1] if r else 0 : self._ends_R[r]]
-        return documents[np.argsort(rank_N[documents])]
+        return documents[np.argsort(rank_N[documents])].tolist()

@@ -48,8 +48,8 @@ def joined(rows: Sequence[Row]) -> Row:
     offsets = np.cumsum([0, *(len(row.ids) for row in rows)])
     starts = tuple(int(o) + s for o, row in zip(offsets, rows, strict=False) for s in row.starts)
     surprises = [row.surprise for row in rows if row.surprise is not None]
-    known = np.concatenate(surprises) if len(surprises) == len(rows) else None
-    return Row(np.concatenate([row.ids for row in rows]), starts, known)
+    surprise = np.concatenate(surprises) if len(surprises) == len(rows) else None
+    return Row(np.concatenate([row.ids for row in rows]), starts, surprise)
 
 
 class SequenceBuilder:
@@ -153,7 +153,6 @@ class SequenceBuilder:
         target_mask_BT[:, :-1] = (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, 1:] >= 0)
         if step_targets is None:
             step_targets = int(target_mask_BT.sum())
-        known = all(row.surprise is not None for row in rows)
         return TokenBatch(
             ids_BT=torch.from_numpy(ids_BT),
             modality_BT=torch.from_numpy(self.layout.modality(ids_BT)),
@@ -161,7 +160,7 @@ class SequenceBuilder:
             valid_BT=torch.from_numpy(document_BT >= 0),
             step_targets=torch.tensor(max(1, step_targets)),  # a divisor
             document_BT=torch.from_numpy(document_BT) if documents else None,
-            surprise_BT=torch.from_numpy(surprise_BT) if known else None,
+            surprise_BT=torch.from_numpy(surprise_BT) if all(row.surprise is not None for row in rows) else None,
         )
 
 
@@ -178,22 +177,22 @@ def pieces(store: TokenStore, room: int) -> np.ndarray:
     if overlap and (lengths_N < 2).any():
         n = int(np.flatnonzero(lengths_N < 2)[0])
         raise ValueError(
-            f"document {n} of data.{store.kind} is a single token, with nothing to predict: drop it."
+            f"document {n} of data.{store.kind} has one token and no target: remove it."
         )
     if room < 1 + overlap:
         raise ValueError("data.seq_len is too short to predict anything: at least 2 is needed.")
     long = np.flatnonzero(lengths_N > room)
     whole = np.flatnonzero(lengths_N <= room)
-    found = [np.stack([whole, np.zeros_like(whole), lengths_N[whole]], axis=1)]
+    parts = [np.stack([whole, np.zeros_like(whole), lengths_N[whole]], axis=1)]
     begin, end = store.layout.begin_image, store.layout.end_image
     for n in long.tolist():
         ids = store[n]
-        opens = np.flatnonzero(ids == begin) if begin is not None else np.zeros(0, dtype=np.int64)
-        closes = np.flatnonzero(ids == end) if end is not None else np.zeros(0, dtype=np.int64)
+        opens = np.flatnonzero(ids == (-1 if begin is None else begin))
+        closes = np.flatnonzero(ids == (-1 if end is None else end))
         start, cuts = 0, []
         while start < len(ids):
             stop = min(start + room, len(ids))
-            # The image that is open at the cut, if one is.
+            # The last image that begins before the cut.
             i = int(np.searchsorted(opens, stop, side="left")) - 1
             if stop < len(ids) and i >= 0 and i < len(closes) and closes[i] >= stop:
                 stop = int(opens[i])
@@ -204,6 +203,6 @@ def pieces(store: TokenStore, room: int) -> np.ndarray:
                 )
             cuts.append((n, start, stop))
             start = stop if stop == len(ids) else stop - overlap
-        found.append(np.array(cuts))
-    made = np.concatenate(found)
-    return made[np.lexsort((made[:, 1], made[:, 0]))]
+        parts.append(np.array(cuts))
+    pieces_P3 = np.concatenate(parts)
+    return pieces_P3[np.lexsort((pieces_P3[:, 1], pieces_P3[:, 0]))]

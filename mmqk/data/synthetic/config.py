@@ -1,4 +1,4 @@
-"""The statistics of a dialled source, what can be had together, and which token is whose parent."""
+"""The configuration of the dial, the feasible ranges of its fields, and the parent of each token."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from mmqk.ranges import MOST_SEED, check_fields, number
 from mmqk.store import tag
 
 _SLACK = 1e-9  # nats; a bound that the user computed may differ in the last digits
-_INNER, _TIE = 0, 1  # roles of token orders: children of a parent and partners of a root follow unlike orders
+_INNER, _TIE = 0, 1  # roles of token orders: transitions and ties use different orders
 
 
 @dataclass(frozen=True)
 class DialConfig:
-    """Statistics of a synthetic source. Every field by modality names the same modalities.
+    """Statistics of a synthetic source. All fields by modality have the same modalities.
 
-    To move the entropy gap and nothing else, move ``entropy``: unigrams, shares and the lag at which attention is
-    useful stay, and so does the mean where one modality gains what the other loses. Modalities of equal numbers are
-    copies of each other over disjoint tokens: a gap of exactly 0.
+    ``entropy`` changes only the entropy gap: unigrams, shares and lags stay, and so does the mean if one modality
+    gains what the other loses. Modalities with equal values have equal statistics over disjoint tokens: a gap of
+    exactly 0.
 
     Args:
         vocabulary: tokens of each modality; the order of names is the order of modalities in a document.
         skew: Zipf exponent of each unigram: p(rank r) ∝ r^-skew; 0 is uniform.
-        entropy: of a token given its parent, nats.
-        tokens: of each modality in a document.
-        lag: distance from a token to its parent. 1: the token before says it; from 2 on attention must fetch it.
-            The first ``lag`` tokens of a modality are roots; from ``tokens`` on all are: independent tokens.
-        grid: 0 is a chain; a width is a grid of that many columns, read row by row, in which the parent stands
-            ``lag`` rows above, or in the first rows ``lag`` columns to the left. Modalities left out are chains.
-        mutual_information: of each modality and the one before it, nats a document; it lies in ties of their roots.
-        order: of the modalities: forward, backward, or both: either for half of the documents, by chance.
-        language: which random token orders the transitions follow; all seeds of a run share them.
+        entropy: entropy of a token given its parent, nats.
+        tokens: tokens of each modality in a document.
+        lag: distance from a token to its parent. 1: the parent is the token before; from 2 the model needs attention.
+            The first ``lag`` tokens of a modality are roots. From ``tokens`` all tokens are roots and independent.
+        grid: 0 is a chain. A width is a grid of that many columns, read row by row: the parent is ``lag`` rows above,
+            or ``lag`` columns to the left in the first rows. Modalities without a width are chains.
+        mutual_information: of each modality and the one before it, nats per document, in ties of their roots.
+        order: order of the modalities: forward, backward, or both, each in a random half of the documents.
+        language: seed of the random token orders of the transitions, which all seeds of a run share.
 
     Raises:
-        ValueError: numbers that cannot be had together, with the interval that can.
+        ValueError: infeasible values; the message has the feasible interval.
     """
 
     vocabulary: dict[str, int] = number(lambda: {"text": 128, "image": 128}, 2, 2**20)
@@ -58,38 +58,36 @@ class DialConfig:
         check_fields(self, "data.dial")
         names = tuple(self.vocabulary)
         if not names:
-            raise ValueError(
-                "data.dial.vocabulary is empty: give the number of tokens of at least 1 modality."
-            )
+            raise ValueError("data.dial.vocabulary is empty: give the tokens of at least 1 modality.")
         try:
             for m in names:
                 tag("loss", m)
         except ValueError as error:
-            raise ValueError(f"data.dial.vocabulary cannot have such a modality: {error}.") from None
+            raise ValueError(f"data.dial.vocabulary has an invalid name: {error}.") from None
         for name in ("skew", "entropy", "tokens", "lag"):
             if set(getattr(self, name)) != set(names):
                 raise ValueError(
                     f"data.dial.{name} has {_listed(getattr(self, name))} and data.dial.vocabulary has"
-                    f" {_listed(names)}: give both the same modalities."
+                    f" {_listed(names)}: use the same modalities in both."
                 )
         if not set(self.grid) <= set(names):
             raise ValueError(
                 f"data.dial.grid has {_listed(self.grid)} and data.dial.vocabulary has {_listed(names)}:"
-                " give it no other modalities."
+                " use no other modalities."
             )
         for m in names:
             width = self.grid.get(m, 0)
             if width and self.tokens[m] % width:
                 raise ValueError(
-                    f"data.dial.grid.{m} is {width}: it lies between 0 (a chain) and {self.tokens[m]} and divides"
-                    f" data.dial.tokens.{m}, which is {self.tokens[m]}."
+                    f"data.dial.grid.{m} is {width}: give 0 (a chain) or a divisor of data.dial.tokens.{m}, which is"
+                    f" {self.tokens[m]}."
                 )
         for m in names:
             low, high = self.entropy_interval(m)
             given = f"with vocabulary {self.vocabulary[m]} and skew {self.skew[m]:g} "
-            _within(f"entropy.{m}", self.entropy[m], low, high, given, " nats")
+            _check(f"entropy.{m}", self.entropy[m], low, high, given)
         most, given = self.greatest_mutual_information()
-        _within("mutual_information", self.mutual_information, 0.0, most, given, " nats")
+        _check("mutual_information", self.mutual_information, 0.0, most, given)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,10 +110,10 @@ class DialConfig:
         """Least and greatest feasible ``entropy`` of a modality, nats."""
         high = unigram_entropy(zipf(*self.unigram(m)))
         low = high - self.inner(m).greatest
-        return (low if low > 1e-5 else 0.0), high  # what rounding leaves of 0 in uniform vocabularies
+        return (low if low > 1e-5 else 0.0), high  # rounding of uniform vocabularies
 
     def greatest_mutual_information(self) -> tuple[float, str]:
-        """The greatest feasible ``mutual_information``, nats, and what makes it so in words."""
+        """The greatest feasible ``mutual_information``, nats, and the condition that sets it, in words."""
         best, given = math.inf, ""
         for before, after in pairwise(self.names):
             ties = self.ties(before, after)
@@ -124,7 +122,7 @@ class DialConfig:
         return (best, given) if given else (0.0, "with a single modality ")
 
     def ties(self, before: str, after: str) -> int:
-        """Tied roots of two consecutive modalities."""
+        """Number of tied roots of two consecutive modalities."""
         return min(len(self.levels(m)[0].child) for m in (before, after))
 
     def levels(self, m: str) -> list[Level]:
@@ -132,11 +130,11 @@ class DialConfig:
         return forest(self.tokens[m], self.lag[m], self.grid.get(m, 0))
 
 
-def _within(name: str, value: float, low: float, high: float, given: str, unit: str = "") -> None:
-    # Bounds are printed a little inside of what is feasible, so that each works as it is printed.
+def _check(name: str, value: float, low: float, high: float, given: str) -> None:
+    # The printed bounds are rounded inwards, so that each is feasible.
     if not low - _SLACK <= value <= high + _SLACK:
-        bounds = f"{_inside(low, math.ceil)} and {_inside(high, math.floor)}{unit}"
-        raise ValueError(f"data.dial.{name} is {value}: {given}it lies between {bounds}.")
+        bounds = f"{_inside(low, math.ceil)} and {_inside(high, math.floor)} nats"
+        raise ValueError(f"data.dial.{name} is {value}: {given}give a value between {bounds}.")
 
 
 def _inside(bound: float, towards: Callable[[float], int]) -> str:
@@ -148,7 +146,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class Level(NamedTuple):
-    """Tokens of one depth of a forest and their parents, as places within the modality; roots have none."""
+    """Tokens of one depth of a forest and their parents, as positions within the modality; -1 for roots."""
 
     child: np.ndarray
     parent: np.ndarray
@@ -156,11 +154,11 @@ class Level(NamedTuple):
 
 @lru_cache(maxsize=64)
 def forest(tokens: int, lag: int, width: int) -> list[Level]:
-    """Parents of a modality's tokens, by depth; roots first.
+    """Parents of the tokens of a modality, by depth; roots first.
 
-    A grid takes the parent above wherever there is one. All but its first rows then have one distance, ``lag`` times
-    the width: how useful attention is does not vary from token to token, as it would if half of the parents stood to
-    the left, one place before their child. The first rows pass one root's information on to every column.
+    In a grid the parent is above, except in the first rows. So all other tokens have one distance to the parent,
+    ``lag`` times the width, and attention is equally useful for each of them. The first rows have parents to the
+    left, which connects the columns.
     """
     place = np.arange(tokens)
     if width:

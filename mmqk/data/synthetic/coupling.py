@@ -1,12 +1,12 @@
 """Pairs of tokens with a chosen mutual information and exact marginals, in closed form and in O(V) memory.
 
-The law of a pair is J = ρ N + (1−ρ) π_a π_bᵀ. N is the north-west-corner (quantile) coupling: both unigrams are
-laid out along [0, 1), each in its own fixed random order of the tokens, and N(i, j) is the length that token i of
-one and token j of the other have in common. J has the marginals π_a and π_b for every ρ, and its mutual
+The distribution of a pair is J = ρ N + (1−ρ) π_a π_bᵀ. N is the north-west-corner (quantile) coupling: the tokens of
+each unigram are intervals of [0, 1) in a fixed random order, and N(i, j) is the length of the overlap of token i of a
+and token j of b. J has the marginals π_a and π_b for every ρ, and its mutual
 information grows from 0 at ρ = 0 to that of N at ρ = 1.
 
 Probabilities are whole multiples of 2⁻⁵², so that sums, intervals and marginals are exact in float64.
-Legend of shapes: V vocabulary, S segments (pairs with N > 0), N pairs.
+Shapes: V vocabulary, S segments (pairs with N > 0), N pairs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 from mmqk.data.mixture import random_stream
 
-UNITS = 2**52  # what the probabilities of a unigram add up to
-_ORDERS = 102  # tag of the stream of token orders; no order of a run's samples uses it
+UNITS = 2**52  # sum of the probabilities of a unigram
+_ORDERS = 102  # random stream of the token orders; the order of samples uses other streams
 
 
 @lru_cache(maxsize=32)
 def zipf(vocabulary: int, skew: float) -> np.ndarray:
-    """Unigram with p(id) ∝ (id + 1)^−skew, as whole units of 2⁻⁵², at least one each: units_V, int64."""
+    """Unigram with p(id) ∝ (id + 1)^−skew, in whole units of 2⁻⁵², at least one each: units_V, int64."""
     weight_V = (np.arange(vocabulary) + 1.0) ** -skew
     units_V = np.maximum(1, np.floor(weight_V / weight_V.sum() * UNITS).astype(np.int64))
     left = int(UNITS - units_V.sum())
-    # A unit each: tokens of equal probability must stay as equal as they can, for the 0-entropy end.
+    # At most one unit each, to keep equal probabilities as equal as possible, which entropy 0 needs.
     units_V[: max(0, left) % vocabulary] += 1
     units_V[0] += UNITS - units_V.sum()
     units_V.flags.writeable = False
@@ -41,15 +41,15 @@ def unigram_entropy(units_V: np.ndarray) -> float:
 
 
 class Coupling:
-    """The coupling N of two unigrams, laid out along [0, 1) in given orders.
+    """The coupling N of two unigrams with given orders of the intervals.
 
     Args:
         units_a_V, units_b_V: unigrams in whole units (see `zipf`).
-        order_a_V, order_b_V: token ids in the order in which they are laid out.
+        order_a_V, order_b_V: token ids in the order of their intervals.
 
     Attributes:
         low_a_V, high_a_V, low_b_V, high_b_V: the interval of each token id, exact.
-        transitions: pairs that N couples: at most V_a + V_b − 1.
+        transitions: number of pairs with N > 0, at most V_a + V_b − 1.
         greatest: mutual information of N, nats.
     """
 
@@ -64,24 +64,24 @@ class Coupling:
         b_S = order_b_V[np.searchsorted(ends_b_V, ends_S)]
         self._coupled_S = np.diff(ends_S, prepend=0) / UNITS
         self._product_S = units_a_V[a_S] / UNITS * (units_b_V[b_S] / UNITS)
-        # Rounding to whole units leaves slivers between tokens of equal probability: nobody can count those.
+        # Without the overlaps of a few units that rounding makes between tokens of equal probability.
         self.transitions = int((self._coupled_S > (len(units_a_V) + len(units_b_V)) / UNITS).sum())
         self.greatest = self.information(1.0)
 
     def information(self, rho: float) -> float:
         """Mutual information of J, nats; convex and increasing in ρ, 0 at ρ = 0."""
-        # Pairs that N leaves out all have J / (π_a π_b) = 1 − ρ, so that no sum runs over V² pairs.
+        # All pairs with N = 0 have J / (π_a π_b) = 1 − ρ, so no sum runs over V² pairs.
         ratio_S = rho * self._coupled_S / self._product_S + (1 - rho)
         outside = (1 - rho) * (1 - self._product_S.sum())
         rest = outside * np.log1p(-rho) if rho < 1 else 0.0
         return float((self._product_S * ratio_S * np.log(ratio_S)).sum() + rest)
 
     def draw_b(self, place_N: np.ndarray) -> np.ndarray:
-        """The tokens of b that lie at these places of [0, 1)."""
+        """The tokens of b whose intervals contain these numbers of [0, 1)."""
         return self._quantile_b(place_N)
 
     def solve(self, information: float) -> float:
-        """The ρ of a mutual information between 0 and ``greatest``, nats, to the last bit."""
+        """The ρ of a mutual information between 0 and ``greatest``, nats, exact to the last bit."""
         if information <= 0:
             return 0.0
         if information >= self.greatest:
@@ -104,8 +104,7 @@ def _intervals(units_V: np.ndarray, order_V: np.ndarray) -> tuple[np.ndarray, np
 def coupling(a: tuple[int, float], b: tuple[int, float], language: int, role: int) -> Coupling:
     """The coupling of two (vocabulary, skew) in the random orders of (language, role).
 
-    Equal arguments give equal orders: two modalities of the same vocabulary, skew and entropy are copies of each
-    other, so that a gap of 0 leaves no difference at all.
+    Equal arguments give equal orders, so two modalities with equal vocabulary, skew and entropy do not differ.
     """
     orders = (
         random_stream(language, _ORDERS, role, side).permutation(v) for side, (v, _) in enumerate((a, b))
@@ -114,17 +113,17 @@ def coupling(a: tuple[int, float], b: tuple[int, float], language: int, role: in
 
 
 class Quantile:
-    """Tokens by place: which of the intervals laid out along [0, 1) holds a number.
+    """The token whose interval of [0, 1) contains a number.
 
-    A guide table gives the first interval that reaches into the number's cell of [0, 1), mostly the right one or
-    the one before it (Chen & Asau 1974): 8 ns a token at any vocabulary, where bisection takes 40 to 130.
+    A guide table has the first interval in each cell of [0, 1), which is usually the right one or the one before it
+    (Chen & Asau 1974): 8 ns per token for any vocabulary; bisection takes 40 to 130 ns.
     """
 
     def __init__(self, ends_V: np.ndarray, order_V: np.ndarray):
         self._order_V, self._inner_V = order_V, ends_V[:-1] / UNITS
-        # The last interval has no end: a place that rounding made 1 is in it.
+        # The last interval has no end, so that it contains numbers that were rounded to 1.
         self._ends_V = np.append(self._inner_V, np.inf)
-        self._cells = 4 << (len(order_V) - 1).bit_length()  # a power of two: no rounding at the cells' edges
+        self._cells = 4 << (len(order_V) - 1).bit_length()  # a power of two: no rounding at cell boundaries
         cells = np.arange(self._cells + 1) / self._cells
         self._guide = np.searchsorted(self._inner_V, cells, side="right").astype(np.int32)
 
@@ -132,27 +131,27 @@ class Quantile:
         rank_N = self._guide[(place_N * self._cells).astype(np.int64)]
         rank_N += place_N >= self._ends_V[rank_N]
         late_N = place_N >= self._ends_V[rank_N]
-        if late_N.any():  # in cells where several rare tokens lie
+        if late_N.any():  # cells with several rare tokens
             rank_N[late_N] = np.searchsorted(self._inner_V, place_N[late_N], side="right")
         return self._order_V[rank_N]
 
 
 class Edge:
-    """The law J of a parent token and its child, ready to be drawn from and evaluated.
+    """The joint distribution J of a parent token and its child.
 
     Args:
         coupling: N and the unigrams.
-        information: of J, nats, between 0 and ``coupling.greatest``.
+        information: mutual information of J, nats, between 0 and ``coupling.greatest``.
     """
 
     def __init__(self, coupling: Coupling, information: float):
         self.coupling, self.rho = coupling, coupling.solve(information)
         self.information = coupling.information(self.rho)
-        # One unit of the last bit short, so that no rounding leaves the parent's interval.
+        # Shorter by one unit of the last bit, so that no rounding leaves the interval of the parent.
         self._width_V = coupling.high_a_V - coupling.low_a_V - 0.5 / UNITS
 
     def draw(self, parent_N: np.ndarray, uniform_N: np.ndarray) -> np.ndarray:
-        """Children of parents, one uniform number of [0, 1) each."""
+        """Children of parents, from one uniform number of [0, 1) each."""
         if self.rho == 0:
             return self.coupling.draw_b(uniform_N)
         place_N = uniform_N * (1 / self.rho)
@@ -164,7 +163,7 @@ class Edge:
         return self.coupling.draw_b(place_N)
 
     def gain(self, a_N: np.ndarray, b_N: np.ndarray) -> np.ndarray:
-        """log J(a, b) / (π_a π_b), nats: what either token says about the other; −inf for an impossible pair."""
+        """log J(a, b) / (π_a π_b), nats: the information of a token about the other; −inf if impossible."""
         c = self.coupling
         low_a_N, high_a_N = c.low_a_V[a_N], c.high_a_V[a_N]
         low_b_N, high_b_N = c.low_b_V[b_N], c.high_b_V[b_N]

@@ -1,14 +1,14 @@
-"""The entropy dial: unlimited fresh documents whose statistics are known in closed form.
+"""The entropy dial: unlimited new documents with statistics that are known in closed form.
 
-A document holds every modality once, one after the other. Within a modality each token has one earlier parent at a
-fixed distance, or is a root; the law of parent and child is that of `mmqk.data.synthetic.coupling`, with a chosen
-conditional entropy. The j-th roots of consecutive modalities are tied by the same kind of law, with a chosen mutual
-information.
-So a document is a forest, every token has its modality's unigram, and `Dial.log_prob` is exact. Ties join roots
-only: whichever modality comes first, no token has two earlier relatives.
+A document has every modality once, one after the other. Within a modality each token has one earlier parent at a
+fixed distance, or is a root; the distribution of parent and child is that of `mmqk.data.synthetic.coupling`, with a
+chosen conditional entropy. The j-th roots of consecutive modalities are tied by the same kind of distribution, with a
+chosen mutual information.
+So a document is a forest, every token has the unigram of its modality, and `Dial.log_prob` is exact. Ties join only
+roots, so in either order of the modalities each token depends on at most one earlier token.
 
-Legend of shapes: N documents, T tokens of a document. *Canonical* places are those of a document whose modalities
-stand in the order of the configuration.
+Shapes: N documents, T tokens of a document. *Canonical* positions are those in a document with the modalities in the
+order of the configuration.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mmqk.data.synthetic.coupling import UNITS, Edge, unigram_entropy, zipf
 
 __all__ = ["Dial", "DialConfig"]
 
-_CHUNK = 512  # documents drawn together, of long documents fewer; other numbers make other documents
+_CHUNK = 512  # documents drawn together, fewer if they are long; other numbers give other documents
 _CHUNK_TOKENS = 2**19
-_DOCUMENTS = 101  # tag of the stream of documents; no order of a run's samples uses it
-# Times that the average transition must occur in training. In a trial (2 layers, 64 wide, vocabularies of 512, AdamW
-# at 3e-3) a model had learnt two thirds of the predictability at 115 with the parent at lag 1, and next to nothing
-# below 30; at lag 4 it took 370. So fewer than this are too few, and more may still be.
+_DOCUMENTS = 101  # random stream of the documents; the order of samples uses other streams
+# Smallest number of times that the average transition must occur in training. In a trial (2 layers, d_model 64,
+# vocabularies of 512, AdamW at 3e-3) a model learned two thirds of the predictability at 115 with lag 1, and almost
+# nothing below 30; lag 4 needed 370. So 100 is necessary but may not suffice.
 SEEN = 100
-_ROWS = 512  # documents evaluated together: what fits into a core's cache
+_ROWS = 512  # documents evaluated together, which fit into the cache of a core
 
 
 class _Modality(NamedTuple):
     name: str
-    places: slice  # canonical, as all places here
+    places: slice  # canonical, as all positions here
     roots_T: np.ndarray
     levels: list[Level]  # below the roots
     child_T: np.ndarray  # of all levels
@@ -78,10 +78,10 @@ class Dial:
         self._first_id_T1 = np.repeat(np.cumsum([0, *sizes[:-1]]), tokens)[:, None]
         self._size_T1 = np.repeat(sizes, tokens)[:, None]
         places = np.split(np.arange(self.length), starts[1:-1])
-        self._backward_T = np.concatenate(places[::-1])  # the canonical place of each backward one
+        self._backward_T = np.concatenate(places[::-1])  # canonical position of each position in a backward document
         self._canonical_T = np.argsort(self._backward_T)
-        self._last = int(starts[-2])  # where the modality begins that a backward document begins with
-        # A single modality reads the same in both orders: there is no choice that could cost ln 2.
+        self._last = int(starts[-2])  # first position of the last modality, with which a backward document begins
+        # A single modality has no order, so no choice that costs ln 2.
         share = {"forward": 0.0, "backward": 1.0, "both": 0.5}[config.order]
         self._backward_share = share if len(tokens) > 1 else 0.0
         self._chunk_size = min(_CHUNK, max(1, _CHUNK_TOKENS // self.length))
@@ -118,14 +118,14 @@ class Dial:
     def documents(self, seed: int, first: int, count: int) -> np.ndarray:
         """Documents ``first`` to ``first + count - 1`` of a seed: ids_NT, int64.
 
-        Each is a function of (config, seed, its number), however it is asked for. The same number under another
-        ``order`` has the same tokens. Documents are drawn and kept 512 at a time: ask for neighbours.
+        Each is a function of (config, seed, number). The same number with another ``order`` has the same tokens.
+        Documents are drawn and cached 512 at a time, so consecutive numbers are fast.
 
         Raises:
             ValueError: a negative number.
         """
         if min(seed, first, count) < 0:
-            raise ValueError(f"seed {seed}, first {first} and count {count} cannot be negative.")
+            raise ValueError(f"seed {seed}, first {first} or count {count} is negative.")
         ids_NT = np.empty((count, self.length), dtype=np.int64)
         done = 0
         while done < count:
@@ -140,7 +140,7 @@ class Dial:
         backward_N = random.random(self._chunk_size) < self._backward_share
         uniform_TN = random.random((self.length, self._chunk_size))
         ids_TN = np.empty((self.length, self._chunk_size), dtype=np.int64)
-        # The law of a document does not depend on its order, so all are drawn forward.
+        # The distribution does not depend on the order of modalities, so all documents are drawn forward.
         for m in self._modalities:
             ids_TN[m.roots_T] = m.inner.coupling.draw_b(uniform_TN[m.roots_T])
         for tie in self._ties:
@@ -156,14 +156,14 @@ class Dial:
     def log_prob(self, ids_NT: np.ndarray) -> np.ndarray:
         """Log-probability of each token given all earlier tokens of its document, nats: float64, at most 0.
 
-        Exact, and −inf for a token that cannot follow. Where documents come in both orders, the first token tells
-        which, and its log-probability holds the ln 2 that this costs.
+        Exact; −inf for an impossible token. If documents come in both orders, the first token reveals the order, and
+        its log-probability includes −ln 2.
 
         Raises:
-            ValueError: rows that have not a document's length or modalities.
+            ValueError: rows without the length or the modalities of a document.
         """
         if ids_NT.ndim != 2 or ids_NT.shape[1] != self.length:
-            raise ValueError(f"ids of shape {ids_NT.shape} are no documents of {self.length} tokens each.")
+            raise ValueError(f"ids have shape {ids_NT.shape}, but documents have {self.length} tokens.")
         nats_NT = np.empty(ids_NT.shape)
         for row in range(0, len(ids_NT), _ROWS):
             nats_NT[row : row + _ROWS] = self._log_prob(ids_NT[row : row + _ROWS].astype(np.int64))
@@ -176,47 +176,45 @@ class Dial:
         ids_NT[backward_N] = ids_NT[backward_N][:, self._canonical_T]
         ids_TN = ids_NT.T - self._first_id_T1
         if not ((ids_TN >= 0) & (ids_TN < self._size_T1)).all():
-            raise ValueError(
-                f"ids are no documents of this source: its modalities stand {self.config.order}."
-            )
+            raise ValueError(f"ids do not have the modalities of this source in the order {self.config.order}.")
         nats_TN = np.empty(ids_TN.shape)
         for m in self._modalities:
             nats_TN[m.places] = m.log_unigram_V[ids_TN[m.places]]
             nats_TN[m.child_T] += m.inner.gain(ids_TN[m.parent_T], ids_TN[m.child_T])
         for tie in self._ties:
-            # What one root says about the other, the later one gains.
+            # The later root of a tie gains the information.
             gain_TN = tie.edge.gain(ids_TN[tie.before_T], ids_TN[tie.after_T])
             nats_TN[tie.after_T] += np.where(backward_N, 0, gain_TN)
             nats_TN[tie.before_T] += np.where(backward_N, gain_TN, 0)
         if self._backward_share == 0.5:
             nats_TN[np.where(backward_N, self._last, 0), np.arange(len(ids_NT))] -= math.log(2)
-        np.minimum(nats_TN, 0, out=nats_TN)  # a certain token: rounding
+        np.minimum(nats_TN, 0, out=nats_TN)  # rounding of tokens with probability 1
         nats_NT = nats_TN.T.copy()
         nats_NT[backward_N] = nats_NT[backward_N][:, self._backward_T]
         return nats_NT
 
     def floors(self) -> dict[str, float]:
-        """Least possible loss by modality, nats a token: the mean of −`log_prob` over all documents."""
+        """Floor by modality, nats per token: the mean of −`log_prob` over all documents."""
         first, last = self._modalities[0].name, self._modalities[-1].name
         backward = self._backward_share
         order = math.log(2) if backward == 0.5 else 0.0
         floors = {}
         for m in self._modalities:
-            said = (1 - backward) * (m.name != first) + backward * (m.name != last)
+            tied = (1 - backward) * (m.name != first) + backward * (m.name != last)
             nats = len(m.roots_T) * m.entropy + len(m.child_T) * max(0.0, m.entropy - m.inner.information)
             nats += order * ((1 - backward) * (m.name == first) + backward * (m.name == last))
-            nats -= said * self.config.mutual_information
+            nats -= tied * self.config.mutual_information
             floors[m.name] = nats / self.config.tokens[m.name]
         return floors
 
     def describe(self, training_tokens: int) -> list[dict[str, str | int | float]]:
-        """One row of statistics a modality, ready for a table; entropies in nats a token.
+        """One table row of statistics per modality; entropies in nats per token.
 
         Keys: modality; vocabulary; skew; unigram entropy; entropy (of a token given its parent); predictability
-        (the difference); lag; tokens; token share; redundancy inside (what tokens of the modality say about each
-        other, nats a document); mutual information (with the modality before, nats a document); floor; transitions
-        (distinct pairs that the coupling ties together); transitions a token (of training); seen (times that the
-        average transition occurs in training).
+        (the difference); lag; tokens; token share; redundancy inside (mutual information of the tokens of the
+        modality, nats per document); mutual information (with the modality before, nats per document); floor;
+        transitions (distinct pairs of the coupling); transitions a token (per training token); seen (times that
+        the average transition occurs in training).
         """
         floors = self.floors()
         rows: list[dict[str, str | int | float]] = []
@@ -245,22 +243,22 @@ class Dial:
         return rows
 
     def unlearnable(self, training_tokens: int) -> list[str]:
-        """A sentence on each law that a run of this many tokens is too short to learn; none where all is well.
+        """A sentence on each distribution that a run of this many tokens is too short to learn.
 
-        Too short: the average transition occurs fewer than 100 times (see `SEEN`). Laws that say less than 0.1 nat
-        are left out: nothing is lost with them.
+        Too short: the average transition occurs fewer than 100 times (see `SEEN`). Distributions with less than
+        0.1 nat of mutual information are left out.
         """
-        laws = [(f"Tokens of {m.name}", m.inner, len(m.child_T)) for m in self._modalities]
+        edges = [(f"Tokens of {m.name}", m.inner, len(m.child_T)) for m in self._modalities]
         for (a, b), tie in zip(pairwise(self.vocab_sizes), self._ties, strict=True):
-            laws.append((f"Ties of {a} and {b}", tie.edge, len(tie.after_T)))
+            edges.append((f"Ties of {a} and {b}", tie.edge, len(tie.after_T)))
         sentences = []
-        for what, edge, places in laws:
+        for name, edge, places in edges:
             seen = self._seen(edge, places, training_tokens)
             if places and edge.information >= 0.1 and seen < SEEN:
                 needed = math.ceil(SEEN / self._seen(edge, places, 1))
                 sentences.append(
-                    f"{what} cannot be learnt in this run: in {training_tokens:,} training tokens each of the"
-                    f" {edge.coupling.transitions:,} transitions occurs {seen:.1f} times and {SEEN} are needed; train"
+                    f"{name} cannot be learned in this run: each of the {edge.coupling.transitions:,} transitions"
+                    f" occurs {seen:.1f} times in {training_tokens:,} training tokens, and {SEEN} are needed; train"
                     f" on at least {needed:,} tokens or lower the vocabulary."
                 )
         return sentences

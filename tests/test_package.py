@@ -1,0 +1,47 @@
+"""A clone of the last commit has the whole package, and so has the wheel that is built from it."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def git(*arguments: str) -> list[str]:
+    """The lines that git prints; skips the test outside of a repository."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"git {arguments[0]} fails: {done.stderr.strip()}")
+    return done.stdout.splitlines()
+
+
+def test_no_file_of_the_package_is_ignored():
+    ignored = git("ls-files", "--others", "--ignored", "--exclude-standard", "mmqk")
+    assert [path for path in ignored if "__pycache__" not in path] == []
+
+
+def test_no_tracked_file_matches_gitignore():
+    assert git("ls-files", "--cached", "--ignored", "--exclude-standard") == []
+
+
+def test_the_wheel_of_the_last_commit_has_every_file(tmp_path):
+    pytest.importorskip("setuptools", "77", reason="pyproject.toml needs setuptools 77 to build")
+    tracked = git("ls-tree", "-r", "--name-only", "HEAD", "mmqk")
+    source, archive = tmp_path / "source", tmp_path / "source.tar"
+    source.mkdir()
+    git("archive", "--output", str(archive), "HEAD", "mmqk", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
+    shutil.unpack_archive(archive, source, filter="data")
+    build = f"import setuptools.build_meta as build; build.build_wheel({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        packed = {name for name in content.namelist() if name.startswith("mmqk/")}
+    assert packed == set(tracked)
+    assert {"mmqk/store/equivalent_code.txt", "mmqk/report/templates/index.html"} <= packed
