@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from mmqk.store import OneSentenceParser, UserError, run_main
+from mmqk.store.vocab_sizes import parse_vocab_sizes
 
 from .folders import check_empty, read_huggingface, read_run, write_huggingface, write_run
-from .modalities import parse_vocab_sizes
 from .names import CHAMELEON, READ, WRITTEN
 from .read import adopt
 from .tokenizer import write_tokenizer

@@ -49,8 +49,9 @@ class ImageTokenizer(nn.Module):
         self.grid = (config.grid, config.grid)
         self.size = config.codes
         self.image_size = config.image_size
-        self.encoder: Any = encoder(config.stages)
-        self.project = nn.Conv2d(self.encoder.feature_info.channels()[-1], config.code_dim, 1)
+        convnext: Any = encoder(config.stages)
+        self.encoder = convnext
+        self.project = nn.Conv2d(convnext.feature_info.channels()[-1], config.code_dim, 1)
         self.decoder = Decoder(config.code_dim, config.decoder_width, config.doublings, config.decoder_depth)
         self.register_buffer("codebook_VD", torch.zeros(config.codes, config.code_dim))
         self.codebook_VD: Tensor

@@ -223,6 +223,6 @@ def train_image_tokenizer(
     trainer.fit(
         module,
         DataLoader(ImageBatches(train_BCHW), sampler=batches, batch_size=None),
-        DataLoader(val_BCHW.split(images_at_once(config)), batch_size=None),  # type: ignore[arg-type]
+        DataLoader(val_BCHW.split(images_at_once(config)), batch_size=None),
     )
     return module.cpu().export()

@@ -20,7 +20,6 @@ from mmqk.analysis.runs.load import Run
 from mmqk.analysis.runs.replays import ReplayVerdict, replay_verdicts
 from mmqk.analysis.verdicts.study import Arm, Claim, Study, load_study
 from mmqk.analysis.verdicts.verdicts import Verdict, judge
-from mmqk.grid.claims import LEANS
 
 # With more arms than colors and no grid, arms are sorted by their largest logit.
 MANY_ARMS = 8
@@ -175,7 +174,9 @@ def _renamed(claim: Claim, ids: _Names, arms: _Names) -> Claim:
         treatment=arms[claim.treatment],
         control=arms[claim.control],
         arms=tuple(arms[arm] for arm in claim.arms),
-        **{name: ids[getattr(claim, name)] for name in LEANS},
+        positive_control=ids[claim.positive_control],
+        negative_control=ids[claim.negative_control],
+        manipulation_check=ids[claim.manipulation_check],
     )
 
 

@@ -344,7 +344,7 @@ def read_header(folder: Path | str) -> dict[str, Any]:
         raise other
     try:
         layout = Layout(**record["layout"])
-        whole = record["kind"] in KINDS and layout.vocab_sizes
+        whole = record["kind"] in KINDS and bool(layout.vocab_sizes)
         whole = whole and all(0 < n <= MOST_IDS for n in layout.vocab_sizes.values())
         whole = whole and all(0 <= i < layout.size <= MOST_IDS for i in layout.specials)
         whole = whole and all(_is_part(p) for parts in record["splits"].values() for p in parts)
