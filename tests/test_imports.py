@@ -90,8 +90,8 @@ assert "attn_logit_absmax/text-image/layer00" in flat, sorted(flat)
 REPORT = f"""
 import sys, tempfile
 from pathlib import Path
-sys.path.insert(0, {str(ROOT / "tests/analysis")!r})
-from fake_runs import DEMO, write_run
+sys.path.insert(0, {str(ROOT)!r})
+from tests.analysis.fake_runs import DEMO, write_run
 from mmqk.report.__main__ import main
 with tempfile.TemporaryDirectory() as folder:
     write_run(Path(folder) / "runs/one", DEMO["mixed"])

@@ -1,4 +1,4 @@
-"""The README's section on one's own data, command by command, on shards made here in img2dataset's layout."""
+"""The README's section on your own data, command by command, on shards made here in img2dataset's layout."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from mmqk.analysis.verdicts.combined import Findings, read
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict
 from mmqk.report.figures.claims import claim_figure
-from mmqk.report.figures.compose import figure_files
-from mmqk.report.figures.draw import Brush, svg_panels
+from mmqk.report.figures.draw import Brush
+from mmqk.report.figures.files import figure_files, svg_panels
 from mmqk.report.figures.fork_tree import Node, fork_figure, fork_tree
 from mmqk.report.figures.papers import paper_figures
 from mmqk.report.figures.shapes import Figure, Panel
@@ -36,7 +36,7 @@ __all__ = ["TEMPLATES", "write_report"]
 SECTIONS = (
     ("attention", "Attention entropy and norms", ("entropy", "norms")),
     ("output", "Output of the last layer", ("final_norm",)),
-    ("by-layer", "Layer by layer", ("layers",)),
+    ("by-layer", "Attention logits by layer", ("layers",)),
     ("not-decided", "Shown without a verdict", ("shown",)),
 )
 CHANGED = "Claims were changed after they were first registered."
@@ -128,7 +128,7 @@ def page_content(findings: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dic
     sections = []
     if drawn.papers:
         papers = [views[figure.name] for figure in drawn.papers]
-        sections.append({"id": "papers", "title": "As in the papers", "figures": papers, "ended": []})
+        sections.append({"id": "papers", "title": "Figures as in the papers", "figures": papers, "ended": []})
     for id, heading, names in SECTIONS:
         present = [views[name] for name in names if name in views]
         if present:
@@ -216,9 +216,10 @@ def _view(study: Study, brush: Brush, figure: Figure) -> dict[str, Any]:
         "like": figure.like,
         "wide": wide,
         "columns": 1 if wide else max(2, max(len(row) for row in figure.rows)),
-        "rows": _by_row(svg_panels(brush, figure), [len(row) for row in figure.rows]),
+        "rows": svg_panels(brush, figure),
         "legend": [
-            vars(key) | {"href": f"#arm-{slug(key.arms[0])}" if key.arms else ""} for key in figure.legend
+            {"label": key.label, "color": key.color, "dash": key.dash, "marker": key.marker}
+            for key in figure.legend
         ],
         "arms": [
             {"label": study.label(arm), "href": f"#arm-{slug(arm)}"}
@@ -226,15 +227,6 @@ def _view(study: Study, brush: Brush, figure: Figure) -> dict[str, Any]:
             if arm in study.arms
         ],
     }
-
-
-def _by_row(svgs: Sequence[str], lengths: Sequence[int]) -> list[list[str]]:
-    """The panels row by row."""
-    start, rows = 0, []
-    for length in lengths:
-        rows.append(list(svgs[start : start + length]))
-        start += length
-    return rows
 
 
 def _fork_rows(study: Study, nodes: Sequence[Node], colors: dict[str, str]) -> list[dict[str, Any]]:

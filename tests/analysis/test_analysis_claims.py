@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import pytest
-from fake_runs import Planted, write_grid
 from scipy import stats
 
 from mmqk.analysis import judge, load_study
 from mmqk.store import UserError
+from tests.analysis.fake_runs import Planted, write_grid
 
 POSITIVE = {"id": "P", "arms": ["a"], "at_least": 5, "status": "control"}
 BASIC = {

@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from fake_runs import DEMO, Planted, write_demo
 
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.verdicts.compared import compare, measure, spread_outcomes
 from mmqk.grid.claims import Claim
+from tests.analysis.fake_runs import DEMO, Planted, write_demo
 
 
 def verdicts(folder, planted=None, change=None):
@@ -98,7 +98,7 @@ def test_forks_of_one_run_give_the_spread_once(tmp_path, forked, arms):
         for arm in ("late", "later"):
             grid["arms"][arm] = {"label": arm, "block": "decided", "set": {}}
 
-    import fake_runs
+    from tests.analysis import fake_runs
 
     fake = {arm: fake_runs.SETTINGS["mixed"] for arm in ("late", "later")}
     with pytest.MonkeyPatch.context() as patch:

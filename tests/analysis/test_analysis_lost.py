@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_runs import Planted, write_demo, write_run
 
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.runs.load import load_runs
 from mmqk.report.run_table import run_rows
+from tests.analysis.fake_runs import Planted, write_demo, write_run
 
 
 def keep(path: Path, steps) -> None:

@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-from fake_runs import UNIGRAM, Planted, write_run
 
 from mmqk.analysis.metrics import (
     METRICS,
@@ -19,6 +18,7 @@ from mmqk.analysis.metrics import (
 )
 from mmqk.analysis.runs.load import load_runs
 from mmqk.store import UserError
+from tests.analysis.fake_runs import UNIGRAM, Planted, write_run
 
 
 def run_of(tmp_path, planted, **kwargs):

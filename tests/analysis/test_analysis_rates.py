@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from fake_runs import Planted, write_grid
 from scipy import stats
 
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.verdicts.learning_rates import BestRate, choose, distinguishable
 from mmqk.store import UserError
+from tests.analysis.fake_runs import Planted, write_grid
 
 RATES = (0.01, 0.02, 0.04)
 # The arms are one configuration: what sets them apart is planted.

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from fake_runs import DEMO, Planted, write_demo, write_run
 
 from mmqk.analysis import load_runs, load_study
 from mmqk.store import UserError
+from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_run
 
 
 def test_ablation_lists_its_runs_in_order(tmp_path):

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_runs import C2, C10, C13, Planted, write_grid
 
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.verdicts.notes import trained_targets
 from mmqk.analysis.verdicts.study import Study
+from tests.analysis.fake_runs import C2, C10, C13, Planted, write_grid
 
 PLAIN, QK = {"model.qk_norm.kind": "none"}, {"model.qk_norm.kind": "rms"}
 OFF = {"loss.weights.image": 0.0}

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_runs import DEMO, Planted, write_demo
 
 from mmqk.analysis import judge, load_runs, load_study
 from mmqk.analysis.formatting import number
 from mmqk.analysis.verdicts.controls import within_bound
+from tests.analysis.fake_runs import DEMO, Planted, write_demo
 
 UNLEARNT = {"text": 3.4, "image": 5.45}
 

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
-from small_runs import config, small_run
 
 from mmqk.analysis.metrics import FAMILY_METRICS, FamilyMetric, find_metric
 from mmqk.analysis.metrics.rates import dose_response
 from mmqk.store import UserError
+from tests.analysis.small_runs import config, small_run
 
 
 def ended(path, rate, final, *, initial=7.0, excess=None, image=None, status="completed", steps=60, **more):

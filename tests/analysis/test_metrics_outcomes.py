@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from small_runs import config, small_run
 
 from mmqk.analysis.metrics import find_metric
 from mmqk.analysis.metrics.outcome import outcomes
 from mmqk.analysis.metrics.probes import norm_slope
+from tests.analysis.small_runs import config, small_run
 
 DATA = {"source": "one"}
 

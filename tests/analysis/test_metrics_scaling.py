@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from small_runs import config, small_run
 
 from mmqk.analysis.metrics import extrapolate, find_metric, model_size
 from mmqk.model import EarlyFusionTransformer, ModelConfig
+from tests.analysis.small_runs import config, small_run
 
 BLOCKS = {"text": 20, "image": 12}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import ndimage
-from small_runs import config, small_run
 
 from mmqk.analysis.metrics import METRICS, divergence_step, find_metric
 from mmqk.store import UserError, alarms_of, read_metrics
+from tests.analysis.small_runs import config, small_run
 
 
 def noise(n, seed=0, size=0.02):

@@ -5,13 +5,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from fake_runs import BASE, DEMO, Planted, write_demo, write_grid
 
 from mmqk.analysis import judge, load_study
 from mmqk.report.__main__ import main
 from mmqk.report.findings import cannot_tell, finding
 from mmqk.report.page import write_report
 from mmqk.store import UserError
+from tests.analysis.fake_runs import BASE, DEMO, Planted, write_demo, write_grid
 
 UNLEARNT = {"text": 5.58, "image": 5.48}
 NOTHING = {arm: replace(DEMO[arm], loss=UNLEARNT) for arm in ("mixed", "mixed-qk")}

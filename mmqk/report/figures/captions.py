@@ -82,11 +82,18 @@ def ends_by_modality(
     return "; ".join(parts)
 
 
+def logit_reading(study: Study, measured: Sequence[str]) -> str:
+    """The final logits of the arms that measured them, without a full stop."""
+    if not measured:
+        return "Attention logits were not measured"
+    return f"The largest attention logit {verb(study, measured)} at {listed(listed_ends(study, measured, LOGIT))}"
+
+
 def hero_reading(study: Study, arms: Sequence[str]) -> str:
     """The final logits, and how much final losses differ: logits at different losses are hard to compare."""
     arms = by_logit(study, arms)
+    measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
     if len(arms) > MANY_ARMS:
-        measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
         if not measured:
             return f"The losses of {plural(len(arms), 'arm')}."
         ends = listed_ends(study, dict.fromkeys((measured[0], measured[-1])), LOGIT)
@@ -96,13 +103,7 @@ def hero_reading(study: Study, arms: Sequence[str]) -> str:
             f"The largest attention logit of {plural(len(measured), 'arm')} {ended} {where}"
             f"{of_medians(study, measured)}."
         )
-    measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
-    ends = listed_ends(study, measured, LOGIT)
-    reading = (
-        f"The largest attention logit {verb(study, measured)} at {listed(ends)}"
-        if ends
-        else "Attention logits were not measured"
-    )
+    reading = logit_reading(study, measured)
     gaps, compared = [], set(measured)
     for modality in study.modalities:
         losses = {
@@ -134,7 +135,7 @@ def seeds_caption(study: Study, arms: Sequence[str]) -> str:
 def untrained(study: Study, arms: Sequence[str]) -> list[str]:
     """A sentence for each arm and modality whose loss is measured but not trained."""
     return [
-        f"In {study.label(arm)} the {modality} loss is measured but not trained."
+        f"In “{study.label(arm)}” the {modality} loss is measured but not trained."
         for arm in arms
         for modality in study.modalities
         if any(

@@ -69,7 +69,7 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
                 shared=False,
             )
         )
-    ends = _of_families(study, verdict, runs) if family else _of_arms(study, arms, runs, verdict)
+    ends = _by_seed(study, arms, runs, verdict)
     if ends is not None:
         panels.append(replace(ends, ylabel=capital(label), log=log))
     if not panels:
@@ -102,9 +102,7 @@ def _caption(
 ) -> str:
     """The content of the panels: the curves if present, then the result of each run."""
     decided = verdict.claim.decided
-    sentences = [
-        f"All of {plural(len(runs), 'run')} that the {'verdict counts' if decided else 'claim shows'}."
-    ]
+    sentences = [f"The {plural(len(runs), 'run')} that the {'verdict counts' if decided else 'claim shows'}."]
     curves, ends = (
         [p for p in panels if (p.statistic == verdict.claim.metric) == at_end] for at_end in (False, True)
     )
@@ -127,59 +125,47 @@ def _caption(
     return " ".join(sentences)
 
 
-def _of_arms(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Verdict) -> Panel | None:
-    """One dot per run over its arm; the arms of a seed are joined."""
+def _by_seed(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Verdict) -> Panel | None:
+    """One dot per run over its arm, the arms of a seed joined; of a family metric one dot per family and seed."""
     metric, modality = find_metric(verdict.claim.metric)
-    assert not isinstance(metric, FamilyMetric)
-    place = {arm: i for i, arm in enumerate(arms)}
+    dots: list[tuple[str, str, int, float, str, str]] = []  # place, arm, seed, value, run, marker
+    if isinstance(metric, FamilyMetric):
+        names = list(dict.fromkeys(run.family for run in runs))
+        for name in names:
+            members = [run for run in runs if run.family == name]
+            for seed in sorted({run.seed for run in members}):
+                value = _of_family(study, verdict, members, seed)
+                dots.append((name, members[-1].arm, seed, value, "", "o"))
+    else:
+        names = list(arms)
+        for run in runs:
+            value = metric.measure(run, modality)
+            value = metric.worst_seen(run, modality) if math.isinf(value) else value
+            marker = "x" if run.status.status == "diverged" else "o"
+            dots.append((run.arm, run.arm, run.seed, value, run.name, marker))
     lines: list[Line] = []
-    by_seed: dict[int, list[tuple[int, float]]] = {}
-    for run in runs:
-        value = metric.measure(run, modality)
-        value = metric.worst_seen(run, modality) if math.isinf(value) else value
-        if not math.isfinite(value):
-            continue
-        by_seed.setdefault(run.seed, []).append((place[run.arm], value))
-        marker = "x" if run.status.status == "diverged" else "o"
-        x, y = np.array([float(place[run.arm])]), np.array([value])
-        lines.append(Line(run.arm, "", run.seed, x, y, run=run.name, marker=marker, scatter=True, dash="-"))
+    of_seed: dict[int, list[tuple[float, float]]] = {}
+    for name, arm, seed, value, of, marker in dots:
+        if math.isfinite(value):
+            x = float(names.index(name))
+            of_seed.setdefault(seed, []).append((x, value))
+            lines.append(Line(arm, "", seed, np.array([x]), np.array([value]), run=of, marker=marker))
     if not lines:
         return None
-    if verdict.claim.decided:
-        for seed, points in by_seed.items():
+    if verdict.claim.decided and not isinstance(metric, FamilyMetric):
+        for seed, points in of_seed.items():
             if len(points) > 1:
-                x, y = (np.array(column, dtype=float) for column in zip(*sorted(points), strict=True))
-                lines.insert(0, Line("", "", seed, x, y, color=JOINED, dash="-"))
-    ticks = tuple(_tick(study.label(arm)) for arm in arms)
-    if len(arms) > MOST_TICKS:
-        ticks = tuple("" for _ in arms)
+                xs, ys = np.array(sorted(points)).T
+                lines.insert(0, Line("", "", seed, xs, ys, color=JOINED))
+    ticks = tuple(_tick(study.label(name)) if len(names) <= MOST_TICKS else "" for name in names)
+    x_is = "family" if isinstance(metric, FamilyMetric) else "arm"
     return Panel(
-        verdict.claim.metric, "By seed", "", tuple(lines), xlabel="", x="arm", ticks=ticks, shared=False
+        verdict.claim.metric, "By seed", "", tuple(lines), xlabel="", x=x_is, ticks=ticks, shared=False
     )
 
 
 def _tick(label: str) -> str:
     return label if len(label) <= 16 else label.replace(", ", ",\n", 1)
-
-
-def _of_families(study: Study, verdict: Verdict, runs: Sequence[Run]) -> Panel | None:
-    """One dot per family and seed: the number that the claim compares."""
-    names = list(dict.fromkeys(run.family for run in runs))
-    lines: list[Line] = []
-    for i, name in enumerate(names):
-        members = [run for run in runs if run.family == name]
-        for seed in sorted({run.seed for run in members}):
-            value = _of_family(study, verdict, members, seed)
-            if math.isfinite(value):
-                x = np.array([float(i)])
-                arm = members[-1].arm
-                lines.append(Line(arm, "", seed, x, np.array([value]), marker="o", scatter=True, dash="-"))
-    if not lines:
-        return None
-    ticks = tuple(_tick(study.label(name)) for name in names)
-    return Panel(
-        verdict.claim.metric, "By seed", "", tuple(lines), xlabel="", x="family", ticks=ticks, shared=False
-    )
 
 
 def _of_family(study: Study, verdict: Verdict, runs: Sequence[Run], seed: int) -> float:

@@ -153,34 +153,12 @@ def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
         start = node.step if node.parent >= 0 else 0
         end = node.end if node.run else max(n.step for n in nodes if n.parent == row)
         if node.parent >= 0:
-            above = np.array([float(len(drawn) - node.parent), y])
-            lines.append(
-                Line(
-                    arm,
-                    "",
-                    seed,
-                    np.array([start, start], dtype=float),
-                    above,
-                    run=run,
-                    color=color,
-                    dash="-",
-                )
-            )
+            x, above = np.full(2, float(start)), np.array([float(len(drawn) - node.parent), y])
+            lines.append(Line(arm, "", seed, x, above, run=run, color=color))
         diverged = node.run is not None and node.run.status.status == "diverged"
-        at = np.array([start, end], dtype=float)
+        x = np.array([start, end], dtype=float)
         lines.append(
-            Line(
-                arm,
-                "",
-                None,
-                at,
-                np.array([y, y]),
-                "median",
-                run=run,
-                color=color,
-                dash="-",
-                diverged=diverged,
-            )
+            Line(arm, "", None, x, np.array([y, y]), "median", run=run, color=color, diverged=diverged)
         )
         words = f"{study.label(arm)}, seed {seed}" if node.run else f"{node.name}, not among these runs"
         words += f": {node.changed}" if node.changed else ""

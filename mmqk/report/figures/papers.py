@@ -29,6 +29,7 @@ from mmqk.store import UserError
 DROPOUT = ("model.residual_dropout", "model.attn_dropout")
 PLACEMENT = ("model.pre_norm", "model.post_norm")
 MOST_ARMS = 8
+Wanted = Callable[[Study, list[Run]], bool]
 
 
 def paper_figures(study: Study) -> list[Figure]:
@@ -39,10 +40,14 @@ def paper_figures(study: Study) -> list[Figure]:
     """
     made = [_named(study, entry) for entry in study.report.get("figures") or ()]
     taken = {figure.like for figure in made}
-    for like, make in DEFAULTS.items():
-        if like not in taken and (figure := make(study, like)) is not None:
-            made.append(figure)
-    return _with_names(made)
+    others: list[Figure | None] = []
+    for like, (fields, wanted) in LOSSES.items():
+        if like not in taken and len(arms := _differ(study, fields, wanted)) > 1:
+            others.append(training_loss(study, arms, like))
+    for make, like in (KINDS[kind] for kind in SWEEPS):
+        if like not in taken:
+            others.append(make(study, (), like))
+    return _with_names([*made, *filter(None, others)])
 
 
 def _named(study: Study, entry: Any) -> Figure:
@@ -125,7 +130,7 @@ def training_loss(study: Study, arms: Sequence[str], like: str) -> Figure | None
         panels = [
             replace(p, lines=tuple(replace(line, color=colors[line.arm]) for line in p.lines)) for p in panels
         ]
-        keys = tuple(Key(study.label(arm), colors[arm], arms=(arm,)) for arm in arms)
+        keys = tuple(Key(study.label(arm), colors[arm]) for arm in arms)
     start = max((p.lines[0].values[0] for p in panels if p.lines), default=math.nan)
     panels = [replace(panel, top=1.15 * start) for panel in panels]
     same = [m for m in study.modalities if _training(study, arms, m) == arms]
@@ -160,13 +165,13 @@ def _end(study: Study, arm: str, tag: str) -> str:
     return f"{nats(value)} ({study.label(arm)}{diverged})"
 
 
-def _differ(study: Study, fields: Sequence[str], wanted: Callable[[list[Run]], bool]) -> tuple[str, ...]:
+def _differ(study: Study, fields: Sequence[str], wanted: Wanted) -> tuple[str, ...]:
     """Arms whose runs differ in these fields only; of several groups the one with most arms of the first figure."""
     first = set(hero_arms(study))
     best: list[Run] = []
     rank: tuple[float, ...] = (-1,)
     for group in alike((run for run in study.runs if len(run.series("loss")[0])), fields):
-        if not wanted(group):
+        if not wanted(study, group):
             continue
         # Between equal groups: the largest model at the highest learning rate, as in the papers.
         at = [max((v for run in group if (v := of(run)) > 0), default=0.0) for of in (model_size, rate)]
@@ -176,36 +181,24 @@ def _differ(study: Study, fields: Sequence[str], wanted: Callable[[list[Run]], b
     return tuple(arm for arm in study.arms if arm in arms)[:MOST_ARMS]
 
 
-def _values(runs: Sequence[Run], fields: Sequence[str]) -> set[tuple[str, ...]]:
-    return {tuple(str(run.setting(field, "")) for field in fields) for run in runs}
+def _vary(*blocks: Sequence[str]) -> Wanted:
+    """Whether the runs differ in each of these blocks of fields."""
 
-
-def _qk_norm(runs: list[Run]) -> bool:
-    kinds = {run.setting("model.qk_norm.kind", "none") for run in runs}
-    return len(kinds) > 1 and "none" in kinds
-
-
-def _image_off(study: Study) -> Callable[[list[Run]], bool]:
-    others = [m for m in study.modalities if m != "text"]
-
-    def wanted(runs: list[Run]) -> bool:
-        return any(len({is_trained(run, m) for run in runs}) > 1 for m in others)
+    def wanted(_study: Study, runs: list[Run]) -> bool:
+        values = [{tuple(str(run.setting(f, "")) for f in fields) for run in runs} for fields in blocks]
+        return all(len(of_block) > 1 for of_block in values)
 
     return wanted
 
 
-def _loss_default(
-    fields: Sequence[str], wanted: Callable[[Study], Callable[[list[Run]], bool]]
-) -> Callable[[Study, str], Figure | None]:
-    def make(study: Study, like: str) -> Figure | None:
-        arms = _differ(study, fields, wanted(study))
-        return training_loss(study, arms, like) if len(arms) > 1 else None
-
-    return make
+def _qk_norm(_study: Study, runs: list[Run]) -> bool:
+    kinds = {run.setting("model.qk_norm.kind", "none") for run in runs}
+    return len(kinds) > 1 and "none" in kinds
 
 
-def _sizes(runs: list[Run]) -> bool:
-    return len(_values(runs, SIZE)) > 1
+def _image_off(study: Study, runs: list[Run]) -> bool:
+    others = [m for m in study.modalities if m != "text"]
+    return any(len({is_trained(run, m) for run in runs}) > 1 for m in others)
 
 
 Maker = Callable[[Study, Sequence[str], str], Figure | None]
@@ -217,16 +210,11 @@ KINDS: dict[str, tuple[Maker, str]] = {
     "logit_by_size": (logit_by_size, "Wortsman Fig. 9"),
 }
 SWEEPS = ("lr_sensitivity", "loss_and_logit_by_lr", "logit_by_size")
-DEFAULTS: dict[str, Callable[[Study, str], Figure | None]] = {
-    "Chameleon Fig. 5b": _loss_default(("model.qk_norm",), lambda study: _qk_norm),
-    "Chameleon Fig. 5c": _loss_default(DROPOUT, lambda study: lambda runs: len(_values(runs, DROPOUT)) > 1),
-    "Chameleon Fig. 6a": _loss_default(SIZE, lambda study: _sizes),
-    "Chameleon Fig. 6b": _loss_default(("loss.weights", "data"), _image_off),
-    "Chameleon Fig. 6c": _loss_default(
-        (*DROPOUT, *PLACEMENT),
-        lambda study: lambda runs: len(_values(runs, DROPOUT)) > 1 and len(_values(runs, PLACEMENT)) > 1,
-    ),
-    "Wortsman Fig. 1": lambda study, like: lr_sensitivity(study, (), like),
-    "Wortsman Fig. 2": lambda study, like: loss_and_logit_by_lr(study, (), like),
-    "Wortsman Fig. 9": lambda study, like: logit_by_size(study, (), like),
+# Training losses of arms that differ in these fields only, if the condition holds.
+LOSSES: dict[str, tuple[Sequence[str], Wanted]] = {
+    "Chameleon Fig. 5b": (("model.qk_norm",), _qk_norm),
+    "Chameleon Fig. 5c": (DROPOUT, _vary(DROPOUT)),
+    "Chameleon Fig. 6a": (SIZE, _vary(SIZE)),
+    "Chameleon Fig. 6b": (("loss.weights", "data"), _image_off),
+    "Chameleon Fig. 6c": ((*DROPOUT, *PLACEMENT), _vary(DROPOUT, PLACEMENT)),
 }

@@ -24,9 +24,7 @@ class Line:
         diverged: the run was stopped where the line ends.
         run: name of the run, empty for a line over several.
         color: empty for the color of the arm.
-        dash: style of the line; None for the style of the modality.
-        marker: of every point, empty for none.
-        scatter: draw the points without a line.
+        marker: of points without a line; empty for a line without markers.
     """
 
     arm: str
@@ -39,9 +37,7 @@ class Line:
     diverged: bool = False
     run: str = ""
     color: str = ""
-    dash: Any = None
     marker: str = ""
-    scatter: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,14 +91,17 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend: text, color, dash as in an SVG attribute, marker, and its arms."""
+    """An entry of a legend; a marker replaces the line."""
 
     label: str
     color: str
-    dash: str = ""
-    width: float = 3
+    style: Any = "-"
     marker: str = ""
-    arms: tuple[str, ...] = ()
+
+    @property
+    def dash(self) -> str:
+        """The line style as an SVG dash array; empty for a solid line."""
+        return "" if self.style == "-" else " ".join(f"{1.75 * length:g}" for length in self.style[1])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mmqk.report.figures.captions import (
     by_logit,
     ends_by_modality,
     hero_reading,
-    listed_ends,
+    logit_reading,
     loss_series,
     of_medians,
     reduced,
@@ -95,12 +95,7 @@ def shown(study: Study) -> Figure | None:
     tail = f"; diverged: {listed(diverged)}" if diverged else ""
     if not diverged and all(run.status.finished for run in runs):
         tail = "; none diverged"
-    ends = listed(listed_ends(study, measured, LOGIT))
-    reading = (
-        f"The largest attention logit {verb(study, measured)} at {ends}{of_medians(study, measured)}"
-        if measured
-        else "Attention logits were not measured"
-    )
+    reading = logit_reading(study, measured) + of_medians(study, measured)
     return _loss_and_logits(study, "shown", arms, f"{reading}{tail}.")
 
 
@@ -113,16 +108,18 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
         losses.append(Panel(f"loss/{modality}", capital(modality), "training loss (nats per token)", lines))
         logit = arm_lines(study, arms, modality, reduced("attn_logit_absmax", np.max, modality), points)
         bound = bound_lines(study, arms, modality) if len(arms) <= FEW_ARMS else ()
-        title = f"{capital(modality)} queries"
-        logits.append(
-            Panel(
-                f"attn_logit_absmax/{modality}",
-                title,
-                "largest |attention logit|",
-                (*logit, *bound),
-                log=True,
-            )
+        panel = Panel(
+            f"attn_logit_absmax/{modality}",
+            f"{capital(modality)} queries",
+            "largest |attention logit|",
+            (*logit, *bound),
+            log=True,
         )
+        if bound:
+            highest = max(bound, key=lambda line: line.values[-1])
+            x, y = float(highest.steps[-1]), float(highest.values.max())
+            panel = replace(panel, notes=((x, y, "QK-Norm bound (by construction)", "left"),))
+        logits.append(panel)
     start = max((line.values[0] for panel in losses for line in panel.lines), default=math.nan)
     top = LOSS_TOP * start
     cut = any((line.values > top).any() for panel in losses for line in panel.lines)
@@ -144,8 +141,8 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
         caption.append(f"Losses above {nats(top)} nats are cut off.")
     if any(line.role == "bound" for panel in logits for line in panel.lines):
         caption.append(
-            "Dotted: the QK-Norm bound, the largest logit that the gains of that step allow. Logits below it are no "
-            "evidence, because they cannot exceed it."
+            "Dotted: the QK-Norm bound, the largest logit that the gains of that step allow. Logits below the bound "
+            "are no evidence for a claim, because they cannot exceed it."
         )
     caption += untrained(study, arms)
     if any(line.diverged for panel in (*losses, *logits) for line in panel.lines):
@@ -319,7 +316,7 @@ def heat_map(study: Study) -> Figure | None:
             if np.isnan(last).all():
                 continue
             layer = int(np.nanargmax(last))
-            parts.append(f"in layer {layer} of {study.label(arm)} ({number(float(last[layer]))})")
+            parts.append(f"in layer {layer} of “{study.label(arm)}” ({number(float(last[layer]))})")
     if not rows:
         return None
     drawn = tuple(dict.fromkeys(panel.arm for row in rows for panel in row))

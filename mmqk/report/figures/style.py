@@ -18,7 +18,6 @@ from mmqk.report.figures.shapes import Key
 # Okabe and Ito's palette for color-blind readers; yellow is last, because it is faint on white.
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 STYLES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (6, 1.5, 1, 1.5)), (0, (1, 1)))
-DASHES = ("", "7 3", "9 2.5 2 2.5", "2 2")
 INK, FAINT = "#1b1f24", "#8b929b"
 
 RC: Any = {
@@ -30,6 +29,8 @@ RC: Any = {
     "axes.titlesize": 12,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
+    "axes.titlepad": 7,
+    "axes.labelpad": 3,
     "axes.edgecolor": FAINT,
     "axes.labelcolor": INK,
     "axes.linewidth": 0.8,
@@ -102,9 +103,9 @@ def ramp(count: int) -> list[str]:
     return [to_hex(colormaps["viridis_r"](0.12 + 0.88 * i / max(count - 1, 1))) for i in range(count)]
 
 
-def modality_dashes(study: Study) -> dict[str, str]:
-    """The line style of a modality as an SVG dash array, for legends."""
-    return {m: DASHES[i % len(DASHES)] for i, m in enumerate(study.modalities)}
+def modality_styles(study: Study) -> dict[str, Any]:
+    """The line style of each modality."""
+    return {m: STYLES[i % len(STYLES)] for i, m in enumerate(study.modalities)}
 
 
 def legend(study: Study, arms: Sequence[str], modalities: Sequence[str] = ()) -> tuple[Key, ...]:
@@ -113,22 +114,19 @@ def legend(study: Study, arms: Sequence[str], modalities: Sequence[str] = ()) ->
     groups = {family: [arm for arm in members if arm in arms] for family, members in families(study).items()}
     of_family = {family: members for family, members in groups.items() if members}
     if len(arms) > len(PALETTE) and len(of_family) < len(arms):
+        darker = ", darker: further along its axis"
         keys = [
-            Key(
-                study.label(family) + (", darker: further along its axis" if len(members) > 1 else ""),
-                colors[members[-1]],
-                arms=tuple(members),
-            )
+            Key(study.label(family) + (darker if len(members) > 1 else ""), colors[members[-1]])
             for family, members in of_family.items()
         ]
     else:
         colored = [arm for arm in arms if colors.get(arm, INK) != GRAY]
-        rest = tuple(arm for arm in arms if arm not in colored)
-        keys = [Key(study.label(arm), colors.get(arm, INK), arms=(arm,)) for arm in colored]
+        rest = [arm for arm in arms if arm not in colored]
+        keys = [Key(study.label(arm), colors.get(arm, INK)) for arm in colored]
         if rest:
             others = f"{len(rest)} other arms" if colored else f"{len(rest)} arms"
-            keys.append(Key(others if len(rest) > 1 else study.label(rest[0]), GRAY, arms=rest))
+            keys.append(Key(others if len(rest) > 1 else study.label(rest[0]), GRAY))
     if len(modalities) > 1:
-        dashes = modality_dashes(study)
-        keys += [Key(m, INK, dashes[m], 2) for m in modalities]
+        styles = modality_styles(study)
+        keys += [Key(m, INK, styles[m]) for m in modalities]
     return tuple(keys)

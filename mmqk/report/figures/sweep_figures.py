@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqk.analysis.formatting import capital, count, listed, nats, number
+from mmqk.analysis.formatting import capital, count, listed, nats, number, plural
 from mmqk.analysis.metrics import (
     FAMILY_METRICS,
     Extrapolation,
@@ -22,7 +22,7 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import middle
 from mmqk.report.figures.captions import LOGIT
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
-from mmqk.report.figures.style import PALETTE, ramp
+from mmqk.report.figures.style import INK, PALETTE, ramp
 from mmqk.report.figures.sweeps import Sweep, medians, rate, sweeps
 
 RATE: Any = {"xlabel": "learning rate", "x": "optim.lr", "xlog": True}
@@ -39,32 +39,20 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
         return None
     sizes = sorted({size for sweep in groups for size in sweep.sizes})
     colors = dict(zip(sizes, ramp(len(sizes)), strict=True))
+    by_sweep = list(zip(PALETTE, groups, strict=False))
+    several = len(sizes) > 1
+    if several:
+        titles = [(s.label, [(colors[size], s.at(size=size)) for size in s.sizes]) for s in groups]
+    else:
+        titles = [(_size(sizes[0]), [(color, list(sweep.runs)) for color, sweep in by_sweep])]
     rows, sentences = [], []
     for modality in _trained(study, groups):
         loss = _capped_loss(modality)
         label = f"final {modality} loss (nats per token)"
-        if len(sizes) == 1:
-            lines = [
-                line
-                for color, sweep in zip(PALETTE, groups, strict=False)
-                for line in _over(sweep.runs, rate, loss, color)
-            ]
-            row = [Panel(f"final_loss/{modality}", _size(sizes[0]), label, tuple(lines), **RATE)]
-        else:
-            row = [
-                Panel(
-                    f"final_loss/{modality}",
-                    sweep.label,
-                    label,
-                    tuple(
-                        line
-                        for size in sweep.sizes
-                        for line in _over(sweep.at(size=size), rate, loss, colors[size])
-                    ),
-                    **RATE,
-                )
-                for sweep in groups
-            ]
+        row = []
+        for title, shown in titles:
+            lines = [line for color, runs in shown for line in _over(runs, rate, loss, color)]
+            row.append(Panel(f"final_loss/{modality}", title, label, tuple(lines), **RATE))
         panel, sentence = _sensitivity(study, groups, modality)
         if panel.lines:
             row.append(panel)
@@ -72,9 +60,8 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
         rows.append(tuple(row))
     if not rows:
         return None
-    several = len(sizes) > 1
     keys = [Key(_size(size), colors[size]) for size in sizes] if several else []
-    keys += [Key(s.label, c, arms=s.arms) for c, s in zip(PALETTE, groups, strict=False)]
+    keys += [Key(sweep.label, color) for color, sweep in by_sweep]
     reading = f"{capital('; '.join(sentences))}." if sentences else "Final loss against the learning rate."
     caption = _dots(groups) + _given(groups, "their loss at initialization")
     if sentences:
@@ -102,11 +89,7 @@ def _sensitivity(study: Study, groups: Sequence[Sweep], modality: str) -> tuple[
         if points:
             at = np.array(list(points))
             lines.append(_median(at, [middle(v) for v in points.values()], color))
-            lines += [
-                Line("", "", None, np.full(len(v), size), np.array(v), color=color, marker=".", scatter=True)
-                for size, v in points.items()
-                if len(v) > 1
-            ]
+            lines += [_scatter([size] * len(v), v, color, ".") for size, v in points.items() if len(v) > 1]
             ends.append((max(points), f"{nats(middle(points[max(points)]))} ({sweep.label})"))
     panel = Panel(
         f"lr_sensitivity/{modality}", "LR sensitivity", f"LR sensitivity, {modality} (nats)", tuple(lines),
@@ -141,22 +124,12 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
     ]
     values.append(("largest_attention_logit", "largest |attention logit|", _logit, True))
     rows = []
+    by_sweep = list(zip(PALETTE, groups, strict=False))
     for statistic, label, value, log in values:
-        row = [
-            Panel(
-                statistic,
-                _size(size),
-                label,
-                tuple(
-                    line
-                    for color, sweep in zip(PALETTE, groups, strict=False)
-                    for line in _over(sweep.at(size=size), rate, value, color)
-                ),
-                log=log,
-                **RATE,
-            )
-            for size in shown
-        ]
+        row = []
+        for size in shown:
+            lines = [line for color, s in by_sweep for line in _over(s.at(size=size), rate, value, color)]
+            row.append(Panel(statistic, _size(size), label, tuple(lines), log=log, **RATE))
         if any(panel.lines for panel in row):
             rows.append(tuple(row))
     if not rows:
@@ -176,8 +149,8 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
     )
     caption = _dots(groups) + _given(groups, "their loss at initialization and their last finite logit")
     if len(shown) < len(sizes):
-        caption += f" Smallest and largest of {len(sizes)} sizes."
-    keys = tuple(Key(s.label, c, arms=s.arms) for c, s in zip(PALETTE, groups, strict=False))
+        caption += f" Shown: the smallest and the largest of {len(sizes)} sizes."
+    keys = tuple(Key(sweep.label, color) for color, sweep in by_sweep)
     return Figure("loss_and_logit_by_lr", reading, caption, tuple(rows), _arms(groups), keys, like)
 
 
@@ -215,16 +188,8 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
             at_rate = f"at learning rate {lr:g} ({sweep.label})"
             words = f"{number(predicted)} predicted, {number(actual)} measured {at_rate}"
             predictions.append((actual, words))
-        panels.append(
-            Panel(
-                "largest_attention_logit",
-                sweep.label,
-                "largest |attention logit|",
-                tuple(lines),
-                log=True,
-                **SIZES,
-            )
-        )
+        logit = "largest |attention logit|"
+        panels.append(Panel("largest_attention_logit", sweep.label, logit, tuple(lines), log=True, **SIZES))
     if not predictions:
         return None
     largest = _size(max(size for sweep in groups for size in sweep.sizes))
@@ -237,7 +202,7 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
     )
     keys = (
         *(Key(f"learning rate {lr:g}", colors[lr]) for lr in rates),
-        Key("held out of the fit", "#1b1f24", marker="D"),
+        Key("held out of the fit", INK, marker="D"),
     )
     return Figure("logit_by_size", reading, caption, (tuple(panels),), _arms(groups), keys, like)
 
@@ -259,11 +224,11 @@ def fit_quadratic(sizes: Sequence[float], values: Sequence[float]) -> Callable[[
     return lambda at: 10 ** np.polyval(coefficients, np.log10(at) - center)
 
 
-def _over(runs: Iterable[Run], key: Value, value: Value, color: str, line: bool = True) -> list[Line]:
+def _over(runs: Iterable[Run], key: Value, value: Value, color: str) -> list[Line]:
     """One point per run, × if it diverged, and the line of the medians."""
     done = [run for run in runs if run.status.finished and math.isfinite(value(run))]
     lines = []
-    if line and len({key(run) for run in done}) > 1:
+    if len({key(run) for run in done}) > 1:
         at = medians(done, key, value)
         lines.append(_median(np.array(list(at)), list(at.values()), color))
     for run in done:
@@ -281,7 +246,7 @@ def _scatter(
 ) -> Line:
     x, y = np.array(at, dtype=float), np.array(values, dtype=float)
     arm, seed, name = (run.arm, run.seed, run.name) if run else ("", None, "")
-    return Line(arm, "", seed, x, y, run=name, color=color, marker=marker, scatter=True)
+    return Line(arm, "", seed, x, y, run=name, color=color, marker=marker)
 
 
 def _capped_loss(modality: str) -> Value:
@@ -323,8 +288,10 @@ def _dots(groups: Sequence[Sweep]) -> str:
     left = sum(not run.status.finished for run in runs)
     words = f"One point per run ({len(runs) - left}); lines through the medians."
     if chosen:
-        words += f" {chosen} of them only selected a learning rate and are not in a verdict."
-    return words + (f" {left} unfinished ones are left out." if left else "")
+        words += (
+            f" Of these, {plural(chosen, 'run')} only selected a learning rate; verdicts do not count them."
+        )
+    return words + (f" Not shown: {plural(left, 'unfinished run')}." if left else "")
 
 
 def _size(size: float) -> str:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from fake_runs import DEMO, Planted, write_demo, write_grid, write_run
-from report_runs import write_sweep
 
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.metrics import is_trained, trained_modalities
@@ -20,6 +18,8 @@ from mmqk.report.findings import about_numbers, cannot_tell, effect_and_medians,
 from mmqk.report.page import _about_learning, _about_losses
 from mmqk.report.run_table import run_rows
 from mmqk.report.tables import arm_rows
+from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
+from tests.report.report_runs import write_sweep
 
 CALM = {"high-pre": replace(DEMO["high-pre"], diverges=None, validated=True)}
 
@@ -196,7 +196,7 @@ WHERE = [
     ("Own best learning rates: ", "tuned", ["demo", "sweep"]),
     ("only selected a learning rate", "tuned", ["sweep"]),
     (r"Diverged runs \(×\) are drawn at", "sweep", ["calm sweep", "tuned"]),
-    ("unfinished ones are left out", "sweep going on", ["sweep"]),
+    ("Not shown: .* unfinished run", "sweep going on", ["sweep"]),
     ("shown without a verdict", "demo", ["all decided", "counts"]),
     ("Results of unfinished runs", "going on", ["demo"]),
     ("Effects short of", "demo", ["alone", "one seed"]),

@@ -7,8 +7,6 @@ import math
 
 import numpy as np
 import pytest
-from fake_runs import write_demo
-from report_runs import BASE, RATES, START, WIDTHS, planted_logit, write, write_sweep
 
 from mmqk.analysis import load_study
 from mmqk.analysis.metrics import extrapolate
@@ -16,6 +14,8 @@ from mmqk.report.figures.papers import paper_figures
 from mmqk.report.figures.sweep_figures import fit_quadratic, logit_by_size, lr_sensitivity
 from mmqk.report.figures.sweeps import sweeps
 from mmqk.store import UserError
+from tests.analysis.fake_runs import write_demo
+from tests.report.report_runs import BASE, RATES, START, WIDTHS, planted_logit, write, write_sweep
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import base64
 
 import pytest
-from fake_runs import write_demo
-from report_runs import write_forks, write_replays
 
 from mmqk.report.page import write_report
+from tests.analysis.fake_runs import write_demo
+from tests.report.report_runs import write_forks, write_replays
 from tests.training.browser import browser, installed
 
 CHROMIUM = installed()

@@ -3,10 +3,10 @@
 import re
 
 import pytest
-from fake_runs import DEMO, write_demo, write_run
 
 from mmqk.report.page import write_report
 from mmqk.report.render import Raw, code, fenced, markdown
+from tests.analysis.fake_runs import DEMO, write_demo, write_run
 
 EVIL = "http://evil.example"
 HOSTILE = (

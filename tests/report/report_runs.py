@@ -1,6 +1,6 @@
 """Small run folders for tests of the page: sweeps over learning rate and size, forks, replays.
 
-Written without any of mmqk's own writers. ``python tests/analysis/report_runs.py FOLDER`` makes some to look at.
+Written without any of mmqk's own writers. ``python tests/report/report_runs.py FOLDER`` makes some to look at.
 """
 
 from __future__ import annotations

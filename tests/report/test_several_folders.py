@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_runs import write_demo
-from report_runs import write, write_forks, write_replays, write_sweep
 
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.verdicts.combined import read
@@ -16,6 +14,8 @@ from mmqk.report.figures.curves import ALL_POINTS, FEWEST, points_a_line, thinne
 from mmqk.report.figures.fork_tree import fork_figure, fork_tree
 from mmqk.report.page import write_report
 from mmqk.report.render import linked
+from tests.analysis.fake_runs import write_demo
+from tests.report.report_runs import write, write_forks, write_replays, write_sweep
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ import math
 import shutil
 
 import pytest
-from fake_runs import Planted, write_demo
-from report_runs import RATES, write_forks, write_sweep
 
 from mmqk.analysis import judge, load_study
 from mmqk.analysis.formatting import decimals, fixed
@@ -16,6 +14,8 @@ from mmqk.report.figures.sweep_figures import lr_sensitivity
 from mmqk.report.findings import cannot_tell, effect_and_medians, finding, headline
 from mmqk.report.run_table import tokens, totals
 from mmqk.store import UserError
+from tests.analysis.fake_runs import Planted, write_demo
+from tests.report.report_runs import RATES, write_forks, write_sweep
 
 WORDS = {
     v: "Text: {size} more ({low} to {high}, n = {n})." for v in ("reproduced", "inconclusive", "contradicted")

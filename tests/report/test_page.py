@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_runs import DEMO, Planted, write_demo, write_run
 
 from mmqk.analysis import load_study
 from mmqk.analysis.formatting import duration, listed, number
@@ -27,6 +26,7 @@ from mmqk.report.findings import cannot_tell, finding, headline, lead
 from mmqk.report.page import Drawn, page_content, write_report
 from mmqk.report.render import css, render
 from mmqk.report.tables import arm_rows, data_rows
+from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_run
 
 CLAIMS = ("claim-C2", "claim-C10", "claim-C13")
 PAPERS = ("chameleon-fig-5b", "chameleon-fig-6b")
@@ -130,10 +130,10 @@ def test_page_is_in_order(demo):
         "C2 reproducedWithout QK-Norm attention logits explode with the learning rate",
         "C10 contradictedImage generation is what destabilises",
         "C13 inconclusiveQK-Norm is essential and not sufficient",
-        "As in the papers",
+        "Figures as in the papers",
         "Attention entropy and norms",
         "Output of the last layer",
-        "Layer by layer",
+        "Attention logits by layer",
         "Shown without a verdict",
         "Results by arm",
         "Data",

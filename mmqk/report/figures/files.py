@@ -1,0 +1,119 @@
+"""Figures as SVG for a page, and as PNG and SVG files with title and legend."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import textwrap
+
+import matplotlib
+from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
+from PIL import Image
+
+from mmqk.report.figures.draw import Brush, draw
+from mmqk.report.figures.shapes import Figure, HeatMap, Key, Panel
+from mmqk.report.figures.style import RC
+
+PANEL_INCHES, HEAT_INCHES = (5.4, 3.5), (5.4, 2.5)
+# Three or more panels in a row: text keeps its size.
+THIRD_INCHES = (3.9, 3.1)
+WIDE_INCHES = 9.6
+DPI = 130
+# A palette of this size makes a line drawing a third as large, without a visible difference.
+COLORS = 192
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+# A date, a version or a link would make equal figures differ.
+_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+
+
+def svg_panels(brush: Brush, figure: Figure) -> list[list[str]]:
+    """Every panel, row by row, as an SVG element for a page, with unique ids."""
+    rows = []
+    with matplotlib.rc_context(RC):
+        for r, row in enumerate(figure.rows):
+            rows.append([])
+            for c, panel in enumerate(row):
+                canvas = Canvas(figsize=_inches(panel, len(row)))
+                draw(brush, canvas.add_subplot(), figure, row, panel)
+                _frame(canvas, panel)
+                what, by = (
+                    (panel.label, "layer") if isinstance(panel, HeatMap) else (panel.ylabel, panel.xlabel)
+                )
+                svg = _svg(canvas, f"{figure.name}-{r}{c}", f"{panel.title}: {what} by {by or 'arm'}")
+                rows[-1].append(svg[svg.index("<svg") :])
+    return rows
+
+
+def _inches(panel: Panel | HeatMap, abreast: int) -> tuple[float, float]:
+    if isinstance(panel, HeatMap):
+        return HEAT_INCHES
+    if panel.height:
+        return WIDE_INCHES, panel.height
+    return THIRD_INCHES if abreast > 2 else PANEL_INCHES
+
+
+def _frame(canvas: Canvas, panel: Panel | HeatMap) -> None:
+    """Fixed margins in inches, so that the axes of a page align; a constrained layout takes three times as long."""
+    width, height = canvas.get_size_inches()
+    heat = isinstance(panel, HeatMap)
+    left, top = (0.73, 0.37) if heat or not panel.height else (0.1, 0.1)
+    right = 0.75 if heat or panel.right is not None else 0.15
+    canvas.subplots_adjust(left / width, 0.56 / height, 1 - right / width, 1 - top / height)
+
+
+def figure_files(brush: Brush, figure: Figure) -> dict[str, bytes]:
+    """The figure as files: {"png": ..., "svg": ...}."""
+    with matplotlib.rc_context(RC):
+        canvas = _canvas(brush, figure)
+        drawn, out = io.BytesIO(), io.BytesIO()
+        canvas.savefig(drawn, format="png", dpi=DPI)
+        canvas.set_layout_engine("none")  # the SVG keeps the layout
+        picture = Image.open(drawn).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
+        picture.save(out, format="png", dpi=(DPI, DPI))
+        return {"png": out.getvalue(), "svg": _svg(canvas, figure.name, figure.reading).encode()}
+
+
+def _canvas(brush: Brush, figure: Figure) -> Canvas:
+    """All panels below the title, which is that of the legend."""
+    columns = max(len(row) for row in figure.rows)
+    width = 5.2 * max(columns, 2)
+    title = textwrap.wrap(figure.reading, int(width * 8.7))
+    per_row = max(2, int(width / 3.4))
+    head = 0.27 * len(title) + 0.3 + 0.23 * -(-len(figure.legend) // per_row)
+    heights = [2.4 if isinstance(row[0], HeatMap) else row[0].height or 3.2 for row in figure.rows]
+    canvas = Canvas(figsize=(width, head + sum(heights)), layout="constrained")
+    grid = canvas.add_gridspec(len(figure.rows), columns)
+    for r, row in enumerate(figure.rows):
+        for c, panel in enumerate(row):
+            draw(brush, canvas.add_subplot(grid[r, c]), figure, row, panel)
+    canvas.align_ylabels()
+    canvas.legend(
+        handles=[_handle(key) for key in figure.legend],
+        title="\n".join(title),
+        title_fontproperties={"size": 13, "weight": "bold"},
+        alignment="left",
+        loc="outside upper left",
+        ncols=per_row,
+        frameon=False,
+        handlelength=2.6,
+    )
+    return canvas
+
+
+def _handle(key: Key) -> Line2D:
+    if key.marker:
+        return Line2D([], [], color=key.color, linestyle="", marker=key.marker, mfc="white", label=key.label)
+    return Line2D([], [], color=key.color, linewidth=2.2, linestyle=key.style, label=key.label)
+
+
+def _svg(canvas: Canvas, prefix: str, label: str) -> str:
+    """A figure as SVG with an ``aria-label``; its ids begin with ``prefix``, which makes them unique on a page."""
+    out = io.StringIO()
+    canvas.savefig(out, format="svg", metadata=_NO_METADATA)
+    svg = out.getvalue().replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{prefix}-", svg).replace("'DejaVu Sans'", _FONT)
+    # Coordinates get two decimal places; numbers in labels are not changed.
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d\d)\d+", r"\1", tag[0]), svg)
+    return re.sub(r"\n\s*", "\n", svg)

@@ -1,6 +1,0 @@
-"""The made-up run folders stand in a module beside the tests, which import it by name."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
