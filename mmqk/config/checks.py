@@ -1,4 +1,4 @@
-"""What fields of several sections allow together. Each function raises one sentence that names the fields."""
+"""Checks of fields of several sections. Each function raises one sentence that names the fields."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
 
 
 def check_sharded(model: ModelConfig, optim: OptimConfig, loss: LossConfig, monitor: MonitorConfig) -> None:
-    """Raise ValueError for what looks at whole weights or gradients inside a step, where only shards are."""
+    """Raise ValueError for a field that needs whole weights or gradients within a step, which FSDP shards."""
     wanted = {
         "model.weight_reparam sigma": model.weight_reparam == "sigma",
         "optim.qk_clip": optim.qk_clip is not None,
@@ -54,12 +54,12 @@ def check_sharded(model: ModelConfig, optim: OptimConfig, loss: LossConfig, moni
     for name, is_wanted in wanted.items():
         if is_wanted:
             raise ValueError(
-                f"{name} needs whole matrices within a step, of which trainer.strategy fsdp has shards: use ddp."
+                f"{name} needs whole matrices within a step, which trainer.strategy fsdp shards: use ddp."
             )
 
 
 def check_trained(loss: LossConfig, data: DataConfig, model: ModelConfig) -> None:
-    """Raise ValueError where no token of the data has a loss."""
+    """Raise ValueError if no token of the data has a loss."""
     loss.weights_of(model.modalities)
     kinds = {kind for kind, weight in data.mix.items() if weight > 0}
     if kinds == {"text"} and loss.weights.get("text") == 0:
@@ -73,13 +73,13 @@ def check_steps(max_steps: int, at: list[int], fork: ForkConfig | None) -> None:
     start = 0 if fork is None else fork.parent.step
     if start >= max_steps:
         raise UserError(
-            f"trainer.max_steps is {max_steps}, but the fork starts at step {start}: give it more, and"
-            " optim.schedule_steps if the schedule is to stay."
+            f"trainer.max_steps is {max_steps}, but the fork starts at step {start}: raise it, and set"
+            " optim.schedule_steps to keep the schedule."
         )
     for step in at:
         if not start < step <= max_steps:
             raise UserError(
-                f"checkpoint.at has step {step}: the run's own steps are {start + 1} to {max_steps}."
+                f"checkpoint.at has step {step}, but the run has steps {start + 1} to {max_steps}: name one of them."
             )
 
 

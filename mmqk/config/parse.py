@@ -1,4 +1,4 @@
-"""The one parser: YAML files and command line to a `RunConfig`. Every mistake is one sentence."""
+"""The one parser: YAML files and command line to a `RunConfig`. Every user error is one sentence."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def build_parser(help_all: bool = False) -> Parser:
         "--activation_checkpointing", type=bool, default=False,
         help="Compute the activations of each block again in the backward pass: less memory, more computation.",
     )  # fmt: skip
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: torch's own choice).")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default 0: torch chooses).")
     parser.add_argument(
         "--fork", type=str, default=None, metavar="CKPT",
         help="Start from this checkpoint (or the newest one of a run folder) with the configuration of its run; the"

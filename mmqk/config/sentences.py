@@ -83,13 +83,13 @@ def _kinds(types: str) -> str:
 
 def class_path_sentence(field: str) -> str:
     """Why a class path is refused."""
-    return f"{field} names a class, which mmqk does not take: give it a plain value, or leave it out."
+    return f"{field} names a class, which mmqk does not accept: give a plain value, or leave it out."
 
 
 def _unknown(name: str, parser: ArgumentParser) -> str:
     flag = name.removeprefix("trainer.").split(".")[0].rstrip("+")
     if name.startswith("trainer.") and flag in OWN_TRAINER_FLAGS:
-        return f"trainer.{flag} is decided by mmqk and cannot be set: leave it out."
+        return f"mmqk sets trainer.{flag}: leave it out."
     if name.startswith("trainer.") and flag in REMOVED_TRAINER_FLAGS:
         return f"trainer.{flag} is no longer a field, because it changed no number of a run: leave it out."
     for old, new in RENAMED.items():

@@ -45,7 +45,7 @@ def said(capsys, *args: str) -> str:
         (["--model.tie_embeddings=true"], "model.tie_embeddings cannot be switched on in a fork"),
         (["--model.per_modality.qk=false"], "model.per_modality.qk cannot be switched off in a fork"),
         (["--trainer.max_steps=4"], "trainer.max_steps is 4, but the fork starts at step 4"),
-        (["--checkpoint.at=[4]"], "checkpoint.at has step 4: the run's own steps are 5 to 8"),
+        (["--checkpoint.at=[4]"], "checkpoint.at has step 4, but the run has steps 5 to 8"),
         (["--fork_noise=1e-9"], "fork_noise is 1e-09"),
         (["--fork_seed=1"], "fork_seed has no effect"),
         (["--fork_skip_batches=-1"], "fork_skip_batches is -1"),
