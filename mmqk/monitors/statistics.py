@@ -74,44 +74,33 @@ def _regex(form: str) -> re.Pattern[str]:
 
 
 # Part -> (when it is computed, what it computes). docs/statistics.md has the measured work.
+# fmt: off
 COSTS: dict[str, tuple[str, str]] = {
     "step": ("always", "values that the step computes anyway; one transfer to the host for many steps"),
     "validation": ("`data.val_every_n_steps`", "forward passes over the held-out sequences"),
     "start": ("always", "counted once, before the first step"),
     "alarms": ("always", "rules on logged numbers, on the host (docs/alarms.md)"),
     "flex": ("every step with `--backend flex`", "values that the kernel returns anyway, one per row"),
-    "QK-Clip": (
-        "`optim.qk_clip`",
-        "all attention logits of every step; under flex, values that the kernel returns anyway",
-    ),
+    "QK-Clip": ("`optim.qk_clip`",
+        "all attention logits of every step; under flex, values that the kernel returns anyway"),
     "forward": ("`monitor.every_n_steps`", "the forward pass of a probe, shared by all its statistics"),
     "norms": ("with each probe", "a pass over each activation of the probe; no matrix product"),
-    "attention": (
-        "with each probe",
-        "all visible logits, computed once for all statistics; passes over T × T numbers",
-    ),
+    "attention": ("with each probe",
+        "all visible logits, computed once for all statistics; passes over T × T numbers"),
     "growth": ("with each probe", "second moments of queries and keys"),
     "output": ("with each probe", "a pass over the output logits; no matrix product"),
-    "weights": (
-        "with each probe",
-        "a pass over embedding, head and gains; no matrix product; with σReparam also singular values",
-    ),
+    "weights": ("with each probe",
+        "a pass over embedding, head and gains; no matrix product; with σReparam also singular values"),
     "heads": ("`monitor.heads`", "attention again, one head at a time"),
     "precision": ("`monitor.precision`", "an additional forward pass of the probe, in the run's precision"),
-    "parameters": (
-        "`monitor.parameters`",
-        "a copy of all parameters in a step with a probe; no matrix product",
-    ),
-    "agreement": (
-        "`monitor.gradient_agreement`",
-        "forward and backward passes of the whole micro-batch, by half and modality",
-    ),
-    "budget": (
-        "`monitor.budget_every_n_steps`",
-        "an additional backward pass per modality in every step of a window",
-    ),
+    "parameters": ("`monitor.parameters`", "a copy of all parameters in a step with a probe; no matrix product"),
+    "agreement": ("`monitor.gradient_agreement`",
+        "forward and backward passes of the whole micro-batch, by half and modality"),
+    "budget": ("`monitor.budget_every_n_steps`",
+        "an additional backward pass per modality in every step of a window"),
     "counted": ("with each probe", "nothing"),
 }
+# fmt: on
 
 _QK_CLIP = "QK-Clip limits it to 100 (Kimi K2, arXiv 2507.20534 [S])"
 _LOGIT_RANGE = (

@@ -18,7 +18,7 @@ from mmqk.config import MonitorConfig
 from mmqk.model import EarlyFusionTransformer, ModelConfig, QKNormConfig
 from mmqk.monitors import probe
 from mmqk.monitors.training_run.callback import RunMonitor
-from mmqk.monitors.training_run.mechanism import Mechanism
+from mmqk.monitors.training_run.step_monitor import StepMonitor
 from mmqk.training.loop.step_log import StepLog
 from tests.one_step import build, step, token_batch
 from tests.training.toy import fit, module_of, toy_batch
@@ -82,7 +82,7 @@ def transfers_of_step(settings: dict, monitor: MonitorConfig | None = None) -> C
     step(module, batch)  # lazily made state
     optimizer = module.trainer.optimizers[0]
     if monitor is not None:
-        module.step_watch = Mechanism(module.model, monitor, 100, [0, 1])
+        module.step_watch = StepMonitor(module.model, monitor, 100, [0, 1])
         module.step_watch.before_step(1)
     optimizer.zero_grad()
     with Transfers() as transfers:

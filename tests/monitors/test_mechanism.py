@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mmqk.config import MonitorConfig
 from mmqk.model import EarlyFusionTransformer, ModelConfig, PerModalityConfig, QKNormConfig
-from mmqk.monitors.training_run.mechanism import Mechanism
+from mmqk.monitors.training_run.step_monitor import StepMonitor
 from mmqk.monitors.training_run.window import BudgetWindow, watched_matrices
 
 BLOCKS = {"text": 9, "image": 7}
@@ -202,24 +202,24 @@ def test_under_qk_norm_the_radial_gradient_is_zero_and_the_weights_still_grow(pl
 def test_windows_begin_and_end_where_the_configuration_says():
     config = MonitorConfig(every_n_steps=0, budget_every_n_steps=5, budget_steps=3)
     model = make_model()
-    mechanism, optimizer = Mechanism(model, config, 20, [0, 1]), adam(model)
+    monitor, optimizer = StepMonitor(model, config, 20, [0, 1]), adam(model)
     closed, attributed = [], []
     for step in range(1, 13):
-        mechanism.before_step(step)
-        mechanism.before_step(step)  # a second micro-batch
+        monitor.before_step(step)
+        monitor.before_step(step)  # a second micro-batch
         parts_M = parts_of(model, ids_of(step))
-        if mechanism.attributing:
+        if monitor.attributing:
             attributed.append(step)
-            mechanism.before_backward(parts_M)
+            monitor.before_backward(parts_M)
         optimizer.zero_grad()
         parts_M.sum().backward()
-        mechanism.before_update(optimizer, None, {})
+        monitor.before_update(optimizer, None, {})
         optimizer.step()
-        mechanism.after_update(optimizer)
-        if found := mechanism.after_step():
+        monitor.after_update(optimizer)
+        if found := monitor.after_step():
             closed.append((step, found["budget_window"]))
     assert closed == [(3, 3), (8, 3)] and attributed == [1, 2, 3, 6, 7, 8, 11, 12]
-    assert mechanism.close()["budget_window"] == 2 and mechanism.close() == {}
+    assert monitor.close()["budget_window"] == 2 and monitor.close() == {}
 
 
 def test_looking_leaves_gradients_and_random_numbers_alone():

@@ -14,8 +14,8 @@ from mmqk.monitors.measures.pairs import Pairs
 from mmqk.monitors.probe import pairs_of, probe
 from mmqk.monitors.record import Probe
 from mmqk.monitors.training_run.halves import gradient_agreement
-from mmqk.monitors.training_run.mechanism import Mechanism
 from mmqk.monitors.training_run.residual import residual_absorption
+from mmqk.monitors.training_run.step_monitor import StepMonitor
 
 # Most pairs of tokens to store between probes of the held-out batch; a pair takes about 12 bytes.
 STORED_PAIRS = 2**20
@@ -47,41 +47,41 @@ class RunMonitor(L.Callback):
         self.config, self.heldout, self.step_rows = config, heldout, step_rows
         self._pairs: dict[int, Pairs] | None = None  # of the held-out batch
         self._probed = -1
-        self._mechanism: Mechanism | None = None
+        self._step_monitor: StepMonitor | None = None
         self._saved: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         c = self.config
         if c.parameters or c.budget_every_n_steps:
             module: Any = pl_module  # a TrainingModule, which this package may not import
-            self._mechanism = Mechanism(module.model, c, trainer.max_steps, module.trained_places)
-            self._mechanism.load_state_dict(self._saved)
-            module.step_watch = self._mechanism
+            self._step_monitor = StepMonitor(module.model, c, trainer.max_steps, module.trained_places)
+            self._step_monitor.load_state_dict(self._saved)
+            module.step_watch = self._step_monitor
         self._probed = trainer.global_step if trainer.global_step else -1
         if c.probe_split == "heldout" and self._probed < 0:
             self._probe(trainer, pl_module, None)
 
     def on_train_batch_start(self, trainer, pl_module, batch: TokenBatch, batch_idx: int) -> None:
-        if self._mechanism is not None:
-            self._mechanism.before_step(trainer.global_step + 1)
+        if self._step_monitor is not None:
+            self._step_monitor.before_step(trainer.global_step + 1)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch: TokenBatch, batch_idx: int) -> None:
         # Weights change only after the last micro-batch of a step.
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        if self._mechanism is not None:
-            _log(trainer, self._mechanism.after_step())
+        if self._step_monitor is not None:
+            _log(trainer, self._step_monitor.after_step())
             # Close it before the last checkpoint: a run that is killed after it resumes without another step.
             if trainer.global_step == trainer.max_steps:
-                _log(trainer, self._mechanism.close())
+                _log(trainer, self._step_monitor.close())
         step, every = trainer.global_step, self.config.every_n_steps
         if every and (step % every == 0 or step == trainer.max_steps) and step != self._probed:
             self._probe(trainer, pl_module, batch)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log the open window, and probe the last step of a run that ends early."""
-        if self._mechanism is not None:
-            _log(trainer, self._mechanism.close())
+        if self._step_monitor is not None:
+            _log(trainer, self._step_monitor.close())
         if self.config.probe_split == "heldout" and trainer.global_step != self._probed:
             self._probe(trainer, pl_module, None)
 
@@ -113,8 +113,8 @@ class RunMonitor(L.Callback):
                 current,
                 lambda half: module.modality_loss_parts(half, model),  # type: ignore[operator]
             )
-        if self._mechanism is not None:
-            values |= self._mechanism.sizes()
+        if self._step_monitor is not None:
+            values |= self._step_monitor.sizes()
         _log(trainer, values)
 
     def _probed_batch(
@@ -143,7 +143,7 @@ class RunMonitor(L.Callback):
         return flat(probes)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._mechanism is None else self._mechanism.state_dict()
+        return {} if self._step_monitor is None else self._step_monitor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict

@@ -1,6 +1,6 @@
 """Measures optimizer steps: the radial budget in windows, and gradient and update sizes by parameter.
 
-The training module calls a `Mechanism` during a step (`mmqk.training.step.record.StepWatch`). It does not change
+The training module calls a `StepMonitor` during a step (`mmqk.training.step.record.StepWatch`). It does not change
 training.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mmqk.config import MonitorConfig
 
 
-class Mechanism:
+class StepMonitor:
     """Measures the configured steps; `after_step`, `close` and `sizes` return the numbers.
 
     Args:
