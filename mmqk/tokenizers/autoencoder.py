@@ -5,13 +5,15 @@ Shapes: B batch, C channels, H height, W width, S image side, D code width, G gr
 
 from __future__ import annotations
 
+from typing import Any
+
 import timm
 import torch.nn.functional as F
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 
 
-def encoder(stages: int) -> nn.Module:
+def encoder(stages: int) -> Any:
     """The first `stages` stages of ConvNeXt-atto (Liu et al., 2201.03545): (B, 3, S, S) to a list of feature maps.
 
     The last map is (B, C, S/stride, S/stride). The stride is 4 after one stage and doubles with each further stage.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,9 +48,8 @@ class ImageTokenizer(nn.Module):
         self.grid = (config.grid, config.grid)
         self.size = config.codes
         self.image_size = config.image_size
-        convnext: Any = encoder(config.stages)
-        self.encoder = convnext
-        self.project = nn.Conv2d(convnext.feature_info.channels()[-1], config.code_dim, 1)
+        self.encoder = encoder(config.stages)
+        self.project = nn.Conv2d(self.encoder.feature_info.channels()[-1], config.code_dim, 1)
         self.decoder = Decoder(config.code_dim, config.decoder_width, config.doublings, config.decoder_depth)
         self.register_buffer("codebook_VD", torch.zeros(config.codes, config.code_dim))
         self.codebook_VD: Tensor

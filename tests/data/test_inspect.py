@@ -459,7 +459,7 @@ def test_the_table_is_printed_with_the_numbers_of_the_page(tiny_args, tmp_path, 
         (["--data.sequences=3"], "no field 'data.sequences'"),
         (["--data.pairs=nowhere"], "nowhere"),
         (["--data.seq_len=70"], "at least 76"),
-        (["--data.mix", '{"pair": 1, "dial": 1}'], "stands alone"),
+        (["--data.mix", '{"pair": 1, "dial": 1}'], "use each alone"),
         (["--config=nowhere.yaml"], "nowhere.yaml"),
     ],
 )

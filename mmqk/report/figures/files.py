@@ -30,7 +30,7 @@ _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 def svg_panels(brush: Brush, figure: Figure) -> list[list[str]]:
     """Every panel, row by row, as an SVG element for a page, with unique ids."""
-    rows = []
+    rows: list[list[str]] = []
     with matplotlib.rc_context(RC):
         for r, row in enumerate(figure.rows):
             rows.append([])
@@ -57,9 +57,11 @@ def _inches(panel: Panel | HeatMap, abreast: int) -> tuple[float, float]:
 def _frame(canvas: Canvas, panel: Panel | HeatMap) -> None:
     """Fixed margins in inches, so that the axes of a page align; a constrained layout takes three times as long."""
     width, height = canvas.get_size_inches()
-    heat = isinstance(panel, HeatMap)
-    left, top = (0.73, 0.37) if heat or not panel.height else (0.1, 0.1)
-    right = 0.75 if heat or panel.right is not None else 0.15
+    if isinstance(panel, HeatMap):
+        left, top, right = 0.73, 0.37, 0.75
+    else:
+        left, top = (0.1, 0.1) if panel.height else (0.73, 0.37)
+        right = 0.15 if panel.right is None else 0.75
     canvas.subplots_adjust(left / width, 0.56 / height, 1 - right / width, 1 - top / height)
 
 
