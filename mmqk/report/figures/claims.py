@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from mmqk.report.figures.curves import arm_lines, points_a_line
 from mmqk.report.figures.shapes import Figure, Line, Panel
 from mmqk.report.figures.style import legend
 
-MOST_TICKS = 10
+MOST_TICKS, TICK_WIDTH = 10, 16
 JOINED = "#c3c9cf"
 
 
@@ -165,7 +166,7 @@ def _by_seed(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Ve
 
 
 def _tick(label: str) -> str:
-    return label if len(label) <= 16 else label.replace(", ", ",\n", 1)
+    return "\n".join(textwrap.wrap(label, TICK_WIDTH, break_on_hyphens=False)[:3])
 
 
 def _of_family(study: Study, verdict: Verdict, runs: Sequence[Run], seed: int) -> float:

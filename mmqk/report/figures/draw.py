@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +24,7 @@ WORTH_A_LOG = 5
 NICE = (1, 2, 2.5, 5, 10)
 # With more lines than this, thin lines are thinner and paler.
 MANY_LINES = 24
+TITLE_WIDTH = 50
 # Lines that are calculated: (width, line style).
 CALCULATED: dict[str, tuple[float, Any]] = {"bound": (1.4, (0, (1, 1.4))), "fit": (1.3, (0, (5, 2)))}
 
@@ -44,7 +46,7 @@ def draw(
     brush: Brush, axes: Axes, figure: Figure, row: Sequence[Panel | HeatMap], panel: Panel | HeatMap
 ) -> None:
     """Draw one panel of a row of a figure on its axes."""
-    axes.set_title(panel.title)
+    axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH))
     if isinstance(panel, HeatMap):
         _draw_heat(axes, panel, heat_range(figure))
         return
@@ -57,7 +59,7 @@ def draw(
         left = side == "right"
         axes.annotate(
             text, (x, y), xytext=(3 if left else -3, 3), textcoords="offset points",
-            ha="left" if left else "right", va="bottom", fontsize=9.5,
+            ha="left" if left else "right", va="bottom", fontsize=9.5, in_layout=False,
         )  # fmt: skip
     _set_x(axes, panel)
     ends = limits([p for p in row if isinstance(p, Panel)], panel)
@@ -200,7 +202,7 @@ def _finite(arrays: Sequence[NDArray], above: float) -> NDArray:
     return values[np.isfinite(values) & (values > above)]
 
 
-def tick(value: float, _position: int | None = None) -> str:
+def tick(value: float, _position: float = 0) -> str:
     """Format a value on an axis: 0.003, 1e-4, 250, 1.5k, 2.4M."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if size <= abs(value) < 1e12:

@@ -57,12 +57,13 @@ def _inches(panel: Panel | HeatMap, abreast: int) -> tuple[float, float]:
 def _frame(canvas: Canvas, panel: Panel | HeatMap) -> None:
     """Fixed margins in inches, so that the axes of a page align; a constrained layout takes three times as long."""
     width, height = canvas.get_size_inches()
-    if isinstance(panel, HeatMap):
-        left, top, right = 0.73, 0.37, 0.75
-    else:
-        left, top = (0.1, 0.1) if panel.height else (0.73, 0.37)
-        right = 0.15 if panel.right is None else 0.75
-    canvas.subplots_adjust(left / width, 0.56 / height, 1 - right / width, 1 - top / height)
+    left, top, right = 0.73, 0.37, 0.15
+    if isinstance(panel, HeatMap) or panel.right is not None:
+        right = 0.75
+    elif panel.height:
+        left, top = 0.1, 0.1
+    bottom = 0.7 if isinstance(panel, Panel) and panel.ticks else 0.56  # room for three lines
+    canvas.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
 
 
 def figure_files(brush: Brush, figure: Figure) -> dict[str, bytes]:
@@ -105,9 +106,10 @@ def _canvas(brush: Brush, figure: Figure) -> Canvas:
 
 
 def _handle(key: Key) -> Line2D:
+    label = " ".join(key.label.split())
     if key.marker:
-        return Line2D([], [], color=key.color, linestyle="", marker=key.marker, mfc="white", label=key.label)
-    return Line2D([], [], color=key.color, linewidth=2.2, linestyle=key.style, label=key.label)
+        return Line2D([], [], color=key.color, linestyle="", marker=key.marker, mfc="white", label=label)
+    return Line2D([], [], color=key.color, linewidth=2.2, linestyle=key.style, label=label)
 
 
 def _svg(canvas: Canvas, prefix: str, label: str) -> str:

@@ -233,7 +233,7 @@ def norms(study: Study) -> Figure | None:
     values = {key: v for key, v in growth.items() if key[0] == NORMS["v_norm"]}
     if values and top not in values:
         most = number(values[_changed_most(values)])
-        reading += f"; ‖v‖, which is outside the logit product, at most ×{most}"
+        reading += f"; ‖v‖, which does not enter the logits, at most ×{most}"
     caption = (
         f"{lines_caption(study, arms)} Mean over tokens, heads and layers. q and k are those of the dot product: "
         "after QK-Norm in arms that have it."
