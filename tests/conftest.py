@@ -16,13 +16,13 @@ import pytest
 import torch
 from PIL import Image
 
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "black": (10, 10, 10)}
+COLORS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "black": (10, 10, 10)}
 SHAPES = ("square", "stripe", "corner", "bar")
 WORDS = "the people of this union shall see a long and steady growth of trade and peace".split()  # noqa: SIM905
 
 
-def draw(colour: str, shape: str, seed: int) -> Image.Image:
-    """A coloured shape on white with a little noise."""
+def draw(color: str, shape: str, seed: int) -> Image.Image:
+    """A colored shape on white with a little noise."""
     random = np.random.default_rng(seed)
     pixels = np.full((64, 64, 3), 255, dtype=np.uint8)
     region = {
@@ -31,20 +31,20 @@ def draw(colour: str, shape: str, seed: int) -> Image.Image:
         "corner": np.s_[:32, :32],
         "bar": np.s_[:, 24:40],
     }[shape]
-    pixels[region] = COLOURS[colour]
+    pixels[region] = COLORS[color]
     noise = random.integers(-9, 10, pixels.shape)
     return Image.fromarray((pixels.astype(int) + noise).clip(0, 255).astype(np.uint8))
 
 
 def samples(n: int, offset: int):
     for i in range(offset, offset + n):
-        colour, shape = list(COLOURS)[i % 4], SHAPES[i // 4 % 4]
+        color, shape = list(COLORS)[i % 4], SHAPES[i // 4 % 4]
         buffer = io.BytesIO()
-        draw(colour, shape, i).save(buffer, "WEBP", lossless=True)
+        draw(color, shape, i).save(buffer, "WEBP", lossless=True)
         yield (
             f"tiny-{i:04d}",
             buffer.getvalue(),
-            {"caption": f"a {colour} {shape} on a white ground, plain and flat"},
+            {"caption": f"a {color} {shape} on a white ground, plain and flat"},
         )
 
 
@@ -83,7 +83,7 @@ def tiny_data(tmp_path_factory) -> Path:
 
     torch.manual_seed(0)
     tokenizer = ImageTokenizer(ImageTokenizerConfig(codes=32, code_dim=8, decoder_width=16, decoder_depth=1))
-    images = torch.stack([pil_to_tensor(draw(c, s, 0)) for c in COLOURS for s in SHAPES]).float() / 255
+    images = torch.stack([pil_to_tensor(draw(c, s, 0)) for c in COLORS for s in SHAPES]).float() / 255
     with torch.no_grad():
         vectors = tokenizer.features(images).permute(0, 2, 3, 1).flatten(0, 2)
     tokenizer.codebook_VD.copy_(vectors[torch.randperm(len(vectors))[:32]])

@@ -298,7 +298,7 @@ def test_swin_v2_has_the_settings_of_timm():
     assert {key: flatten(as_run("llama2").nested()["model"])[key] for key in theirs} != theirs
 
 
-def test_vit_22b_normalises_queries_over_the_same_axis_as_timm():
+def test_vit_22b_normalizes_queries_over_the_same_axis_as_timm():
     from timm.models.vision_transformer import ParallelScalingBlock
 
     block = ParallelScalingBlock(16, 2, qk_norm=True)

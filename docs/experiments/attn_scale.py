@@ -45,7 +45,7 @@ VARIANTS: dict[str, ModelConfig] = {
     "rsqrt, post-norm alone, RMS QK-Norm": replace(POST_ALONE, qk_norm=QKNormConfig(kind="rms")),
 }
 TITLE = "At initialization the variance of q·k is head_dim; 1/√head_dim brings it to 1"
-COLOURS = dict(zip(VARIANTS, (PALETTE[i] for i in (0, 1, 2, 5, 6, 3, 4)), strict=True))
+COLORS = dict(zip(VARIANTS, (PALETTE[i] for i in (0, 1, 2, 5, 6, 3, 4)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -273,16 +273,16 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 
 def _label(axes: Axes, name: str, x: float, y: float, text: str) -> None:
-    axes.text(x, y, text, color=COLOURS[name], fontweight="bold", fontsize=10.5)
+    axes.text(x, y, text, color=COLORS[name], fontweight="bold", fontsize=10.5)
 
 
 def _series(axes: Axes, name: str, points: Sequence[tuple[float, float, float]]) -> None:
     x, expected, measured = zip(*points, strict=True)
-    axes.plot(x, expected, color=COLOURS[name], linewidth=1.6, zorder=2 + (name == "scale rsqrt"))
+    axes.plot(x, expected, color=COLORS[name], linewidth=1.6, zorder=2 + (name == "scale rsqrt"))
     if name == "rsqrt, post-norm alone, RMS QK-Norm":  # it lies on another line
-        axes.plot(x, measured, "o", color=COLOURS[name], markersize=12, fillstyle="none", markeredgewidth=1.6)
+        axes.plot(x, measured, "o", color=COLORS[name], markersize=12, fillstyle="none", markeredgewidth=1.6)
     else:
-        axes.plot(x, measured, "o", color=COLOURS[name], markersize=6.5, markeredgecolor="white", zorder=3)
+        axes.plot(x, measured, "o", color=COLORS[name], markersize=6.5, markeredgecolor="white", zorder=3)
 
 
 def main() -> None:

@@ -110,7 +110,7 @@ def claim(metric: str, treatment: str = "a", **more: Any) -> dict[str, Any]:
             "control": "plain",
             "min_effect": DELTA_LOG if log else DELTA_NATS,
         },
-        **{"regime": "both modalities learnt", "positive_control": "P"},
+        **{"regime": "both modalities learned", "positive_control": "P"},
         "unchecked": {"declared": "the arms have equal configurations on purpose"},
     } | more
 

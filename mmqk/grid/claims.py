@@ -14,7 +14,7 @@ from mmqk.ranges import check_fields, number
 from mmqk.store import UserError, identity_hash
 
 # Checks of every verdict: the key under ``unchecked`` that turns one off, and its name on the page.
-CHECKS = {"learnt": "modalities learnt", "declared": "arms differ only as declared", "seeds": "enough seeds"}
+CHECKS = {"learned": "modalities learned", "declared": "arms differ only as declared", "seeds": "enough seeds"}
 # Placeholders that a sentence under ``finding`` may use.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
 # Fields that name another claim, which must be judged first.
@@ -48,7 +48,7 @@ class Claim:
         direction: not used for an equivalence.
         test: superiority (beyond min_effect), equivalence (no difference as large as min_effect, either way) or
             count (more runs diverge, or reach ``at_least``; min_effect is a difference of shares).
-        regime: name on the page of the check that every trained modality was learnt.
+        regime: name on the page of the check that every trained modality was learned.
         unchecked: the checks (`CHECKS`) that the verdict skips, each with the reason.
         positive_control: id of the claim or control that must pass before this one can be contradicted, or be
             reproduced as an equivalence.
@@ -81,7 +81,7 @@ class Claim:
     min_effect: float = number(math.nan, 1e-12, 1e12)
     direction: Literal["greater", "less"] = "greater"
     test: Literal["superiority", "equivalence", "count"] = "superiority"
-    regime: Literal["both modalities learnt", "all modalities learnt"] | None = None
+    regime: Literal["both modalities learned", "all modalities learned"] | None = None
     unchecked: dict[str, str] = field(default_factory=dict)
     positive_control: str = ""
     negative_control: str = ""
@@ -124,7 +124,7 @@ class Claim:
 
     @property
     def not_checked(self) -> tuple[str, ...]:
-        """The skipped checks with their reasons: ``“modalities learnt” (the claim is about learning)``."""
+        """The skipped checks with their reasons: ``“modalities learned” (the claim is about learning)``."""
         return tuple(f"“{CHECKS[name]}” ({reason})" for name, reason in self.unchecked.items())
 
     @property

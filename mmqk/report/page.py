@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.analysis.formatting import DASH, plural, slug
-from mmqk.analysis.metrics import LEARNT_NATS, LOSS_WINDOW, unigram_entropy
+from mmqk.analysis.metrics import LEARNED_NATS, LOSS_WINDOW, unigram_entropy
 from mmqk.analysis.verdicts.combined import Findings, read
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict
@@ -140,7 +140,7 @@ def page_content(findings: Findings, drawn: Drawn, nodes: Sequence[Node]) -> dic
             "titles": _titles(study, verdicts),
             "standfirst": _standfirst(study, verdicts),
             "kicker": _kicker(study),
-            "learnt": _about_learning(study),
+            "learned": _about_learning(study),
             "losses": _about_losses([row["final"] for row in stands]),
             "run_losses": _about_losses([loss for row in rows for loss in row["losses"]]),
             "numbers": about_numbers(verdicts),
@@ -302,7 +302,7 @@ def _about_learning(study: Study) -> str:
         else "its value at initialization"
     )
     return (
-        f"A modality counts as learned once its loss has been {LEARNT_NATS} nat below {floor}. "
+        f"A modality counts as learned once its loss has been {LEARNED_NATS} nat below {floor}. "
         "A comparison of an arm that learned with one that did not is about learning only."
     )
 

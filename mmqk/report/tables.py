@@ -14,7 +14,7 @@ from mmqk.analysis.metrics import (
     final_loss,
     initial_loss,
     is_trained,
-    learnt,
+    learned,
     unigram_entropy,
 )
 from mmqk.analysis.runs.load import Run
@@ -117,7 +117,7 @@ def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
                     "final": _nats(middle(values)) + (star if values else ""),
                     "excess": _nats(middle(final_loss(run, modality, "excess").value for run in runs)),
                     "range": f"{nats(min(values))} to {nats(max(values))}" if len(values) > 1 else DASH,
-                    "learnt": f"{sum(learnt(run, modality) for run in runs)} of {len(runs)}"
+                    "learned": f"{sum(learned(run, modality) for run in runs)} of {len(runs)}"
                     if losses
                     else DASH,
                     "trained": ("yes" if all(is_trained(run, modality) for run in runs) else "no")

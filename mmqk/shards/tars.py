@@ -223,7 +223,7 @@ def _refuse_compressed(path: Path, start: bytes) -> None:
 def _files_of(pattern: str) -> Iterator[Path]:
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:", pattern):
         raise UserError(f"{pattern} is no local path: download the files and name those")
-    for name in _spelt_out(os.path.expanduser(pattern)):
+    for name in _spelled_out(os.path.expanduser(pattern)):
         if os.path.isdir(name):
             raise UserError(f"{name} is a folder: name its files, such as {os.path.join(name, '*.tar')!r}")
         if os.path.exists(name):
@@ -236,7 +236,7 @@ def _files_of(pattern: str) -> Iterator[Path]:
             raise UserError(f"{pattern} names {name}, which does not exist: check the path and the range")
 
 
-def _spelt_out(pattern: str) -> Iterator[str]:
+def _spelled_out(pattern: str) -> Iterator[str]:
     # Lazy, so that a range with a digit too many stops at the first missing name.
     if (braces := _BRACES.search(pattern)) is None:
         yield pattern
@@ -250,5 +250,5 @@ def _spelt_out(pattern: str) -> Iterator[str]:
         step = 1 if int(low) <= int(high) else -1
         values = (f"{n:0{width}d}" for n in range(int(low), int(high) + step, step))
     for value in values:
-        for rest in _spelt_out(pattern[braces.end() :]):
+        for rest in _spelled_out(pattern[braces.end() :]):
             yield pattern[: braces.start()] + value + rest

@@ -77,8 +77,8 @@ def test_a_metric_that_is_none_is_refused_and_one_that_no_run_has_too(world, tmp
     assert world("--out", "a", grid=grid) == 1
     said = capsys.readouterr().out
     assert "no selection run of plain ended with a finite q_norm" in said
-    assert world("--out", "b", grid=grid.replace("{size: 2}", "{size: 2, colour: red}")) == 2
-    assert "arm late: There is no field 'colour'" in capsys.readouterr().err and not (tmp_path / "b").exists()
+    assert world("--out", "b", grid=grid.replace("{size: 2}", "{size: 2, color: red}")) == 2
+    assert "arm late: There is no field 'color'" in capsys.readouterr().err and not (tmp_path / "b").exists()
     assert world("--out", "b", grid=grid.replace("step: 2", "step: 5")) == 2
     assert "plain has 4 steps, so it cannot be forked at step 5" in capsys.readouterr().err
 

@@ -94,7 +94,7 @@ C2 = {
     "control": "mixed-qk",
     "min_effect": 0.69,
     "direction": "greater",
-    "regime": "both modalities learnt",
+    "regime": "both modalities learned",
     "positive_control": "P1",
     "status": "confirmatory",
     "would_contradict": "ratio below 2",
@@ -109,7 +109,7 @@ P1 = {
 }
 C10 = {
     "id": "C10",
-    "statement": "image generation is what destabilises",
+    "statement": "image generation is what destabilizes",
     "source": "Chameleon 2405.09818, Fig. 6b",
     "source_access": "V",
     "reference_value": "no divergence with image generation off",
@@ -118,7 +118,7 @@ C10 = {
     "control": "image-off",
     "min_effect": 0.45,
     "direction": "greater",
-    "regime": "both modalities learnt",
+    "regime": "both modalities learned",
     "positive_control": "C2",
     "status": "confirmatory",
 }

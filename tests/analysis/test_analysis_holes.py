@@ -33,9 +33,9 @@ def test_a_negative_control_shows_nothing_only_where_something_could_show(tmp_pa
     alike = {"image-off": Planted(60.0)}
     found = verdicts(tmp_path / "sound", alike, negative())
     assert control(found["C2"], "negative").passed and found["C2"].verdict == "reproduced"
-    # As small an effect, of runs that learnt nothing.
-    unlearnt = {"image-off": Planted(60.0, {"text": 5.7, "image": 6.35})}
-    found = verdicts(tmp_path / "unlearnt", unlearnt, negative())
+    # As small an effect, of runs that learned nothing.
+    unlearned = {"image-off": Planted(60.0, {"text": 5.7, "image": 6.35})}
+    found = verdicts(tmp_path / "unlearned", unlearned, negative())
     assert found["C10"].effect.high < found["C10"].claim.min_effect
     assert not control(found["C2"], "negative").passed and found["C2"].verdict == "inconclusive"
     # And of fewer runs than were registered.

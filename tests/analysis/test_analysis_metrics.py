@@ -13,7 +13,7 @@ from mmqk.analysis.metrics import (
     initial_loss,
     is_trained,
     largest_attention_logit,
-    learnt,
+    learned,
     unigram_entropy,
 )
 from mmqk.analysis.runs.load import load_runs
@@ -106,35 +106,35 @@ def test_a_held_out_loss_of_an_earlier_step_is_not_final(tmp_path):
     assert found.held_out and found.value == 3.1
 
 
-def test_learnt_is_measured_against_the_unigram_entropy(tmp_path):
+def test_learned_is_measured_against_the_unigram_entropy(tmp_path):
     low = {"text": UNIGRAM["text"] - 0.15, "image": UNIGRAM["image"] - 0.05}
     run = run_of(tmp_path / "a", Planted(50.0, low))
     assert unigram_entropy(run, "text") == UNIGRAM["text"]
-    assert learnt(run, "text")
-    assert not learnt(run, "image")
+    assert learned(run, "text")
+    assert not learned(run, "image")
 
 
-def test_learnt_falls_back_on_the_loss_at_initialisation(tmp_path):
+def test_learned_falls_back_on_the_loss_at_initialization(tmp_path):
     low = {"text": UNIGRAM["text"] - 0.15, "image": 6.28}
     run = run_of(tmp_path, Planted(50.0, low, validated=False), unigram=False)
     assert math.isnan(unigram_entropy(run, "text"))
     assert initial_loss(run, "text") == pytest.approx(6.9, abs=0.2)
     assert best_loss(run, "text") == pytest.approx(low["text"], abs=0.05)
-    assert learnt(run, "text")
-    assert not learnt(run, "image")
+    assert learned(run, "text")
+    assert not learned(run, "image")
 
 
-def test_a_run_that_learnt_and_lost_it_had_learnt(tmp_path):
+def test_a_run_that_learned_and_lost_it_had_learned(tmp_path):
     run_of(tmp_path, Planted(50.0, status="diverged", validated=False))
     run = append(tmp_path, '{"step": 201, "loss/text": "inf"}')
-    assert learnt(run, "text")
+    assert learned(run, "text")
     assert final_loss(run, "text").value == math.inf
 
 
-def test_what_was_learnt_counts_whatever_is_held_out_after_the_divergence(tmp_path):
+def test_what_was_learned_counts_whatever_is_held_out_after_the_divergence(tmp_path):
     run_of(tmp_path, Planted(50.0, status="diverged", validated=False))
     run = append(tmp_path, '{"step": 200, "val_loss/text": 9.5}')
-    assert learnt(run, "text") and best_loss(run, "text") < 4
+    assert learned(run, "text") and best_loss(run, "text") < 4
 
 
 def test_a_modality_without_a_loss_is_not_trained(tmp_path):

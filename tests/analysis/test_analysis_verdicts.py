@@ -12,7 +12,7 @@ from mmqk.analysis.formatting import number
 from mmqk.analysis.verdicts.controls import within_bound
 from tests.analysis.fake_runs import DEMO, Planted, write_demo
 
-UNLEARNT = {"text": 3.4, "image": 5.45}
+UNLEARNED = {"text": 3.4, "image": 5.45}
 
 
 def verdicts(tmp_path, planted=None, **kwargs):
@@ -120,18 +120,18 @@ def test_a_control_is_no_claim(tmp_path):
     assert "P1" not in verdicts(tmp_path)
 
 
-def test_unlearnt_runs_decide_nothing(tmp_path):
+def test_unlearned_runs_decide_nothing(tmp_path):
     for arm in ("mixed", "mixed-qk"):
-        found = verdicts(tmp_path / arm, {arm: replace(DEMO[arm], loss=UNLEARNT)})["C2"]
+        found = verdicts(tmp_path / arm, {arm: replace(DEMO[arm], loss=UNLEARNED)})["C2"]
         assert found.verdict == "inconclusive"
-        assert not controls(found)["both modalities learnt"]
-        assert "both modalities learnt" in found.notes[0]
+        assert not controls(found)["both modalities learned"]
+        assert "both modalities learned" in found.notes[0]
 
 
-def test_a_modality_that_is_not_trained_need_not_be_learnt(tmp_path):
+def test_a_modality_that_is_not_trained_need_not_be_learned(tmp_path):
     found = verdicts(tmp_path)["C10"]
-    assert controls(found)["both modalities learnt"]
-    detail = next(c.detail for c in found.controls if c.name == "both modalities learnt")
+    assert controls(found)["both modalities learned"]
+    detail = next(c.detail for c in found.controls if c.name == "both modalities learned")
     assert "image is not trained in image loss off" in detail
 
 

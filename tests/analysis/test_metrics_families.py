@@ -45,7 +45,7 @@ def test_lr_sensitivity_by_hand(tmp_path):
     ]
     for name in ("lr_sensitivity/text", "lr_sensitivity"):
         assert value(name, runs).value == pytest.approx((0.5 + 0 + 3.5 + 4.5) / 4)
-    # Above the loss at initialisation is clipped as well, finite or not.
+    # Above the loss at initialization is clipped as well, finite or not.
     (tmp_path / "more").mkdir()
     assert value("lr_sensitivity", [*runs[1:3], ended(tmp_path / "more", 0.3, 50.0)]).value == pytest.approx(
         5 / 3

@@ -27,7 +27,7 @@ def test_each_outcome_by_hand(tmp_path):
         ended(tmp_path / "near", 3.09),
         ended(tmp_path / "stalled", 3.2),
         ended(tmp_path / "image", 3.0, 4.2),
-        ended(tmp_path / "unlearnt", 3.0, 5.95),
+        ended(tmp_path / "unlearned", 3.0, 5.95),
         ended(tmp_path / "lost", 3.0, status="diverged"),
         ended(tmp_path / "stopped", 3.0, status="interrupted"),
         ended(tmp_path / "other", 3.5, data={"source": "two"}),
@@ -37,12 +37,12 @@ def test_each_outcome_by_hand(tmp_path):
         *("well", "well", "stalled", "stalled", "regime not reached", "diverged", "not finished", "well")
     ]
     assert found[2].above_best == pytest.approx({"text": 0.2, "image": 0.0})
-    assert found[3].stalled == ("image",) and found[4].unlearnt == ("image",)
+    assert found[3].stalled == ("image",) and found[4].unlearned == ("image",)
     assert found[5].diverged == 60 and found[5].above_best["text"] == math.inf
     assert [one.failed for one in found] == [False, False, True, True, True, True, False, False]
 
 
-def test_a_loss_that_is_off_neither_stalls_nor_is_unlearnt(tmp_path):
+def test_a_loss_that_is_off_neither_stalls_nor_is_unlearned(tmp_path):
     off = ended(tmp_path / "off", 3.0, 6.4, loss={"weights": {"image": 0.0}})
     on = ended(tmp_path / "on", 3.0, 6.4)
     assert [one.kind for one in outcomes([off, on, ended(tmp_path / "best", 3.0)])] == [

@@ -1,4 +1,4 @@
-"""A verdict takes runs that learnt, arms that differ as declared and enough seeds, unless its claim says why not."""
+"""A verdict takes runs that learned, arms that differ as declared and enough seeds, unless its claim says why not."""
 
 import copy
 import json
@@ -13,9 +13,9 @@ from mmqk.report.page import write_report
 from mmqk.store import UserError
 from tests.analysis.fake_runs import BASE, DEMO, Planted, write_demo, write_grid
 
-UNLEARNT = {"text": 5.58, "image": 5.48}
-NOTHING = {arm: replace(DEMO[arm], loss=UNLEARNT) for arm in ("mixed", "mixed-qk")}
-LEARNT, DECLARED, SEEDS = "modalities learnt", "arms differ only as declared", "enough seeds"
+UNLEARNED = {"text": 5.58, "image": 5.48}
+NOTHING = {arm: replace(DEMO[arm], loss=UNLEARNED) for arm in ("mixed", "mixed-qk")}
+LEARNED, DECLARED, SEEDS = "modalities learned", "arms differ only as declared", "enough seeds"
 
 
 def plain(**fields):
@@ -39,12 +39,12 @@ def check(found, name):
     return next(control for control in found.controls if control.name == name)
 
 
-def test_runs_that_learnt_nothing_decide_nothing(tmp_path):
+def test_runs_that_learned_nothing_decide_nothing(tmp_path):
     found = verdict(tmp_path / "nothing", NOTHING, change=plain())
     assert found.effect.low > found.claim.min_effect and found.verdict == "inconclusive"
-    assert "text was not learnt in 3 of 3 runs of mixed, no QK-Norm" in check(found, LEARNT).detail
-    assert f"Failed checks: {LEARNT}." in found.notes
-    found = verdict(tmp_path / "learnt", change=plain())
+    assert "text was not learned in 3 of 3 runs of mixed, no QK-Norm" in check(found, LEARNED).detail
+    assert f"Failed checks: {LEARNED}." in found.notes
+    found = verdict(tmp_path / "learned", change=plain())
     assert found.verdict == "reproduced" and all(control.passed for control in found.controls)
 
 
@@ -55,7 +55,7 @@ def test_runs_of_which_learning_is_not_known_decide_nothing(tmp_path):
 
     found = verdict(tmp_path, edit=without_losses, change=plain())
     assert found.verdict == "inconclusive"
-    assert "no trained modality has a loss in 3 of 3 runs of mixed, QK-Norm" in check(found, LEARNT).detail
+    assert "no trained modality has a loss in 3 of 3 runs of mixed, QK-Norm" in check(found, LEARNED).detail
 
 
 @pytest.mark.parametrize(("seeds", "outcome"), [(2, "inconclusive"), (3, "reproduced")])
@@ -94,7 +94,7 @@ def another_rate(runs):
 
 
 TURNED_OFF = {
-    "learnt": (LEARNT, {"planted": NOTHING}),
+    "learned": (LEARNED, {"planted": NOTHING}),
     "declared": (DECLARED, {"edit": another_rate}),
     "seeds": (SEEDS, {"seeds": (0, 1)}),
 }
@@ -139,14 +139,14 @@ def test_nothing_is_said_of_checks_that_are_on(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"unchecked": {"everything": "so"}}, "give one of learnt, declared, seeds and the reason"),
-        ({"unchecked": {"learnt": ""}}, "give one of learnt, declared, seeds and the reason"),
-        ({"unchecked": {"learnt": None}}, "unchecked has 'None': expected text"),
+        ({"unchecked": {"everything": "so"}}, "give one of learned, declared, seeds and the reason"),
+        ({"unchecked": {"learned": ""}}, "give one of learned, declared, seeds and the reason"),
+        ({"unchecked": {"learned": None}}, "unchecked has 'None': expected text"),
         ({"unchecked": {"seeds": 2}}, "unchecked has '2': expected text"),
-        ({"unchecked": ["learnt"]}, "unchecked is '['learnt']': expected a mapping"),
+        ({"unchecked": ["learned"]}, "unchecked is '['learned']': expected a mapping"),
         (
-            {"unchecked": {"learnt": "so"}, "regime": "both modalities learnt"},
-            "remove regime or unchecked.learnt",
+            {"unchecked": {"learned": "so"}, "regime": "both modalities learned"},
+            "remove regime or unchecked.learned",
         ),
     ],
 )
@@ -157,8 +157,8 @@ def test_a_check_is_not_turned_off_without_a_name_and_a_reason(tmp_path, fields,
 
 
 @pytest.mark.parametrize(("metric", "passed"), [("lr_sensitivity/text", True), ("final_loss/text", False)])
-def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learnt(tmp_path, metric, passed):
-    """One learning rate of a seed has to be learnt; any other number compares run with run."""
+def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learned(tmp_path, metric, passed):
+    """One learning rate of a seed has to be learned; any other number compares run with run."""
 
     def sweep(folder, losses):
         runs = []
@@ -173,10 +173,10 @@ def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learnt(t
         arms = {arm: {"set": {"model.qk_norm.kind": qk}} for arm, qk in (("a", "none"), ("b", "rms"))}
         return judge(load_study(write_grid(folder, {"arms": arms, "claims": [claim]}, runs)))[0]
 
-    learnt = {"text": 3.4, "image": 4.6}
-    found = check(sweep(tmp_path / "some", (learnt, UNLEARNT)), LEARNT)
+    learned = {"text": 3.4, "image": 4.6}
+    found = check(sweep(tmp_path / "some", (learned, UNLEARNED)), LEARNED)
     assert found.passed == passed
     assert "at some learning rate of every seed" in found.detail or not passed
-    found = check(sweep(tmp_path / "nowhere", (UNLEARNT, UNLEARNT)), LEARNT)
-    assert not found.passed and "was not learnt in 3 of 3" in found.detail
-    assert check(sweep(tmp_path / "everywhere", (learnt, learnt)), LEARNT).passed
+    found = check(sweep(tmp_path / "nowhere", (UNLEARNED, UNLEARNED)), LEARNED)
+    assert not found.passed and "was not learned in 3 of 3" in found.detail
+    assert check(sweep(tmp_path / "everywhere", (learned, learned)), LEARNED).passed

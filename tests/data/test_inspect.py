@@ -80,12 +80,12 @@ class Page(HTMLParser):
         return found[1]
 
     def widths(self, index: int, lane: str) -> Counter:
-        """Places by colour in the lane of tokens (tall), of trained targets (middle) or of weight 0 (thin)."""
+        """Places by color in the lane of tokens (tall), of trained targets (middle) or of weight 0 (thin)."""
         y, height = {"tokens": (0, 14), "trained": (19, 10), "weight 0": (23, 2)}[lane]
         shape = rf'<rect x="\d+" y="{y}" width="(\d+)" height="{height}" fill="(#\w+)"/>'
         counts: Counter = Counter()
-        for width, colour in re.findall(shape, self.section(index)):
-            counts[colour] += int(width)
+        for width, color in re.findall(shape, self.section(index)):
+            counts[color] += int(width)
         return counts
 
     def read(self, index: int) -> str:

@@ -341,11 +341,11 @@ def test_rounding_order_of_norms(module, name, order):
     x = torch.randn(64, 4, 16, generator=generator).bfloat16()
     layer_norm = name == "ChameleonLayerNorm"
     theirs = kind((4, 16)) if layer_norm else kind(16, eps=1e-5)
-    centred = "zero_centered" if module.startswith("gemma") else "plain"
+    centered = "zero_centered" if module.startswith("gemma") else "plain"
     ours = (
         LayerNorm((16,), 1e-5, gain_shape=(4, 16), bias=True)
         if layer_norm
-        else RMSNorm((16,), 1e-5, gain=centred)
+        else RMSNorm((16,), 1e-5, gain=centered)
     )
     for parameter in theirs.parameters():
         parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3, generator=generator))

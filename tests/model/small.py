@@ -73,7 +73,7 @@ VARIANTS = {
 
 
 def build(seed=0, backend="math", **fields):
-    """A small model in eval mode whose gains, biases and scales are randomised: unit gains hide errors of order."""
+    """A small model in eval mode whose gains, biases and scales are randomized: unit gains hide errors of order."""
     model = EarlyFusionTransformer(ModelConfig(**(SMALL | fields)), backend, seed).eval()
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():

@@ -149,7 +149,7 @@ def test_rope_keeps_lengths_and_depends_on_distance_alone():
 
 
 def watched(config, scale_w_q=1.0, autocast=False):
-    """The sites of one attention layer with randomised gains."""
+    """The sites of one attention layer with randomized gains."""
     torch.manual_seed(5)
     layer = Attention(config, "math")
     with torch.no_grad():

@@ -61,8 +61,8 @@ def test_bf16_input_gives_the_fp32_result_rounded_once(kind, autocast):
     # fp32 sums in another order move a few values across a bf16 rounding boundary, not more.
     assert (y != once).float().mean() < 0.01
     if kind == "rms":
-        normalised = F.rms_norm(x.float(), (DIM,), eps=EPS)
-        twice = (torchs.weight * normalised.bfloat16()).bfloat16()
+        normalized = F.rms_norm(x.float(), (DIM,), eps=EPS)
+        twice = (torchs.weight * normalized.bfloat16()).bfloat16()
         assert (y != twice).float().mean() > 0.1
 
 
@@ -122,7 +122,7 @@ def test_every_other_norm_rounds_once_and_keeps_the_dtype(name):
         (QKNormConfig("l2", gain="per_head", scale_max=100.0), (DIM,), (H, 1)),
     ],
 )
-def test_shapes_of_what_is_normalised_and_of_gain_and_bias(config, shape, gain):
+def test_shapes_of_what_is_normalized_and_of_gain_and_bias(config, shape, gain):
     norm = qk_norm(config, H, DIM, "q")
     assert norm.shape == shape
     assert (None if norm.weight is None else tuple(norm.weight.shape)) == gain

@@ -1,6 +1,6 @@
 """Every remedy of the model against an outside implementation, or against its formula written out.
 
-fp64, gains, biases and scales randomised; values and the gradients to the input and to every parameter agree to the
+fp64, gains, biases and scales randomized; values and the gradients to the input and to every parameter agree to the
 stated tolerance, and wrong variants of ours, each named, do not.
 """
 

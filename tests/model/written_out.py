@@ -85,8 +85,8 @@ class WrittenOut:
         c, kind = self.c, module.split("_")[-2]
         if (kind == "pre" and not c.pre_norm) or (kind == "post" and not c.post_norm):
             return x
-        normalised = F.layer_norm if c.norm == "layer" else F.rms_norm
-        return self.affine(module, normalised(x, x.shape, eps=c.norm_eps), t, c.norm_gain)
+        normalized = F.layer_norm if c.norm == "layer" else F.rms_norm
+        return self.affine(module, normalized(x, x.shape, eps=c.norm_eps), t, c.norm_gain)
 
     def qk_norm(self, module, x_HK, t):
         """The norm of the queries (or keys, values) of one token."""

@@ -128,7 +128,7 @@ def test_page_is_in_order(demo):
         "What these runs cannot show",
         "Reproduce",
         "C2 reproducedWithout QK-Norm attention logits explode with the learning rate",
-        "C10 contradictedImage generation is what destabilises",
+        "C10 contradictedImage generation is what destabilizes",
         "C13 inconclusiveQK-Norm is essential and not sufficient",
         "Figures as in the papers",
         "Attention entropy and norms",
@@ -273,10 +273,10 @@ def test_binned_is_the_mean_of_its_steps():
     assert means.tolist() == [2, 4.5, 8]
 
 
-def test_colour_is_arm_on_every_figure(demo):
+def test_color_is_arm_on_every_figure(demo):
     study = load_study(demo[0])
-    colours = arm_colors(study)
-    assert len(set(colours.values())) == len(DEMO)
+    colors = arm_colors(study)
+    assert len(set(colors.values())) == len(DEMO)
     figure = hero(study)
     assert {line.arm for panel in figure.panels for line in panel.lines} == set(study.hero)
 
@@ -538,6 +538,6 @@ def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
     assert "largest attention logit ended at" in page and "figures/hero.png" in page
     assert "nats (1 run)" not in page and "not trained" not in page
     study = load_study(run)
-    # It is not known to have learnt nothing, and its records are not called "Run.json".
-    assert {(row["learnt"], row["trained"]) for row in arm_rows(study, arm_colors(study))} == {("–", "–")}
+    # It is not known to have learned nothing, and its records are not called "Run.json".
+    assert {(row["learned"], row["trained"]) for row in arm_rows(study, arm_colors(study))} == {("–", "–")}
     assert "Its run.json is missing" in page

@@ -61,7 +61,7 @@ def test_sweeps_are_runs_that_differ_in_rate_and_size_alone(sweep, tmp_path):
     assert sweeps(load_study(tmp_path / "two")) == []
 
 
-def test_final_losses_by_rate_are_those_of_the_files_capped_at_initialisation(sweep):
+def test_final_losses_by_rate_are_those_of_the_files_capped_at_initialization(sweep):
     figure = lr_sensitivity(sweep, (), "Wortsman Fig. 1")
     points = {
         (row["run"], row["x_is"]): row

@@ -134,11 +134,11 @@ def sentences(folder):
     said = [part for figure in made if figure is not None for part in (figure.reading, figure.caption)]
     said += [headline(study, found), *(finding(study, v) for v in found), *cannot_tell(study, found)]
     said += [part for v in found for part in (*effect_and_medians(study, v), *v.notes)]
-    colours = arm_colors(study)
+    colors = arm_colors(study)
     said += [about_numbers(found), _about_learning(study)]
-    said.append("arms: " + _about_losses([row["final"] for row in arm_rows(study, colours)]))
+    said.append("arms: " + _about_losses([row["final"] for row in arm_rows(study, colors)]))
     said.append(
-        "runs: " + _about_losses([loss for row in run_rows(study, colours) for loss in row["losses"]])
+        "runs: " + _about_losses([loss for row in run_rows(study, colors) for loss in row["losses"]])
     )
     return "\n".join(said)
 

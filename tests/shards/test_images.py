@@ -142,7 +142,7 @@ def test_one_bit_and_palettes() -> None:
     for file_format in ("PNG", "GIF", "BMP", "TIFF"):
         square = pixels(load_image(encoded(palette, file_format), 64))
         assert (square[:28] == (0, 0, 255)).all() and (square[36:] == (200, 100, 50)).all()
-        # An entry that is clear shows white, not its colour.
+        # An entry that is clear shows white, not its color.
         if file_format in ("PNG", "GIF"):
             square = pixels(load_image(encoded(palette, file_format, transparency=1), 64))
             assert (square[:28] == (0, 0, 255)).all() and (square[36:] == 255).all()
@@ -155,15 +155,15 @@ def test_one_bit_and_palettes() -> None:
 @pytest.mark.parametrize("size", [64, 200])
 def test_alpha_shows_white(size: int) -> None:
     for alpha in (0, 1, 77, 255):
-        colour = np.array([200, 0, 30])
-        expected = colour * alpha / 255 + 255 - alpha
-        rgba = Image.new("RGBA", (size, size), (*colour.tolist(), alpha))
+        color = np.array([200, 0, 30])
+        expected = color * alpha / 255 + 255 - alpha
+        rgba = Image.new("RGBA", (size, size), (*color.tolist(), alpha))
         for options in ({"file_format": "PNG"}, {"file_format": "WEBP", "lossless": True, "exact": True}):
             square = load_image(encoded(rgba, **options), 64)  # type: ignore[arg-type]
             assert abs(pixels(square) - expected).max() <= 1
         la = Image.new("LA", (size, size), (40, alpha))
         assert abs(pixels(load_image(encoded(la, "PNG"), 64)) - (40 * alpha / 255 + 255 - alpha)).max() <= 1
-    # Colours under clear pixels do not bleed into their neighbours when filtered.
+    # Colors under clear pixels do not bleed into their neighbors when filtered.
     array = np.zeros((size, size, 4), dtype=np.uint8)
     array[:, : size // 2] = (0, 255, 0, 0)
     array[:, size // 2 :] = (255, 0, 0, 255)
@@ -171,7 +171,7 @@ def test_alpha_shows_white(size: int) -> None:
     assert (square[..., 1] == square[..., 2]).all() and (square[:, :29] == 255).all()
     bled = pixels(Image.fromarray(array).convert("RGB").resize((63, 63), Image.Resampling.BICUBIC))
     assert (bled[..., 1] != bled[..., 2]).any()
-    # A single colour that is declared clear (tRNS of RGB and of grey).
+    # A single color that is declared clear (tRNS of RGB and of grey).
     for mode, clear in (("RGB", (1, 2, 3)), ("L", 9)):
         image = Image.new(mode, (size, size), clear)
         assert pixels(load_image(encoded(image, "PNG", transparency=clear), 64)).min() == 255
@@ -227,7 +227,7 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
     beyond = Image.fromarray((deep.astype(np.int32) - 30000) * 1000)
     square = pixels(load_image(encoded(beyond, "TIFF"), 64))
     assert abs(square - expected[:, :, None]).max() <= 1
-    # Grey of 16 bit with one clear value, and colour of 16 bit, from raw bytes.
+    # Grey of 16 bit with one clear value, and color of 16 bit, from raw bytes.
     rows = b"".join(b"\0" + struct.pack(">64H", *([500] * 32 + [40000] * 32)) for _ in range(64))
     square = pixels(load_image(png((64, 64, 16, 0, 0, 0, 0), rows, (b"tRNS", b"\x01\xf4")), 64))
     assert (square[:, :32] == 255).all() and (square[:, 32:] == round(40000 / 257)).all()
@@ -250,7 +250,7 @@ def test_floats_are_scaled_not_clipped() -> None:
 
 @pytest.mark.parametrize("file_format", ["WEBP", "GIF", "PNG"])
 def test_first_frame_of_an_animation(file_format: str) -> None:
-    frames = [Image.new("RGB", (80, 80), colour) for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255))]
+    frames = [Image.new("RGB", (80, 80), color) for color in ((255, 0, 0), (0, 255, 0), (0, 0, 255))]
     options = {"lossless": True} if file_format == "WEBP" else {}
     content = encoded(frames[0], file_format, save_all=True, append_images=frames[1:], **options)
     with Image.open(io.BytesIO(content)) as opened:
@@ -305,7 +305,7 @@ def test_exif_that_cannot_be_written_back_still_rotates(monkeypatch: pytest.Monk
 
 
 def test_several_pictures_in_a_jpeg() -> None:
-    frames = [Image.new("RGB", (900, 900), colour) for colour in ((200, 0, 0), (0, 200, 0))]
+    frames = [Image.new("RGB", (900, 900), color) for color in ((200, 0, 0), (0, 200, 0))]
     content = encoded(frames[0], "MPO", save_all=True, append_images=frames[1:])
     assert abs(pixels(load_image(content, 64)) - (200, 0, 0)).max() <= 3
 

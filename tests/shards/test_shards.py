@@ -86,7 +86,7 @@ def test_transparent_parts_show_white() -> None:
     # c * a + 255 * (1 - a), with a = 128 / 255
     assert red == pytest.approx(200 * 128 / 255 + 127, abs=1) and green == blue == pytest.approx(127, abs=1)
     assert on_white(Image.new("RGBA", (1, 1), (9, 9, 9, 0))).getpixel((0, 0)) == (255, 255, 255)
-    # The conversion it guards against keeps the hidden colour.
+    # The conversion it guards against keeps the hidden color.
     assert Image.new("RGBA", (1, 1), (9, 9, 9, 0)).convert("RGB").getpixel((0, 0)) == (9, 9, 9)
 
 

@@ -280,7 +280,7 @@ def test_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return str(caught.value)
 
     assert "a-{008..011}.tar names a-011.tar, which does not exist" in refused("a-{008..011}.tar")
-    assert "a-{000..999999999999}.tar" in refused("a-{000..999999999999}.tar")  # not spelt out first
+    assert "a-{000..999999999999}.tar" in refused("a-{000..999999999999}.tar")  # not spelled out first
     assert "none-*.tar names no file" in refused("a-*.tar", "none-*.tar")
     assert "none.tar names no file" in refused("none.tar")
     assert "names c-*.tar, which does not exist" in refused("{a,c}-*.tar")

@@ -33,7 +33,7 @@ def test_shipped_vocabulary_has_1024_entries_and_covers_captions():
     ]
     tokens = sum(len(SHIPPED.encode(caption)) for caption in captions)
     assert SHIPPED.size == 1024
-    # a token a byte would be the vocabulary of someone who learnt nothing
+    # a token a byte would be the vocabulary of someone who learned nothing
     assert sum(map(len, captions)) / tokens > 2
     bytes_only = TextTokenizer.train(captions[:5], 256)
     assert sum(map(len, captions)) / sum(len(bytes_only.encode(caption)) for caption in captions) < 1.1

@@ -369,4 +369,4 @@ def test_the_compiled_form_is_the_plain_one_in_bf16(traced):
     torch.testing.assert_close(both[0].ce, both[1].ce, rtol=1e-6, atol=0)
     assert len(traced) == 1
     for a, b in zip(*(gradients(total_loss(sums, *given, 7.0), hidden, head) for sums in both), strict=True):
-        assert (a - b).norm() < 1e-3 * a.norm()  # a bf16 number that rounds to its other neighbour is 4e-3 away
+        assert (a - b).norm() < 1e-3 * a.norm()  # a bf16 number that rounds to its other neighbor is 4e-3 away

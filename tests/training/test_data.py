@@ -98,7 +98,7 @@ def test_a_run_writes_its_targets_down(dialled, tiny_args):
     assert {name: record[name]["targets"] for name in ("text", "image")} == data.targets(12 * 4)
 
 
-def test_a_source_that_cannot_be_learnt_in_time_is_said_to_be_so(tiny_args, dialled, tmp_path, capsys):
+def test_a_source_that_cannot_be_learned_in_time_is_said_to_be_so(tiny_args, dialled, tmp_path, capsys):
     main([*tiny_args, *DIAL, f"--out={tmp_path / 'run'}"])
     assert "cannot be learned in this run" in capsys.readouterr().err
     two = {"vocabulary": 2, "skew": 0, "entropy": 0.2}

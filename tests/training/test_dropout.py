@@ -82,9 +82,9 @@ def test_attention_drops_weights_after_the_softmax(kind):
         weight = torch.sigmoid(logits - torch.tensor(7.0).double().log()).masked_fill(hidden, 0.0)
     expected = (weight * kept / 0.6) @ v
     torch.testing.assert_close(out, expected, rtol=0, atol=ATTENTION.tolerance)
-    # The controls: before the normalisation, not rescaled, or none.
-    renormalised = weight * kept / (weight * kept).sum(-1, keepdim=True).clamp_min(1e-9)
-    for wrong in (renormalised, weight * kept, weight):
+    # The controls: before the normalization, not rescaled, or none.
+    renormalized = weight * kept / (weight * kept).sum(-1, keepdim=True).clamp_min(1e-9)
+    for wrong in (renormalized, weight * kept, weight):
         assert float((out - wrong @ v).abs().max()) > 1e-2
 
 

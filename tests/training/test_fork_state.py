@@ -219,7 +219,7 @@ def test_a_rise_that_the_change_itself_makes_is_no_divergence():
     saved = parents_callbacks()
     kept = callback_state(saved, ["model.qk_norm.kind"], FAR)
     assert diverges_at(kept["StepLog"], 3.7) is None
-    assert diverges_at(kept["StepLog"], 7.2) is not None  # above the loss at initialisation, which stays
+    assert diverges_at(kept["StepLog"], 7.2) is not None  # above the loss at initialization, which stays
     assert kept["StepLog"]["image"] == saved["StepLog"]["image"]
     assert callback_state(saved, [], NEAR)["StepLog"] == saved["StepLog"]
 

@@ -7,7 +7,7 @@ data.dial.entropy.image)``. `docs/metrics.md` lists all of them.
 
 metric        the classes of metrics
 probes        attention logits, entropy, norms and their slopes
-losses        initial, best and final loss; learnt modalities
+losses        initial, best and final loss; learned modalities
 stability     spikes, divergence, warnings
 outcome       diverged, stalled, regime not reached
 rates         learning-rate sensitivity, first unstable learning rate, dose response
@@ -16,14 +16,14 @@ table         all metrics by name
 """
 
 from mmqk.analysis.metrics.losses import (
-    LEARNT_NATS,
+    LEARNED_NATS,
     LOSS_WINDOW,
     FinalLoss,
     best_loss,
     final_loss,
     initial_loss,
     is_trained,
-    learnt,
+    learned,
     trained_modalities,
     unigram_entropy,
 )
@@ -35,7 +35,7 @@ from mmqk.analysis.metrics.table import FAMILY_METRICS, METRICS, find_metric
 
 __all__ = [
     "FAMILY_METRICS",
-    "LEARNT_NATS",
+    "LEARNED_NATS",
     "LOSS_WINDOW",
     "METRICS",
     "Extrapolation",
@@ -52,7 +52,7 @@ __all__ = [
     "initial_loss",
     "is_trained",
     "largest_attention_logit",
-    "learnt",
+    "learned",
     "model_size",
     "trained_modalities",
     "unigram_entropy",

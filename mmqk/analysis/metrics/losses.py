@@ -10,7 +10,7 @@ import numpy as np
 from mmqk.analysis.runs.load import Run
 
 LOSS_WINDOW = 50
-LEARNT_NATS = 0.1
+LEARNED_NATS = 0.1
 # Modalities of each kind of sequence in data.mix; the other kinds (dial, tokens) have modalities of any name.
 MODALITIES_OF = {
     "pair": ("text", "image"),
@@ -73,12 +73,12 @@ def best_loss(run: Run, modality: str) -> float:
     return float(losses.min()) if len(losses) else math.nan
 
 
-def learnt(run: Run, modality: str) -> bool:
+def learned(run: Run, modality: str) -> bool:
     """Whether the best loss is more than 0.1 nat below the unigram loss (if not measured: below the initial loss)."""
     reference = unigram_entropy(run, modality)
     if math.isnan(reference):
         reference = initial_loss(run, modality)
-    return best_loss(run, modality) < reference - LEARNT_NATS
+    return best_loss(run, modality) < reference - LEARNED_NATS
 
 
 def is_trained(run: Run, modality: str) -> bool:

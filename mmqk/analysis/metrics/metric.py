@@ -84,8 +84,8 @@ class FamilyMetric(_Quantity):
 
     Attributes:
         compute: function of the runs, in any order, and a modality.
-        of_rates: whether it is about the learning rates at which runs fail: a run that learnt nothing then counts if
-            another run of its seed and point learnt.
+        of_rates: whether it is about the learning rates at which runs fail: a run that learned nothing then counts if
+            another run of its seed and point learned.
     """
 
     compute: Callable[[Sequence[Run], str | None], Measured]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mmqk.analysis.metrics.losses import final_loss, has_floor, learnt, trained_modalities
+from mmqk.analysis.metrics.losses import final_loss, has_floor, learned, trained_modalities
 from mmqk.analysis.metrics.stability import divergence_step
 from mmqk.analysis.runs.load import Run
 
@@ -24,13 +24,13 @@ class Outcome:
         diverged: step of the divergence; None without one.
         above_best: final loss minus that of the best run on the same data, in nats, by modality; infinite if it
             diverged.
-        unlearnt: trained modalities that it did not learn (`learnt`).
+        unlearned: trained modalities that it did not learn (`learned`).
     """
 
     finished: bool
     diverged: int | None
     above_best: dict[str, float]
-    unlearnt: tuple[str, ...]
+    unlearned: tuple[str, ...]
 
     @property
     def kind(self) -> Literal["diverged", "stalled", "regime not reached", "well", "not finished"]:
@@ -39,7 +39,7 @@ class Outcome:
             return "not finished"
         if self.diverged is not None:
             return "diverged"
-        if self.unlearnt:
+        if self.unlearned:
             return "regime not reached"
         return "stalled" if self.stalled else "well"
 
@@ -75,8 +75,8 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     results = []
     for run, step, end in zip(runs, steps, ends, strict=True):
         above = {m: nats - best.get((_data_of(run), m), math.nan) for m, nats in end.items()}
-        unlearnt = tuple(m for m in end if not learnt(run, m))
-        results.append(Outcome(step is not None or run.status.finished, step, above, unlearnt))
+        unlearned = tuple(m for m in end if not learned(run, m))
+        results.append(Outcome(step is not None or run.status.finished, step, above, unlearned))
     return results
 
 

@@ -200,7 +200,7 @@ def _controls(compared: Compared) -> tuple[tuple[Control, ...], list[str]]:
     unchecked = compared.claim.unchecked
     rate_controls, rate_note = rates(compared)
     checks = [
-        "learnt" not in unchecked and regime_reached(compared),
+        "learned" not in unchecked and regime_reached(compared),
         "declared" not in unchecked and only_declared_differences(compared, bool(rate_note)),
         "seeds" not in unchecked and enough_seeds(compared),
         within_bound(compared.runs),

@@ -75,8 +75,8 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
             raise UserError(
                 f"{where} has {name}: {reason} under unchecked: give one of {', '.join(CHECKS)} and the reason"
             )
-    if claim.regime and "learnt" in claim.unchecked:
-        raise UserError(f"{where} sets regime and turns off its check: remove regime or unchecked.learnt")
+    if claim.regime and "learned" in claim.unchecked:
+        raise UserError(f"{where} sets regime and turns off its check: remove regime or unchecked.learned")
     if claim.decided and not (claim.treatment and claim.control and claim.min_effect > 0):
         raise UserError(f"{where} needs treatment, control and min_effect")
     if claim.decided and claim.test == "count" and claim.min_effect >= 1:

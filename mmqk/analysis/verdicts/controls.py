@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmqk.analysis.formatting import listed, number, plural
-from mmqk.analysis.metrics import FamilyMetric, Metric, find_metric, is_trained, learnt
+from mmqk.analysis.metrics import FamilyMetric, Metric, find_metric, is_trained, learned
 from mmqk.analysis.metrics.rates import RATE, learning_rate
 from mmqk.analysis.runs.load import Run, once_per_run
 from mmqk.analysis.runs.replays import replay_verdicts
@@ -36,15 +36,15 @@ class Control:
 
 
 def regime_reached(compared: Compared) -> Control:
-    """Check that every compared run trains at least one modality and learnt every modality that it trains.
+    """Check that every compared run trains at least one modality and learned every modality that it trains.
 
-    A comparison of learnt with unlearnt runs measures learning. For a metric about the learning rates at which runs
-    fail, one run per seed and point must have learnt.
+    A comparison of learned with unlearned runs measures learning. For a metric about the learning rates at which runs
+    fail, one run per seed and point must have learned.
     """
     study, claim = compared.study, compared.claim
     metric, _ = find_metric(claim.metric)
     of_rates = isinstance(metric, FamilyMetric) and metric.of_rates
-    unlearnt: Counter[tuple[str, str]] = Counter()
+    unlearned: Counter[tuple[str, str]] = Counter()
     unknown: Counter[str] = Counter()
     untrained: dict[tuple[str, str], None] = {}
     units = {name: _units(members.all, of_rates) for name, members in compared.groups.items()}
@@ -53,13 +53,13 @@ def regime_reached(compared: Compared) -> Control:
         for modality, observed in states.items():
             if observed == {"not trained"}:
                 untrained[(name, modality)] = None
-            elif "learnt" not in observed:
-                unlearnt[(name, modality)] += 1
+            elif "learned" not in observed:
+                unlearned[(name, modality)] += 1
         unknown[name] += all(observed == {"not trained"} for observed in states.values())
     noun = "seeds" if of_rates else "runs"
     parts = [
-        f"{modality} was not learnt in {count} of {len(units[name])} {noun} of {study.label(name)}"
-        for (name, modality), count in unlearnt.items()
+        f"{modality} was not learned in {count} of {len(units[name])} {noun} of {study.label(name)}"
+        for (name, modality), count in unlearned.items()
     ]
     parts += [
         f"no trained modality has a loss in {count} of {len(units[name])} {noun} of {study.label(name)}"
@@ -69,17 +69,17 @@ def regime_reached(compared: Compared) -> Control:
     passed = not parts
     if passed:
         where = "at some learning rate of every seed" if of_rates else "in every run"
-        parts = [f"every trained modality was learnt {where}"]
+        parts = [f"every trained modality was learned {where}"]
     parts += [
         f"{modality} is not trained in {study.label(name)}"
         for name, modality in untrained
         if unknown[name] < len(units[name])
     ]
-    return Control(claim.regime or CHECKS["learnt"], passed, "; ".join(parts))
+    return Control(claim.regime or CHECKS["learned"], passed, "; ".join(parts))
 
 
 def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
-    """Groups of runs in which one must have learnt: each run, or the runs of a seed over the learning rates."""
+    """Groups of runs in which one must have learned: each run, or the runs of a seed over the learning rates."""
     units: dict[Any, list[Run]] = {}
     for place, run in enumerate(runs):
         other_axes = tuple(sorted((name, str(v)) for name, v in run.point.items() if name != RATE))
@@ -91,7 +91,7 @@ def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
 def _learning(run: Run, modality: str) -> str:
     if not is_trained(run, modality):
         return "not trained"
-    return "learnt" if learnt(run, modality) else "not learnt"
+    return "learned" if learned(run, modality) else "not learned"
 
 
 def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control:

@@ -33,9 +33,9 @@ from mmqk.analysis.verdicts.notes import about_family, about_power, about_seeds,
 from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.grid.claims import LEANS
 
-__all__ = ["Judgement", "Verdict", "detectable_in_words", "judge", "middle"]
+__all__ = ["Judgment", "Verdict", "detectable_in_words", "judge", "middle"]
 
-Judgement = Literal["reproduced", "contradicted", "inconclusive", "not run"]
+Judgment = Literal["reproduced", "contradicted", "inconclusive", "not run"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Verdict(Assessment):
             unknown. For an equivalence: the smallest min_effect with 80 % power at a true effect of 0.
     """
 
-    verdict: Judgement = "inconclusive"
+    verdict: Judgment = "inconclusive"
     runs: tuple[str, ...] = ()
     adjusted: Adjusted | None = None
     detectable: float = math.nan
@@ -142,7 +142,7 @@ def _judge(
         return replace(made, notes=(f"Shown, {plural(n, 'seed')}: not decided.", *notes))
     controls = (*assessment.controls, *_named_controls(study, claim, others, assessed))
     why = _inconclusive(assessment, adjusted, controls)
-    verdict: Judgement = "inconclusive" if why else "reproduced" if assessment.holds else "contradicted"
+    verdict: Judgment = "inconclusive" if why else "reproduced" if assessment.holds else "contradicted"
     if claim.not_checked:
         notes.insert(0, f"Not checked: {listed(claim.not_checked)}.")
     notes += [
