@@ -404,7 +404,7 @@ def test_fields_that_change_no_sample_are_no_part_of_the_identity(tiny_data):
 
     same = identity()
     assert same == identity(val_fraction=0.5) == identity(document_mask=False)
-    assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, image_first=0.1)
+    assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, image_first_prob=0.1)
     changed = [{"image_first_prob": 0.4}, {"seq_len": 96}, {"pack": "documents"}, {"mix": {"pair": 1.0}},
                {"pack": "documents", "document_mask": False}, {"val_sequences": 4}]  # fmt: skip
     assert len({same, *(identity(**more) for more in changed)}) == 1 + len(changed)

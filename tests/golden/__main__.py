@@ -140,11 +140,12 @@ def keep(kept: dict[str, Any], new: dict[str, Any]) -> None:
     """Put runs among the kept ones. Digests of other platforms go where a run's numbers have moved."""
     here = this_platform()
     for name, run in new.items():
-        moved = name in kept["runs"] and differences(kept["runs"][name], run, None)
+        old = kept["runs"].get(name)
+        moved = old is not None and differences(old | {"id": run["id"]}, run, None)
         for entry in kept["platforms"] if moved else ():
             entry["digests"].pop(name, None)
         kept["runs"][name] = {part: run[part] for part in ("id", "values")}
-    if not digests_of(kept):
+    if all(entry["platform"] != here for entry in kept["platforms"]):
         kept["platforms"].append({"platform": here, "digests": {}})
     digests = next(entry["digests"] for entry in kept["platforms"] if entry["platform"] == here)
     digests.update({name: run["digest"] for name, run in new.items()})

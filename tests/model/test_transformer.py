@@ -280,8 +280,8 @@ def test_compiles_into_one_graph(variant):
     torch.testing.assert_close(compiled(ids_BT), model(ids_BT), rtol=0, atol=1e-6)
 
 
-def test_blocks_must_be_given_and_the_variant_is_printed():
-    with pytest.raises(ValueError, match=r"model\.blocks is empty"):
+def test_vocab_sizes_must_be_given_and_the_variant_is_printed():
+    with pytest.raises(ValueError, match=r"model\.vocab_sizes is empty"):
         EarlyFusionTransformer(ModelConfig())
     printed = str(build(**VARIANTS["swin"]))
     assert "post_norm=True" in printed and "kind='rms'" in printed and "backend=math" in printed

@@ -126,7 +126,7 @@ def test_what_it_cannot_do_is_refused():
     for other in ((given[0].clone(), Z), (given[0], 0.0)):
         with pytest.raises(ValueError, match="pass the same"):
             total_loss(sums, *other, 7.0)
-    with pytest.raises(ValueError, match=r"loss\.chunk is 0"):
+    with pytest.raises(ValueError, match=r"loss\.chunk_size is 0"):
         LossConfig(chunk_size=0)
     assert not sums.ce.requires_grad and total_loss(sums, *given, 7.0).requires_grad
     with torch.no_grad():
