@@ -24,7 +24,7 @@ from mmqk.data.config import DataConfig
 from mmqk.data.datamodule import MicroBatches, PositionedLoader, TokenDataModule
 from mmqk.data.synthetic.dial import Dial, DialConfig
 from mmqk.data.tokens.online import open_online
-from mmqk.data.tokens.worker import Encoder, Job, ShardPart
+from mmqk.data.tokens.worker import Encoder, ShardPart, TokenizeJob
 from mmqk.shards.images import load_image
 from mmqk.shards.manifest import checked_shards
 from mmqk.shards.samples import pair_of
@@ -115,7 +115,7 @@ def ways_of(shard: str, config: DataConfig, cache: Path, batches: int = BATCHES)
         return lambda: (n, sum(len(pairs[i]) for i in range(n)))
 
     def tokenized() -> Callable[[], Work]:
-        encoder = Encoder(Job("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None))
+        encoder = Encoder(TokenizeJob("pair", tokenizers, cache / "tokens", 0.01, "crop", 2**26, None))
         return lambda: (encoder.shard(ShardPart("00000", Path(shard)), lambda *_: None)["samples"], 0)
 
     def arrays(of: DataConfig) -> Make:

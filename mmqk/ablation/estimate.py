@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-from mmqk.ablation.task import Outcome, Task
+from mmqk.ablation.task import Task, TaskOutcome
 from mmqk.store import clock
 
 
-def time_left(outcomes: Mapping[Task, Outcome], jobs: int) -> str:
+def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
     """One sentence: the time of the unfinished runs with ``jobs`` runs at a time.
 
     The time of a step is the median over finished runs of the same arm, else of the same family, else of the grid; it
@@ -35,7 +35,7 @@ def time_left(outcomes: Mapping[Task, Outcome], jobs: int) -> str:
     return f"time to train {_runs(len(open_runs))}{at_once}: about {left} (minutes:seconds){from_others}"
 
 
-def _pace(outcomes: Mapping[Task, Outcome], task: Task) -> tuple[float, bool] | None:
+def _pace(outcomes: Mapping[Task, TaskOutcome], task: Task) -> tuple[float, bool] | None:
     """Seconds per step, and whether they are from runs of the same arm or family; None if no run has finished."""
     paces = [
         (t, o.seconds / (o.step - t.first))

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from mmqk.ablation.child import BLOCKED, GRACE_SECONDS, run_job
-from mmqk.ablation.task import Outcome, Task, standing
+from mmqk.ablation.task import Task, TaskOutcome, standing
 from mmqk.store import DamagedFile, Status, is_locked, last_metrics, mark_ended, read_status
 from mmqk.store.errors import USER_ERROR_EXIT
 
@@ -74,7 +74,7 @@ class Pool:
     to_come: Callable[[], int] = lambda: 0
     signal_received: int | None = field(default=None, init=False)
     running: dict[Task, Running] = field(default_factory=dict, init=False)
-    outcomes: dict[Task, Outcome] = field(default_factory=dict, init=False)
+    outcomes: dict[Task, TaskOutcome] = field(default_factory=dict, init=False)
     _signals: int = field(default=0, init=False)
     _deadline: float | None = field(default=None, init=False)
     _asked: int = field(default=0, init=False)
@@ -85,7 +85,7 @@ class Pool:
         """Whether the pool no longer starts runs."""
         return self._signals > 0 or self._deadline is not None or time.monotonic() > self.until
 
-    def run(self) -> dict[Task, Outcome]:
+    def run(self) -> dict[Task, TaskOutcome]:
         """Train until all tasks have ended, or until the runs have stopped after SIGINT or SIGTERM."""
         self.outcomes = {task: standing(task) for task in self.tasks}
         pending = [task for task in self.tasks if not self.outcomes[task].finished]
@@ -141,7 +141,7 @@ class Pool:
             task.folder.mkdir(parents=True, exist_ok=True)
             log.touch()
         except OSError as error:
-            self.outcomes[task] = Outcome("failed", reason=f"{log} cannot be written ({error.strerror})")
+            self.outcomes[task] = TaskOutcome("failed", reason=f"{log} cannot be written ({error.strerror})")
             return
         before = _status(task.folder)
         args = [*task.args, "--out", str(task.folder), "--quiet"]
@@ -155,7 +155,7 @@ class Pool:
         )
         process.start()
         self.running[task] = Running(process, before, device)
-        self.outcomes[task] = Outcome("running")
+        self.outcomes[task] = TaskOutcome("running")
 
     def _reap(self) -> list[Task]:
         """Record the ended runs; return those whose folder another process locked first, to try them again."""
@@ -173,7 +173,7 @@ class Pool:
                     self._news = True
         return again
 
-    def _outcome(self, task: Task, code: int, before: Status | None) -> Outcome:
+    def _outcome(self, task: Task, code: int, before: Status | None) -> TaskOutcome:
         """The outcome from the status of the run; otherwise from its exit code, which is then recorded."""
         now = standing(task)
         if now.finished if code in (0, 3) else now.ended and _status(task.folder) != before:
@@ -185,7 +185,7 @@ class Pool:
             status, reason = "failed", _reason(code, task.folder / LOG_NAME)
         with contextlib.suppress(OSError):
             mark_ended(task.folder, status, step, reason, before)
-        return Outcome(status, step, now.loss, now.seconds, reason)
+        return TaskOutcome(status, step, now.loss, now.seconds, reason)
 
     def _stop(self) -> None:
         """Interrupt the runs at the first signal; kill them at the second, or after ``grace`` seconds."""

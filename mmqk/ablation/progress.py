@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from mmqk.ablation.pool import Pool
-from mmqk.ablation.task import Outcome, Task
+from mmqk.ablation.task import Task, TaskOutcome
 from mmqk.ablation.views import Follow
 from mmqk.progress import Progress
 from mmqk.store import is_locked, last_metrics
@@ -78,7 +78,7 @@ class PoolProgress:
         return runs_table(views, width)
 
 
-def table(outcomes: Mapping[Task, Outcome]) -> str:
+def table(outcomes: Mapping[Task, TaskOutcome]) -> str:
     """The runs as text, one per line (last loss in nats per token), then the reasons of failed runs."""
     rows = [("arm", "seed", "status", "step", "last loss", "seconds")]
     for task, out in outcomes.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmqk.ablation.record import code_of, set_aside, write_record
 from mmqk.ablation.resolver import BlockedJob, Plan, checkpoint_of
-from mmqk.ablation.task import Outcome, Task, standing
+from mmqk.ablation.task import Task, TaskOutcome, standing
 from mmqk.grid.grid import Grid
 from mmqk.store import UserError, code_hash, is_locked, same_code
 
@@ -89,13 +89,13 @@ class Session:
         """Runs of this part that cannot start yet."""
         return [wait for wait in self.plan.waiting if self._mine(wait.task)]
 
-    def outcomes(self, here: dict[Task, Outcome] | None = None) -> dict[Task, Outcome]:
+    def outcomes(self, here: dict[Task, TaskOutcome] | None = None) -> dict[Task, TaskOutcome]:
         """The outcome of every run of this part; ``here`` holds those from the pool."""
         here = here or {}
         outcomes = {task: here.get(task) or standing(task) for task in self.tasks}
         outcomes |= {task: outcome for task, outcome in here.items() if task not in outcomes}
         status = {True: "waiting", False: "never"}
-        return outcomes | {w.task: Outcome(status[w.possible], reason=w.reason) for w in self.waiting}
+        return outcomes | {w.task: TaskOutcome(status[w.possible], reason=w.reason) for w in self.waiting}
 
     def remarks(self) -> list[str]:
         """Sentences about runs of other code, moved runs, and learning rates at an end of their grid."""

@@ -46,8 +46,8 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Outcome of a task: status "waiting" before the start, "never" if it cannot start, else from status.json."""
+class TaskOutcome:
+    """TaskOutcome of a task: status "waiting" before the start, "never" if it cannot start, else from status.json."""
 
     status: str
     step: int = 0
@@ -66,7 +66,7 @@ class Outcome:
         return self.finished or self.status in ("failed", "interrupted")
 
 
-def standing(task: Task) -> Outcome:
+def standing(task: Task) -> TaskOutcome:
     """The outcome of a task from its folder.
 
     "waiting" if the folder has no run with this identity, "failed" with the reason if its records cannot be read.
@@ -74,8 +74,8 @@ def standing(task: Task) -> Outcome:
     try:
         record, status = read_run(task.folder), read_status(task.folder)
     except DamagedFile as damaged:
-        return Outcome("failed", reason=str(damaged))
+        return TaskOutcome("failed", reason=str(damaged))
     if record is None or record.get("id") != task.id or status is None:
-        return Outcome("waiting")
+        return TaskOutcome("waiting")
     last = last_metrics(task.folder / "metrics.jsonl", having="loss")
-    return Outcome(status.status, status.step, last.get("loss"), status.seconds, status.reason)
+    return TaskOutcome(status.status, status.step, last.get("loss"), status.seconds, status.reason)

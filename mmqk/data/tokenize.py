@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmqk.data.tokens.folder import SPLITS, TokenWriter, is_token_folder, layout_of, read_header
 from mmqk.data.tokens.pool import ShardProgress, run_shards
-from mmqk.data.tokens.worker import Job, ShardPart
+from mmqk.data.tokens.worker import ShardPart, TokenizeJob
 from mmqk.shards.images import MAX_PIXELS, Fit
 from mmqk.shards.tars import expand
 from mmqk.shards.unread import DOTTED, ReasonCounts, Unread, printable
@@ -103,7 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     _check(args)
     paths = expand(args.text or args.shards)
     kind = "text" if args.text else "interleaved" if args.interleaved else "pair"
-    job = Job(kind, args.tokenizers, args.out, args.val_fraction, args.fit, args.max_pixels, args.caption_field)
+    job = TokenizeJob(
+        kind, args.tokenizers, args.out, args.val_fraction, args.fit, args.max_pixels, args.caption_field
+    )
     width = max(5, len(str(len(paths) - 1)))
     shards = [ShardPart(f"{i:0{width}d}", path) for i, path in enumerate(paths)]
     layout_of(job.tokenizers)  # raises for missing tokenizers before anything is written
@@ -201,7 +203,7 @@ def _claimed(out: Path, options: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _tokenize(job: Job, shards: list[ShardPart], workers: int | None) -> list[dict[str, Any]]:
+def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) -> list[dict[str, Any]]:
     """Tokenize the shards; return the records of all, including those of earlier runs."""
     unfinished = job.out / UNFINISHED
     stats = {shard.part: shard.path.stat() for shard in shards}
@@ -262,7 +264,7 @@ def _remove_parts(out: Path, parts: set[str]) -> None:
                     path.unlink()
 
 
-def _finish(job: Job, options: Mapping[str, Any], records: list[dict[str, Any]]) -> None:
+def _finish(job: TokenizeJob, options: Mapping[str, Any], records: list[dict[str, Any]]) -> None:
     dropped, unread = ReasonCounts(), Unread()
     for record in records:
         source = f"{record['file']}: "

@@ -27,7 +27,7 @@ SAME_CODES = 0.9
 _SHADES = np.array([(68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37)], dtype=float)
 
 
-class Decoder:
+class IdDecoder:
     """Decodes joint ids with mmqk's tokenizers.
 
     Args:

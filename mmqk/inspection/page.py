@@ -15,7 +15,7 @@ from mmqk.analysis.formatting import listed, nats, number, plural
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.mixture import CYCLE
 from mmqk.data.order.order import Content
-from mmqk.inspection.decode import Decoder, Originals, Pictures
+from mmqk.inspection.decode import IdDecoder, Originals, Pictures
 from mmqk.inspection.reading import WINDOW, read
 from mmqk.inspection.tables import dial_rows, percent, statistics_rows, step_rows, table_lines
 from mmqk.inspection.views import SequenceView, Viewer
@@ -59,7 +59,7 @@ def inspect(
     """
     data = TokenDataModule(run.data, run.seed)
     data.setup()
-    decoder = Decoder(run.data.tokenizers) if "pair" in run.data.family else None
+    decoder = IdDecoder(run.data.tokenizers) if "pair" in run.data.family else None
     plain = without_roots(read(run, data, tokens, decoder.grid if decoder else 0))
     rows = statistics_rows(plain)
     content = {
@@ -142,7 +142,7 @@ def _about_epochs(plain: dict[str, Any]) -> str:
 
 
 def _sequences(
-    run: RunConfig, data: TokenDataModule, decoder: Decoder | None, plain: dict[str, Any], shown: int
+    run: RunConfig, data: TokenDataModule, decoder: IdDecoder | None, plain: dict[str, Any], shown: int
 ) -> dict[str, Any]:
     """The sequences of the page, from the batch that the builder makes of them."""
     layout, order = data.builder.layout, data.order
@@ -191,7 +191,7 @@ def _facts(view: SequenceView, length: int) -> list[str]:
     return [*facts, f"targets: {listed(counts) or 'none'}"]
 
 
-def _head(data: TokenDataModule, decoder: Decoder | None, content: Content) -> tuple[str, str]:
+def _head(data: TokenDataModule, decoder: IdDecoder | None, content: Content) -> tuple[str, str]:
     """The index of a document in its source, and the text of its caption that is not in the sequence."""
     kind, item = content.kind, content.item
     if kind == "image":

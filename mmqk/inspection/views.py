@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmqk.data.batch import TokenBatch
 from mmqk.data.tokens.folder import SPECIAL_NAMES, Layout
-from mmqk.inspection.decode import Decoder, Pictures, shaded
+from mmqk.inspection.decode import IdDecoder, Pictures, shaded
 
 # Okabe and Ito's palette for color-blind readers; the first two colors also differ in gray.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -93,7 +93,7 @@ class Viewer:
         layout: Layout,
         weights: Mapping[str, float],
         pictures: Pictures,
-        decoder: Decoder | None = None,
+        decoder: IdDecoder | None = None,
         widths: Mapping[str, int] | None = None,
         by_rank: bool = False,
     ) -> None:
@@ -161,7 +161,7 @@ class Viewer:
             original=self.pictures.uri(original if same else None),
         )
 
-    def _words(self, ids: np.ndarray, decoder: Decoder) -> list[tuple[str, str]]:
+    def _words(self, ids: np.ndarray, decoder: IdDecoder) -> list[tuple[str, str]]:
         words: list[tuple[str, str]] = []
         for start, end, special in _runs(np.isin(ids, list(self._specials)).astype(int)):
             if special:

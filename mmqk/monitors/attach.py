@@ -16,7 +16,7 @@ from mmqk.distributed import rank, summed, world_size
 from mmqk.monitors.adapters import Adapter, adapter_for
 from mmqk.monitors.record import Probe
 from mmqk.monitors.third_party.capture import Capture, watching
-from mmqk.monitors.third_party.folder import Folder
+from mmqk.monitors.third_party.folder import WatchFolder
 from mmqk.monitors.third_party.inputs import (
     Inputs,
     LastCall,
@@ -117,7 +117,7 @@ class Watch:
     steps: int = 0
     layers: Layers | None = None
     _last_call: LastCall = field(default_factory=LastCall)
-    _folder: Folder | None = None
+    _folder: WatchFolder | None = None
     _started: int = 0  # steps before the first one
     _step_times: list[float] | None = field(default_factory=list)  # None after the first probe
     _closed: bool = False
@@ -147,7 +147,7 @@ class Watch:
         if self._step_times is not None and not self._step_times:
             self.steps = self._started = self.steps if number is None else number - 1
             if self.out is not None and self.every_n_steps and rank() == 0:
-                self._folder = Folder(self.out, self._started)
+                self._folder = WatchFolder(self.out, self._started)
         previous, self.steps = self.steps, self.steps + 1 if number is None else number
         if self._step_times is not None:
             self._step_times.append(time.perf_counter())

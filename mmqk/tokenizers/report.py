@@ -24,7 +24,7 @@ from mmqk.tokenizers.files import TRAIN_COMMAND, tokenizers_hash
 from mmqk.tokenizers.image import ImageTokenizer
 from mmqk.tokenizers.image_config import ImageTokenizerConfig, read_config
 from mmqk.tokenizers.measure import TokenStatistics, psnr, token_statistics
-from mmqk.tokenizers.source import Folder, Images, Source, images_at_once, open_source
+from mmqk.tokenizers.source import Images, PairFolder, Source, images_at_once, open_source
 from mmqk.tokenizers.text import TextTokenizer
 
 COMMAND = "python -m mmqk.tokenizers.report"
@@ -194,7 +194,7 @@ captions{f", {m.document_chars:.2f} in documents" if m.documents.tokens else ""}
 
 
 def _about(source: Source, val_fraction: float) -> str:
-    if isinstance(source, Folder):
+    if isinstance(source, PairFolder):
         if source.manifest.about.get("name") != SHIPPED:
             return f"The\nsplits are those of {source.name}."
         return (

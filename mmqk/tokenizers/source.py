@@ -47,7 +47,7 @@ class Images:
     summary: str
 
 
-class Folder:
+class PairFolder:
     """Pairs of a folder with a manifest, in order; each file is compared with its hash."""
 
     def __init__(self, folder: Path, selection: Selection) -> None:
@@ -204,7 +204,7 @@ class Tars:
         )
 
 
-Source = Folder | Tars
+Source = PairFolder | Tars
 
 
 def open_source(shards: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> Source:
@@ -220,7 +220,7 @@ def open_source(shards: Sequence[str | Path] | str | Path, selection: Selection 
     folder = Path(names[0])
     if not (folder / MANIFEST).exists() and any(folder.glob("*.tar")):
         raise UserError(f"{folder} has no {MANIFEST}: name its files, such as '{folder / '*.tar'}'.")
-    return Folder(folder, selection)
+    return PairFolder(folder, selection)
 
 
 def parts_of(sample: Mapping[str, bytes], caption_field: str | None) -> tuple[bytes, list[bytes], list[str]]:

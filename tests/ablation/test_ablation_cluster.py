@@ -14,7 +14,7 @@ from mmqk.ablation import session
 from mmqk.ablation.devices import cores, gpus
 from mmqk.ablation.estimate import time_left
 from mmqk.ablation.pool import Pool
-from mmqk.ablation.task import Outcome, Task
+from mmqk.ablation.task import Task, TaskOutcome
 from mmqk.store import RunFolder, identity_hash, read_json, read_status
 
 HEAD = "name: toy\nbase: base.yaml\n"
@@ -197,19 +197,19 @@ def test_time_left_is_what_a_step_took_in_runs_of_the_same_arm():
         return Task(arm, seed, (), Path(arm, str(seed)), "id", steps, {"family": family or arm})
 
     done = {
-        task("slow"): Outcome("completed", 100, 1.0, 400.0),
-        task("fast"): Outcome("diverged", 50, 1.0, 50.0),
-        task("fast", seed=1): Outcome("completed", 100, 1.0, 300.0),  # median of 1 and 3 s a step
+        task("slow"): TaskOutcome("completed", 100, 1.0, 400.0),
+        task("fast"): TaskOutcome("diverged", 50, 1.0, 50.0),
+        task("fast", seed=1): TaskOutcome("completed", 100, 1.0, 300.0),  # median of 1 and 3 s a step
     }
     assert time_left(done, 2) == "nothing to train"
     open_runs = {
-        task("slow", seed=1): Outcome("waiting"),  # 400 s
-        task("fast", seed=2): Outcome("interrupted", 90),  # 20 s
-        task("fast-lr1", 60, family="fast"): Outcome("waiting"),  # 120 s
+        task("slow", seed=1): TaskOutcome("waiting"),  # 400 s
+        task("fast", seed=2): TaskOutcome("interrupted", 90),  # 20 s
+        task("fast-lr1", 60, family="fast"): TaskOutcome("waiting"),  # 120 s
     }
     assert time_left(done | open_runs, 1) == "time to train 3 runs: about 9:00 (minutes:seconds)"
     assert time_left(done | open_runs, 3) == "time to train 3 runs, 3 at a time: about 3:00 (minutes:seconds)"
-    other = {task("new", 30): Outcome("waiting")}  # 3 s a step over all
+    other = {task("new", 30): TaskOutcome("waiting")}  # 3 s a step over all
     assert "about 1:30" in time_left(done | other, 1) and "1 from the speed of other arms" in time_left(
         done | other, 1
     )
@@ -220,11 +220,11 @@ def test_time_left_of_a_fork_is_that_of_its_own_steps():
     def task(seed, first):
         return Task("late", seed, (), Path(str(seed)), "id", 500, first=first)
 
-    done = {task(0, 300): Outcome("completed", 500, 1.0, 200.0)}  # 1 s a step
-    assert "about 3:20" in time_left(done | {task(1, 300): Outcome("waiting")}, 1)
-    assert "about 1:00" in time_left(done | {task(1, 300): Outcome("interrupted", 440)}, 1)
-    assert "about 8:20" in time_left(done | {task(1, 0): Outcome("waiting")}, 1), "one from the beginning"
-    assert time_left(done | {task(1, 300): Outcome("never")}, 1) == "nothing to train"
+    done = {task(0, 300): TaskOutcome("completed", 500, 1.0, 200.0)}  # 1 s a step
+    assert "about 3:20" in time_left(done | {task(1, 300): TaskOutcome("waiting")}, 1)
+    assert "about 1:00" in time_left(done | {task(1, 300): TaskOutcome("interrupted", 440)}, 1)
+    assert "about 8:20" in time_left(done | {task(1, 0): TaskOutcome("waiting")}, 1), "one from the beginning"
+    assert time_left(done | {task(1, 300): TaskOutcome("never")}, 1) == "nothing to train"
 
 
 def test_a_dry_run_says_how_long_it_will_take(world, tmp_path, capsys):

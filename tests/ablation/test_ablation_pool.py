@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmqk.ablation.pool import Pool
-from mmqk.ablation.task import Outcome, Task, standing
+from mmqk.ablation.task import Task, TaskOutcome, standing
 from mmqk.store import RunFolder, identity_hash, is_locked, read_json, read_status
 
 
@@ -105,7 +105,7 @@ def test_a_folder_of_another_run_counts_as_nothing_and_is_left_alone(fake, tmp_p
     task = make_task(tmp_path, "finish")
     with RunFolder.open(task.folder, identity_of("finish", 7), {}) as run:
         run.set_status("completed", 4)
-    assert standing(task) == Outcome("waiting")
+    assert standing(task) == TaskOutcome("waiting")
     (outcome,) = make_pool([task]).run().values()
     assert outcome.status == "failed" and "seed (7 there, 0 here)" in outcome.reason
     assert read_status(task.folder).status == "completed"

@@ -6,7 +6,7 @@ import pytest
 
 from mmqk.ablation.pool import Pool
 from mmqk.ablation.progress import PoolProgress, table
-from mmqk.ablation.task import Outcome, Task
+from mmqk.ablation.task import Task, TaskOutcome
 from mmqk.store import MetricsWriter
 
 
@@ -57,12 +57,12 @@ def test_the_line_has_the_run_its_step_and_the_time_left(tmp_path, now):
     pool = make(
         tmp_path,
         {
-            "old": (Outcome("completed", 100), None),
-            "gone": (Outcome("failed", 30), None),
-            "a": (Outcome("running"), 20),
-            "b": (Outcome("running"), None),
-            "next": (Outcome("waiting"), None),
-            "kept": (Outcome("waiting", 40), None),
+            "old": (TaskOutcome("completed", 100), None),
+            "gone": (TaskOutcome("failed", 30), None),
+            "a": (TaskOutcome("running"), 20),
+            "b": (TaskOutcome("running"), None),
+            "next": (TaskOutcome("waiting"), None),
+            "kept": (TaskOutcome("waiting", 40), None),
         },
     )
     progress = PoolProgress(io.StringIO())
@@ -80,16 +80,16 @@ def test_the_line_has_the_run_its_step_and_the_time_left(tmp_path, now):
 
 def test_a_run_without_metrics_is_starting_and_a_held_folder_is_named(tmp_path, monkeypatch):
     progress = PoolProgress(io.StringIO())
-    pool = make(tmp_path, {"a": (Outcome("running"), None)})
+    pool = make(tmp_path, {"a": (TaskOutcome("running"), None)})
     assert line(progress, pool) == "run 1 of 1 · a seed 0 · starting · 1 running"
-    pool = make(tmp_path, {"a": (Outcome("waiting"), None), "b": (Outcome("completed", 100), None)})
+    pool = make(tmp_path, {"a": (TaskOutcome("waiting"), None), "b": (TaskOutcome("completed", 100), None)})
     assert line(progress, pool) == "about to start a seed 0"
     monkeypatch.setattr("mmqk.ablation.progress.is_locked", lambda folder: folder == tmp_path / "a")
     assert line(progress, pool) == f"waiting: another process trains a seed 0 in {tmp_path / 'a'}"
 
 
 def test_a_log_gets_a_line_every_ten_seconds(tmp_path, now):
-    pool = make(tmp_path, {"a" * 60: (Outcome("running"), 7)})
+    pool = make(tmp_path, {"a" * 60: (TaskOutcome("running"), 7)})
     out = io.StringIO()
     progress = PoolProgress(out)
     for lines in (0, 0, 0, 1, 1, 1, 2):
@@ -102,7 +102,7 @@ def test_a_log_gets_a_line_every_ten_seconds(tmp_path, now):
 
 
 def test_a_terminal_shows_the_table_of_the_running_runs_and_redraws_it(tmp_path, monkeypatch, now):
-    pool = make(tmp_path, {"a" * 60: (Outcome("running"), 7), "b": (Outcome("running"), 3)})
+    pool = make(tmp_path, {"a" * 60: (TaskOutcome("running"), 7), "b": (TaskOutcome("running"), 3)})
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
@@ -128,8 +128,8 @@ def test_the_table_has_a_row_a_run_and_a_sentence_where_there_is_a_reason(tmp_pa
     task, bad = (Task(arm, 3, (), tmp_path, "id", 100) for arm in ("mixed-qk", "bad"))
     text = table(
         {
-            task: Outcome("completed", 100, 2.3456, 61.4),
-            bad: Outcome("diverged", 7, None, 3.0, "loss became nan"),
+            task: TaskOutcome("completed", 100, 2.3456, 61.4),
+            bad: TaskOutcome("diverged", 7, None, 3.0, "loss became nan"),
         }
     )
     assert text.splitlines() == [

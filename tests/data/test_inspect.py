@@ -22,7 +22,7 @@ from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.folder import TokenWriter, layout_of
 from mmqk.inspect import main
 from mmqk.inspection import page as inspect_page
-from mmqk.inspection.decode import Decoder, Originals, Pictures, shaded
+from mmqk.inspection.decode import IdDecoder, Originals, Pictures, shaded
 from mmqk.shards.pairs import read_pairs
 from mmqk.store import cli_main
 from mmqk.tokenizers import ImageTokenizer, TextTokenizer, tokenizers_hash
@@ -194,7 +194,7 @@ def test_pictures_are_decoded_from_the_codes_and_stand_beside_their_original(
 
 
 def test_an_original_is_shown_only_where_its_codes_say_so(tiny_data):
-    decoder, originals = Decoder(tiny_data / "tokenizers"), Originals(tiny_data / "pairs")
+    decoder, originals = IdDecoder(tiny_data / "tokenizers"), Originals(tiny_data / "pairs")
     offset = layout_of(tiny_data / "tokenizers").vocab_sizes["text"]
     images = [originals.image(i, 64) for i in (0, 1, 30)]
     pixels = torch.from_numpy(np.array(images[0])).permute(2, 0, 1)[None].float() / 255
@@ -349,7 +349,7 @@ def test_text_of_a_document_cannot_be_markup(tiny_args, tiny_data, tmp_path):
 
 
 def test_words_are_whole_characters_and_lose_nothing(tiny_data):
-    decoder, text = Decoder(tiny_data / "tokenizers"), TextTokenizer.load(tiny_data / "tokenizers")
+    decoder, text = IdDecoder(tiny_data / "tokenizers"), TextTokenizer.load(tiny_data / "tokenizers")
     for sample in ("the people shall see", "日本 🦊 naïve\n\ttrade", ""):
         words = decoder.words([i + 5 for i in text.encode(sample)])
         assert "".join(words) == sample and not any("\ufffd" in word for word in words)

@@ -17,7 +17,7 @@ from mmqk.data.config import DataConfig, data_identity
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.online import online_hash, open_online
-from mmqk.data.tokens.worker import Job, _samples, split_of
+from mmqk.data.tokens.worker import TokenizeJob, _samples, split_of
 from mmqk.shards.tars import index_tar
 from mmqk.store import UserError
 
@@ -97,7 +97,7 @@ def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tm
     split_by_key = {
         store.shards[s].keys[i]: split for split, store in found.items() for s, i in store.samples_N2
     }
-    job = Job("pair", tiny_data / "tokenizers", tmp_path, 0.3, "crop", 2**26, None)
+    job = TokenizeJob("pair", tiny_data / "tokenizers", tmp_path, 0.3, "crop", 2**26, None)
     expected = {
         key: split_of(make()[0], 0.3) for path in paths for key, _, make, _ in _samples(job, index_tar(path))
     }

@@ -17,7 +17,7 @@ from mmqk.shards.pairs import read_pairs, read_text
 from mmqk.store import UserError
 from mmqk.tokenizers.choice import Selection, spread
 from mmqk.tokenizers.documents import Documents
-from mmqk.tokenizers.source import Folder, Tars, open_source
+from mmqk.tokenizers.source import PairFolder, Tars, open_source
 
 SIZES = ((37, 91), (200, 64), (64, 64), (300, 30), (5, 7))
 
@@ -218,13 +218,13 @@ def test_shards_that_cannot_be_used_are_one_sentence(tmp_path):
 
 def test_a_folder_is_read_whole_and_in_order_or_spread(small_data):
     source = open_source(small_data / "pairs")
-    assert isinstance(source, Folder)
+    assert isinstance(source, PairFolder)
     pairs = {split: list(read_pairs(small_data / "pairs", split)) for split in ("train", "val")}
     images = source.images(64)
     assert rows(images.train_BCHW) == [pair.image.tobytes() for pair in pairs["train"]]
     assert rows(images.val_BCHW) == [pair.image.tobytes() for pair in pairs["val"]]
     assert images.summary == "" and source.captions() == ([pair.caption for pair in pairs["train"]], "")
-    few = Folder(small_data / "pairs", Selection(images=8, captions=5))
+    few = PairFolder(small_data / "pairs", Selection(images=8, captions=5))
     train = rows(few.images(64).train_BCHW)
     places = [[pair.image.tobytes() for pair in pairs["train"]].index(row) for row in train]
     assert len(train) == 8 and places == sorted(places) and [p // 3 for p in places] == list(range(8))

@@ -18,7 +18,7 @@ from mmqk.analysis.formatting import listed
 from mmqk.analysis.metrics import METRICS
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.runs.replays import ReplayVerdict, replay_verdicts
-from mmqk.analysis.verdicts.study import Arm, Claim, Study, load_study
+from mmqk.analysis.verdicts.study import Claim, Study, StudyArm, load_study
 from mmqk.analysis.verdicts.verdicts import Verdict, judge
 
 # With more arms than colors and no grid, arms are sorted by their largest logit.
@@ -78,8 +78,8 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
     names = _distinct([study.name for study, *_ in parts])
     runs: list[Run] = []
     name_of: dict[Path, str] = {}
-    arms: dict[str, Arm] = {}
-    families: dict[str, Arm] = {}
+    arms: dict[str, StudyArm] = {}
+    families: dict[str, StudyArm] = {}
     claims: list[Claim] = []
     verdicts: list[Verdict] = []
     replays: list[ReplayVerdict] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mmqk.analysis.metrics import FamilyMetric, Measured, Metric, find_metric
 from mmqk.analysis.runs.load import Run, once_per_run
-from mmqk.analysis.verdicts.study import Arm, Study
+from mmqk.analysis.verdicts.study import Study, StudyArm
 from mmqk.grid.claims import Claim
 
 
@@ -27,7 +27,7 @@ class Group:
 
     name: str
     label: str
-    arms: tuple[Arm, ...]
+    arms: tuple[StudyArm, ...]
     runs: Mapping[int, tuple[Run, ...]]
     planned: int
 
@@ -88,7 +88,7 @@ class Compared:
         return [run for members in self.groups.values() for run in members.all]
 
     @property
-    def arms(self) -> list[Arm]:
+    def arms(self) -> list[StudyArm]:
         """The arms of all groups."""
         return [arm for members in self.groups.values() for arm in members.arms]
 

@@ -18,7 +18,7 @@ from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.load import Run, once_per_run
 from mmqk.analysis.stats.effects import quantile_t
 from mmqk.analysis.verdicts.compared import metric_value
-from mmqk.analysis.verdicts.study import RATE_METRIC, Arm, Study
+from mmqk.analysis.verdicts.study import RATE_METRIC, Study, StudyArm
 from mmqk.store import UserError
 
 # Probability to call two equal learning rates different, over all pairs that two arms may choose.
@@ -120,11 +120,11 @@ def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[
     return loss > quantile_t(1 - ERROR / (rates * (rates - 1)), df) * error
 
 
-def metric_of(study: Study, arm: Arm) -> str:
+def metric_of(study: Study, arm: StudyArm) -> str:
     """The metric that chose the learning rate of an arm."""
     return study.rate_metrics.get(arm.name) or study.rate_metrics.get("") or RATE_METRIC
 
 
-def chosen(study: Study, arm: Arm) -> BestRate | None:
+def chosen(study: Study, arm: StudyArm) -> BestRate | None:
     """The choice of an arm; None without finished selection runs."""
     return choose(study.selection(arm), metric_of(study, arm))

@@ -13,14 +13,14 @@ from mmqk.analysis.runs.load import Run, load_runs, read_ablation
 from mmqk.analysis.verdicts.claims import at, check_claims
 from mmqk.grid.claims import Claim, claims_hash, read_claims
 
-__all__ = ["Arm", "Claim", "Study", "load_study"]
+__all__ = ["Claim", "Study", "StudyArm", "load_study"]
 
 HERO_ARMS_AT_MOST = 6
 RATE_METRIC = "final_excess"
 
 
 @dataclass(frozen=True)
-class Arm:
+class StudyArm:
     """One arm: its name, label, block of the page, planned seeds and the fields that it sets.
 
     An arm of a grid with axes has a ``family``, its name in the grid, and a ``point``, its values on the axes.
@@ -59,7 +59,7 @@ class Study:
     folder: Path
     name: str
     title: str
-    arms: Mapping[str, Arm]
+    arms: Mapping[str, StudyArm]
     claims: tuple[Claim, ...]
     report: Mapping[str, Any]
     runs: tuple[Run, ...]
@@ -67,7 +67,7 @@ class Study:
     registered: bool
     claims_changed: bool = False
     registration_lost: bool = False
-    families: Mapping[str, Arm] = field(default_factory=dict)
+    families: Mapping[str, StudyArm] = field(default_factory=dict)
     rate_metrics: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -100,7 +100,7 @@ class Study:
         have = {run.arm for run in self.runs if run.tags}
         return tuple(name for name in names if name in have)
 
-    def arms_of(self, name: str, point: Mapping[str, Any] | None = None) -> tuple[Arm, ...]:
+    def arms_of(self, name: str, point: Mapping[str, Any] | None = None) -> tuple[StudyArm, ...]:
         """The arm with this name, or the arms of the family with this name at the given point."""
         if name in self.arms:
             return (self.arms[name],)
@@ -119,7 +119,7 @@ class Study:
         """The finished runs, or all verdict runs if none has finished."""
         return self.finished(arm) or self.of_arm(arm)
 
-    def selection(self, arm: Arm) -> tuple[Run, ...]:
+    def selection(self, arm: StudyArm) -> tuple[Run, ...]:
         """The selection runs for the learning rate of an arm; they count in no verdict."""
 
         of_family = (run for run in self.runs if run.role == "selection" and run.family == arm.family)
@@ -141,7 +141,7 @@ def load_study(folder: str | Path) -> Study:
     runs = tuple(load_runs(folder))
     ablation = read_ablation(folder)
     if ablation is None:
-        arms = {run.arm: Arm(run.arm, run.arm, family=run.arm) for run in runs}
+        arms = {run.arm: StudyArm(run.arm, run.arm, family=run.arm) for run in runs}
         name = folder.resolve().name
         return Study(folder, name, name, arms, (), {}, runs, (), False, families=arms)
     return study_of(folder, ablation, runs)
@@ -191,9 +191,9 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
     )
 
 
-def _families(named: Mapping[str, Any]) -> dict[str, Arm]:
+def _families(named: Mapping[str, Any]) -> dict[str, StudyArm]:
     """The arms as the grid names them; a fork inherits the settings of its parent."""
-    families: dict[str, Arm] = {}
+    families: dict[str, StudyArm] = {}
     for name, value in named.items():
         value = value or {}
         settings, parent = dict(value.get("set") or {}), value
@@ -204,19 +204,19 @@ def _families(named: Mapping[str, Any]) -> dict[str, Arm]:
             parent = named.get(fork.get("arm")) or {}
             settings = {"fork": fork, **(parent.get("set") or {}), **settings}
         label, block = str(value.get("label", name)), str(value.get("block", ""))
-        families[name] = Arm(name, label, block, (), settings, name)
+        families[name] = StudyArm(name, label, block, (), settings, name)
     return families
 
 
-def _arms(families: Mapping[str, Arm], planned: Sequence[Mapping[str, Any]]) -> dict[str, Arm]:
+def _arms(families: Mapping[str, StudyArm], planned: Sequence[Mapping[str, Any]]) -> dict[str, StudyArm]:
     """The arms that run, one for each point of a family, in the order of the families."""
-    arms: dict[str, Arm] = {}
+    arms: dict[str, StudyArm] = {}
     for family in families.values():
         entries = [entry for entry in planned if (entry.get("family") or entry["arm"]) == family.name]
         crossed = {entry["arm"]: entry.get("point") or {} for entry in entries} or {family.name: {}}
         for name, point in crossed.items():
             values = [f"{field.rpartition('.')[2]} {value}" for field, value in point.items()]
-            arms[name] = Arm(
+            arms[name] = StudyArm(
                 name=name,
                 label=", ".join([family.label, *values]),
                 block=family.block,

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from mmqk.data.tokens.worker import Encoder, Job, ShardPart
+from mmqk.data.tokens.worker import Encoder, ShardPart, TokenizeJob
 from mmqk.progress import Progress
 from mmqk.store import UserError
 
@@ -32,7 +32,7 @@ Handle = Callable[[ShardPart, tuple[str, Any]], None]
 Tick = Callable[[np.ndarray], None]
 
 
-def run_shards(job: Job, shards: Sequence[ShardPart], workers: int, handle: Handle, tick: Tick) -> None:
+def run_shards(job: TokenizeJob, shards: Sequence[ShardPart], workers: int, handle: Handle, tick: Tick) -> None:
     """Tokenize shards in worker processes, or in this process if workers is 0.
 
     Args:
@@ -145,7 +145,7 @@ def _end_with(parent: Connection) -> None:
     os._exit(1)
 
 
-def _tokenize(job: Job, place: int, shard: ShardPart) -> tuple[str, Any]:
+def _tokenize(job: TokenizeJob, place: int, shard: ShardPart) -> tuple[str, Any]:
     """Tokenize a shard in a worker; ``refused`` and a sentence if the tokenizers cannot be used."""
     with _one_thread():
         try:
@@ -156,7 +156,7 @@ def _tokenize(job: Job, place: int, shard: ShardPart) -> tuple[str, Any]:
 
 
 @cache
-def _encoder(job: Job) -> Encoder:
+def _encoder(job: TokenizeJob) -> Encoder:
     return Encoder(job)
 
 

@@ -37,7 +37,7 @@ Report = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """Settings of all shards.
 
     Attributes:
@@ -79,7 +79,7 @@ class Encoder:
         UserError: the tokenizers are missing or damaged.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TokenizeJob) -> None:
         from mmqk.tokenizers import tokenizers_hash
 
         self.job = job
@@ -180,7 +180,7 @@ class _Part:
 Sample = tuple[str, list[str], Callable[[], tuple[bytes, list[Place]]], float]
 
 
-def _samples(job: Job, source: Path | TarIndex) -> Iterator[Sample]:
+def _samples(job: TokenizeJob, source: Path | TarIndex) -> Iterator[Sample]:
     """Key, fields, a function that gives identity and places or raises Dropped, and the share of the file read."""
     if isinstance(source, Path):
         for number, line, share in read_lines(source):
@@ -191,7 +191,7 @@ def _samples(job: Job, source: Path | TarIndex) -> Iterator[Sample]:
         yield key, list(sample), partial(_document, job, sample), (i + 1) / len(source)
 
 
-def _document(job: Job, sample: dict[str, bytes]) -> tuple[bytes, list[Place]]:
+def _document(job: TokenizeJob, sample: dict[str, bytes]) -> tuple[bytes, list[Place]]:
     if job.kind == "interleaved":
         return sample.get("json", b""), interleaved_of(sample)
     content, caption = pair_of(sample, job.caption_field)

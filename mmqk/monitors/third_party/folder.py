@@ -11,7 +11,7 @@ from mmqk.store.folder import STATUS_NAME
 from mmqk.store.metrics import MetricsWriter, last_metrics
 
 
-class Folder:
+class WatchFolder:
     """Writes ``metrics.jsonl`` and ``status.json``; a resumed run removes the lines after the step it resumes from.
 
     Args:
