@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """TaskOutcome of a task: status "waiting" before the start, "never" if it cannot start, else from status.json."""
+    """The outcome of a task: status "waiting" before the start, "never" if it cannot start, else from status.json."""
 
     status: str
     step: int = 0
