@@ -60,14 +60,14 @@ class ForkConfig:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What of it makes the run that run."""
-        own = {"skip_batches": self.skip_batches, "noise": self.noise, "seed": self.seed}
-        return {"parent": self.parent.id, "step": self.parent.step, **own}
+        """The fields of the fork that are part of the run's identity."""
+        fields = {"skip_batches": self.skip_batches, "noise": self.noise, "seed": self.seed}
+        return {"parent": self.parent.id, "step": self.parent.step, **fields}
 
     def flags(self) -> dict[str, Any]:
-        """The command line of it, as fields."""
-        own = {"fork_skip_batches": self.skip_batches, "fork_noise": self.noise, "fork_seed": self.seed}
-        return {"fork": self.given, **own} if self.given else {}
+        """The fork's fields, as on the command line."""
+        fields = {"fork_skip_batches": self.skip_batches, "fork_noise": self.noise, "fork_seed": self.seed}
+        return {"fork": self.given, **fields} if self.given else {}
 
 
 def base_of(parent: Parent) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class SigmaLinear(Linear):
     Args:
         d_in: Width of the input.
         d_out: Width of the output.
-        init_scale: As of `Linear`.
+        init_scale: See `Linear`.
         keep: Whether gamma starts at sigma(W), which gives the plain `W x`, or at 1.
     """
 

@@ -142,7 +142,7 @@ class L2Norm(Norm):
         return self.weight.clamp_max(math.log(self.maximum)).exp()
 
     def extra_repr(self) -> str:
-        """As of every norm, with the scale."""
+        """The fields of `Norm`, and the scale."""
         scale = self.fixed if self.weight is None else "learned"
         return f"{super().extra_repr()}, scale={scale}, maximum={self.maximum}"
 

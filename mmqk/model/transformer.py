@@ -165,8 +165,8 @@ class EarlyFusionTransformer(nn.Module):
         seed: Seed of the initial weights (`init_weights`).
 
     Attributes:
-        recompute: Whether the backward pass computes the activations of a block again (activation checkpointing;
-            Chen et al. 2016, arXiv 1604.06174): a third more operations for a fraction of the memory.
+        activation_checkpointing: Whether the backward pass recomputes the activations of each block (Chen et al.
+            2016, arXiv 1604.06174): a third more operations for a fraction of the memory.
 
     Raises:
         ValueError: `config.vocab_sizes` is empty, the backend is unknown or cannot compute this attention.

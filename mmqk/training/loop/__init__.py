@@ -1,1 +1,1 @@
-"""What surrounds a training step: device, processes, signals, step log, alarms, checkpoints."""
+"""The training loop: device, processes, signals, step log, alarms, checkpoints."""

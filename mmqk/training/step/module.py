@@ -130,7 +130,7 @@ class TrainingModule(L.LightningModule):
 
         Args:
             batch: Tokens and targets.
-            sink: As of `EarlyFusionTransformer.forward`, like `row_stats`.
+            sink: See `EarlyFusionTransformer.forward`.
             by_modality: Whether `loss_parts` will be called; it makes a chunked loss a little more expensive.
             model: The model to evaluate; None is the trained one.
             row_stats: Receives the softmax statistics of each layer.

@@ -1,4 +1,4 @@
-"""What a training step hands to the callbacks: its measurements, and its tensors while it runs."""
+"""Measurements and tensors that a training step passes to the callbacks."""
 
 from __future__ import annotations
 
