@@ -160,6 +160,28 @@ def test_norms_weigh_layers_and_modalities_alike(tmp_path):
     assert METRICS["q_norm"].measure(run, None) == 4 and METRICS["q_norm"].measure(run, "image") == 6
 
 
+def test_the_product_of_norms_is_the_geometric_mean_over_layers(tmp_path):
+    path = tmp_path / "x"
+    path.mkdir()
+    probe = {"q_norm/text/layer00": 2, "k_norm/text/layer00": 3, "q_norm/text/layer01": 8, "k_norm/text/layer01": 1}
+    other = {f"{norm}_norm/image/layer0{layer}": 1000 for norm in "qk" for layer in (0, 1)}
+    lines = [probe | other | {"step": step} for step in (1, 2, 3)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    measure = METRICS["qk_norm_product"].measure
+    run = load_runs(tmp_path)[0]
+    assert measure(run, "text") == pytest.approx(math.sqrt(2 * 3 * 8 * 1))
+    # Not the product of arithmetic means, and image counts as much as text.
+    assert measure(run, "text") != pytest.approx((2 + 8) / 2 * (3 + 1) / 2, rel=0.1)
+    assert measure(run, None) == pytest.approx(math.sqrt(math.sqrt(48) * 1000**2))
+    assert math.isnan(measure(run, "audio"))
+    del lines[2]["k_norm/text/layer01"]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert METRICS["qk_norm_product"].series(load_runs(tmp_path)[0], "text")[1][-1] == pytest.approx(4 * 3)
+    lines[2] |= {"k_norm/text/layer01": "nan"}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert measure(load_runs(tmp_path)[0], "text") == math.inf
+
+
 def test_a_loss_that_is_off_is_not_trained(tmp_path):
     run = run_of(tmp_path, Planted(50.0), settings={"loss.weights.image": 0.0})
     assert not is_trained(run, "image")

@@ -54,6 +54,19 @@ def norm_series(statistic: str) -> BySeries:
     return series
 
 
+def norm_product_series(run: Run, modality: str | None = None) -> Series:
+    """Product of mean query norm and mean key norm, by probe: the geometric mean over layers and modalities."""
+    steps_q, q = run.combined("q_norm", _geometric_mean, modality)
+    steps_k, k = run.combined("k_norm", _geometric_mean, modality)
+    steps, of_q, of_k = np.intersect1d(steps_q, steps_k, return_indices=True)
+    return steps, q[of_q] * k[of_k]
+
+
+def _geometric_mean(table: np.ma.MaskedArray, axis: int) -> np.ma.MaskedArray:
+    logs = np.ma.array(np.log(table.filled(1.0)), mask=np.ma.getmaskarray(table))
+    return np.ma.array(np.exp(logs.mean(axis=axis)))
+
+
 def largest_attention_logit(run: Run, modality: str | None = None) -> float:
     """`logit_series` at the end of the run, the median of the last three probes.
 

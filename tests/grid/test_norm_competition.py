@@ -1,0 +1,83 @@
+"""The study of norm competition: each arm changes what it names, and everything else of a contrast is equal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mmqk.config import RunConfig, resolve
+from mmqk.data.synthetic.dial import Dial
+from mmqk.grid import load_grid
+from mmqk.store import flatten
+
+ROOT = Path(__file__).parents[2]
+STUDY, PILOT = "configs/claims/norm_competition.yaml", "configs/claims/norm_competition_pilot.yaml"
+# The radial budget changes no weight; a mapping that is empty in one of two configurations is not a field.
+NOT_COUNTED = {"monitor.budget_every_n_steps", "loss.weights"}
+
+
+@pytest.fixture(scope="module")
+def study():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        grid = load_grid(STUDY)
+        return grid, {job.arm: resolve(list(job.args)) for job in grid.jobs if job.seed == 1}
+
+
+def unequal(a: RunConfig, b: RunConfig) -> set[str]:
+    """Fields in which two configurations differ, without the radial budget, which changes no weight."""
+    flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
+    return {key for key in flat_a.keys() | flat_b.keys() if flat_a.get(key) != flat_b.get(key)} - NOT_COUNTED
+
+
+def trained_targets(run: RunConfig) -> int:
+    """Targets per step that have a loss; every document fills a row, and its first token has no prediction."""
+    dial, weights = run.data.dial, run.loss.weights
+    per_row = sum(n for m, n in dial.tokens.items() if weights.get(m, 1.0) > 0)
+    return run.data.batch_size * per_row
+
+
+def test_the_primary_contrasts_change_one_thing_each(study):
+    _, runs = study
+    for rate in ("low", "high"):
+        mid = runs[f"mid-{rate}"]
+        entropies = {"data.dial.entropy.text", "data.dial.entropy.image"}
+        assert unequal(mid, runs[f"hi-{rate}"]) == entropies
+        assert unequal(mid, runs[f"lag1-{rate}"]) == {"data.dial.lag.text", "data.dial.lag.image"}
+        assert unequal(mid, runs[f"image_off-{rate}"]) == {"loss.weights.image", "data.batch_size"}
+        assert trained_targets(mid) == trained_targets(runs[f"image_off-{rate}"])
+        floors = {name: Dial(runs[f"{name}-{rate}"].data.dial).floors() for name in ("mid", "hi")}
+        assert floors["mid"]["image"] == pytest.approx(floors["mid"]["text"])
+        assert floors["hi"]["image"] - floors["hi"]["text"] > 2
+        assert sum(floors["hi"].values()) == pytest.approx(sum(floors["mid"].values()))
+    # The controls: other rates differ in more, and without its batch the image loss is not matched.
+    assert unequal(runs["mid-low"], runs["hi-high"]) > entropies
+    assert trained_targets(runs["mid-low"]) != trained_targets(runs["hi_batch"])
+
+
+def test_each_mechanism_is_removed_from_the_same_run(study):
+    _, runs = study
+    for name in ("sink", "qk", "adamh", "embed_norm", "split", "untie_norms", "untie_qk", "untie_mlp", "batch"):
+        changed = unequal(runs["hi-high"], runs[f"hi_{name}"]) - {"backend"}
+        assert len(changed) == 1, (name, changed)
+    assert trained_targets(runs["text_only"]) == trained_targets(runs["mid-high"])
+    shares = runs["hi_shares"].loss.weights
+    assert shares["text"] * 1.5 == pytest.approx(shares["image"] * 4.0, rel=1e-3)
+    assert sum(shares.values()) == pytest.approx(2)
+
+
+def test_seeds_families_and_registration(study):
+    grid, _ = study
+    pilot = load_grid(ROOT / PILOT)
+    seeds = {arm.name: set(arm.seeds) for arm in grid.arms}
+    assert not set.union(*seeds.values()) & {seed for arm in pilot.arms for seed in arm.seeds}
+    claims = grid.raw["claims"]
+    primary = [claim for claim in claims if claim["status"] == "confirmatory"]
+    assert {claim["alpha_family"] for claim in primary} == {"primary"} and len(primary) == 6
+    for claim in primary:
+        arms = {claim[side].partition("-")[0] for side in ("treatment", "control")}
+        assert all(len(seeds[arm]) == claim["seeds"] == 12 for arm in arms) and arms <= set(grid.raw["quick"])
+    assert max(Counter(claim["alpha_family"] for claim in claims).values()) <= 6
+    assert len(grid.raw["hypotheses"]) == 5
