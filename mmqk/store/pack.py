@@ -35,8 +35,8 @@ REPORTED = {
 }  # fmt: skip
 # Of another series with more values every n-th is packed.
 MOST_VALUES = 1000
-# Of every value in a small pack, which is for hundreds of runs.
-FEW_DIGITS = 5
+# A small pack, which is for hundreds of runs, has so many digits of a value and so many decimals of a training loss.
+FEW_DIGITS, LOSS_DECIMALS = 5, 3
 _DATE = (1980, 1, 1, 0, 0, 0)
 _LARGEST = 2**31  # bytes, unpacked
 
@@ -48,7 +48,7 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
     series.
 
     Args:
-        small: pack only those, with 5 digits.
+        small: pack only those, with 5 digits; losses of training steps with 3 decimals.
 
     Raises:
         UserError: the folder has no runs.
@@ -105,18 +105,23 @@ def _thinned(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
 
 
 def _small(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
-    """A metrics file with only the series that a report reads, `FEW_DIGITS` digits of each value, and both facts."""
+    """A metrics file with only the series that a report reads, rounded, and both facts."""
     lines = []
     for line in metrics.splitlines(keepends=True):
         if record := parse_line(line):
             values = {
-                name: float(f"{value:.{FEW_DIGITS}g}") if isinstance(value, float) else value
+                name: _rounded(name, value) if isinstance(value, float) else value
                 for name, value in record.items()
                 if _reported(name)
             }
             line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
         lines.append(line)
-    return b"".join(lines), {"digits": FEW_DIGITS, "only": sorted(REPORTED)}
+    return b"".join(lines), {"digits": FEW_DIGITS, "loss_decimals": LOSS_DECIMALS, "only": sorted(REPORTED)}
+
+
+def _rounded(name: str, value: float) -> float:
+    of_step = name.partition("/")[0] in ("loss", "excess")
+    return round(value, LOSS_DECIMALS) if of_step else float(f"{value:.{FEW_DIGITS}g}")
 
 
 def _reported(name: str) -> bool:

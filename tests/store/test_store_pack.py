@@ -115,7 +115,8 @@ def test_a_small_pack_has_what_a_report_reads_with_fewer_digits(folder, tmp_path
         reported = [name for name in one.tags if name.partition("/")[0] in REPORTED or name.startswith("val_")]
         assert sorted(two.tags) == sorted(reported)
         for name in reported:
-            assert two.series(name)[1] == pytest.approx(one.series(name)[1], rel=5e-5, nan_ok=True)
+            near = {"abs": 5e-4} if name.startswith(("loss", "excess")) else {"rel": 5e-5}
+            assert two.series(name)[1] == pytest.approx(one.series(name)[1], **near, nan_ok=True)
         assert json.loads((two.path / "thinned.json").read_text())["digits"] == 5
     write_pack(unpacked(tmp_path / "small.zip"), tmp_path / "again.zip", small=True)
     assert (tmp_path / "again.zip").read_bytes() == (tmp_path / "small.zip").read_bytes()
