@@ -23,7 +23,7 @@ def model_size(run: Run) -> float:
     """Parameters of the blocks' matrices (attention and MLP), without embeddings, head, gains and biases.
 
     Counted as by Wortsman et al., where 3 layers of width 256 have 2.4M. Of matrices with a copy per modality, one
-    copy counts, as a token passes through one. NaN if the configuration does not define it.
+    copy counts, because a token passes through one. NaN if the configuration does not define the size.
     """
     model = run.setting("model", {})
     try:
@@ -118,14 +118,14 @@ def _one(rate: float, by_size: dict[float, tuple[int, float]]) -> tuple[Extrapol
 
 
 def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """Predicted over actual largest logit of the held-out largest model; over learning rates, the ratio farthest
-    from 1."""
+    """Predicted over actual largest logit of the held-out largest model, at the learning rate where this ratio is
+    farthest from 1."""
     predictions, why = extrapolate(runs, modality)
     if not predictions:
         return Measured(math.nan, why)
-    lost = [one for one in predictions if math.isnan(one.ratio)]
-    if lost:
+    undefined = [one for one in predictions if math.isnan(one.ratio)]
+    if undefined:
         return Measured(
-            math.nan, f"the largest model's logit is not finite at learning rate {lost[0].rate:g}"
+            math.nan, f"the largest model's logit is not finite at learning rate {undefined[0].rate:g}"
         )
     return Measured(max((one.ratio for one in predictions), key=lambda ratio: abs(math.log(ratio))))

@@ -1,8 +1,9 @@
 """Exact tests for few runs: counts of runs, and signs of paired differences.
 
 Counts are compared by their shares. Fisher's test tests equal shares. The interval of the difference inverts the
-exact unconditional test (Chan and Zhang, Biometrics 55, 1999): its p-value is the maximum over all pairs of true
-shares, so the interval has its coverage for every pair. The interval of one share is Clopper and Pearson's.
+exact unconditional test (Chan and Zhang, Biometrics 55, 1999). Its p-value is the maximum over all pairs of true
+shares, so the interval covers the true difference of every pair with at least its confidence. The interval of one
+share is Clopper and Pearson's.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from mmqk.report.figures.shapes import Figure, Key, Panel
 from mmqk.report.figures.standard import few_lines, final_norm, hero_arms, lines_caption
 from mmqk.report.figures.style import families, legend, ramp
 from mmqk.report.figures.sweep_figures import logit_by_size, loss_and_logit_by_lr, lr_sensitivity
-from mmqk.report.figures.sweeps import SIZE, alike, rate
+from mmqk.report.figures.sweeps import SIZE, alike, learning_rate
 from mmqk.store import UserError
 
 DROPOUT = ("model.residual_dropout", "model.attn_dropout")
@@ -174,7 +174,9 @@ def _differ(study: Study, fields: Sequence[str], wanted: Wanted) -> tuple[str, .
         if not wanted(study, group):
             continue
         # Between equal groups: the largest model at the highest learning rate, as in the papers.
-        at = [max((v for run in group if (v := of(run)) > 0), default=0.0) for of in (model_size, rate)]
+        at = [
+            max((v for run in group if (v := of(run)) > 0), default=0.0) for of in (model_size, learning_rate)
+        ]
         if (score := (len({run.arm for run in group} & first), len(group), *at)) > rank:
             best, rank = group, score
     arms = {run.arm for run in best}

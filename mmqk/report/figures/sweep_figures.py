@@ -23,7 +23,7 @@ from mmqk.analysis.verdicts.verdicts import middle
 from mmqk.report.figures.captions import LOGIT
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import INK, PALETTE, ramp
-from mmqk.report.figures.sweeps import Sweep, medians, rate, sweeps
+from mmqk.report.figures.sweeps import Sweep, learning_rate, medians, sweeps
 
 RATE: Any = {"xlabel": "learning rate", "x": "optim.lr", "xlog": True}
 SIZES: Any = {"xlabel": "parameters without embeddings and head", "x": "parameters", "xlog": True}
@@ -51,7 +51,7 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
         label = f"final {modality} loss (nats per token)"
         row = []
         for title, shown in titles:
-            lines = [line for color, runs in shown for line in _over(runs, rate, loss, color)]
+            lines = [line for color, runs in shown for line in _over(runs, learning_rate, loss, color)]
             row.append(Panel(f"final_loss/{modality}", title, label, tuple(lines), **RATE))
         panel, sentence = _sensitivity(study, groups, modality)
         if panel.lines:
@@ -84,7 +84,9 @@ def _sensitivity(study: Study, groups: Sequence[Sweep], modality: str) -> tuple[
                 of_seed = [run for run in runs if run.seed == seed]
                 value = sensitivity(of_seed, modality)
                 # Without some of its learning rates a seed's value is not comparable.
-                if math.isfinite(value) and _rates(study, sweep, size) <= {rate(run) for run in of_seed}:
+                if math.isfinite(value) and _rates(study, sweep, size) <= {
+                    learning_rate(run) for run in of_seed
+                }:
                     points.setdefault(size, []).append(value)
         if points:
             at = np.array(list(points))
@@ -108,7 +110,7 @@ def _rates(study: Study, sweep: Sweep, size: float) -> set[float]:
     runs = sweep.at(size=size)
     families = {run.family for run in runs}
     planned = {arm.point.get(RATE["x"]) for arm in study.arms.values() if arm.family in families}
-    return {rate(run) for run in runs} | {float(lr) for lr in planned if isinstance(lr, int | float)}
+    return {learning_rate(run) for run in runs} | {float(lr) for lr in planned if isinstance(lr, int | float)}
 
 
 def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure | None:
@@ -128,13 +130,15 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
     for statistic, label, value, log in values:
         row = []
         for size in shown:
-            lines = [line for color, s in by_sweep for line in _over(s.at(size=size), rate, value, color)]
+            lines = [
+                line for color, s in by_sweep for line in _over(s.at(size=size), learning_rate, value, color)
+            ]
             row.append(Panel(statistic, _size(size), label, tuple(lines), log=log, **RATE))
         if any(panel.lines for panel in row):
             rows.append(tuple(row))
     if not rows:
         return None
-    top = max(rate(run) for sweep in groups for run in sweep.at(size=shown[-1]))
+    top = max(learning_rate(run) for sweep in groups for run in sweep.at(size=shown[-1]))
     last = {
         sweep.label: runs
         for sweep in groups
