@@ -111,7 +111,7 @@ def probe(
 
 
 def block_matrices(model: EarlyFusionTransformer) -> Iterator[tuple[str, list[str], int, Tensor]]:
-    """Name, modality (if there is a copy for each), layer and weight of each matrix of the blocks."""
+    """Name, modality (empty without a copy per modality), layer and weight of each matrix of the blocks."""
     for layer, block in enumerate(model.blocks):
         for path, module in block.named_modules():
             if isinstance(module, nn.Linear):
@@ -124,8 +124,10 @@ def _matrices(model: EarlyFusionTransformer, collector: Collector) -> None:
     """Norm, spectral norm and stable rank of each matrix of each block, of each copy if it has one per modality."""
     tags: list[str] = []
     values: list[Tensor] = []
-    for name, of, layer, weight in block_matrices(model):
-        tags += [tag(f"{name}_{size}", *of, layer=layer) for size in ("norm", "spectral", "stable_rank")]
+    for name, modality, layer, weight in block_matrices(model):
+        tags += [
+            tag(f"{name}_{size}", *modality, layer=layer) for size in ("norm", "spectral", "stable_rank")
+        ]
         values += matrix_sizes(weight)
     collector.probe.add_values(tags, torch.stack(values))
 

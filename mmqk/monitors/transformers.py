@@ -28,7 +28,9 @@ class NormCallback(TrainerCallback):
     """
 
     def __init__(self, modality: Modality, **options: Any):
-        inspect.signature(attach).bind(None, modality=modality, log=None, **options)  # a TypeError now, not later
+        inspect.signature(attach).bind(
+            None, modality=modality, log=None, **options
+        )  # a TypeError now, not later
         self.options = {"modality": modality, **options}
         self.watch: Watch | None = None
         self._reporters: list[TrainerCallback] = []
@@ -45,7 +47,7 @@ class NormCallback(TrainerCallback):
         self.watch.steps = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Probe if one is due, and log its values, as `Trainer.log` does."""
+        """Probe if one is due, and log its values as `Trainer.log` does, but without printing them."""
         assert self.watch is not None
         self.watch.step(state.global_step)
         if self._values is not None:
@@ -65,10 +67,7 @@ class NormCallback(TrainerCallback):
 
 
 def _calling_trainer() -> Any:
-    """The Trainer that called the callback, from the call stack, since it is no argument; None if it is not there.
-
-    Not `Trainer.log`: it would also print the hundreds of numbers of a probe.
-    """
+    """The Trainer that called the callback, from the call stack because it is no argument; None without one."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

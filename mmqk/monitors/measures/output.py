@@ -17,7 +17,9 @@ from mmqk.monitors.measures.reduce import Sums, sums
 
 @dataclass(frozen=True)
 class OutputStatistics:
-    """By modality of the target. ``log_z = logit_mean + log V + logit_spread``: drift and sharpening separately.
+    """Statistics by modality of the target.
+
+    ``log_z = logit_mean + log V + logit_spread`` separates drift from sharpening.
 
     Attributes:
         log_z: log Z of the softmax, nats.
@@ -48,7 +50,9 @@ def output_statistics(
     mean_BT = logits_BTV.mean(-1)
     block_BTM = torch.stack([_log_z(part) for part in logits_BTV.split(list(vocab_sizes.values()), -1)], -1)
     log_z_BT = block_BTM.logsumexp(-1)
-    target_block_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]  # log Z of the target's modality
+    target_block_BT = block_BTM.gather(-1, target_modality_BT[..., None])[
+        ..., 0
+    ]  # log Z of the target's modality
     log_v = math.log(logits_BTV.shape[-1])
     return OutputStatistics(
         log_z=sums(log_z_BT, selected_MBT),

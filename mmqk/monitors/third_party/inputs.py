@@ -30,7 +30,7 @@ _WRAPPER = "_fsdp_wrapped_module"
 
 
 class LastCall:
-    """A forward pre-hook that stores the arguments of the last call with gradients, so not of evaluation.
+    """A forward pre-hook that stores the arguments of the last call with gradients, which excludes evaluation.
 
     It does nothing else, so that torch.compile can trace it. A copy of the model (for a moving average) gets a copy
     of the hook, which nothing reads.

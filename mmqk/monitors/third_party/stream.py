@@ -47,7 +47,7 @@ class Term:
 
 
 class Stream:
-    """Stores the terms whose sum each tensor of the stream's shape is.
+    """Stores, for each tensor of the stream's shape, the terms whose sum it is.
 
     Args:
         origins: origins of the forward's tensors.
