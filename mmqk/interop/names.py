@@ -42,13 +42,15 @@ GEMMA2 = "Gemma2ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
 READ = (CHAMELEON, LLAMA, QWEN3, OLMO2, GEMMA2, GEMMA3)
 WRITTEN = (CHAMELEON, LLAMA, QWEN3)
-CHAMELEON_QK_EPS = 1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is for its other norms
+CHAMELEON_QK_EPS = (
+    1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is for its other norms
+)
 IMAGE_TOKENIZER = "model.vqmodel."  # of Chameleon; an EarlyFusionTransformer has none
 
 
-def their_name(ours: str, architecture: str, config: ModelConfig) -> str:
-    """The Hugging Face name of the parameter `ours` of a model of `config` in the layout of `architecture`."""
-    module, _, parameter = ours.rpartition(".")
+def hf_name(name: str, architecture: str, config: ModelConfig) -> str:
+    """The Hugging Face name of the parameter `name` of a model of `config` in the layout of `architecture`."""
+    module, _, parameter = name.rpartition(".")
     if module in _MODEL:
         return f"{_MODEL[module]}.{parameter}"
     _, layer, inside = module.split(".", 2)

@@ -83,7 +83,7 @@ def _sensitivity(study: Study, groups: Sequence[Sweep], modality: str) -> tuple[
             for seed in sorted({run.seed for run in runs}):
                 of_seed = [run for run in runs if run.seed == seed]
                 value = sensitivity(of_seed, modality)
-                # Without some of its learning rates a seed's value is not comparable.
+                # The value of a seed that lacks some learning rates cannot be compared.
                 if math.isfinite(value) and _rates(study, sweep, size) <= {
                     learning_rate(run) for run in of_seed
                 }:
@@ -172,23 +172,23 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
     for sweep in groups:
         lines: list[Line] = []
         for lr in sweep.rates:
-            read = _extrapolations(sweep, lr)
-            if not read:
+            fits = _extrapolations(sweep, lr)
+            if not fits:
                 continue
-            held, color = read[0].sizes[-1], colors[lr]
+            held_out, color = fits[0].sizes[-1], colors[lr]
             points: dict[float, list[float]] = {}
-            for one in read:
+            for one in fits:
                 for size, value in zip(one.sizes, one.logits, strict=True):
                     points.setdefault(size, []).append(value)
             for size, values in points.items():
                 finite = [value for value in values if math.isfinite(value)]
-                marker = "D" if size == held else "o"
+                marker = "D" if size == held_out else "o"
                 lines.append(_scatter([size] * len(finite), finite, color, marker))
-            fitted = [size for size in sorted(points) if size < held]
+            fitted = [size for size in sorted(points) if size < held_out]
             curve = fit_quadratic(fitted, [middle(points[size]) for size in fitted])
-            at = np.geomspace(fitted[0], held, 40)
+            at = np.geomspace(fitted[0], held_out, 40)
             lines.append(Line("", "", None, at, curve(at), role="fit", color=color))
-            predicted, actual = float(curve(np.array([held]))[0]), middle(points[held])
+            predicted, actual = float(curve(np.array([held_out]))[0]), middle(points[held_out])
             at_rate = f"at learning rate {lr:g} ({sweep.label})"
             words = f"{number(predicted)} predicted, {number(actual)} measured {at_rate}"
             predictions.append((actual, words))
