@@ -20,15 +20,16 @@ from mmqk.report.figures.style import GRAY, PALETTE
 # A point nearer than this, in nats, to a point with a label gets no label.
 NEAR = 0.04
 ABOUT = (
-    "Exploratory: with this many arms and few seeds some rank high by chance. An arm is compared with its control, "
-    "the arm without a remedy that has the same attention backend. Each arm runs at the best of the learning rates "
-    "that were tried; * marks a rate at an end of the grid, beyond which a better one may lie. Difference: final "
-    "loss, mean over the trained modalities, minus that of the control, with its 95 % interval; below 0 is better. "
-    f"Trains: the learning rates whose runs, one seed each, ended at most {TRAINS_NATS} nat above the best loss of the "
-    "control. Sensitivity: mean over the learning rates that were tried of min(final loss, loss at initialization) "
-    "minus the lowest of these values (Wortsman et al., arXiv 2309.14322). Largest logit: at the end, and its ratio "
-    "to that of the control. Growth: ratio of the last-layer output norm at the end to that at the start. Time: ratio "
-    "of the time per step to that of the control, if both ran on the same kind of processor with as many cores."
+    "Exploratory: with this many arms and few seeds some rank high by chance. An arm is compared with its "
+    "control, the arm without a remedy that has the same attention backend. Each arm runs at the best of the "
+    "learning rates that were tried; * marks a rate at an end of the grid, beyond which a better one may lie. "
+    "Difference: final loss, mean over the trained modalities, minus that of the control, with its 95 % interval; "
+    f"below 0 is better. Trains: the learning rates whose runs, one seed each, ended at most {TRAINS_NATS} nat "
+    "above the best loss of the control. Sensitivity: mean over the learning rates that were tried of min(final "
+    "loss, loss at initialization) minus the lowest of these values (Wortsman et al., arXiv 2309.14322). Largest "
+    "logit: at the end, and its ratio to that of the control. Growth: ratio of the last-layer output norm at the "
+    "end to that at the start. Time: ratio of the time per step to that of the control, if both ran on the same "
+    "kind of processor with as many cores."
 )
 
 

@@ -79,7 +79,7 @@ def figure_files(brush: Brush, figure: Figure) -> dict[str, bytes]:
 
 
 def _canvas(brush: Brush, figure: Figure) -> Canvas:
-    """All panels below the title, which is that of the legend."""
+    """All panels, below the title of the figure, which is drawn as the title of the legend."""
     columns = max(len(row) for row in figure.rows)
     width = 5.2 * max(columns, 2)
     title = textwrap.wrap(figure.reading, int(width * 8.7))

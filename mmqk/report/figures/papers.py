@@ -166,7 +166,7 @@ def _end(study: Study, arm: str, tag: str) -> str:
 
 
 def _differ(study: Study, fields: Sequence[str], condition: Condition) -> tuple[str, ...]:
-    """Arms whose runs differ in these fields only; of several groups the one with most arms of the first figure."""
+    """Arms whose runs differ in these fields only; of several groups, the one with most arms of the first figure."""
     first = set(hero_arms(study))
     best: list[Run] = []
     rank: tuple[float, ...] = (-1,)

@@ -88,7 +88,7 @@ def arm_colors(study: Study) -> dict[str, str]:
 
 
 def _first(study: Study) -> list[str]:
-    """The arms, those of the first figure and of the claims first."""
+    """All arms; those of the first figure and of the claims come first."""
     claimed = [arm.name for claim in study.claims for name in claim.compared for arm in study.arms_of(name)]
     return list(dict.fromkeys([*study.hero, *claimed, *study.shown, *study.arms]))
 
