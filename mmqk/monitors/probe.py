@@ -61,8 +61,8 @@ def probe(
 ) -> Probe:
     """Every statistic of docs/statistics.md that one forward over ``batch`` can measure, by layer and modality.
 
-    The modality is that of the token at the site (the input token); for logits that of query and key; for the output
-    softmax that of the target.
+    The modality is that of the input token; for attention logits, those of query and key; for the output softmax,
+    that of the target.
 
     Args:
         model: runs in evaluation mode and fp32, and is not changed.
@@ -71,7 +71,7 @@ def probe(
         collective: whether every rank probes its own batch at the same time, for `Probe.merged`.
         pairs: `pairs_of` this batch, if stored from an earlier probe.
         matrices: also add the norms and the stable rank of every weight matrix of the blocks.
-        channels: also add RMS, kurtosis and largest channel of what is added to the stream, and of the stream.
+        channels: also add RMS, kurtosis and largest channel of the sublayer outputs and of the residual stream.
     """
     c = model.config
     collector = Collector(c.modalities, batch.modality_BT, batch.valid_BT, heads)

@@ -36,7 +36,7 @@ class Statistic:
         patterns: patterns of its tags, with the placeholders of `PLACES`.
         formula: in plain text. Means are over tokens (and heads) unless stated.
         unit: unit of the number.
-        modality: the token whose modality counts.
+        modality: the token whose modality is in the tag.
         healthy: a range with its source and mark, or `UNKNOWN`.
         bad: what a bad value means.
         cost: the part of `COSTS` that computes it.

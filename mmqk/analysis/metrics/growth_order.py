@@ -49,9 +49,9 @@ def growth_order(run: Run) -> list[Growth]:
     """The series that grew to more than twice their reference, or fell below half of it, in the order of the step.
 
     The reference is the value at the first probe at or after the end of the learning-rate warm-up. If the run has no
-    recorded warm-up, as with `mmqk.monitors.attach`, it is the value at the first probe. A series counts if it is
-    beyond its limit at one probe and at all later ones; a value that is not finite is beyond every limit. Series with
-    the same step are sorted by their ratio, the largest first.
+    recorded warm-up, as with `mmqk.monitors.attach`, the reference is the value at the first probe. A series counts
+    if it is beyond its limit at one probe and at all later ones; a value that is not finite is beyond every limit.
+    Series with the same step are sorted by their ratio, the largest first.
     """
     warmup = run.setting("optim.warmup_steps", 0)
     first = warmup if isinstance(warmup, int) else 0

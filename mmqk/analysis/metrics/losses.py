@@ -57,7 +57,7 @@ def initial_loss(run: Run, modality: str, series: str = "loss") -> float:
 
 
 def unigram_entropy(run: Run, modality: str) -> float:
-    """Unigram loss given the form of a sequence, on held-out data; NaN if not measured."""
+    """The held-out loss of a model that knows token frequencies and the form of a sequence; NaN if not measured."""
     values = run.series(f"val_unigram/{modality}")[1][:1]
     return float(values[0]) if len(values) else math.nan
 

@@ -20,7 +20,7 @@ class Outcome:
     """How one run ended.
 
     Attributes:
-        finished: whether it completed or diverged; otherwise the other fields do not count.
+        finished: whether it completed or diverged; otherwise the other fields have no meaning.
         diverged: step of the divergence; None without one.
         above_best: final loss minus that of the best run on the same data, in nats, by modality; infinite if it
             diverged.

@@ -98,7 +98,7 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
     """Mean over the learning rates of ``min(loss, loss at initialization) - lowest loss of the grid``.
 
     Wortsman et al. (arXiv 2309.14322, section 2.2), with equal weight for every learning rate. Infinite if no run
-    ended below its loss at initialization, because the formula gives 0 then, as for a perfect arm.
+    ended below its loss at initialization, because the formula would give 0, the value of a perfect arm.
     """
     ended_runs, why = ends(runs, modality)
     if why:
@@ -113,7 +113,8 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
 def first_diverging_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
     """The lowest learning rate at which the run diverged (`divergence_step`).
 
-    If no run diverged, it is a bound (`Measured.towards` is 1): the learning rate that would come next in the grid.
+    If no run diverged, the result is a bound (`Measured.towards` is 1): the next learning rate that the grid would
+    have.
     """
     ended_runs, why = ends(runs, modality)
     return Measured(math.nan, why) if why else _first(ended_runs, lambda end: end.diverged)
@@ -124,8 +125,8 @@ def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measu
 
     A learning rate is unstable if the run diverged, or if it exceeds the best learning rate and its final loss
     exceeds the best one by more than 0.1 nat. Small models stall more often than they diverge. Below the best
-    learning rate, a higher final loss means slower learning. If no learning rate is unstable, it is the bound of
-    `first_diverging_lr`.
+    learning rate, a higher final loss means slower learning. If no learning rate is unstable, the result is the bound
+    of `first_diverging_lr`.
     """
     ended_runs, why = ends(runs, modality)
     if why:

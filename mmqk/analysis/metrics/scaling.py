@@ -118,8 +118,10 @@ def _one(rate: float, by_size: dict[float, tuple[int, float]]) -> tuple[Extrapol
 
 
 def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """Predicted over actual largest logit of the held-out largest model, at the learning rate where this ratio is
-    farthest from 1."""
+    """Ratio of the predicted to the actual largest logit of the held-out largest model.
+
+    Of several learning rates, the ratio farthest from 1.
+    """
     predictions, why = extrapolate(runs, modality)
     if not predictions:
         return Measured(math.nan, why)

@@ -21,7 +21,7 @@ WARNINGS = ("spike", "spike_median", "stall", "growth", "collapse")
 
 
 def spike_score(run: Run, modality: str | None = None) -> float:
-    """Percent of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); all targets without a modality.
+    """Percent of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); by default of all targets.
 
     A spike is at least 7 standard deviations above the mean of up to 1000 values before it. NaN with 100 steps or
     fewer.
@@ -35,7 +35,7 @@ def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
 
 
 def spike_rate(run: Run, modality: str | None = None) -> float:
-    """Spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); all targets without a modality.
+    """Spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); by default of all targets.
 
     A spike is a loss more than 0.1 nat above the median of the 201 steps around it. NaN with fewer than 201 steps.
     """

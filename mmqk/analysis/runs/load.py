@@ -243,8 +243,8 @@ def _parsed(name: str) -> Tag | None:
 def load_runs(folder: str | Path) -> list[Run]:
     """All runs under ``folder``: an ablation folder, an arm folder, or a run folder.
 
-    With an ``ablation.json``, the runs that it lists and that have a folder, in its order. Otherwise all folders with
-    a ``run.json`` or ``metrics.jsonl``, up to three levels down.
+    If the folder has an ``ablation.json``, these are the listed runs that have a folder, in the listed order.
+    Otherwise they are all folders with a ``run.json`` or ``metrics.jsonl``, up to three levels down.
 
     Raises:
         UserError: the folder does not exist or has no run.

@@ -51,8 +51,8 @@ def auroc(
 
     The interval comes from a jackknife over runs (failures and survivors separately), on the logit scale; in one
     stratum this is DeLong's variance. If the scores separate the runs perfectly, that variance is 0. Then the
-    interval is Wilson's with as many trials as the smaller group has runs, whose binomial variance is the largest
-    possible (Birnbaum and Klose).
+    interval is Wilson's for as many trials as the smaller group has runs; this binomial has the largest possible
+    variance (Birnbaum and Klose).
 
     Args:
         scores: one per run; infinite if it ranks worst, never NaN.

@@ -59,8 +59,10 @@ def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=4096)
 def _p_above(n: int, m: int, delta: float) -> NDArray[np.float64]:
-    """For every outcome [a, b] the largest probability, over true shares with the difference ``delta``, that the
-    observed difference of the shares is at least that of this outcome."""
+    """For every outcome [a, b], the probability of a difference of the shares at least as large as in this outcome.
+
+    It is the maximum over all true shares with the difference ``delta``.
+    """
     second = NUISANCE * (1 - abs(delta)) + max(0.0, -delta)
     i, j = np.arange(n + 1), np.arange(m + 1)
     first_PA = _binomial(n, np.clip(second + delta, 0, 1))

@@ -142,7 +142,7 @@ def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
 
 
 def enough_seeds(compared: Compared) -> Control:
-    """Check that each arm of a count, or both arms together, ran with at least `FEWEST_SEEDS` (shared) seeds."""
+    """Check that the arms share at least `FEWEST_SEEDS` seeds; for a count, that each arm has as many."""
     seeds = [members.runs.keys() for members in compared.groups.values()]
     n = min(map(len, seeds)) if compared.claim.test == "count" else len(set.intersection(*map(set, seeds)))
     few = f"; a verdict needs {FEWEST_SEEDS}" if n < FEWEST_SEEDS else ""

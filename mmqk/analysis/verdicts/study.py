@@ -50,7 +50,7 @@ class Study:
         report: the report block of the grid (hero, shown, headline, cannot_tell, command).
         runs: all runs with a folder, of every role.
         missing: (arm, seed) of planned runs without a folder.
-        registered: whether there is a grid.
+        registered: whether the runs have a grid.
         claims_changed: whether the claims differ from those first registered.
         registration_lost: whether the claims were registered after runs had begun; then none is confirmatory.
         families: arms as the grid names them, before the axes, in the order of the grid.

@@ -207,9 +207,9 @@ class Modalities:
     """Maps tokens to modalities.
 
     Args:
-        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text. Or a
-            function from the forward's inputs by name to modality numbers (B, T), one for each token of the
-            attention; a number outside 0 to M - 1 is no modality.
+        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text. Instead of
+            ranges, a function that maps the forward's inputs by name to modality numbers (B, T), one for each token
+            of the attention. A token with a number outside 0 to M - 1 has no modality.
         names: names of the numbers that a function returns.
 
     Attributes:
@@ -217,7 +217,7 @@ class Modalities:
         ranges: id ranges by modality; None with a function.
 
     Raises:
-        UserError: a range that overlaps another, is empty or has a step, or a name that is no valid tag.
+        UserError: a range that overlaps another, is empty or has a step, or a name that is not a valid tag.
     """
 
     def __init__(self, modality: Modality, names: Sequence[str] = ("text", "image")):

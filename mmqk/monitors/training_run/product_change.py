@@ -16,7 +16,7 @@ class ProductChange:
     """`product_change_entropy` of every layer since the previous call; the first call measures nothing.
 
     It stores a copy of every W_q and W_k. Under σReparam these are the raw weights; gains of QK-Norm are left out. A
-    modality with a copy of W_q and W_k has a number of its own.
+    modality with a copy of W_q and W_k has a separate number.
 
     Attributes:
         earlier: the weights at the previous call, by name.
