@@ -35,7 +35,7 @@ Reach = tuple[int, bool]  # `ModelConfig.reach_of` a layer
 
 
 def pairs_of(config: ModelConfig, batch: TokenBatch, collective: bool = False) -> dict[Reach, Pairs]:
-    """The visible pairs of query and key, for each `reach_of` the model's layers."""
+    """The visible pairs of query and key, for each distinct `ModelConfig.reach_of` of the model's layers."""
     return {
         reach: Pairs(
             batch.modality_BT,

@@ -2,8 +2,8 @@
 
 Counts are compared by their shares. Fisher's test tests equal shares. The interval of the difference inverts the
 exact unconditional test (Chan and Zhang, Biometrics 55, 1999). Its p-value is the maximum over all pairs of true
-shares, so the interval covers the true difference of every pair with at least its confidence. The interval of one
-share is Clopper and Pearson's.
+shares, so the interval has at least its nominal coverage for every pair. The interval of one share is Clopper and
+Pearson's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of registered claims that need the metrics, and the points that they compare."""
+"""Checks of registered claims against the metrics and the arms that they name."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MASKED = -9999.0
 
 
 class NotMeasured(Exception):
-    """Raised for an attention call that cannot be measured, with the reason, which is printed with the module's path."""
+    """Raised for an attention call that cannot be measured; the message gives the reason and is printed."""
 
 
 class OtherTokens(NotMeasured):
