@@ -42,9 +42,7 @@ GEMMA2 = "Gemma2ForCausalLM"
 GEMMA3 = "Gemma3ForCausalLM"
 READ = (CHAMELEON, LLAMA, QWEN3, OLMO2, GEMMA2, GEMMA3)
 WRITTEN = (CHAMELEON, LLAMA, QWEN3)
-CHAMELEON_QK_EPS = (
-    1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is for its other norms
-)
+CHAMELEON_QK_EPS = 1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_norm_eps is for its other norms
 IMAGE_TOKENIZER = "model.vqmodel."  # of Chameleon; an EarlyFusionTransformer has none
 
 

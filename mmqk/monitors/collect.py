@@ -300,9 +300,7 @@ class Collector:
             tags += self._tags_by_key("attn_mass", layer, head)
         F = len(tags) // M
         pairs_FM = rows.count[:F].clone()
-        if (
-            weights
-        ):  # a query that sees no key of a modality has mass 0 on it; if no query sees one, leave it out
+        if weights:  # a query that sees no key of a modality has mass 0 on it; if no query sees one, leave it out
             pairs_FM[-M:] = count_MM.T
         self._probe.add(
             tags,

@@ -26,9 +26,7 @@ class NormMonitor(Callback):
     """
 
     def __init__(self, model: str, modality: Modality, **options: Any):
-        signature(attach).bind(
-            None, modality=modality, log=None, **options
-        )  # a TypeError now, not during training
+        signature(attach).bind(None, modality=modality, log=None, **options)  # a TypeError now, not during training
         self.model = model
         self.options = {"modality": modality, **options}
         self.watch: Watch | None = None

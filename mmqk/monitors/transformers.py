@@ -28,9 +28,7 @@ class NormCallback(TrainerCallback):
     """
 
     def __init__(self, modality: Modality, **options: Any):
-        inspect.signature(attach).bind(
-            None, modality=modality, log=None, **options
-        )  # a TypeError now, not later
+        inspect.signature(attach).bind(None, modality=modality, log=None, **options)  # a TypeError now, not later
         self.options = {"modality": modality, **options}
         self.watch: Watch | None = None
         self._reporters: list[TrainerCallback] = []

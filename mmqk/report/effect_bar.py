@@ -36,15 +36,11 @@ def effect_bar(study: Study, verdict: Verdict) -> str:
     values = sorted([0.0, *limits])
     # The outer labels of near marks extend outward.
     near = (values[-1] - values[0]) / span * (WIDTH - 2 * PAD) < 40
-    anchors = (
-        ["end", *["middle"] * (len(values) - 2), "start"] if near and limits else ["middle"] * len(values)
-    )
+    anchors = ["end", *["middle"] * (len(values) - 2), "start"] if near and limits else ["middle"] * len(values)
     middle = HEIGHT / 2 - 6
     parts = [
-        f'<svg class="bar" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(description)}">'
-    ]
-    parts += [
-        f'<line x1="{PAD:g}" x2="{WIDTH - PAD:g}" y1="{middle:g}" y2="{middle:g}" stroke="var(--line)"/>'
+        f'<svg class="bar" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(description)}">',
+        f'<line x1="{PAD:g}" x2="{WIDTH - PAD:g}" y1="{middle:g}" y2="{middle:g}" stroke="var(--line)"/>',
     ]
     for value, anchor in zip(values, anchors, strict=True):
         x, dash = at(value), ' stroke-dasharray="3 2"' if value else ""

@@ -78,11 +78,7 @@ def interval(effect: Effect | None, ratio: bool = False) -> str:
         ends = f" ({math.exp(effect.low):.2f} to {math.exp(effect.high):.2f})" if effect.has_interval else ""
         return f"×{math.exp(effect.value):.2f}{ends}"
     places = decimals(effect.error) if effect.has_interval else 2
-    ends = (
-        f" ({fixed(effect.low, places, '+')} to {fixed(effect.high, places, '+')})"
-        if effect.has_interval
-        else ""
-    )
+    ends = f" ({fixed(effect.low, places, '+')} to {fixed(effect.high, places, '+')})" if effect.has_interval else ""
     return f"{fixed(effect.value, places, '+')}{ends}"
 
 
@@ -98,15 +94,11 @@ def ranking_figure(study: Study, ranking: Ranking) -> Figure:
     panels = [_panel(study, ranking, sensitivity, "learning-rate sensitivity (nats)", "lr_sensitivity")]
     if time:
         panels.append(_panel(study, ranking, time, "time per step relative to no remedy", "time_ratio"))
-    best = [
-        f"“{study.label(row.arm)}” ({row.difference.value:+.2f} nats)" for row in shown[:3] if row.difference
-    ]
+    best = [f"“{study.label(row.arm)}” ({row.difference.value:+.2f} nats)" for row in shown[:3] if row.difference]
     least = min(shown, key=lambda row: row.sensitivity, default=None)
     reading = f"Lowest losses of {plural(len(shown), 'arm')}, against no remedy: {listed(best)}"
     if least is not None:
-        reading += (
-            f"; lowest learning-rate sensitivity: “{study.label(least.arm)}” ({nats(least.sensitivity)})"
-        )
+        reading += f"; lowest learning-rate sensitivity: “{study.label(least.arm)}” ({nats(least.sensitivity)})"
     reading += "."
     caption = (
         "One point per remedy, at its own best learning rate. Below 0 its final loss is lower than without a remedy;"
@@ -132,10 +124,8 @@ def _panel(
         color, marker = (PALETTE[0], "D") if not row.difference else (PALETTE[1] if front else GRAY, "o")
         at, value = np.array([x]), np.array([y])
         lines.append(Line(row.arm, "", None, at, value, "median", color=color, marker=marker))
-        if (
-            front
-            and x_name == "lr_sensitivity"
-            and all(abs(y - other_y) > NEAR or abs(x - other_x) > 4 * NEAR for other_x, other_y, *_ in notes)
+        if front and x_name == "lr_sensitivity" and all(
+            abs(y - other_y) > NEAR or abs(x - other_x) > 4 * NEAR for other_x, other_y, *_ in notes
         ):
             notes.append((x, y, row.arm, "right"))
     y_label = "loss minus loss without remedy (nats)"
@@ -150,30 +140,16 @@ def ranking_csv(study: Study, ranking: Ranking) -> str:
     growth = [f"growth_{m}" for m in study.modalities]
     writer = csv.writer(out, lineterminator="\n")
     effects = [
-        f"{name}{end}"
-        for name in ("difference", "logit_ratio", "time_ratio")
-        for end in ("", "_low", "_high")
+        f"{name}{end}" for name in ("difference", "logit_ratio", "time_ratio") for end in ("", "_low", "_high")
     ]
     writer.writerow(
         ["arm", "label", "control", "seeds", "rate", "at_edge", "loss", "sensitivity", "trains", "rates", "logit",
          *growth, "failed", "runs", "parameters", "front", *effects]
     )  # fmt: skip
     for row in [*ranking.rows, *ranking.controls]:
-        cells: list[Any] = [
-            row.arm,
-            study.label(row.arm),
-            row.control,
-            row.seeds,
-            f"{row.rate:g}",
-            int(row.at_edge),
-        ]
+        cells: list[Any] = [row.arm, study.label(row.arm), row.control, row.seeds, f"{row.rate:g}", int(row.at_edge)]
         cells += [f"{row.loss:.6g}", f"{row.sensitivity:.6g}", sum(row.trains.values()), len(row.trains)]
-        cells += [
-            f"{row.logit:.6g}",
-            *(f"{value:.6g}" for value in row.growth.values()),
-            row.failed,
-            row.runs,
-        ]
+        cells += [f"{row.logit:.6g}", *(f"{value:.6g}" for value in row.growth.values()), row.failed, row.runs]
         cells += ["" if row.parameters is None else row.parameters, int(row.arm in ranking.front)]
         cells += _ends(row.difference, False) + _ends(row.logit_ratio, True) + _ends(row.time, True)
         writer.writerow(cells)

@@ -58,8 +58,7 @@ def single(study: Study) -> dict[str, Any] | None:
         "more": rows[MOST_ROWS:],
         "settings": settings(run),
         "alarms": [
-            {"step": f"{a.step:,}", "name": a.name, "where": a.where, "sentence": a.sentence}
-            for a in run.alarms
+            {"step": f"{a.step:,}", "name": a.name, "where": a.where, "sentence": a.sentence} for a in run.alarms
         ],
         "rule": f"A series is listed if it stays beyond {FACTOR:g} times its value at the end of the learning rate's "
         "warm-up (attention entropy: below half of it) from this step to the end of the run.",

@@ -187,9 +187,7 @@ def _ranked(
     )
 
 
-def _effect(
-    treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None
-) -> Effect | None:
+def _effect(treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None) -> Effect | None:
     """`paired_effect`, infinite and without an interval if a run of the treatment diverged."""
     if not all(map(math.isfinite, treatment.values())):
         return Effect(math.inf, math.nan, len(treatment), 0.0, "two arms")

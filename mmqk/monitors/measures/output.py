@@ -50,9 +50,7 @@ def output_statistics(
     mean_BT = logits_BTV.mean(-1)
     block_BTM = torch.stack([_log_z(part) for part in logits_BTV.split(list(vocab_sizes.values()), -1)], -1)
     log_z_BT = block_BTM.logsumexp(-1)
-    target_block_BT = block_BTM.gather(-1, target_modality_BT[..., None])[
-        ..., 0
-    ]  # log Z of the target's modality
+    target_block_BT = block_BTM.gather(-1, target_modality_BT[..., None])[..., 0]  # log Z of the target's modality
     log_v = math.log(logits_BTV.shape[-1])
     return OutputStatistics(
         log_z=sums(log_z_BT, selected_MBT),

@@ -45,9 +45,7 @@ class RunMonitor(L.Callback):
         step_rows: Callable[[int, int], TokenBatch] | None = None,
     ):
         if config.probe_split == "heldout" and heldout is None:
-            raise ValueError(
-                "monitor.probe_split is heldout, but RunMonitor got no held-out batch: pass heldout."
-            )
+            raise ValueError("monitor.probe_split is heldout, but RunMonitor got no held-out batch: pass heldout.")
         self.config, self.heldout, self.step_rows = config, heldout, step_rows
         self._pairs: dict[tuple[int, bool], Pairs] | None = None  # of the held-out batch
         self._probed = -1

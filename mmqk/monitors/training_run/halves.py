@@ -49,8 +49,7 @@ def gradient_agreement(
     before = rank() * len(batch.ids_BT)  # sequences of the ranks before this one
     halves = [_half(batch, (before + start) % 2) for start in (0, 1)]
     counts_2M = [
-        summed(selection(half.target_modality_BT, half.target_mask_BT, len(names)).sum((1, 2)))
-        for half in halves
+        summed(selection(half.target_modality_BT, half.target_mask_BT, len(names)).sum((1, 2))) for half in halves
     ]
     present = (torch.stack(counts_2M) > 0).all(0).nonzero()[:, 0].tolist()
     if not present:

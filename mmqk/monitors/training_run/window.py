@@ -18,11 +18,7 @@ from mmqk.store.tags import tag
 
 MATRICES = ("w_q", "w_k")
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "fixed_norm")
-_FORMER_NAMES = {
-    "there_M": "present_M",
-    "_old": "_earlier_moment",
-    "_own": "_moments",
-}  # in older checkpoints
+_FORMER_NAMES = {"there_M": "present_M", "_old": "_earlier_moment", "_own": "_moments"}  # in older checkpoints
 
 
 def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], list[nn.Parameter]]:
