@@ -424,8 +424,3 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
 }
 # fmt: on
 STATISTICS = tuple(replace(s, group=group) for group, rows in _GROUPS.items() for s in rows)
-
-
-def statistic_of(tag: str) -> Statistic | None:
-    """The row that a tag belongs to."""
-    return next((s for s in STATISTICS if s.matches(tag)), None)

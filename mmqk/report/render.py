@@ -49,13 +49,15 @@ def render(name: str, content: Mapping[str, Any]) -> str:
 
 def css() -> str:
     """The style sheet of the page."""
-    files = ("vendor/uPlot.min.css", "page.css")
-    return "\n".join((TEMPLATES / name).read_text(encoding="utf-8").strip() for name in files)
+    return _joined("vendor/uPlot.min.css", "page.css")
 
 
 def scripts() -> str:
     """The script of the page, after the library that draws its charts."""
-    files = ("vendor/uPlot.iife.min.js", "page.js")
+    return _joined("vendor/uPlot.iife.min.js", "page.js")
+
+
+def _joined(*files: str) -> str:
     return "\n".join((TEMPLATES / name).read_text(encoding="utf-8").strip() for name in files)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mmqk.analysis.formatting import capital, listed, nats
 from mmqk.analysis.metrics import LOSS_WINDOW, is_trained, model_size
+from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.load import Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import middle
@@ -23,7 +24,7 @@ from mmqk.report.figures.shapes import Figure, Key, Panel
 from mmqk.report.figures.standard import few_lines, final_norm, hero_arms, lines_caption
 from mmqk.report.figures.style import families, legend, ramp
 from mmqk.report.figures.sweep_figures import logit_by_size, loss_and_logit_by_lr, lr_sensitivity
-from mmqk.report.figures.sweeps import SIZE, alike, learning_rate
+from mmqk.report.figures.sweeps import SIZE, alike
 from mmqk.store import UserError
 
 DROPOUT = ("model.residual_dropout", "model.attn_dropout")

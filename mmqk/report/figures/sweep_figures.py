@@ -17,13 +17,15 @@ from mmqk.analysis.metrics import (
     initial_loss,
     is_trained,
 )
+from mmqk.analysis.metrics.rates import learning_rate
+from mmqk.analysis.metrics.scaling import fit_quadratic
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import middle
 from mmqk.report.figures.captions import LOGIT
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import INK, PALETTE, ramp
-from mmqk.report.figures.sweeps import Sweep, learning_rate, medians, sweeps
+from mmqk.report.figures.sweeps import Sweep, medians, sweeps
 
 RATE: Any = {"xlabel": "learning rate", "x": "optim.lr", "xlog": True}
 SIZES: Any = {"xlabel": "parameters without embeddings and head", "x": "parameters", "xlog": True}
@@ -188,7 +190,7 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
             curve = fit_quadratic(fitted, [middle(points[size]) for size in fitted])
             at = np.geomspace(fitted[0], held_out, 40)
             lines.append(Line("", "", None, at, curve(at), role="fit", color=color))
-            predicted, actual = float(curve(np.array([held_out]))[0]), middle(points[held_out])
+            predicted, actual = float(curve(held_out)), middle(points[held_out])
             at_rate = f"at learning rate {lr:g} ({sweep.label})"
             words = f"{number(predicted)} predicted, {number(actual)} measured {at_rate}"
             predictions.append((actual, words))
@@ -217,15 +219,6 @@ def _extrapolations(sweep: Sweep, lr: float) -> list[Extrapolation]:
     by_seed = [[run for run in runs if run.seed == seed] for seed in sorted({run.seed for run in runs})]
     fits = [fit for of_seed in by_seed for fit in extrapolate(of_seed)[0]]
     return [fit for fit in fits if fit.sizes[-1] == sweep.sizes[-1]]
-
-
-def fit_quadratic(sizes: Sequence[float], values: Sequence[float]) -> Callable[[np.ndarray], np.ndarray]:
-    """The least-squares quadratic of log value in log size, as a function of size."""
-    # Centered, because powers of log10 of a size are nearly collinear.
-    x = np.log10(np.asarray(sizes, dtype=float))
-    center = x.mean()
-    coefficients = np.polyfit(x - center, np.log10(np.asarray(values, dtype=float)), 2)
-    return lambda at: 10 ** np.polyval(coefficients, np.log10(at) - center)
 
 
 def _over(runs: Iterable[Run], key: Value, value: Value, color: str) -> list[Line]:
