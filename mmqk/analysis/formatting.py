@@ -12,7 +12,7 @@ DASH = "–"
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number with three significant digits and thousands separators; "∞", or "not measured" for NaN."""
+    """A number with ``digits`` significant digits; "∞" or "-∞" if infinite, "not measured" for NaN."""
     if math.isnan(value):
         return "not measured"
     if math.isinf(value):
@@ -46,7 +46,7 @@ def fixed(value: float, places: int, sign: str = "-") -> str:
 
 
 def nats(value: float) -> str:
-    """A loss or an entropy, to a hundredth of a nat."""
+    """A loss or an entropy in nats, with two decimals."""
     return f"{value:.2f}" if math.isfinite(value) else number(value)
 
 

@@ -48,9 +48,9 @@ def model_card(
     run = checkpoint.parent.parent
     try:
         record: dict[str, Any] = read_run(run) or {}
-    except DamagedFile:  # an import has none, and the weights are exported without it too
+    except DamagedFile:  # the weights are exported without it too, as for an imported model
         record = {}
-    known = (record.get("details") or {}).get("config") or {}
+    run_config = (record.get("details") or {}).get("config") or {}
     name = f"mmqk run {record['id']}" if "id" in record else run.resolve().name
     sections = [
         _front(),
@@ -60,8 +60,8 @@ def model_card(
         *_use(architecture, tokenizer),
         *_ids(config, tokenizer),
         *_losses(run, step_of(checkpoint), list(config.vocab_sizes)),
-        *_data(known.get("data") or {}, (record.get("identity") or {}).get("data") or {}),
-        *_configuration(known),
+        *_data(run_config.get("data") or {}, (record.get("identity") or {}).get("data") or {}),
+        *_configuration(run_config),
         "## License",
         "No license is set: add `license` to the front matter. The licenses of the training data apply to what the"
         " model reproduces of them.",

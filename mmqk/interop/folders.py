@@ -131,7 +131,7 @@ def _publish(out: Path, write: Callable[[Path], None]) -> None:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Disable the log and progress bars of transformers; errors become a UserError."""
+    """Disable the log and progress bars of transformers; the caller reports errors as a UserError."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(log.CRITICAL)

@@ -9,7 +9,7 @@ from mmqk.store import UserError
 
 # Field of a Hugging Face config in which `to_transformers` stores the vocabulary sizes: [name, size], by id.
 # A mapping would lose the order, because config.json has sorted keys.
-NOTED = "mmqk_vocab_sizes"
+STORED_SIZES = "mmqk_vocab_sizes"
 _IMAGE_PREFIX = "IMGIMG"  # of image tokens in Chameleon's vocabulary_map
 
 
@@ -19,22 +19,22 @@ def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None
     Raises:
         UserError: the sizes do not add up to the vocabulary, or the image ids have gaps.
     """
-    noted = getattr(config, NOTED, None)
-    if given is None and noted is None:
+    stored = getattr(config, STORED_SIZES, None)
+    if given is None and stored is None:
         return _by_vocabulary(getattr(config, "vocabulary_map", None) or {}, vocab_size)
     try:
-        pairs = list(given.items() if given is not None else noted or ())
+        pairs = list(given.items() if given is not None else stored or ())
         vocab_sizes = {name: int(size) for name, size in pairs}
         if len(vocab_sizes) < len(pairs) or any(vocab_sizes[name] != size for name, size in pairs):
             raise ValueError
     except (TypeError, ValueError):
         raise UserError(
-            f"The model's config.{NOTED} is {noted!r}, not names and sizes: give vocab_sizes."
+            f"The model's config.{STORED_SIZES} is {stored!r}, not names and sizes: give vocab_sizes."
         ) from None
     if not vocab_sizes or sum(vocab_sizes.values()) != vocab_size:
         named = ", ".join(f"{name}={size}" for name, size in vocab_sizes.items())
         raise UserError(
-            f"The sizes {named or 'are none and'} add up to {sum(vocab_sizes.values())}, but the vocabulary has"
+            f"The sizes {named or '(none)'} add up to {sum(vocab_sizes.values())}, but the vocabulary has"
             f" {vocab_size} ids: give each id to one modality."
         )
     return vocab_sizes

@@ -46,9 +46,9 @@ CHAMELEON_QK_EPS = 1e-5  # hard-coded in ChameleonLayerNorm.forward; config.rms_
 IMAGE_TOKENIZER = "model.vqmodel."  # of Chameleon; an EarlyFusionTransformer has none
 
 
-def their_name(ours: str, architecture: str, config: ModelConfig) -> str:
-    """The Hugging Face name of the parameter `ours` of a model of `config` in the layout of `architecture`."""
-    module, _, parameter = ours.rpartition(".")
+def hf_name(name: str, architecture: str, config: ModelConfig) -> str:
+    """The Hugging Face name of the parameter `name` of a model of `config` in the layout of `architecture`."""
+    module, _, parameter = name.rpartition(".")
     if module in _MODEL:
         return f"{_MODEL[module]}.{parameter}"
     _, layer, inside = module.split(".", 2)

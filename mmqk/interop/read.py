@@ -23,7 +23,7 @@ from .names import (
     OLMO2,
     QWEN3,
     READ,
-    their_name,
+    hf_name,
 )
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def adopt(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = Non
         raise UserError(f"{architecture} is not an architecture that mmqk reads: use {', '.join(READ)}.")
     if not type(hf_model).__module__.startswith("transformers."):
         raise UserError(f"{architecture} is not a class of transformers: its forward may differ.")
-    theirs = hf_model.state_dict()
-    _check_tensors(theirs)
+    hf_weights = hf_model.state_dict()
+    _check_tensors(hf_weights)
     try:
         config = config_of(hf_model, vocab_sizes)
         # The meta device draws and allocates nothing; the tensors of hf_model are assigned below.
@@ -75,14 +75,14 @@ def adopt(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = Non
             model = EarlyFusionTransformer(config, "sdpa" if config.attn_softcap is None else "math")
     except ValueError as error:
         raise UserError(f"{architecture} has no counterpart in mmqk ({str(error).rstrip('.')}).") from None
-    model.load_state_dict(our_weights(theirs, architecture, model), assign=True)
+    model.load_state_dict(weights_of(hf_weights, architecture, model), assign=True)
     if config.tie_embeddings:
         model.head.weight = model.embed.weight
     return model.requires_grad_().train(hf_model.training)
 
 
-def our_weights(
-    theirs: Mapping[str, Tensor], architecture: str, model: EarlyFusionTransformer
+def weights_of(
+    hf_weights: Mapping[str, Tensor], architecture: str, model: EarlyFusionTransformer
 ) -> dict[str, Tensor]:
     """The Hugging Face tensors under the names and in the shapes of `model`.
 
@@ -90,22 +90,24 @@ def our_weights(
         UserError: a tensor is missing, has another size, or has no counterpart.
     """
     weights, used = {}, set()
-    for ours, parameter in model.state_dict().items():
-        name = their_name(ours, architecture, model.config)
-        if name not in theirs:
-            raise UserError(f"The weights lack {name}: load the model whole, without adapters or offloading.")
-        if theirs[name].numel() != parameter.numel():
+    for target, parameter in model.state_dict().items():
+        name = hf_name(target, architecture, model.config)
+        if name not in hf_weights:
             raise UserError(
-                f"{name} has shape {tuple(theirs[name].shape)}, but the configuration needs {tuple(parameter.shape)}:"
-                " the weights belong to another model."
+                f"The weights have no {name}: load the complete model, without adapters or offloading."
+            )
+        if hf_weights[name].numel() != parameter.numel():
+            raise UserError(
+                f"{name} has shape {tuple(hf_weights[name].shape)}, but the configuration needs"
+                f" {tuple(parameter.shape)}: the weights belong to another model."
             )
         # OLMo 2 has the gains of all heads in one vector, mmqk has a row per head.
-        weights[ours] = theirs[name].detach().reshape(parameter.shape)
+        weights[target] = hf_weights[name].detach().reshape(parameter.shape)
         used.add(name)
-    left = sorted(name for name in set(theirs) - used if not name.startswith(IMAGE_TOKENIZER))
-    if left:
+    unused = sorted(name for name in set(hf_weights) - used if not name.startswith(IMAGE_TOKENIZER))
+    if unused:
         raise UserError(
-            f"The weights have {left[0]}, which mmqk cannot use: load the model without adapters."
+            f"The weights have {unused[0]}, which mmqk cannot use: load the model without adapters."
         )
     return weights
 
@@ -124,7 +126,7 @@ def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None =
     activation = "hidden_activation" if gemma else "hidden_act"
     gate = _GATES.get(getattr(c, activation))
     if gate is None:
-        raise cannot(activation, getattr(c, activation), f"the gates here are {', '.join(_GATES)}")
+        raise no_counterpart(activation, getattr(c, activation), f"mmqk has {', '.join(_GATES)}")
     embedding: Any = hf_model.get_input_embeddings().weight
     heads, width = c.num_attention_heads, embedding.shape[1]
     head_dim = getattr(c, "head_dim", None) or width // heads
@@ -137,7 +139,7 @@ def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None =
     if architecture == GEMMA2:
         fields["attn_softcap"] = c.attn_logit_softcapping
     elif gemma and c.attn_logit_softcapping is not None:
-        raise cannot(
+        raise no_counterpart(
             "attn_logit_softcapping", c.attn_logit_softcapping, "Gemma3ForCausalLM itself does not apply it"
         )
     return ModelConfig(
@@ -193,7 +195,7 @@ def _layers(architecture: str, c: Any) -> dict[str, Any]:
     theta, scaling = rope.get("full_attention") or rope["sliding_attention"]
     local = rope.get("sliding_attention", (theta, scaling))
     if local != (theta, scaling) and local[1].kind != "none":
-        raise cannot(
+        raise no_counterpart(
             "rope_parameters.sliding_attention", c.rope_parameters["sliding_attention"],
             "windowed layers need unscaled frequencies, or those of the other layers",
         )  # fmt: skip
@@ -210,7 +212,7 @@ def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
     """(window, global_every) for these layer types."""
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise cannot("layer_types", kind, "layers must be full_attention or sliding_attention")
+            raise no_counterpart("layer_types", kind, "layers must be full_attention or sliding_attention")
     if "sliding_attention" not in kinds:
         return 0, 0
     every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
@@ -218,11 +220,11 @@ def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
         "full_attention" if every and (i + 1) % every == 0 else "sliding_attention" for i in range(len(kinds))
     ]
     if kinds != expected:
-        raise cannot(
+        raise no_counterpart(
             "layer_types", kinds, "full_attention must be the last layer of each period"
         )  # fmt: skip
     if not c.sliding_window:
-        raise cannot("sliding_window", c.sliding_window, "layer_types has sliding_attention")
+        raise no_counterpart("sliding_window", c.sliding_window, "layer_types has sliding_attention")
     return c.sliding_window, every
 
 
@@ -230,9 +232,9 @@ def _rope(field: str, parameters: Mapping[str, Any]) -> tuple[float, RopeScaling
     """Theta and scaling of a `rope_parameters` of transformers 5."""
     kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
     if kind not in ("default", "linear", "llama3"):
-        raise cannot(f"{field}.rope_type", kind, "use default, linear or llama3")
+        raise no_counterpart(f"{field}.rope_type", kind, "use default, linear or llama3")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise cannot(
+        raise no_counterpart(
             f"{field}.partial_rotary_factor", parameters["partial_rotary_factor"], "RoPE rotates all channels"
         )  # fmt: skip
     if kind == "default":
@@ -252,24 +254,24 @@ def _check_fields(c: Any) -> None:
     if not hasattr(c, "rope_parameters"):
         raise UserError("The model's config has no rope_parameters: update to transformers 5 or later.")
     if getattr(c, "quantization_config", None) is not None:
-        raise cannot("quantization_config", "set", "load the model unquantized")
+        raise no_counterpart("quantization_config", "set", "load the model unquantized")
     for name in ("attention_bias", "mlp_bias"):
         if getattr(c, name, False):
-            raise cannot(name, True, "its matrices have no biases")
+            raise no_counterpart(name, True, "its matrices have no biases")
     if getattr(c, "use_bidirectional_attention", False):
-        raise cannot("use_bidirectional_attention", True, "attention here is causal")
+        raise no_counterpart("use_bidirectional_attention", True, "its attention is causal")
     if not getattr(c, "is_causal", True):
-        raise cannot("is_causal", False, "attention here is causal")
+        raise no_counterpart("is_causal", False, "its attention is causal")
 
 
-def _check_tensors(theirs: Mapping[str, Tensor]) -> None:
-    for name, tensor in theirs.items():
+def _check_tensors(hf_weights: Mapping[str, Tensor]) -> None:
+    for name, tensor in hf_weights.items():
         if tensor.is_meta:
             raise UserError(f"{name} is not in memory: load the model without offloading.")
         if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise UserError(f"{name} is {tensor.dtype}: load the model unquantized.")
 
 
-def cannot(field: str, value: object, why: str) -> UserError:
+def no_counterpart(field: str, value: object, why: str) -> UserError:
     """The error for a field without a counterpart."""
     return UserError(f"The model's config.{field} is {value!r}, which mmqk cannot represent: {why}.")

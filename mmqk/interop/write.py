@@ -12,8 +12,8 @@ from torch import Tensor
 from mmqk.model import EarlyFusionTransformer, ModelConfig
 from mmqk.store import UserError
 
-from .modalities import NOTED, chameleon_vocabulary
-from .names import CHAMELEON, CHAMELEON_QK_EPS, IMAGE_TOKENIZER, LLAMA, QWEN3, WRITTEN, their_name
+from .modalities import STORED_SIZES, chameleon_vocabulary
+from .names import CHAMELEON, CHAMELEON_QK_EPS, IMAGE_TOKENIZER, LLAMA, QWEN3, WRITTEN, hf_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,16 +57,16 @@ def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel
     with torch.device("meta"):
         hf_model = getattr(transformers, architecture)(hf_config)
     hf_model.model.rotary_emb = type(hf_model.model.rotary_emb)(config=hf_config)
-    theirs = {}
-    for ours, tensor in weights.items():
-        name = their_name(ours, architecture, config)
+    hf_weights = {}
+    for source, tensor in weights.items():
+        name = hf_name(source, architecture, config)
         shape = hf_model.get_parameter(name).shape
         # Chameleon's class has one gain per head.
-        theirs[name] = tensor if tensor.shape == shape else tensor.expand(shape).clone()
+        hf_weights[name] = tensor if tensor.shape == shape else tensor.expand(shape).clone()
     if architecture == CHAMELEON:
         tokenizer = type(hf_model.model.vqmodel)(hf_config.vq_config).to(weights["embed.weight"].dtype)
-        theirs |= {IMAGE_TOKENIZER + name: tensor for name, tensor in tokenizer.state_dict().items()}
-    hf_model.load_state_dict(theirs, assign=True)
+        hf_weights |= {IMAGE_TOKENIZER + name: tensor for name, tensor in tokenizer.state_dict().items()}
+    hf_model.load_state_dict(hf_weights, assign=True)
     hf_model.tie_weights()
     hf_model.config.dtype = weights["embed.weight"].dtype
     return hf_model
@@ -150,7 +150,7 @@ def _fields(architecture: str, config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": _rope_parameters(config),
         # mmqk does not store these ids.
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-        NOTED: [[name, size] for name, size in config.vocab_sizes.items()],
+        STORED_SIZES: [[name, size] for name, size in config.vocab_sizes.items()],
     }
     scaling = config.rope_scaling
     if scaling.kind == "llama3":

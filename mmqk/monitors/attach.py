@@ -1,4 +1,4 @@
-"""`attach` measures a model that mmqk did not build while it trains."""
+"""`attach` measures a third-party model while it trains."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Watch:
     layers: Layers | None = None
     _last_call: LastCall = field(default_factory=LastCall)
     _folder: WatchFolder | None = None
-    _started: int = 0  # steps before the first one
+    _started: int = 0  # value of ``steps`` before the first step
     _step_times: list[float] | None = field(default_factory=list)  # None after the first probe
     _closed: bool = False
     _overdue: bool = False  # a probe was due, but the batch was empty
@@ -171,7 +171,7 @@ class Watch:
         return is_first or self._overdue or self.steps // every > previous // every
 
     def probe(self, **inputs: Any) -> Probe:
-        """Probe a forward with these inputs, merged over ranks; it writes and logs nothing.
+        """Probe a forward with these inputs, merged over ranks, without writing or logging.
 
         ``.flat()`` returns ``{tag: number}``.
         """

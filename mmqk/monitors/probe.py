@@ -35,7 +35,7 @@ Reach = tuple[int, bool]  # `ModelConfig.reach_of` a layer
 
 
 def pairs_of(config: ModelConfig, batch: TokenBatch, collective: bool = False) -> dict[Reach, Pairs]:
-    """The visible pairs of query and key, for each `reach_of` the model's layers."""
+    """The visible pairs of query and key, for each distinct `ModelConfig.reach_of` of the model's layers."""
     return {
         reach: Pairs(
             batch.modality_BT,
@@ -61,8 +61,8 @@ def probe(
 ) -> Probe:
     """Every statistic of docs/statistics.md that one forward over ``batch`` can measure, by layer and modality.
 
-    The modality is that of the token at the site (the input token); for logits that of query and key; for the output
-    softmax that of the target.
+    The modality is that of the input token; for attention logits, those of query and key; for the output softmax,
+    that of the target.
 
     Args:
         model: runs in evaluation mode and fp32, and is not changed.
@@ -71,7 +71,7 @@ def probe(
         collective: whether every rank probes its own batch at the same time, for `Probe.merged`.
         pairs: `pairs_of` this batch, if stored from an earlier probe.
         matrices: also add the norms and the stable rank of every weight matrix of the blocks.
-        channels: also add RMS, kurtosis and largest channel of what is added to the stream, and of the stream.
+        channels: also add RMS, kurtosis and largest channel of the sublayer outputs and of the residual stream.
     """
     c = model.config
     collector = Collector(c.modalities, batch.modality_BT, batch.valid_BT, heads)
@@ -111,7 +111,7 @@ def probe(
 
 
 def block_matrices(model: EarlyFusionTransformer) -> Iterator[tuple[str, list[str], int, Tensor]]:
-    """Name, modality (if there is a copy for each), layer and weight of each matrix of the blocks."""
+    """Name, modality (empty without a copy per modality), layer and weight of each matrix of the blocks."""
     for layer, block in enumerate(model.blocks):
         for path, module in block.named_modules():
             if isinstance(module, nn.Linear):
@@ -124,8 +124,10 @@ def _matrices(model: EarlyFusionTransformer, collector: Collector) -> None:
     """Norm, spectral norm and stable rank of each matrix of each block, of each copy if it has one per modality."""
     tags: list[str] = []
     values: list[Tensor] = []
-    for name, of, layer, weight in block_matrices(model):
-        tags += [tag(f"{name}_{size}", *of, layer=layer) for size in ("norm", "spectral", "stable_rank")]
+    for name, modality, layer, weight in block_matrices(model):
+        tags += [
+            tag(f"{name}_{size}", *modality, layer=layer) for size in ("norm", "spectral", "stable_rank")
+        ]
         values += matrix_sizes(weight)
     collector.probe.add_values(tags, torch.stack(values))
 

@@ -12,16 +12,16 @@ from torch import Tensor
 from mmqk.distributed import world_size
 from mmqk.monitors.measures.reduce import Sums
 
-# From the merged tensors of a part: the value of each tag, and the count that it averages.
+# Computes the value of each tag, and the count that it averages over, from the merged tensors of a part.
 Finish = Callable[[Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 
 
 @dataclass
 class StatisticPart:
-    """Some tags that are computed together.
+    """Statistics that are computed together.
 
     Attributes:
-        tags: names.
+        tags: their tags.
         raw: tensors to merge over ranks. Names that start with ``max`` merge by maximum, with ``tail`` by
             concatenation, others by sum.
         finish: computes the value and the count of each tag; tags with count 0 are left out.

@@ -36,7 +36,7 @@ class Statistic:
         patterns: patterns of its tags, with the placeholders of `PLACES`.
         formula: in plain text. Means are over tokens (and heads) unless stated.
         unit: unit of the number.
-        modality: the token whose modality counts.
+        modality: the token whose modality is in the tag.
         healthy: a range with its source and mark, or `UNKNOWN`.
         bad: what a bad value means.
         cost: the part of `COSTS` that computes it.
@@ -424,8 +424,3 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
 }
 # fmt: on
 STATISTICS = tuple(replace(s, group=group) for group, rows in _GROUPS.items() for s in rows)
-
-
-def statistic_of(tag: str) -> Statistic | None:
-    """The row that a tag belongs to."""
-    return next((s for s in STATISTICS if s.matches(tag)), None)

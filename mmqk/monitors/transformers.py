@@ -45,7 +45,7 @@ class NormCallback(TrainerCallback):
         self.watch.steps = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Probe if one is due, and log its values, as `Trainer.log` does."""
+        """Probe if one is due, and log its values as `Trainer.log` does, but without printing them."""
         assert self.watch is not None
         self.watch.step(state.global_step)
         if self._values is not None:
@@ -65,10 +65,7 @@ class NormCallback(TrainerCallback):
 
 
 def _calling_trainer() -> Any:
-    """The Trainer that called the callback, from the call stack, since it is no argument; None if it is not there.
-
-    Not `Trainer.log`: it would also print the hundreds of numbers of a probe.
-    """
+    """The Trainer that called the callback, from the call stack because it is not an argument; None without one."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -9,7 +9,7 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.report.run_table import anchor
 from mmqk.store import flatten, without_roots
 
-# Fields that say where a run was, not what it was.
+# Fields that do not change what a run computes.
 PLACES = ("out", "data.cache", "quiet")
 
 
@@ -21,9 +21,9 @@ def compared(study: Study, rows: list[dict[str, Any]]) -> str:
         rows: `run_rows` of the study, for the results.
     """
     runs = {anchor(run): run for run in study.runs}
-    flat = {id: flatten(run.config) | {"code": run.code} for id, run in runs.items()}
-    names = sorted({name for fields in flat.values() for name in fields} - set(PLACES))
-    differing = [n for n in names if len({json.dumps(fields.get(n)) for fields in flat.values()}) > 1]
+    fields_of = {id: flatten(run.config) | {"code": run.code} for id, run in runs.items()}
+    names = sorted({name for fields in fields_of.values() for name in fields} - set(PLACES))
+    differing = [n for n in names if len({json.dumps(fields.get(n)) for fields in fields_of.values()}) > 1]
     results = {
         row["anchor"]: {
             "status": row["status"],
@@ -39,7 +39,7 @@ def compared(study: Study, rows: list[dict[str, Any]]) -> str:
         "runs": {
             id: {
                 "name": f"{study.label(run.arm)}, seed {run.seed}",
-                "values": [as_text(flat[id].get(name)) for name in differing],
+                "values": [as_text(fields_of[id].get(name)) for name in differing],
                 "results": results.get(id, {}),
             }
             for id, run in runs.items()

@@ -1,4 +1,4 @@
-"""The effect of a claim as a small drawing: a dot and its interval, no effect, the smallest effect of interest."""
+"""A small drawing of a claim's effect: its interval, and marks at no effect and the smallest effect of interest."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ def effect_bar(study: Study, verdict: Verdict) -> str:
     def named(value: float) -> str:
         return f"×{math.exp(value):.3g}" if verdict.metric.scale == "log" else f"{value:.3g}"
 
-    spoken = f"Effect {effect_and_medians(study, verdict)[0]}; no effect is {named(0)}"
+    description = f"Effect {effect_and_medians(study, verdict)[0]}; no effect is {named(0)}"
     if limits:
-        spoken += f"; the smallest effect of interest is {' or '.join(map(named, limits))}"
+        description += f"; the smallest effect of interest is {' or '.join(map(named, limits))}"
     values = sorted([0.0, *limits])
     # The outer labels of near marks extend outward.
     near = (values[-1] - values[0]) / span * (WIDTH - 2 * PAD) < 40
     anchors = ["end", *["middle"] * (len(values) - 2), "start"] if near and limits else ["middle"] * len(values)
     middle = HEIGHT / 2 - 6
-    parts = [f'<svg class="bar" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(spoken)}">']
-    parts += [f'<line x1="{PAD:g}" x2="{WIDTH - PAD:g}" y1="{middle:g}" y2="{middle:g}" stroke="var(--line)"/>']
+    parts = [
+        f'<svg class="bar" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(description)}">',
+        f'<line x1="{PAD:g}" x2="{WIDTH - PAD:g}" y1="{middle:g}" y2="{middle:g}" stroke="var(--line)"/>',
+    ]
     for value, anchor in zip(values, anchors, strict=True):
         x, dash = at(value), ' stroke-dasharray="3 2"' if value else ""
         parts.append(f'<line x1="{x}" x2="{x}" y1="2" y2="{HEIGHT - 12:g}" stroke="var(--soft)"{dash}/>')

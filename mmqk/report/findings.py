@@ -48,7 +48,7 @@ def headline(study: Study, verdicts: Sequence[Verdict]) -> str:
 
 
 def finding(study: Study, verdict: Verdict) -> str:
-    """One sentence: the measured effect with interval and n; in the grid's words if the claim has a finding."""
+    """One sentence: the measured effect with interval and n; by the template of the claim, if it has one."""
     claim, effect = verdict.claim, verdict.effect
     if verdict.verdict == "not run":
         return f"{claim.id} was not run: {capital(claim.statement).rstrip('.')}."
@@ -71,7 +71,7 @@ def _measured(study: Study, verdict: Verdict, effect: Effect | Counts) -> str:
     """The measured effect of a decided claim, without a full stop."""
     claim, words = verdict.claim, effect_in_words(verdict)
     template = claim.finding.get(verdict.verdict)
-    # The grid's words contain an interval.
+    # A template of the grid names the interval.
     if template and effect.has_interval:
         because = f"; {_lower(verdict.open)}" if verdict.open else ""
         return template.format(**words).strip().rstrip(".") + because
@@ -124,7 +124,7 @@ def _because(verdict: Verdict) -> str:
 
 
 def effect_in_words(verdict: Verdict) -> dict[str, str]:
-    """The words that a finding may use: ratio, difference, size, low, high, n and seeds.
+    """The values for the template of a finding: ratio, difference, size, low, high, n and seeds.
 
     Numbers have the precision of the interval. The size of a difference is positive if its sign is the claimed one;
     for an equivalence it is always positive.
@@ -260,7 +260,7 @@ def _of_replays(study: Study, verdict: ReplayVerdict) -> str:
 
 
 def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
-    """What these runs cannot show: the list of the grid, then what follows from the runs."""
+    """What these runs cannot show: the sentences of the grid, then those that follow from the runs."""
     written = study.report.get("cannot_tell") or ()
     items = [written] if isinstance(written, str) else [str(item) for item in written]
     for verdict in verdicts:
@@ -275,7 +275,7 @@ def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
         if verdict.effect is not None and not equivalence and (size := detectable_in_words(verdict)):
             powers.setdefault(verdict.effect.n, []).append(f"{size} ({verdict.claim.id})")
     items += [
-        f"Effects short of {listed(sizes)}: with {plural(n, 'seed')} per arm the power for it is below 80 %."
+        f"Effects short of {listed(sizes)}: with {plural(n, 'seed')} per arm the power for them is below 80 %."
         for n, sizes in powers.items()
     ]
     shown = [v.claim.id for v in verdicts if not v.claim.decided and v.verdict != "not run"]

@@ -13,20 +13,20 @@ from mmqk.report.findings import effect_and_medians
 
 MARK = {"supported": "✓", "contradicted": "✗", "not told apart": "?"}
 ABOUT = (
-    "A hypothesis predicts for some claims whether the effect lies above the smallest effect of interest, none "
-    "(within it on both sides) or below it. The 95 % interval leaves some of these possible. ✓ the prediction "
-    "allows all that is possible; ✗ none of it; ? otherwise, or the claim has no interval or a check of it "
-    "failed. A hypothesis is contradicted if one of its predictions is, supported if all are, and otherwise not "
-    "told apart."
+    "A hypothesis predicts for some claims whether the effect is above the smallest effect of interest, none "
+    "(within it on both sides) or below it. The 95 % interval leaves one or more of these states possible. ✓: the "
+    "prediction allows every possible state. ✗: it allows no possible state. ?: every other case, and claims that "
+    "have no interval or failed a check. A hypothesis is contradicted if one of its predictions is contradicted, "
+    "supported if all are supported, and otherwise not told apart."
 )
 
 
 def hypothesis_table(study: Study, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """The claims that a hypothesis names with their effects, and one row per hypothesis; empty without hypotheses."""
-    made = patterns(study, verdicts)
-    if not made:
+    results = patterns(study, verdicts)
+    if not results:
         return {}
-    named = {claim: of.possible[claim] for of in made for claim in of.predictions}
+    named = {claim: pattern.possible[claim] for pattern in results for claim in pattern.predictions}
     by_id = {verdict.claim.id: verdict for verdict in verdicts}
     claims = [id for id in by_id if id in named]
     return {
@@ -37,24 +37,26 @@ def hypothesis_table(study: Study, verdicts: Sequence[Verdict]) -> dict[str, Any
                 "slug": slug(id),
                 "statement": by_id[id].claim.statement,
                 "effect": effect_and_medians(study, by_id[id])[0] or "–",
-                "possible": listed(list(named[id]), "or") or "not told",
+                "possible": listed(list(named[id]), "or") or "unknown",
             }
             for id in claims
         ],
         "rows": [
             {
-                "id": of.hypothesis.id,
-                "statement": of.hypothesis.statement,
-                "source": of.hypothesis.source,
-                "source_access": of.hypothesis.source_access,
-                "note": of.hypothesis.note,
-                "verdict": of.verdict,
-                "css": of.verdict.replace(" ", "-"),
+                "id": pattern.hypothesis.id,
+                "statement": pattern.hypothesis.statement,
+                "source": pattern.hypothesis.source,
+                "source_access": pattern.hypothesis.source_access,
+                "note": pattern.hypothesis.note,
+                "verdict": pattern.verdict,
+                "css": pattern.verdict.replace(" ", "-"),
                 "cells": [
-                    f"{of.hypothesis.predicts[id]} {MARK[of.predictions[id]]}" if id in of.predictions else "–"
+                    f"{pattern.hypothesis.predicts[id]} {MARK[pattern.predictions[id]]}"
+                    if id in pattern.predictions
+                    else "–"
                     for id in claims
                 ],
             }
-            for of in made
+            for pattern in results
         ],
     }

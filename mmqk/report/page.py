@@ -129,12 +129,12 @@ ABOUT_DATA = (
 def page_content(
     findings: Findings, drawn: Drawn, nodes: Sequence[Node], ranked: Ranking | None = None
 ) -> dict[str, Any]:
-    """The content of the templates, as plain data."""
+    """The values of all templates, as plain data."""
     study, verdicts = findings.study, findings.verdicts
     brush = Brush.of(study)
     views = {figure.name: _view(study, brush, figure) for figure in drawn.all}
     colors = arm_colors(study)
-    rows, stands = run_rows(study, colors), arm_rows(study, colors)
+    rows, arm_results = run_rows(study, colors), arm_rows(study, colors)
     shown = {study.label(arm) for arm in study.shown}
     claims = [
         row
@@ -161,7 +161,7 @@ def page_content(
         "standfirst": _standfirst(study, verdicts),
         "kicker": _kicker(study),
         "learned": _about_learning(study),
-        "losses": _about_losses([row["final"] for row in stands]),
+        "losses": _about_losses([row["final"] for row in arm_results]),
         "run_losses": _about_losses([loss for row in rows for loss in row["losses"]]),
         "numbers": about_numbers(verdicts),
         "data": ABOUT_DATA,
@@ -180,7 +180,7 @@ def page_content(
         "cannot_tell": cannot_tell(study, verdicts),
         "commands": _commands(findings),
         "sections": sections,
-        "arms": stands,
+        "arms": arm_results,
         "data": data_rows(study),
         "excess": any(tag.statistic == "excess" for run in study.runs for tag in run.tags.values()),
         "runs": rows,
@@ -199,10 +199,10 @@ def page_content(
             "title": drawn.ranking.reading,
             "titles": [{"text": drawn.ranking.reading.rstrip("."), "href": "#ranking"}],
         }
-    alone = single(study)
-    if alone is not None:
-        page |= {"question": alone["headline"], "title": alone["headline"]}
-    return without_roots(content | {"page": page, "single": alone}) | {"scripts": scripts()}
+    single_run = single(study)
+    if single_run is not None:
+        page |= {"question": single_run["headline"], "title": single_run["headline"]}
+    return without_roots(content | {"page": page, "single": single_run}) | {"scripts": scripts()}
 
 
 def _titles(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
@@ -234,7 +234,7 @@ def _standfirst(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str
 
 
 def _view(study: Study, brush: Brush, figure: Figure) -> dict[str, Any]:
-    """A figure as the template needs it."""
+    """The values of a figure for the template."""
     wide = any(isinstance(panel, Panel) and panel.height for panel in figure.panels)
     return {
         "name": figure.name,

@@ -17,19 +17,19 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import GRAY, PALETTE
 
-# A point that lies nearer than this to a labeled one has no label, in nats.
+# A point nearer than this, in nats, to a point with a label gets no label.
 NEAR = 0.04
 ABOUT = (
-    "Exploratory: with this many arms and few seeds some rank high by chance. Each arm is at its own best "
-    "learning rate of those tried; * marks one at an end of the grid, beyond which a better one may lie. "
-    "Difference: final loss, mean over the trained modalities, minus that of the arm without a remedy, with its "
-    f"95 % interval; below 0 is better. Trains: the learning rates whose run ended at most {TRAINS_NATS} nat above "
-    "the best loss of the arm without a remedy, one seed each. Sensitivity: mean over these learning rates of "
-    "min(final loss, loss at initialization) minus the lowest of them (Wortsman et al., arXiv 2309.14322). "
-    "Largest logit: at the end, and its ratio to that of the arm without a remedy. Growth: last-layer output norm "
-    "at the end over that at the start. Time: per step, over that of the arm without a remedy, if both ran on the "
-    "same kind of processor with as many cores. An arm is compared with the arm without a remedy that has its "
-    "attention backend."
+    "Exploratory: with this many arms and few seeds some rank high by chance. An arm is compared with its "
+    "control, the arm without a remedy that has the same attention backend. Each arm runs at the best of the "
+    "learning rates that were tried; * marks a rate at an end of the grid, beyond which a better one may lie. "
+    "Difference: final loss, mean over the trained modalities, minus that of the control, with its 95 % interval; "
+    f"below 0 is better. Trains: the learning rates whose runs, one seed each, ended at most {TRAINS_NATS} nat "
+    "above the best loss of the control. Sensitivity: mean over the learning rates that were tried of min(final "
+    "loss, loss at initialization) minus the lowest of these values (Wortsman et al., arXiv 2309.14322). Largest "
+    "logit: at the end, and its ratio to that of the control. Growth: ratio of the last-layer output norm at the "
+    "end to that at the start. Time: ratio of the time per step to that of the control, if both ran on the same "
+    "kind of processor with as many cores."
 )
 
 
@@ -39,22 +39,22 @@ def ranking_rows(study: Study, ranking: Ranking) -> list[dict[str, Any]]:
 
 
 def _row(study: Study, ranking: Ranking, row: Ranked) -> dict[str, Any]:
-    own = row.difference is None
+    is_control = row.difference is None
     value = 0.0 if row.difference is None else row.difference.value
     return {
         "label": study.label(row.arm),
         "anchor": f"arm-{slug(row.arm)}",
         "front": row.arm in ranking.front,
-        "difference": f"loss {nats(row.loss)}" if own else interval(row.difference),
+        "difference": f"loss {nats(row.loss)}" if is_control else interval(row.difference),
         "rate": f"{row.rate:g}{'*' if row.at_edge else ''}",
         "trains": f"{sum(row.trains.values())} of {len(row.trains)}",
         "which": listed([f"{rate:g}" for rate, trains in row.trains.items() if trains]) or "none",
         "sensitivity": nats(row.sensitivity),
         "logit": number(row.logit),
-        "ratio": DASH if own else interval(row.logit_ratio, ratio=True),
+        "ratio": DASH if is_control else interval(row.logit_ratio, ratio=True),
         "growth": [number(growth) if not math.isnan(growth) else DASH for growth in row.growth.values()],
         "failed": f"{row.failed} of {row.runs}",
-        "time": DASH if own else interval(row.time, ratio=True),
+        "time": DASH if is_control else interval(row.time, ratio=True),
         "parameters": DASH if row.parameters is None else f"{row.parameters:+,}" if row.parameters else "0",
         "raw": {
             "difference": value,
@@ -93,7 +93,7 @@ def ranking_figure(study: Study, ranking: Ranking) -> Figure:
     time = [(row, math.exp(row.time.value)) for row in shown if row.time]
     panels = [_panel(study, ranking, sensitivity, "learning-rate sensitivity (nats)", "lr_sensitivity")]
     if time:
-        panels.append(_panel(study, ranking, time, "time per step over that without a remedy", "time_ratio"))
+        panels.append(_panel(study, ranking, time, "time per step relative to no remedy", "time_ratio"))
     best = [f"“{study.label(row.arm)}” ({row.difference.value:+.2f} nats)" for row in shown[:3] if row.difference]
     least = min(shown, key=lambda row: row.sensitivity, default=None)
     reading = f"Lowest losses of {plural(len(shown), 'arm')}, against no remedy: {listed(best)}"
@@ -128,7 +128,7 @@ def _panel(
             abs(y - other_y) > NEAR or abs(x - other_x) > 4 * NEAR for other_x, other_y, *_ in notes
         ):
             notes.append((x, y, row.arm, "right"))
-    y_label = "loss minus that without (nats)"
+    y_label = "loss minus loss without remedy (nats)"
     return Panel(
         "loss difference", "", y_label, tuple(lines), xlabel=label, x=x_name, notes=tuple(notes), labeled=True
     )

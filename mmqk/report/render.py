@@ -1,9 +1,9 @@
-"""Render the templates: text is escaped, and its numbers link to the runs they come from."""
+"""Renders the templates. Text is escaped, and its numbers link to the runs that they come from."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,15 @@ def render(name: str, content: Mapping[str, Any]) -> str:
 
 def css() -> str:
     """The style sheet of the page."""
-    files = ("vendor/uPlot.min.css", "page.css")
-    return "\n".join((TEMPLATES / name).read_text(encoding="utf-8").strip() for name in files)
+    return _joined("vendor/uPlot.min.css", "page.css")
 
 
 def scripts() -> str:
     """The script of the page, after the library that draws its charts."""
-    files = ("vendor/uPlot.iife.min.js", "page.js")
+    return _joined("vendor/uPlot.iife.min.js", "page.js")
+
+
+def _joined(*files: str) -> str:
     return "\n".join((TEMPLATES / name).read_text(encoding="utf-8").strip() for name in files)
 
 
@@ -108,14 +110,7 @@ def _longest(text: str) -> int:
 
 def linked(text: object, href: str) -> Markup:
     """Text with its numbers as links."""
-    out, last, plain = Markup(), 0, str(text)
-    if not href:
-        return escape(plain)
-    for match in _NUMBER.finditer(plain):
-        out += escape(plain[last : match.start()])
-        out += Markup('<a class="n" href="{}">{}</a>').format(href, match[0])
-        last = match.end()
-    return out + escape(plain[last:])
+    return _with_links(str(text), _NUMBER, lambda number: href) if href else escape(str(text))
 
 
 def claims(text: object, ids: Mapping[str, str]) -> Markup:
@@ -123,9 +118,16 @@ def claims(text: object, ids: Mapping[str, str]) -> Markup:
     if not ids:
         return escape(str(text))
     names = "|".join(re.escape(name) for name in sorted(ids, key=len, reverse=True))
-    out, last, plain = Markup(), 0, str(text)
-    for match in re.finditer(rf"(?<!\w)(?:{names})(?!\w)", plain):
-        out += escape(plain[last : match.start()])
-        out += Markup('<a class="n" href="#claim-{}">{}</a>').format(ids[match[0]], match[0])
+    return _with_links(
+        str(text), re.compile(rf"(?<!\w)(?:{names})(?!\w)"), lambda name: f"#claim-{ids[name]}"
+    )
+
+
+def _with_links(text: str, pattern: re.Pattern[str], href_of: Callable[[str], str]) -> Markup:
+    """Escaped text in which each match of a pattern is a link."""
+    out, last = Markup(), 0
+    for match in pattern.finditer(text):
+        out += escape(text[last : match.start()])
+        out += Markup('<a class="n" href="{}">{}</a>').format(href_of(match[0]), match[0])
         last = match.end()
-    return out + escape(plain[last:])
+    return out + escape(text[last:])

@@ -1,4 +1,4 @@
-"""The part of a page that is about one run alone: what grew first, its alarms, and its settings."""
+"""The page of a single run: which statistics grew first, its alarms, and its settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.report.compared import PLACES, as_text
 from mmqk.store import flatten
 
-# Rows that are not folded.
+# Number of rows that the page shows unfolded.
 MOST_ROWS = 8
 WORDS = {
     "attn_logit_absmax": "largest attention logit",

@@ -29,7 +29,7 @@ MOST_LINKS, MOST_ARMS = 24, 4
 
 
 def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One row per claim, also with the content of its section: what was registered, and the result of each run."""
+    """One row per claim, with the values of its section: what was registered, and the result of each run."""
     rows = []
     for verdict in verdicts:
         claim, threshold = verdict.claim, threshold_in_words(verdict)
@@ -129,7 +129,7 @@ def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def data_rows(study: Study) -> list[dict[str, Any]]:
-    """How predictable the tokens are: one row per modality, or several if arms read different data."""
+    """How predictable the tokens are: one row per modality and kind of data that its arms read."""
     import pandas as pd  # slow to import
 
     rows = []

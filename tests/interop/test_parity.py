@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from mmqk.interop import from_transformers
-from mmqk.interop.names import their_name
+from mmqk.interop.names import hf_name
 from mmqk.model import EarlyFusionTransformer, ModelConfig, RopeScalingConfig
 from mmqk.model.norms import LayerNorm, RMSNorm
 from tests.interop.models import logits_of, some_ids, tiny
@@ -185,7 +185,7 @@ def ours_of(model: EarlyFusionTransformer, architecture: str, config: ModelConfi
     """Our logits, and gradients by their names; a tied matrix has the sum of both uses."""
     logits_BTV = model(some_ids())
     mean_loss(logits_BTV).backward()
-    names = {n: their_name(moved(n, model.config, config), architecture, config) for n in model.state_dict()}
+    names = {n: hf_name(moved(n, model.config, config), architecture, config) for n in model.state_dict()}
     return logits_BTV, {names[n]: p.grad for n, p in model.named_parameters()}
 
 

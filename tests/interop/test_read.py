@@ -199,7 +199,7 @@ def test_weights_that_do_not_fit_are_refused():
     wrapped = tiny(LLAMA)
     wrapped.lm_head = torch.nn.Sequential(wrapped.lm_head)
     wrapped.get_output_embeddings = lambda: wrapped.lm_head[0]
-    refuses(wrapped, r"The weights lack lm_head.weight")
+    refuses(wrapped, r"The weights have no lm_head.weight")
     resized = tiny(LLAMA)
     resized.config.intermediate_size = 88
     refuses(resized, r"gate_proj.weight has shape \(80, 64\), but the configuration needs \(88, 64\)")

@@ -10,8 +10,9 @@ import pytest
 
 from mmqk.analysis import load_study
 from mmqk.analysis.metrics import extrapolate
+from mmqk.analysis.metrics.scaling import fit_quadratic
 from mmqk.report.figures.papers import paper_figures
-from mmqk.report.figures.sweep_figures import fit_quadratic, logit_by_size, lr_sensitivity
+from mmqk.report.figures.sweep_figures import logit_by_size, lr_sensitivity
 from mmqk.report.figures.sweeps import sweeps
 from mmqk.store import UserError
 from tests.analysis.fake_runs import write_demo

@@ -147,7 +147,7 @@ def test_forks_are_a_tree(tmp_path):
     ]
     by_name = {n.name: n for n in nodes}
     assert by_name["hot"].changed == "optim.lr 0.003 → 0.1" and by_name["hot"].end == 90
-    assert "2 parameters added; the outputs moved by 0.0130" in by_name["late"].remarks
+    assert "2 parameters added; the outputs changed by 0.0130" in by_name["late"].remarks
     assert by_name["lost"].changed == "nothing changed" and by_name["0123456789"].run is None
     figure = fork_figure(study, nodes)
     assert figure.reading == "4 forks; 1 of them diverged."

@@ -57,7 +57,7 @@ def initial_loss(run: Run, modality: str, series: str = "loss") -> float:
 
 
 def unigram_entropy(run: Run, modality: str) -> float:
-    """Unigram loss given the form of a sequence, on held-out data; NaN if not measured."""
+    """The held-out loss of a model that knows token frequencies and the form of a sequence; NaN if not measured."""
     values = run.series(f"val_unigram/{modality}")[1][:1]
     return float(values[0]) if len(values) else math.nan
 
@@ -84,8 +84,8 @@ def learned(run: Run, modality: str) -> bool:
 def is_trained(run: Run, modality: str) -> bool:
     """Whether the run trains this modality: it has a loss, is part of the data mix, and has a weight above 0.
 
-    The special tokens around an image are text, but a mix of images alone does not train text. Modalities of the dial
-    and of token folders have any name, so for them the mix does not count.
+    The special tokens around an image are text, but a mix of images alone does not train text. A mix with the dial or
+    with token folders may contain any modality, because their modalities have any name.
     """
     if not len(run.series(f"loss/{modality}")[0]):
         return False
@@ -104,7 +104,7 @@ def trained_modalities(run: Run) -> tuple[str, ...]:
 
 
 def has_floor(run: Run, modality: str) -> bool:
-    """Whether the floor of the data is known, so that the run has an excess loss."""
+    """Whether the run has an excess loss, which needs the floor of the data."""
     return bool(len(run.series(f"excess/{modality}")[0]) or len(run.series(f"val_excess/{modality}")[0]))
 
 

@@ -35,10 +35,10 @@ class _Quantity:
     """The fields of every metric.
 
     Attributes:
-        label: how a sentence names it.
+        label: the name of the metric in a sentence.
         unit: empty for a pure number.
         scale: "log" when effects are ratios, "linear" when they are differences.
-        worst: the bad end of the scale, at which a value that is not finite ranks.
+        worst: the bad end of the scale; a value that is not finite ranks there.
     """
 
     label: str
@@ -47,7 +47,7 @@ class _Quantity:
     worst: End
 
     def on_scale(self, value: float) -> float:
-        """The value on the scale on which effects are differences: the value or its logarithm; NaN if it has none."""
+        """The value on a linear scale, its logarithm on a log scale; NaN if it has no logarithm."""
         if self.scale == "linear":
             return value
         return math.log(value) if value > 0 else math.nan
@@ -59,9 +59,9 @@ class Metric(_Quantity):
 
     Attributes:
         measure: the function; infinite if the last value of the run is not finite, NaN without a value.
-        series: the series over steps whose end the metric measures; for other metrics, the number itself.
+        series: the series over steps whose end the metric measures; `alone` for a metric without a series.
         by_modality: whether it needs a modality.
-        counts_failures: whether the number of a diverged run is its value; else it is a bound.
+        counts_failures: whether the value of a diverged run is exact; otherwise it is a bound.
     """
 
     measure: Callable[[Run, str | None], float]
@@ -84,8 +84,8 @@ class FamilyMetric(_Quantity):
 
     Attributes:
         compute: function of the runs, in any order, and a modality.
-        of_rates: whether it measures the learning rates at which runs fail. Then a run that learned nothing counts if
-            another run of its seed and point learned.
+        of_rates: whether it measures the learning rates at which runs fail. A run that learned nothing then counts if
+            another run with its seed and point learned.
     """
 
     compute: Callable[[Sequence[Run], str | None], Measured]
@@ -102,7 +102,7 @@ class FamilyMetric(_Quantity):
         Args:
             runs: verdict runs of one family at one seed, without selection runs and replays.
             modality: the modality, if the metric has one.
-            planned: the points of the grid; a point without a run would change the number, so it is then NaN.
+            planned: the points of the grid; the number is NaN if a point has no run.
         """
         if not runs:
             return Measured(math.nan, "there are no runs")
@@ -120,7 +120,7 @@ class FamilyMetric(_Quantity):
 
 
 def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
-    """A series for a metric without one: its number at the last step of the run."""
+    """A series of one value, the metric at the last step of the run, for a metric without a series."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return np.array([run.last_step]), np.array([measure(run, modality)])

@@ -20,7 +20,7 @@ class Outcome:
     """How one run ended.
 
     Attributes:
-        finished: whether it completed or diverged; otherwise the other fields do not count.
+        finished: whether it completed or diverged; otherwise the other fields have no meaning.
         diverged: step of the divergence; None without one.
         above_best: final loss minus that of the best run on the same data, in nats, by modality; infinite if it
             diverged.
@@ -50,15 +50,15 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it diverged or stalled, in any regime."""
+        """Whether it diverged or stalled, also if it did not reach the regime."""
         return self.finished and (self.diverged is not None or bool(self.stalled))
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     """The outcome of each run, relative to the other runs.
 
-    Runs on the same data are compared over all seeds by the final held-out loss of each modality (the excess loss if
-    the floor is known, which differs by a constant).
+    Runs on the same data are compared over all seeds by the final held-out loss of each modality. If the floor is
+    known, it is the excess loss, which differs from the loss by a constant.
     """
     ends: list[dict[str, float]] = []
     steps: list[int | None] = []

@@ -11,7 +11,7 @@ from mmqk.analysis.metrics.metric import BySeries, Metric, alone, planned_steps,
 from mmqk.analysis.runs.load import Run, Series
 
 LAST_PROBES = 3
-# As in the growth alarm: in the first fifth of a run norms grow in healthy runs too.
+# As in the growth alarm: in the first fifth of a run, norms also grow in healthy runs.
 SLOPE_FROM_SHARE = 0.2
 # End of the window of the early slope: Chameleon's norms already differ by then.
 EARLY_SHARE = 0.25
@@ -35,7 +35,7 @@ def logit_series(run: Run, modality: str | None = None) -> Series:
 
 
 def growth_series(run: Run, modality: str | None = None) -> Series:
-    """`logit_series` over its first value."""
+    """`logit_series` divided by its first value."""
     steps, values = logit_series(run, modality)
     return steps, values / values[:1] if len(values) else values
 

@@ -47,7 +47,7 @@ class Ended:
 
 
 def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended], str]:
-    """The runs of a family by rising learning rate, or why they cannot be compared.
+    """The runs of a family by rising learning rate, and the reason if they cannot be compared.
 
     The loss is the held-out loss, or its excess if every run has a floor. Without a modality it is the mean over the
     trained modalities, weighted as in the training loss.
@@ -98,7 +98,7 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
     """Mean over the learning rates of ``min(loss, loss at initialization) - lowest loss of the grid``.
 
     Wortsman et al. (arXiv 2309.14322, section 2.2), with equal weight for every learning rate. Infinite if no run
-    ended below its loss at initialization: the formula would give 0, as for a perfect arm.
+    ended below its loss at initialization, because the formula would give 0, the value of a perfect arm.
     """
     ended_runs, why = ends(runs, modality)
     if why:
@@ -113,17 +113,20 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
 def first_diverging_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
     """The lowest learning rate at which the run diverged (`divergence_step`).
 
-    If none did, the next learning rate that the grid would have, as a bound (`Measured.towards` is 1).
+    If no run diverged, the result is a bound (`Measured.towards` is 1): the next learning rate that the grid would
+    have.
     """
     ended_runs, why = ends(runs, modality)
     return Measured(math.nan, why) if why else _first(ended_runs, lambda end: end.diverged)
 
 
 def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """The lowest learning rate at which the run diverged or, above the best one, ended 0.1 nat above its loss.
+    """The lowest unstable learning rate.
 
-    Small models stall more often than they diverge. Below the best learning rate, a higher final loss means slower
-    learning. If no learning rate is unstable, the bound of `first_diverging_lr`.
+    A learning rate is unstable if the run diverged, or if it exceeds the best learning rate and its final loss
+    exceeds the best one by more than 0.1 nat. Small models stall more often than they diverge. Below the best
+    learning rate, a higher final loss means slower learning. If no learning rate is unstable, the result is the bound
+    of `first_diverging_lr`.
     """
     ended_runs, why = ends(runs, modality)
     if why:
@@ -151,7 +154,7 @@ FEWEST_DOSES = 3
 
 
 def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: str, slope: bool) -> Measured:
-    """The response of a number of the runs of a family to one axis, at one seed.
+    """How a number of each run of a family responds to one axis, at one seed.
 
     Args:
         runs: at least three, one per value of the axis.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from mmqk.analysis.metrics.metric import Measured, planned_steps
 from mmqk.analysis.metrics.rates import learning_rate
@@ -23,7 +24,7 @@ def model_size(run: Run) -> float:
     """Parameters of the blocks' matrices (attention and MLP), without embeddings, head, gains and biases.
 
     Counted as by Wortsman et al., where 3 layers of width 256 have 2.4M. Of matrices with a copy per modality, one
-    copy counts, as a token passes through one. NaN if the configuration does not define it.
+    copy counts, because a token passes through one. NaN if the configuration does not define the size.
     """
     model = run.setting("model", {})
     try:
@@ -110,22 +111,28 @@ def _one(rate: float, by_size: dict[float, tuple[int, float]]) -> tuple[Extrapol
         return None, f"{at} the models were probed at different steps"
     if not all(math.isfinite(logit) and logit > 0 for logit in logits[:-1]):
         return None, f"{at} a logit of a smaller model is not finite and positive: there is nothing to fit"
-    x = np.log(sizes) - math.log(sizes[0])
-    curve = np.polynomial.Polynomial.fit(x[:-1], np.log(logits[:-1]), 2)
     with np.errstate(over="ignore"):
-        predicted = float(np.exp(curve(x[-1])))
+        predicted = float(fit_quadratic(sizes[:-1], logits[:-1])(sizes[-1]))
     return Extrapolation(rate, tuple(sizes), logits, steps[0], predicted), ""
 
 
+def fit_quadratic(sizes: Sequence[float], values: Sequence[float]) -> Callable[[ArrayLike], NDArray[np.float64]]:
+    """The least-squares quadratic of log value in log size, as a function of size."""
+    curve = np.polynomial.Polynomial.fit(np.log(sizes), np.log(values), 2)
+    return lambda at: np.exp(curve(np.log(at)))
+
+
 def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """Predicted over actual largest logit of the held-out largest model; over learning rates, the ratio farthest
-    from 1."""
+    """Ratio of the predicted to the actual largest logit of the held-out largest model.
+
+    Of several learning rates, the ratio farthest from 1.
+    """
     predictions, why = extrapolate(runs, modality)
     if not predictions:
         return Measured(math.nan, why)
-    lost = [one for one in predictions if math.isnan(one.ratio)]
-    if lost:
+    undefined = [one for one in predictions if math.isnan(one.ratio)]
+    if undefined:
         return Measured(
-            math.nan, f"the largest model's logit is not finite at learning rate {lost[0].rate:g}"
+            math.nan, f"the largest model's logit is not finite at learning rate {undefined[0].rate:g}"
         )
     return Measured(max((one.ratio for one in predictions), key=lambda ratio: abs(math.log(ratio))))

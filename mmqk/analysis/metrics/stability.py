@@ -21,7 +21,7 @@ WARNINGS = ("spike", "spike_median", "stall", "growth", "collapse")
 
 
 def spike_score(run: Run, modality: str | None = None) -> float:
-    """Percent of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); all targets without a modality.
+    """Percent of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); by default of all targets.
 
     A spike is at least 7 standard deviations above the mean of up to 1000 values before it. NaN with 100 steps or
     fewer.
@@ -35,7 +35,7 @@ def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
 
 
 def spike_rate(run: Run, modality: str | None = None) -> float:
-    """Spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); all targets without a modality.
+    """Spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); by default of all targets.
 
     A spike is a loss more than 0.1 nat above the median of the 201 steps around it. NaN with fewer than 201 steps.
     """
@@ -88,9 +88,9 @@ def time_of_divergence(run: Run, modality: str | None = None) -> float:
 
 
 def alarms(run: Run) -> list[Alarm]:
-    """The recorded alarms of the run; without an alarm file, the same rules applied to its metrics.
+    """The recorded alarms of the run; without an alarm file, the alarms that the rules give for its metrics.
 
-    A fork without a file has none, because its rules started from the history of its parent.
+    A fork without an alarm file has no alarms, because the rules would need the history of its parent.
     """
     if (run.path / ALARMS_NAME).exists() or run.fork:
         return run.alarms
@@ -107,8 +107,8 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
         names: the alarms that count as warnings.
 
     Returns:
-        0 if it diverged without a warning before that step; an alarm at the step itself does not count. NaN for a run
-        that did not diverge.
+        0 if no warning preceded the divergence; an alarm at the step of the divergence does not. NaN for a run that
+        did not diverge.
     """
     end = divergence_step(run)
     if end is None:
@@ -118,7 +118,7 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
 
 
 def first_warning(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> int | None:
-    """The step of the first of these alarms; None without one."""
+    """The step of the first alarm with one of these names; None without one."""
     steps = [alarm.step for alarm in alarms(run) if alarm.name in names and _is_of(alarm, modality)]
     return min(steps, default=None)
 

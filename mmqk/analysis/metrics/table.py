@@ -53,7 +53,7 @@ def _loss(label: str, name: str) -> Metric:
 
 
 def _of_failures(label: str, unit: str, measure: Callable[[Run, str | None], float], worst: End) -> Metric:
-    """A metric without a series, for which the number of a diverged run is its value and not a bound."""
+    """A metric without a series; the value of a diverged run is exact, not a bound."""
     return Metric(label, unit, "linear", worst, measure, alone(measure), counts_failures=True)
 
 

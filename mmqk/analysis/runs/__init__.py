@@ -1,1 +1,1 @@
-"""Run folders as records."""
+"""Reads run folders."""

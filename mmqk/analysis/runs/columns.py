@@ -29,9 +29,10 @@ class Columns:
         truncated: whether a line, usually the last line of a killed run, could not be read.
 
     Attributes:
-        series: (steps, values) by tag: steps rise, and the later value counts for a step that was written twice.
+        series: (steps, values) by tag: steps rise; of a step that was written twice, the later value counts.
         steps: the steps of all lines.
-        truncated: as given.
+        last_step: the last step with a number; 0 without numbers.
+        truncated: whether a line could not be read.
     """
 
     def __init__(self, records: Sequence[Mapping[str, Any]], truncated: bool = False):

@@ -1,7 +1,7 @@
 """Loads run folders.
 
-An interrupted or damaged run is loaded as far as possible, with a note that names what is missing. An omitted run
-would go unnoticed.
+An interrupted or damaged run is not omitted, because that would go unnoticed. It is loaded as far as possible, with a
+note that names what is missing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Run:
         fork: ``{"parent": folder or id, "step": n}`` for a fork, else None.
         replay: for a replay, the replayed run, its depth and its numerics, else None.
         forked: content of fork.json; empty without one.
-        cache: results of functions that are `once_per_run`.
+        cache: results of the functions with the decorator `once_per_run`.
     """
 
     path: Path
@@ -125,7 +125,7 @@ class Run:
     def lost(self) -> tuple[str, ...]:
         """Which metrics of a finished run are missing, one sentence each.
 
-        A killed run has its metrics up to its end, and counts in no verdict.
+        A run that did not finish is not checked for gaps, because no verdict uses it.
         """
         sentences = [part for part in self.status.lost.split("; ") if part]
         trainer = self.identity.get("trainer")
@@ -196,7 +196,7 @@ class Run:
 
         Args:
             statistic: e.g. ``attn_logit_absmax``.
-            reduce: ``np.max``, ``np.min`` or ``np.mean``. Under ``np.max`` a NaN counts as infinite: it
+            reduce: ``np.max``, ``np.min`` or ``np.mean``. ``np.max`` treats NaN as infinite, because NaN
                 ranks worst.
             modality: modality of the tokens, or of the queries for a pair; None for all.
             layer: one layer; None for all.
@@ -221,7 +221,7 @@ class Run:
 
 
 def once_per_run(measure: Callable[[Run, str], _T]) -> Callable[[Run, str], _T]:
-    """Compute the result for a run and a name once, because several claims use the same."""
+    """Compute the result once for each run and name, because several claims use the same number."""
 
     @wraps(measure)
     def cached(run: Run, name: str) -> _T:
@@ -243,8 +243,8 @@ def _parsed(name: str) -> Tag | None:
 def load_runs(folder: str | Path) -> list[Run]:
     """All runs under ``folder``: an ablation folder, an arm folder, or a run folder.
 
-    With an ``ablation.json``, the runs that it lists and that have a folder, in its order. Otherwise all folders with
-    a ``run.json`` or ``metrics.jsonl``, up to three levels down.
+    If the folder has an ``ablation.json``, these are the listed runs that have a folder, in the listed order.
+    Otherwise they are all folders with a ``run.json`` or ``metrics.jsonl``, up to three levels down.
 
     Raises:
         UserError: the folder does not exist or has no run.
@@ -268,7 +268,7 @@ def _names(path: Path, root: Path) -> tuple[str, str, int]:
     parts = path.relative_to(root).parts or (path.name,)
     match = _SEED.fullmatch(path.name)
     seed = int(match[1]) if match else _seed_of_record(path)
-    # The folder above seed<k> is the arm, also if it is the root.
+    # The folder above seed<k> is the arm, even if it is ``root``.
     arm = path.parent.name if match else path.name
     named = _ARM.fullmatch(arm)
     return "/".join(parts), named["arm"] if named else arm, seed

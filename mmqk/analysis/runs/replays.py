@@ -1,16 +1,17 @@
 """The verdict of the replays of a diverged run: dynamics, numerics, or undecided.
 
 A diverged run is replayed from several depths before its divergence, with weights changed by one part in a million,
-in bf16 with fused and with dense attention, and in fp32. A single replay is chaotic; several of each show whether the
-precision matters.
+in bf16 with fused and with dense attention, and in fp32. The divergence step of a single replay is chaotic; several
+of each kind show whether the precision matters.
 
 dynamics    at every depth all replays diverge, and the fp32 times lie among the bf16 times
 numerics    at every depth all bf16 replays diverge and all fp32 replays reach the end of their horizon
 undecided   every other case
 
 "Among" means: not all earlier than the earliest bf16 time and not all later than the latest, with a tolerance of
-`SLACK` times the distance from the fork to the divergence. With 3 fp32 and 6 bf16 times from one distribution, this
-fails at a depth in 2 of 84 orders; with 3 and 3 (attention without a fused form: a cap, sigmoid), in 2 of 20.
+`SLACK` times the distance from the fork to the divergence. If 3 fp32 and 6 bf16 times come from one distribution, 2
+of their 84 possible orders fail this condition at a depth. With 3 and 3 times (attention without a fused form: a cap,
+sigmoid), 2 of 20 orders fail it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def replay_verdicts(runs: Iterable[Run]) -> list[ReplayVerdict]:
     for run in runs:
         if run.replay:
             replays.setdefault(str(run.replay.get("of")), []).append(run)
-    return [_verdict(name, by_name.get(name), of_run) for name, of_run in replays.items()]
+    return [_verdict(name, by_name.get(name), members) for name, members in replays.items()]
 
 
 def _verdict(name: str, original: Run | None, replays: Sequence[Run]) -> ReplayVerdict:
@@ -98,7 +99,7 @@ def _verdict(name: str, original: Run | None, replays: Sequence[Run]) -> ReplayV
     depths: dict[float, dict[str, Times]] = {}
     for row in rows:
         depths.setdefault(row.depth, {})[row.numerics] = row
-    if all(_of_numerics(row) for row in depths.values()):
+    if all(_shows_numerics(row) for row in depths.values()):
         words = "From every depth all bf16 replays diverged and all fp32 replays reached the end of their horizon."
         return ReplayVerdict(name, "numerics", words, rows)
     against = [f"{100 * depth:g} %: {why}" for depth, row in depths.items() if (why := _not_dynamics(row))]
@@ -154,7 +155,7 @@ def _times(replays: Iterable[Run]) -> list[Times]:
     return rows
 
 
-def _of_numerics(row: Mapping[str, Times]) -> bool:
+def _shows_numerics(row: Mapping[str, Times]) -> bool:
     return not row[FP32].diverged and not any(row[n].survived for n in BF16 if n in row)
 
 

@@ -51,14 +51,14 @@ def auroc(
 
     The interval comes from a jackknife over runs (failures and survivors separately), on the logit scale; in one
     stratum this is DeLong's variance. If the scores separate the runs perfectly, that variance is 0. Then the
-    interval is Wilson's with as many trials as the smaller group has runs, whose binomial variance is the largest
-    possible (Birnbaum and Klose).
+    interval is Wilson's for as many trials as the smaller group has runs; this binomial has the largest possible
+    variance (Birnbaum and Klose).
 
     Args:
         scores: one per run; infinite if it ranks worst, never NaN.
         failed: whether each run failed.
         strata: the stratum of each run; by default one for all.
-        fewest: smallest number of failures and of survivors in pairs.
+        fewest: the AUROC needs this many failures and this many survivors that are in a pair.
 
     Raises:
         ValueError: lengths differ, or a score is NaN.
@@ -87,18 +87,18 @@ def _pairs(
     scores: Sequence[float], failed: Sequence[bool], strata: Sequence[Hashable] | None
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """(1 for a win, 0.5 for a tie, else 0; whether both runs are in one stratum), [failure, survivor]."""
-    x, lost = np.asarray(scores, dtype=np.float64), np.asarray(failed, dtype=bool)
-    of = [0] * len(x) if strata is None else list(strata)
-    if not len(x) == len(lost) == len(of):
+    x, failure = np.asarray(scores, dtype=np.float64), np.asarray(failed, dtype=bool)
+    names = [0] * len(x) if strata is None else list(strata)
+    if not len(x) == len(failure) == len(names):
         raise ValueError(
-            f"there are {len(x)} scores, {len(lost)} outcomes and {len(of)} strata: give one of each per run"
+            f"there are {len(x)} scores, {len(failure)} outcomes and {len(names)} strata: give one of each per run"
         )
     if np.isnan(x).any():
         raise ValueError("a score is NaN: leave out the run, or rank it worst with inf")
-    number = {name: i for i, name in enumerate(dict.fromkeys(of))}
-    stratum = np.array([number[name] for name in of])
-    a, b = x[lost][:, None], x[~lost][None, :]
-    allowed = stratum[lost][:, None] == stratum[~lost][None, :]
+    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    stratum = np.array([number[name] for name in names])
+    a, b = x[failure][:, None], x[~failure][None, :]
+    allowed = stratum[failure][:, None] == stratum[~failure][None, :]
     wins = np.where(a > b, 1.0, np.where(a == b, 0.5, 0.0))
     return np.where(allowed, wins, 0.0), allowed
 
@@ -125,13 +125,13 @@ def _jackknife_error(wins: NDArray[np.float64], allowed: NDArray[np.bool_]) -> f
     """Jackknife standard error of ``wins.sum() / allowed.sum()``, over failures and over survivors."""
     total, pairs, variance = wins.sum(), allowed.sum(), 0.0
     for axis in (1, 0):
-        mine = allowed.sum(axis=axis)
-        mine, won = mine[mine > 0], wins.sum(axis=axis)[mine > 0]
-        rest = pairs - mine
-        if len(mine) < 2 or (rest == 0).any():
+        n = allowed.sum(axis=axis)
+        n, won = n[n > 0], wins.sum(axis=axis)[n > 0]
+        rest = pairs - n
+        if len(n) < 2 or (rest == 0).any():
             return math.nan
         without = (total - won) / rest
-        variance += (len(mine) - 1) / len(mine) * float(((without - without.mean()) ** 2).sum())
+        variance += (len(n) - 1) / len(n) * float(((without - without.mean()) ** 2).sum())
     return math.sqrt(variance)
 
 

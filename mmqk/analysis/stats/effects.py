@@ -4,7 +4,8 @@ An effect is the mean difference of an outcome over shared seeds, on the scale o
 ratios, nats for a loss. Three seeds estimate the spread of an arm poorly. A spread pooled over all arms has more
 degrees of freedom, but is wrong for arms with different spreads. So the interval uses the pooled spread, unless the
 standard error of the two arms alone is larger: then it is Welch's. With three seeds and standard deviations of 1, 0.3
-and 0.3, 6 % of null intervals miss by this rule, and 10 % if Bartlett's test at p = 0.1 chooses the interval.
+and 0.3, 6 % of the intervals by this rule miss a true effect of 0, and 10 % if Bartlett's test at p = 0.1 chooses the
+interval.
 """
 
 from __future__ import annotations
@@ -79,15 +80,15 @@ class Effect:
         return self.value - half, self.value + half
 
     def p_at(self, threshold: float) -> float:
-        """Two-sided p-value of a true effect of ``threshold``; the interval at confidence 1 - p ends there."""
+        """Two-sided p-value of a true effect of ``threshold``, at which the interval at confidence 1 - p ends."""
         distance = abs(self.value - threshold)
         if self.error == 0:
             return float(distance == 0)
         return float(2 * special.stdtr(self.df, -distance / self.error))
 
     def beyond(self, alpha: float, power: float = POWER) -> float:
-        """Distance of the true effect from a threshold at which the interval at confidence 1 - alpha excludes the
-        threshold with this power; NaN without a spread."""
+        """How far beyond a threshold the true effect must lie, so that the interval at confidence 1 - alpha excludes
+        the threshold with this power; NaN without a spread."""
         return (quantile_t(1 - alpha / 2, self.df) + quantile_t(power, self.df)) * self.error
 
 
@@ -138,8 +139,8 @@ def paired_effect(
         treatment: outcome of the treatment by seed.
         control: outcome of the control by seed.
         spread: pooled spread over seeds.
-        share_history: whether the two runs of a seed are identical until a fork. Differences between seeds then
-            affect both, so the interval uses the differences by seed, with n - 1 degrees of freedom.
+        share_history: whether the two runs of a seed are identical until a fork. The interval then uses the
+            differences by seed, with n - 1 degrees of freedom, because what varies between seeds affects both runs.
     """
     seeds = sorted(treatment.keys() & control.keys())
     if not seeds:

@@ -1,8 +1,9 @@
 """Exact tests for few runs: counts of runs, and signs of paired differences.
 
 Counts are compared by their shares. Fisher's test tests equal shares. The interval of the difference inverts the
-exact unconditional test (Chan and Zhang, Biometrics 55, 1999): its p-value is the maximum over all pairs of true
-shares, so the interval has its coverage for every pair. The interval of one share is Clopper and Pearson's.
+exact unconditional test (Chan and Zhang, Biometrics 55, 1999). Its p-value is the maximum over all pairs of true
+shares, so the interval has at least its nominal coverage for every pair. The interval of one share is Clopper and
+Pearson's.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=4096)
 def _p_above(n: int, m: int, delta: float) -> NDArray[np.float64]:
-    """For every outcome [a, b] the largest probability, over true shares with the difference ``delta``, that the
-    observed difference of the shares is at least that of this outcome."""
+    """For every outcome [a, b], the probability of a difference of the shares at least as large as in this outcome.
+
+    It is the maximum over all true shares with the difference ``delta``.
+    """
     second = NUISANCE * (1 - abs(delta)) + max(0.0, -delta)
     i, j = np.arange(n + 1), np.arange(m + 1)
     first_PA = _binomial(n, np.clip(second + delta, 0, 1))

@@ -1,8 +1,9 @@
-"""Corrections of the level for several claims, and for several looks at one claim.
+"""Corrects the level for several claims, and for several looks at one claim.
 
 The confirmatory claims of a family share a level of 5 % by Holm's rule (Scandinavian Journal of Statistics 6, 1979).
-The exploratory claims have a false discovery rate of 10 % by Benjamini and Hochberg's rule (JRSS B 57, 1995). Their
-intervals have the corresponding confidence (Benjamini and Yekutieli, JASA 100, 2005), at least 95 %.
+The exploratory claims have a false discovery rate of 10 % by Benjamini and Hochberg's rule (JRSS B 57, 1995). The
+intervals of exploratory claims have the corresponding confidence (Benjamini and Yekutieli, JASA 100, 2005), at least
+95 %.
 
 If seeds may be added, every number of seeds from the first to the last registered one is a look. All looks have the
 same nominal level, chosen for a total error of 5 % (Pocock, Biometrika 64, 1977). The total error is simulated once
@@ -21,7 +22,7 @@ from scipy import special, stats
 
 FAMILY_LEVEL = 0.05
 DISCOVERY_LEVEL = 0.10
-# Simulated pairs of arms; with fewer than FEWEST below a p-value, a bound replaces the simulated share.
+# Number of simulated pairs of arms. If fewer than FEWEST of them lie below a p-value, a bound replaces their share.
 PAIRS, FEWEST = 60_000, 60
 
 

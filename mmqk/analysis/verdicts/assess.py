@@ -1,4 +1,4 @@
-"""Assesses one claim from its runs alone, without its family and the claims that it depends on."""
+"""Assesses one claim from its runs alone. Its family and the claims that it depends on come later (`verdicts`)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from mmqk.analysis.verdicts.controls import (
     numerics_agree,
     only_declared_differences,
     rates,
-    rates_of_whole_runs,
     regime_reached,
+    selection_runs_complete,
     within_bound,
 )
 from mmqk.analysis.verdicts.study import Study
@@ -44,18 +44,18 @@ MOST_NAMED = 2
 
 @dataclass(frozen=True)
 class Assessment:
-    """One claim without its family and without other claims.
+    """One claim before the correction for its family and before the checks that need other claims.
 
     Attributes:
         claim: as registered.
         compared: the compared runs.
         effect: treatment against control on the metric's scale (log ratio or difference; for counts a difference of
-            shares); None if there is none.
-        spread: over seeds.
+            shares); None if it was not measured.
+        spread: spread over seeds within arms.
         medians: median of the metric over the finished runs by name; for counts the share.
         controls: the checks that need no other claim.
         notes: one sentence each, for the page.
-        open: why the claim cannot be decided for any effect; empty if it can.
+        open: why the runs cannot decide the claim, whatever the effect is; empty if they can.
         bounded: why failed runs forbid the verdict that the effect would give; empty otherwise.
         holds: whether the effect lies on the claimed side of the smallest effect of interest.
         p: two-sided p-value for a true effect of that smallest size, before correction; NaN without one.
@@ -204,7 +204,7 @@ def _controls(compared: Compared) -> tuple[tuple[Control, ...], list[str]]:
         "declared" not in unchecked and only_declared_differences(compared, bool(rate_note)),
         "seeds" not in unchecked and enough_seeds(compared),
         within_bound(compared.runs),
-        rates_of_whole_runs(compared),
+        selection_runs_complete(compared),
         *rate_controls,
         compared.claim.test == "count" and numerics_agree(compared),
     ]
@@ -238,7 +238,7 @@ def _counted(compared: Compared) -> Assessment:
 
 
 def _counts(claim: Claim, run: Run) -> bool | None:
-    """Whether the run is counted; None if that was not measured."""
+    """Whether the run diverged or reached the value of the claim; None if its value was not measured."""
     if run.lost:
         return None
     if run.status.status == "diverged":

@@ -1,4 +1,4 @@
-"""Checks of registered claims that need the metrics, and the points that they compare."""
+"""Checks of registered claims against the metrics and the arms that they name."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
     if claim.status == "control" and math.isnan(claim.at_least):
         raise UserError(f"{where} is a control and needs at_least")
     if claim.status == "control" and isinstance(metric, FamilyMetric):
-        raise UserError(f"{where} is a control, and {claim.metric} is not a number of one run")
+        raise UserError(f"{where} is a control, and {claim.metric} needs several runs: give a metric of one run")
     if set(claim.stopping) - {"max_seeds"}:
         raise UserError(f"{where}: give stopping as {{max_seeds: n}}")
     if claim.stopping and not 2 <= claim.seeds <= claim.max_seeds:
@@ -100,10 +100,10 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
     for name in claim.compared:
         points = [point for point in arms[name] if at(point, claim.at)]
         if not points:
-            raise UserError(f"{where}: {name!r} has no point at {point_label(claim.at)}")
+            raise UserError(f"{where}: {name!r} has no point at {point_label(claim.at)}: give a point of its axes")
         if isinstance(metric, FamilyMetric):
             if claim.test == "count":
-                raise UserError(f"{where} counts runs, and {claim.metric} is not a number of one run")
+                raise UserError(f"{where} counts runs, but {claim.metric} needs several: name a metric of one run")
         elif len(points) > 1:
             raise UserError(
                 f"{where} names {name!r}, which has {len(points)} points: choose one, for example "

@@ -39,7 +39,7 @@ class Findings:
 
 
 def read(folders: Iterable[str | Path]) -> Findings:
-    """The findings of some folders or packs; a run that lies in several of them counts once.
+    """The findings of several folders or packs; a run that is in more than one of them counts once.
 
     Raises:
         UserError: a folder has no runs, or a record cannot be read.

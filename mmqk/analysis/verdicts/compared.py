@@ -47,7 +47,8 @@ class Outcomes:
     """The metric of the compared groups.
 
     Attributes:
-        values: on the metric's scale, by group and seed; a failed run has the worst finite value of all groups.
+        values: values on the metric's scale, by group and seed; a failed run has the worst finite value of all
+            groups.
         raw: the measured values by group.
         bounds: the values that are bounds, by group and seed: 1 if the true value is higher, -1 if it is lower.
         unmeasured: the runs without a value, with the reason if it is known.
@@ -183,7 +184,7 @@ def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> 
 def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[float]]:
     """Outcomes for the spread over seeds: of the compared groups and of every other arm of their block and point.
 
-    The spread of arms whose runs are identical until a fork counts once: only the first of them is used.
+    Of several arms whose runs are identical until a fork, only the first is used.
     """
     study, claim = compared.study, compared.claim
     by_name = {name: outcomes.measured(name) for name in compared.groups}
@@ -194,18 +195,18 @@ def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[fl
     else:
         others = [arm for arm in study.arms.values() if arm.point == treatment.point]
     runs = {run.name: run for run in study.runs}
-    begun = {_origin(run, runs) for run in compared.runs}
+    origins_used = {_origin(run, runs) for run in compared.runs}
     for name in (arm.name for arm in others if arm.block == treatment.block and arm.name not in counted):
         other = group(study, claim, name)
         origins = {_origin(run, runs) for run in other.all}
-        if other.arms and not origins & begun:
-            begun |= origins
+        if other.arms and not origins & origins_used:
+            origins_used |= origins
             by_name[name] = measure({name: other}, claim.metric).measured(name)
     return by_name
 
 
 def _origin(run: Run, runs: Mapping[str, Run]) -> str:
-    """The name of the run from which this run was forked; for forks of forks, the first run."""
+    """The name of the run at the start of a chain of forks; for a run that is no fork, its own name."""
     name = run.name
     for _ in runs:
         parent = (runs[name].fork or {}).get("parent") if name in runs else None
@@ -216,6 +217,6 @@ def _origin(run: Run, runs: Mapping[str, Run]) -> str:
 
 
 def middle(values: Iterable[float]) -> float:
-    """The median without NaNs, with infinities; NaN if no value is left."""
+    """The median of the values that are not NaN; NaN if all are."""
     numbers = [value for value in values if not math.isnan(value)]
     return statistics.median(numbers) if numbers else math.nan

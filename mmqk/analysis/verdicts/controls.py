@@ -38,8 +38,8 @@ class Control:
 def regime_reached(compared: Compared) -> Control:
     """Check that every compared run trains at least one modality and learned every modality that it trains.
 
-    A comparison of learned with unlearned runs measures learning. For a metric about the learning rates at which runs
-    fail, one run per seed and point must have learned.
+    Otherwise the claim would compare a run that learned with one that did not. For a metric of the learning rates at
+    which runs fail, one run per seed and point must have learned.
     """
     study, claim = compared.study, compared.claim
     metric, _ = find_metric(claim.metric)
@@ -142,7 +142,7 @@ def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
 
 
 def enough_seeds(compared: Compared) -> Control:
-    """Check that each arm of a count, or both arms together, ran with at least `FEWEST_SEEDS` (shared) seeds."""
+    """Check that the arms share at least `FEWEST_SEEDS` seeds; for a count, that each arm has as many."""
     seeds = [members.runs.keys() for members in compared.groups.values()]
     n = min(map(len, seeds)) if compared.claim.test == "count" else len(set.intersection(*map(set, seeds)))
     few = f"; a verdict needs {FEWEST_SEEDS}" if n < FEWEST_SEEDS else ""
@@ -154,7 +154,7 @@ def _place(run: Run) -> tuple[tuple[str, str], ...]:
 
 
 def _covers(declared: str, field: str) -> bool:
-    # A declared field inside ``field`` counts too: for an arm with an empty mapping the field is the mapping itself.
+    # If the mapping is empty in one arm, ``field`` is the whole mapping, and ``declared`` is a field inside it.
     return field == declared or field.startswith(f"{declared}.") or declared.startswith(f"{field}.")
 
 
@@ -185,13 +185,13 @@ def _reached(control: Claim, metric: Metric, run: Run, modality: str | None) -> 
 
 
 def reaches(study: Study, control: Claim, name: str, reached: bool = True) -> Control:
-    """Check that the median of every arm of a control reaches ``at_least``, or for a negative control stays below it.
+    """Check that the median of every arm of a control reaches ``at_least``; of a negative control, that none does.
 
     Args:
         study: the study with its runs.
         control: the claim of status "control".
         name: "positive control", "negative control" or "manipulation check".
-        reached: True if every arm must reach it, False (negative control) if none may.
+        reached: True if every arm must reach ``at_least``, False (negative control) if no arm may.
     """
     metric, modality = find_metric(control.metric)
     assert isinstance(metric, Metric)
@@ -288,7 +288,7 @@ def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]
     return [Control("learning rates differ by more than chance", not close, detail)]
 
 
-def rates_of_whole_runs(compared: Compared) -> Control | None:
+def selection_runs_complete(compared: Compared) -> Control | None:
     """A failed check if numbers of the selection runs are missing, else None."""
     lost = lost_of(run for arm in compared.arms for run in compared.study.selection(arm))
     return Control("selection runs are complete", False, lost) if lost else None

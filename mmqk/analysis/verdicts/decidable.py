@@ -25,7 +25,7 @@ def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object)
         where: name of the grid for error messages.
 
     Raises:
-        UserError: a claim compares an arm with itself, its arms share no seed or have one each, no count of its runs
+        UserError: a claim compares an arm with itself, its arms share no seed or have only one, no count of its runs
             could exceed min_effect, or a required control can never pass.
     """
     by_id = {claim.id: claim for claim in claims}

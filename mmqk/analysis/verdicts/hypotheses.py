@@ -2,13 +2,14 @@
 
 A hypothesis of a grid predicts for some claims where the effect of treatment over control lies: above the smallest
 effect of interest, none (within it on both sides), or below it in the other direction. The 95 % interval of an effect
-leaves some of these three possible. A prediction is
+leaves one or more of these three states possible. A prediction allows one or two of them. It is
 
-contradicted    if none of what it allows is possible
-supported       if it allows all that is possible
-not told apart  otherwise, and if the claim has no interval or one of its checks failed
+contradicted    if it allows no possible state
+supported       if it allows every possible state
+not told apart  otherwise, and if the claim has no interval or failed a check
 
-A hypothesis is contradicted if one of its predictions is, supported if all are, and otherwise not told apart.
+A hypothesis is contradicted if one of its predictions is contradicted, supported if all are supported, and otherwise
+not told apart.
 """
 
 from __future__ import annotations
@@ -22,46 +23,47 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict
 from mmqk.grid.hypotheses import PREDICTIONS, STATES, Hypothesis
 
-Told = Literal["supported", "contradicted", "not told apart"]
+PatternVerdict = Literal["supported", "contradicted", "not told apart"]
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What became of a hypothesis.
+    """The verdict of a hypothesis and of each of its predictions.
 
     Attributes:
         hypothesis: as registered.
         verdict: supported, contradicted or not told apart.
-        predictions: the same of each of its predictions, by claim.
-        possible: the states (`STATES`) that the interval of each claim leaves possible; empty if it tells nothing.
+        predictions: the verdict of each prediction, by claim.
+        possible: the states (`STATES`) that the interval of each claim leaves possible; empty if they are unknown.
     """
 
     hypothesis: Hypothesis
-    verdict: Told
-    predictions: Mapping[str, Told]
+    verdict: PatternVerdict
+    predictions: Mapping[str, PatternVerdict]
     possible: Mapping[str, tuple[str, ...]]
 
 
 def patterns(study: Study, verdicts: Sequence[Verdict]) -> list[Pattern]:
     """The verdict of every hypothesis of the grid, in its order."""
     of_claims = {verdict.claim.id: possible_states(verdict) for verdict in verdicts}
-    made = []
+    results = []
     for hypothesis in study.hypotheses:
-        told = {
+        predictions = {
             claim: prediction_verdict(predicted, of_claims.get(claim, ()))
             for claim, predicted in hypothesis.predicts.items()
         }
-        values = set(told.values())
-        verdict: Told = "supported" if values == {"supported"} else "not told apart"
+        values = set(predictions.values())
+        verdict: PatternVerdict = "supported" if values == {"supported"} else "not told apart"
         verdict = "contradicted" if "contradicted" in values else verdict
-        made.append(Pattern(hypothesis, verdict, told, {claim: of_claims.get(claim, ()) for claim in told}))
-    return made
+        possible = {claim: of_claims.get(claim, ()) for claim in predictions}
+        results.append(Pattern(hypothesis, verdict, predictions, possible))
+    return results
 
 
 def possible_states(verdict: Verdict) -> tuple[str, ...]:
-    """The states in which the 95 % interval of an effect has a part; none if a check failed or there is no interval.
+    """The states in which the 95 % interval of an effect has a part.
 
-    A claim whose effect is a bound, because a run diverged, tells nothing.
+    Empty if a check failed, if the effect has no interval, or if it is a bound because a run diverged.
     """
     effect, size = verdict.effect, verdict.claim.min_effect
     if verdict.open or verdict.bounds or not isinstance(effect, Effect) or not effect.has_interval:
@@ -76,7 +78,7 @@ def possible_states(verdict: Verdict) -> tuple[str, ...]:
     return tuple(state for state in STATES if reaches[state])
 
 
-def prediction_verdict(predicted: str, possible: Sequence[str]) -> Told:
+def prediction_verdict(predicted: str, possible: Sequence[str]) -> PatternVerdict:
     """The verdict of one prediction (a key of `PREDICTIONS`)."""
     allowed = PREDICTIONS[predicted]
     if not possible or (set(possible) & allowed and set(possible) - allowed):

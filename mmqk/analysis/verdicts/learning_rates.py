@@ -2,7 +2,7 @@
 
 Runs with the role "selection" choose the learning rate and count in no verdict. Two equal arms can choose different
 learning rates by chance, and most metrics depend on the learning rate: a verdict would then depend on chance. So arms
-at different learning rates are compared only if the selection runs distinguish these rates.
+at different learning rates are compared only if the selection runs show that these rates differ.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class BestRate:
 
     Attributes:
         rate: the best learning rate.
-        means: mean of the metric over seeds by rate, infinite at its bad end if a run diverged.
-        values: the metric of every seed by rate.
+        means: mean of the metric over seeds by rate; infinite at the bad end of the metric if a run diverged.
+        values: the metric of each seed by rate.
         high_is_bad: whether a higher value of the metric is worse.
     """
 
@@ -48,16 +48,17 @@ class BestRate:
         return self.rate in (min(self.means), max(self.means))
 
     def loss(self, rate: float) -> float:
-        """How much worse a rate is than the best; infinite if a run diverged or the rate was not tried."""
+        """By how much a rate is worse than the best; infinite if a run diverged or the rate was not tried."""
         bad = self.means.get(rate, math.inf if self.high_is_bad else -math.inf)
         return (bad - self.means[self.rate]) * (1 if self.high_is_bad else -1)
 
 
 @once_per_run
 def value_of(run: Run, metric: str) -> float:
-    """The metric that chooses the rate; without a modality, a metric by modality is the mean over trained modalities.
+    """The value in one run of the metric that chooses the rate.
 
-    Infinite at the metric's bad end for a run that diverged or has no finite value.
+    Infinite at the bad end of the metric if the run diverged or has no finite value. A metric by modality that is
+    named without a modality is the mean over the trained modalities.
     """
     worst = math.inf if _high_is_bad(metric) else -math.inf
     names = [f"{metric}/{m}" for m in trained_modalities(run)] if metric in _BY_MODALITY else [metric]
@@ -75,7 +76,7 @@ def _high_is_bad(metric: str) -> bool:
 def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
     """The best learning rate of the finished selection runs of one arm; None if no rate has a finite mean.
 
-    The mean over seeds counts; among equal rates the lowest wins.
+    The rate with the best mean over seeds wins; of rates with equal means, the lowest.
     """
     by_rate: dict[float, list[float]] = {}
     for run in runs:
@@ -94,13 +95,13 @@ def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
 def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[Sequence[float]]) -> bool:
     """Whether the selection runs show that the best rates of two arms differ.
 
-    Tests the sum of what both arms lose by exchanging their rates against its standard error. The spread over seeds
-    is pooled over the selection runs and ``verdict_values``, the same metric of the verdict runs.
+    Tests the sum of the losses of both arms if they exchange their rates (`BestRate.loss`) against its standard
+    error. The spread over seeds is pooled over the selection runs and ``verdict_values``.
 
     Args:
         first: the choice of one arm.
         second: the choice of the other arm.
-        verdict_values: for each arm, the metric by seed.
+        verdict_values: for each arm, the same metric of its verdict runs, by seed.
     """
     if first.rate == second.rate:
         return True

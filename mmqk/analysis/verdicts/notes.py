@@ -17,7 +17,7 @@ from mmqk.grid.claims import Claim
 from mmqk.store.formatting import percent, plain
 
 ENOUGH_SEEDS = 6
-# Largest relative difference that is not reported: seeds read different sequences.
+# Smaller relative differences are not reported: they arise because seeds read different sequences.
 ALIKE = 0.01
 
 
@@ -30,7 +30,7 @@ def about_family(claim: Claim, effect: Effect | Counts | None, adjusted: Adjuste
         return notes
     looks = f", and {claim.seeds} to {claim.max_seeds} seeds" if claim.stopping else ""
     if adjusted.claims > 1 or looks:
-        low, high = _on_paper(claim, *effect.interval(adjusted.alpha))
+        low, high = _interval_text(claim, *effect.interval(adjusted.alpha))
         notes.append(
             f"p {_p(p)} against the smallest effect of interest, adjusted p {_p(adjusted.p)} by "
             f"{adjusted.method} over {plural(adjusted.claims, f'{claim.status} claim')}{looks}; decided by the "
@@ -82,7 +82,7 @@ def about_seeds(claim: Claim, effect: Effect | Counts | None, sign_flip: float) 
 
 
 def about_power(claim: Claim, size: str) -> str:
-    """The true effect (of an equivalence, the min_effect) that these seeds need for 80 % power."""
+    """The true effect that these seeds show with 80 % power; for an equivalence, the min_effect they support."""
     if not size:
         return ""
     if claim.test == "equivalence":
@@ -121,8 +121,8 @@ def about_targets(groups: Iterable[Group]) -> list[str]:
     ]
 
 
-def _on_paper(claim: Claim, low: float, high: float) -> tuple[str, str]:
-    """The ends of an interval as the page prints them: ratios, or differences with their unit."""
+def _interval_text(claim: Claim, low: float, high: float) -> tuple[str, str]:
+    """The ends of an interval as text: ratios, or differences with their unit."""
     metric = claim_metric(claim)
     if metric.scale == "log":
         return number(math.exp(low)), number(math.exp(high))

@@ -1,7 +1,7 @@
-"""A ranking of arms that each add one remedy to an arm without a remedy, which ``report.ranking`` of the grid names.
+"""Ranks arms that each add one remedy to a control, an arm without a remedy.
 
-If several are named, an arm is compared with the one that has its attention backend. A ranking is exploratory: with
-many arms and few seeds, some rank high by chance.
+``report.ranking`` of the grid names the controls. With several controls, an arm is compared with the one that has its
+attention backend. A ranking is exploratory: with many arms and few seeds, some rank high by chance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmqk.analysis.stats.effects import Effect, Spread, paired_effect, pooled_sp
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, metric_of, value_of
 from mmqk.analysis.verdicts.study import Study, StudyArm
 
-# A learning rate trains if its run ends at most this far above the best loss of the arm without a remedy, in nats.
+# A learning rate trains if its runs end at most this many nats above the best mean loss of the control.
 TRAINS_NATS = 0.25
 
 
@@ -29,21 +29,23 @@ class Ranked:
 
     Attributes:
         arm: its name.
-        control: the arm without a remedy that has its backend; its own name for such an arm.
+        control: name of its control; its own name for a control.
         seeds: number of finished runs at the chosen learning rate.
         rate: the chosen learning rate.
-        at_edge: whether that is the lowest or highest rate that was tried.
+        at_edge: whether the chosen rate is the lowest or highest that was tried.
         loss: mean final loss over seeds; infinite if a run diverged.
-        difference: loss minus that of the control over shared seeds; None for a control and without shared seeds.
+        difference: loss minus the control's loss over shared seeds; None for a control and without shared seeds.
         trains: the learning rates that were tried, and whether each trains (`TRAINS_NATS`).
         sensitivity: learning-rate sensitivity of the selection runs (Wortsman et al., arXiv 2309.14322).
         logit: largest attention logit at the end, geometric mean over seeds.
-        logit_ratio: logarithm of it over the control's.
-        growth: last-layer output norm at the end over that at the start by modality, geometric mean over seeds.
-        failed: number of runs that diverged, of ``runs`` at all learning rates.
-        runs: number of finished runs at all learning rates.
-        time: logarithm of the time per step over the control's; None if it ran on another kind of machine.
-        parameters: trained parameters minus the control's; None if a record has no number.
+        logit_ratio: logarithm of the ratio of ``logit`` to the control's.
+        growth: ratio of the last-layer output norm at the end to its value at the start, by modality, geometric mean
+            over seeds.
+        failed: number of runs that diverged, at all learning rates.
+        runs: number of finished runs, at all learning rates.
+        time: logarithm of the ratio of the time per step to the control's; None if the machines differ
+            (`time_ratio`).
+        parameters: number of trained parameters minus the control's; None if a record has no number.
     """
 
     arm: str
@@ -66,7 +68,14 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The arms by rising loss against their control, the arms without a remedy, and those with too few runs."""
+    """The ranked arms, best first, and the controls.
+
+    Attributes:
+        rows: the arms with a remedy by rising loss difference to their control.
+        controls: the arms without a remedy.
+        unfinished: names of arms without enough runs.
+        front: the arms of the Pareto front (`pareto_front`).
+    """
 
     rows: tuple[Ranked, ...]
     controls: tuple[Ranked, ...]
@@ -75,36 +84,36 @@ class Ranking:
 
 
 def ranking(study: Study) -> Ranking | None:
-    """The ranking that the grid asks for; None if it asks for none, or no arm and its control have finished runs."""
+    """The ranking that the grid names; None without one, or if no arm and its control have finished runs."""
     named = study.report.get("ranking") or ()
     names = [named] if isinstance(named, str) else [str(name) for name in named]
     controls = {_backend(study, study.arms[name]): name for name in names if name in study.arms}
     outcomes = {arm: _outcomes(study, arm) for arm in study.arms}
-    picks = {arm.name: chosen(study, arm) for arm in study.arms.values()}
-    measured = [name for name in study.arms if outcomes[name].losses and picks[name]]
+    choices = {arm.name: chosen(study, arm) for arm in study.arms.values()}
+    measured = [name for name in study.arms if outcomes[name].losses and choices[name]]
     spreads = Spreads(
         pooled_spread({name: _finite(outcomes[name].losses) for name in measured}),
         pooled_spread({name: _finite(outcomes[name].logits) for name in measured}),
     )
     rows: list[Ranked] = []
-    plain: list[Ranked] = []
-    left: list[str] = []
+    control_rows: list[Ranked] = []
+    unfinished: list[str] = []
     for arm in study.arms.values():
         control = controls.get(_backend(study, arm), "")
-        pick, reference = picks[arm.name], picks.get(control)
-        if arm.name not in measured or control not in measured or pick is None or reference is None:
-            left.append(arm.name)
+        choice, control_choice = choices[arm.name], choices.get(control)
+        if arm.name not in measured or control not in measured or choice is None or control_choice is None:
+            unfinished.append(arm.name)
             continue
-        row = _ranked(study, arm, control, pick, reference, outcomes, spreads)
-        (plain if arm.name == control else rows).append(row)
+        row = _ranked(study, arm, control, choice, control_choice, outcomes, spreads)
+        (control_rows if arm.name == control else rows).append(row)
     if not rows:
         return None
     rows.sort(key=lambda row: (row.difference.value if row.difference else math.inf, row.sensitivity))
-    return Ranking(tuple(rows), tuple(plain), tuple(left), pareto_front(rows))
+    return Ranking(tuple(rows), tuple(control_rows), tuple(unfinished), pareto_front(rows))
 
 
 def pareto_front(rows: Iterable[Ranked]) -> frozenset[str]:
-    """The arms that no other arm beats in one of loss difference and sensitivity without losing in the other."""
+    """The arms that no other arm dominates, with a lower loss difference or sensitivity and no higher other value."""
     points = {row.arm: (row.difference.value, row.sensitivity) for row in rows if row.difference}
     return frozenset(
         arm
@@ -143,37 +152,38 @@ def _ranked(
     study: Study,
     arm: StudyArm,
     control: str,
-    pick: BestRate,
-    reference: BestRate,
+    choice: BestRate,
+    control_choice: BestRate,
     outcomes: Mapping[str, _Outcomes],
     spreads: Spreads,
 ) -> Ranked:
     verdict, selection = study.finished(arm.name), [r for r in study.selection(arm) if r.status.finished]
     other = study.arms[control]
     against = [*study.finished(control), *(r for r in study.selection(other) if r.status.finished)]
-    metric, own = metric_of(study, arm), arm.name == control
-    limit = reference.means[reference.rate] + TRAINS_NATS
+    metric, is_control = metric_of(study, arm), arm.name == control
+    measured, reference = outcomes[arm.name], outcomes[control]
+    limit = control_choice.means[control_choice.rate] + TRAINS_NATS
     runs = [*verdict, *selection]
     return Ranked(
         arm=arm.name,
         control=control,
         seeds=len(verdict),
-        rate=pick.rate,
-        at_edge=pick.at_edge,
-        loss=float(np.mean(list(outcomes[arm.name].losses.values()))),
-        difference=None if own else _effect(outcomes[arm.name].losses, outcomes[control].losses, spreads.loss),
+        rate=choice.rate,
+        at_edge=choice.at_edge,
+        loss=float(np.mean(list(measured.losses.values()))),
+        difference=None if is_control else _effect(measured.losses, reference.losses, spreads.loss),
         trains={
             rate: all(value_of(r, metric) <= limit for r in selection if learning_rate(r) == rate)
             for rate in sorted({learning_rate(r) for r in selection})
         },
         sensitivity=_sensitivity(selection),
-        logit=math.exp(float(np.mean(list(outcomes[arm.name].logits.values())))),
-        logit_ratio=None if own else _effect(outcomes[arm.name].logits, outcomes[control].logits, spreads.logit),
+        logit=math.exp(float(np.mean(list(measured.logits.values())))),
+        logit_ratio=None if is_control else _effect(measured.logits, reference.logits, spreads.logit),
         growth={m: _growth(verdict, m) for m in study.modalities},
         failed=sum(run.status.status == "diverged" for run in runs),
         runs=len(runs),
-        time=None if own else time_ratio(runs, against),
-        parameters=None if own else _parameters(verdict, against),
+        time=None if is_control else time_ratio(runs, against),
+        parameters=None if is_control else _parameters(verdict, against),
     )
 
 
@@ -191,7 +201,7 @@ def _sensitivity(runs: Sequence[Run]) -> float:
 
 
 def _growth(runs: Sequence[Run], modality: str) -> float:
-    """Last-layer output norm at the end over that at the start, geometric mean; infinite if a value is not finite."""
+    """Ratio of the last-layer output norm at the end to that at the start, geometric mean; infinite if not finite."""
     logs = []
     for run in runs:
         _, values = METRICS["final_norm"].series(run, modality)
@@ -202,10 +212,11 @@ def _growth(runs: Sequence[Run], modality: str) -> float:
 
 
 def time_ratio(runs: Sequence[Run], against: Sequence[Run]) -> Effect | None:
-    """Logarithm of the time per step over that of other runs; None without two runs on each side on equal machines.
+    """Logarithm of the ratio of the time per step to that of the runs ``against``.
 
-    Machines are equal if their system, processor type, number of cores and device are: a record names no machine. A
-    run counts with its median over the steps.
+    Each run counts with its median over the steps. None with fewer than two runs on a side, and if the machines
+    differ. Machines count as equal if their system, processor type, number of cores and device agree, because a
+    record does not name the machine.
     """
     places = {_place(run) for run in [*runs, *against]}
     if len(places) > 1:

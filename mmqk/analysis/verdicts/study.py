@@ -50,7 +50,7 @@ class Study:
         report: the report block of the grid (hero, shown, headline, cannot_tell, command).
         runs: all runs with a folder, of every role.
         missing: (arm, seed) of planned runs without a folder.
-        registered: whether there is a grid.
+        registered: whether the runs have a grid.
         claims_changed: whether the claims differ from those first registered.
         registration_lost: whether the claims were registered after runs had begun; then none is confirmatory.
         families: arms as the grid names them, before the axes, in the order of the grid.
@@ -75,7 +75,7 @@ class Study:
 
     @cached_property
     def modalities(self) -> tuple[str, ...]:
-        """Names of the modalities that have a loss, or, of a watched model without one, a query norm; text first."""
+        """Modalities with a loss, text first; for a watched model without losses, modalities with a query norm."""
         tags = [tag for run in self.runs for tag in run.tags.values()]
         names = {tag.modality for tag in tags if tag.statistic == "loss" and tag.modality}
         names = names or {tag.modality for tag in tags if tag.statistic == "q_norm" and tag.modality}
@@ -92,7 +92,7 @@ class Study:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Arms that are shown and not decided."""
+        """Arms that the page shows and no claim decides."""
         named = self._crossed(self.report.get("shown") or ())
         return self._with_runs(named or tuple(a.name for a in self.arms.values() if a.block == "shown"))
 
@@ -124,7 +124,6 @@ class Study:
 
     def selection(self, arm: StudyArm) -> tuple[Run, ...]:
         """The selection runs for the learning rate of an arm; they count in no verdict."""
-
         of_family = (run for run in self.runs if run.role == "selection" and run.family == arm.family)
         return tuple(run for run in of_family if {**run.point, RATE: 0} == {**arm.point, RATE: 0})
 
@@ -135,7 +134,7 @@ class Study:
 
 
 def load_study(folder: str | Path) -> Study:
-    """The study of a folder; without a grid, a plain set of runs.
+    """The study of a folder. Without a grid it has runs and arms only.
 
     Raises:
         UserError: the folder has no runs, or its ablation.json cannot be read or is invalid.
@@ -151,7 +150,7 @@ def load_study(folder: str | Path) -> Study:
 
 
 def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], where: object = None) -> Study:
-    """The study that the record of an ablation describes, of these runs; ``where`` names the record in a sentence.
+    """The study of these runs by the record of an ablation; ``where`` names the record in error messages.
 
     Raises:
         UserError: a claim is invalid.

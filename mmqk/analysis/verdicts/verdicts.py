@@ -8,9 +8,9 @@ not run         an arm has no finished run
 inconclusive    every other case, and every claim with the status shown
 
 The level of the interval is corrected for the family of the claim (`multiple`). A run that diverged, or whose last
-value is not finite, ranks worst: it gets the worst finite value of the compared runs, earlier steps
-included, and does not count in the spread. The effect is then a bound, and a verdict is given only if the bound
-supports it. A claim with a finished run that has no value stays inconclusive. `docs/evidence.md` describes the rules.
+value is not finite, ranks worst: it gets the worst finite value of the compared runs at any step, and does not count
+in the spread. The effect is then a bound, and a verdict is given only if the bound supports it. A claim with a
+finished run that has no value stays inconclusive. `docs/evidence.md` describes the rules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Judgment = Literal["reproduced", "contradicted", "inconclusive", "not run"]
 
 @dataclass(frozen=True)
 class Verdict(Assessment):
-    """The verdict of one claim, with the numbers behind it. Its controls and notes include those of other claims.
+    """The verdict of one claim. Unlike an `Assessment`, it includes the checks that need other claims.
 
     Attributes:
         verdict: reproduced, contradicted, inconclusive or not run.
@@ -202,7 +202,7 @@ def _named_controls(
         positive = name != "negative control"
         if other in others:
             verdict = others[other]
-            why = _shows_it(verdict) if positive else _shows_nothing(verdict, assessed[other])
+            why = _fails_positive(verdict) if positive else _fails_negative(verdict, assessed[other])
             controls.append(Control(f"{name} {other}", not why, why or verdict.verdict))
         elif other in assessed:
             controls.append(Control(f"{name} {other}", False, f"it depends on {claim.id} in turn"))
@@ -212,14 +212,14 @@ def _named_controls(
     return controls
 
 
-def _shows_it(verdict: Verdict) -> str:
+def _fails_positive(verdict: Verdict) -> str:
     """Why a claim fails as a positive control; empty if it was reproduced and is not an equivalence."""
     if verdict.verdict != "reproduced":
         return verdict.verdict
     return "an equivalence shows no effect" if verdict.claim.test == "equivalence" else ""
 
 
-def _shows_nothing(verdict: Verdict, assessment: Assessment) -> str:
+def _fails_negative(verdict: Verdict, assessment: Assessment) -> str:
     """Why a claim fails as a negative control; empty if it passes.
 
     The whole 95 % interval must lie short of the smallest effect of interest, and all checks must pass. An

@@ -1,7 +1,7 @@
 """Cosine between the modalities' gradients, estimated from two disjoint halves of a batch.
 
 The gradient of one batch is mostly noise, which shrinks the plain cosine. Two disjoint halves A and B have
-independent noise, so the expected product of their gradients has only the signal.
+independent noise, so the expected product of their gradients contains only the signal.
 """
 
 from __future__ import annotations

@@ -36,15 +36,15 @@ class AttentionStatistics:
       mass; the last two add up to the first
     - M masses: sum of the weights in a block
 
-    With a sink, a learned logit of each head without a value, the weights are those of the keys, and sum to 1 minus
-    the weight of the sink. The entropies then include the sink, as one more key and one more block.
+    A sink is a learned logit of a head that has no value. With sinks, the weights are those of the keys and sum to 1
+    minus the weight of the sink. The entropies then include the sink, as one more key and one more block.
 
     Attributes:
         count: visible pairs by query and key modality, (M, M).
         max: largest signed logit, (M, M); -inf without a pair.
         absmax: largest absolute logit, (M, M).
-        tail: the largest absolute logits of each query and key modality, in that order: of at least one pair in a
-            thousand, over all ranks if the pairs are `collective`.
+        tail: for each query modality and key modality, its largest absolute logits: at least one pair in a thousand,
+            counted over all ranks if the pairs are `collective`.
         rank: participation ratio of each attention matrix (`attention_rank`), (H, B); None if the matrices are too
             large for one chunk. The column of a sink is not part of the matrix.
         square: sum of the squared logits, by query and key modality and head, (M, M, H).
@@ -111,7 +111,7 @@ def attention_statistics(
             sink = chunk_sink if sink is None else sink + chunk_sink
         square_MMH = square_MMH + _by_query(square_HBMC, chunk.queries_MBC)
         selected_FMHBC = chunk.selected_FMBC[:, :, None]
-        # No product, which would spread a NaN to other modalities.
+        # torch.where, because a product would spread a NaN to other modalities.
         selected_values = torch.where(selected_FMHBC, values_FHBC[:, None], 0.0)
         chunk_rows = Sums(chunk.count_FM * H, selected_values.sum((2, 3, 4)))
         rows = chunk_rows if rows is None else rows + chunk_rows
@@ -161,7 +161,8 @@ def _rows(
     H, B, C, S = logits_HBCS.shape
     raw = chunk.mask.zero_(logits_HBCS)
     rough_HBMC = key_BMS @ raw.mT / divisor_BMC
-    # The mean again, relative to the first estimate and in fp64: else a mean of 10,000 hides a spread of 1.
+    # Compute the mean again, relative to the first estimate and in fp64: otherwise a mean of 10,000 hides a spread of
+    # 1.
     key_XMS = key_BMS.expand(H, -1, -1, -1).flatten(0, 1)
     rest_XCS = torch.baddbmm(raw.flatten(0, 1), rough_HBMC.flatten(0, 1).mT, key_XMS, alpha=-1)
     rest = chunk.mask.zero_(rest_XCS.view(H, B, C, S))
@@ -201,7 +202,7 @@ def _rows(
 
 
 def key_shares(over_HBT: Tensor) -> Tensor:
-    """(H, B, T, 1): each row's weight on its keys over the largest one of its matrix, so that none underflows.
+    """(H, B, T, 1): each row's weight on all its keys, divided by the largest of its matrix, so that none underflows.
 
     ``over_HBT`` is log Z of the keys minus the logit of the sink.
     """

@@ -17,7 +17,7 @@ class AdamUpdate:
         before: the tensor before the step.
         after: the tensor after it.
         second_moment: Adam's v after the step, before bias correction.
-        step: number of updates including this one; a tensor stays on its device.
+        step: number of updates including this one; may be a tensor, which stays on its device.
         lr: learning rate of this step.
         betas: decays of the moments.
         eps: epsilon.
@@ -45,10 +45,10 @@ class RadialBudget:
     ``-<W, gradient_a>`` does not measure growth: under QK-Norm it is always 0.
 
     AdamH's step is ``c (W + s U) - W`` with U from AdamW, ``s = |W| lr / |U|`` and ``c = |W| / |W + s U|``. It is
-    linear in m for given s and c, which the modalities share like v: their parts are those of ``c s U_a``, the part
-    of decay is that of ``(c - 1) W``, and the sum is 0.
+    linear in m for given s and c, which the modalities share, as they share v. The part of a modality is that of
+    ``c s U_a``, the part of decay is that of ``(c - 1) W``, and the total is 0.
 
-    The update of Muon is not linear in m: `add_whole` splits it into decay and a part of no modality.
+    The update of Muon is not linear in m, so `add_whole` splits it into decay and a part without a modality.
 
     Args:
         first_moment: Adam's m before the window; its part decays with beta1 and is not attributed to a modality. None
@@ -59,7 +59,7 @@ class RadialBudget:
         by_modality: sum of ``2<W, U_a>`` for each modality.
         decay: part of weight decay, or of AdamH's return to the norm.
         step: sum of ``|dW|^2``; a step at right angles to W increases its norm.
-        unattributed: part of the first moment from before the window; with Muon, of all updates.
+        unattributed: part of the first moment from before the window; with Muon, part of all updates.
         rest: changes that the optimizer did not make: rounding, QK-Clip.
         total: the measured change of ``|W|^2``, which is the sum of the other parts.
         steps: number of steps in the window.
@@ -105,7 +105,7 @@ class RadialBudget:
         self._add_change(w, update.after.double(), shrink)
 
     def add_whole(self, before: Tensor, after: Tensor, shrink: float) -> None:
-        """Add one step whose update belongs to no modality.
+        """Add one step whose update cannot be split by modality.
 
         Args:
             before: the tensor before the step.

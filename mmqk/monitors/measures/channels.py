@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def channel_sums(x_BTD: Tensor, selected_MBT: Tensor) -> dict[str, Tensor]:
-    """Sums that `channel_statistics` takes, over the selected tokens; they add up over batches.
+    """Sums over the selected tokens for `channel_statistics`; the sums of several batches can be added.
 
     Returns:
         ``square_MD``, the sum of x^2 by channel; ``kurtosis_M``, the sum over tokens of their kurtosis; ``count_M``.
@@ -18,7 +18,7 @@ def channel_sums(x_BTD: Tensor, selected_MBT: Tensor) -> dict[str, Tensor]:
     centered_BTD = wide_BTD - wide_BTD.mean(-1, keepdim=True)
     variance_BT = centered_BTD.square().mean(-1)
     kurtosis_BT = (centered_BTD.square().square().mean(-1) / variance_BT.square()).nan_to_num(0.0)
-    # No product, which would spread a NaN to other modalities.
+    # torch.where, because a product would spread a NaN to other modalities.
     square_MBTD = torch.where(selected_MBT[..., None], wide_BTD.square(), 0.0)
     return {
         "square_MD": square_MBTD.sum((1, 2)),
@@ -31,7 +31,7 @@ def channel_statistics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Four numbers by modality, (M,) each.
 
     ``rms``: root mean square over tokens and channels. ``kurtosis``: mean over tokens of the fourth moment over the
-    squared variance of their channels; 3 for a normal distribution, about D if one channel has everything (Bondarenko
+    squared variance of their channels; 3 for a normal distribution, about D if one channel dominates (Bondarenko
     et al. 2023, arXiv 2306.12929). ``channel_share``: the largest channel's share of the sum of squares, 1 / D if all
     are equal (massive activations: Sun et al. 2024, arXiv 2402.17762). ``channel``: the number of that channel.
     """

@@ -11,8 +11,8 @@ from torch import Tensor
 def gradient_and_product(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The gradient g of a loss and the product ``H g`` with its Hessian, one tensor for each parameter.
 
-    ``H g`` is the gradient of ``g.g / 2``: a second backward pass. Parameters that the loss does not depend on have
-    zeros. Nothing writes ``.grad``.
+    ``H g`` is the gradient of ``g.g / 2``, by a second backward pass. Parameters that the loss does not depend on get
+    zeros. ``.grad`` is not written.
 
     Args:
         loss: a scalar whose operations can be differentiated twice.

@@ -46,7 +46,7 @@ class LogitGrowth:
         k_power: log of the mean squared length of the keys.
         alignment: log of ``tr(C_q C_k) / (tr C_q tr C_k)``, C the uncentered second moments; ``-log K`` for random
             directions, 0 if all lie on one line.
-        masked: log of E[z^2] over the visible pairs minus that over all pairs, which the other parts leave out.
+        masked: log of E[z^2] over the visible pairs minus the same over all pairs; the other parts use all pairs.
         """
         pairs, visible = self.pairs[..., None], self.visible[..., None]
         q_sq, k_sq, dot_sq = self.q_sq / pairs, self.k_sq / pairs, self.dot_sq / pairs
@@ -102,10 +102,10 @@ def _second_moments(x_BHTK: Tensor, token_MBT: Tensor) -> Tensor:
 
 
 def common_mode(k_BHSK: Tensor, token_MBT: Tensor) -> Sums:
-    """Share of the keys' squared length in their mean over a modality's tokens of a sequence, by modality.
+    """Share of the mean key in the keys' squared length, by modality.
 
-    ``|mean k|^2 / mean |k|^2`` for each sequence and head: 1 if all keys are equal, 1/n for n random keys. The
-    mean key shifts the logits of a whole block of a row by one number.
+    ``|mean k|^2 / mean |k|^2`` over the tokens of a modality, for each sequence and head: 1 if all keys are equal,
+    1/n for n random keys. The mean key shifts the logits of a whole block of a row by one number.
     """
     k_MBHSK = _by_modality(k_BHSK, token_MBT)
     n_MB1 = token_MBT.sum(-1, keepdim=True)
@@ -130,9 +130,9 @@ def attention_rank(
     """Participation ratio of the singular values of each attention matrix, (H, B).
 
     ``(sum s^2)^2 / sum s^4``: between 1 (every query attends to the same keys in the same way) and T. Low entropy
-    with a high rank is benign (each token attends to one other, and they differ); with a low rank it is collapse
-    (Qi et al. 2025, arXiv 2505.21910). Softmax attention; at most 2^24 logits at a time, or one matrix. NaN for a
-    sequence of padding alone.
+    with a high rank is benign (each token attends to a different one); with a low rank it is collapse (Qi et al.
+    2025, arXiv 2505.21910). For softmax attention only. It computes at most 2^24 logits, or one matrix, at a time.
+    NaN for a sequence of padding alone.
 
     Args:
         q_BHTK: queries of the dot product.
@@ -140,7 +140,7 @@ def attention_rank(
         scale: factor on the dot product.
         visible_BTS: which keys each query may see.
         softcap: cap on the logits before the softmax, or None.
-        reach: `Pairs.reach`, which saves most of the work of causal attention; None is all keys for every query.
+        reach: `Pairs.reach`, which saves most of the work of causal attention; None computes all keys of every query.
         sink_H: logit of each head's sink, whose column is not part of the matrix; None without sinks.
     """
     q, k = scale * q_BHTK.float(), k_BHSK.float()

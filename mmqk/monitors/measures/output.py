@@ -17,7 +17,9 @@ from mmqk.monitors.measures.reduce import Sums, sums
 
 @dataclass(frozen=True)
 class OutputStatistics:
-    """By modality of the target. ``log_z = logit_mean + log V + logit_spread``: drift and sharpening separately.
+    """Statistics by modality of the target.
+
+    ``log_z = logit_mean + log V + logit_spread`` separates drift from sharpening.
 
     Attributes:
         log_z: log Z of the softmax, nats.

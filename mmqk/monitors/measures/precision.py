@@ -39,12 +39,12 @@ def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption
     x = x_BTD.bfloat16().double()
     y = y_BTD.double()
     rounded = (x + y).bfloat16().double()
-    lost = rounded - x - y
+    error_BTD = rounded - x - y
     energy_BT = y.square().sum(-1)
     nonzero_MBT = selected_MBT & (energy_BT > 0)
     return Absorption(
-        error=sums((lost.square().sum(-1) / energy_BT).sqrt(), nonzero_MBT),
-        bias=sums(-(lost * y).sum(-1) / energy_BT, nonzero_MBT),
+        error=sums((error_BTD.square().sum(-1) / energy_BT).sqrt(), nonzero_MBT),
+        bias=sums(-(error_BTD * y).sum(-1) / energy_BT, nonzero_MBT),
         absorbed=sums(torch.where(rounded == x, y.square(), 0.0).sum(-1) / energy_BT, nonzero_MBT),
     )
 
@@ -80,6 +80,6 @@ def gradient_over_second_moment(
 
 
 def update_size(before: Tensor, after: Tensor, lr: float) -> tuple[Tensor, Tensor]:
-    """RMS of one update over the learning rate (1 for a pure sign step of Adam), and over the parameter's RMS."""
+    """RMS of one update, divided by the learning rate (1 for a pure sign step of Adam) and by the parameter's RMS."""
     step_rms = (after.float() - before.float()).square().mean().sqrt()
     return step_rms / lr, step_rms / before.float().square().mean().sqrt()

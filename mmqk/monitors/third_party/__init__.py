@@ -1,1 +1,1 @@
-"""The parts of `attach`: reads inputs, layers and attention calls of models that mmqk did not build."""
+"""The parts of `attach` that read inputs, layers and attention calls of third-party models."""

@@ -20,11 +20,11 @@ MASKED = -9999.0
 
 
 class NotMeasured(Exception):
-    """An attention call cannot be measured; the message is the reason, printed with the module's path."""
+    """Raised for an attention call that cannot be measured; the message gives the reason and is printed."""
 
 
 class OtherTokens(NotMeasured):
-    """The tokens of an attention call belong to no declared side, as in cross-attention or an image encoder."""
+    """Raised for an attention call over tokens of no declared side, as in cross-attention or an image encoder."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Call:
         return torch.cat([z_BTS, sink_BT1], -1).softmax(-1)[..., :-1]
 
     def set_sinks(self, sinks: Any) -> None:
-        """Set the logits of the sinks, if there are any; only one of each query head can be measured."""
+        """Set the logits of the sinks, if there are any; only one sink per query head can be measured."""
         if isinstance(sinks, Tensor) and sinks.numel() == self.q_BHTK.shape[1]:
             self.sink_H = sinks.detach().flatten()
         elif sinks is not None:

@@ -50,7 +50,7 @@ def clean(path: str) -> str:
 
 @cache
 def reader_of(func: Any) -> Callable[..., Call] | None:
-    """The function of `calls` that reads this torch function; None if it is no attention."""
+    """The function of `calls` that reads this torch function; None if it is not an attention function."""
     if func is F.scaled_dot_product_attention:
         return calls.of_sdpa
     if isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "flex_attention":
@@ -73,7 +73,7 @@ class Capture(TorchFunctionMode):
         modules: modules that ran on the main side's tokens, by path.
         softmaxes: paths of modules that computed a softmax of square matrices outside an attention call.
         products: paths of modules that multiplied two activations to a token-by-token matrix.
-        cross_products: the same for two activations of different origins: cross-attention.
+        cross_products: paths of modules that multiplied two activations of different origins: cross-attention.
         attention_types: types of the modules that made attention calls.
     """
 

@@ -30,7 +30,7 @@ _WRAPPER = "_fsdp_wrapped_module"
 
 
 class LastCall:
-    """A forward pre-hook that stores the arguments of the last call with gradients, so not of evaluation.
+    """A forward pre-hook that stores the arguments of the last call with gradients, which excludes evaluation.
 
     It does nothing else, so that torch.compile can trace it. A copy of the model (for a moving average) gets a copy
     of the hook, which nothing reads.
@@ -207,9 +207,9 @@ class Modalities:
     """Maps tokens to modalities.
 
     Args:
-        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text. Or a
-            function from the forward's inputs by name to modality numbers (B, T), one for each token of the
-            attention; a number outside 0 to M - 1 is no modality.
+        modality: ``{"image": range(a, b)}``, the id range or ranges of each modality; other ids are text. Instead of
+            ranges, a function that maps the forward's inputs by name to modality numbers (B, T), one for each token
+            of the attention. A token with a number outside 0 to M - 1 has no modality.
         names: names of the numbers that a function returns.
 
     Attributes:
@@ -217,7 +217,7 @@ class Modalities:
         ranges: id ranges by modality; None with a function.
 
     Raises:
-        UserError: a range that overlaps another, is empty or has a step, or a name that is no valid tag.
+        UserError: a range that overlaps another, is empty or has a step, or a name that is not a valid tag.
     """
 
     def __init__(self, modality: Modality, names: Sequence[str] = ("text", "image")):

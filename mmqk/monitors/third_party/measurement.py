@@ -318,7 +318,7 @@ class Measurement:
         return probe
 
     def _layer_numbers(self) -> list[int]:
-        """The layer number of each record: its own, that of a call in its layer, or that of its path."""
+        """The layer number of each record: of its call, else of a measured call in its layer, else from its path."""
         measured = [r for r in self.records if r.is_call and r.not_measured is None and not r.cross]
         numbers = layer_numbers([record.path for record in measured])
         by_call = {record.number: n for record, n in zip(measured, numbers, strict=True)}

@@ -55,8 +55,8 @@ class Origins:
 
     Args:
         inputs: the forward's inputs by name.
-        constants: a module whose buffers come from no input.
-        bools: also trace bool tensors; by default masks and comparisons come from no input.
+        constants: a module whose buffers have an origin without inputs.
+        bools: whether to trace bool tensors; otherwise masks and comparisons have an origin without inputs.
     """
 
     def __init__(self, inputs: Inputs, constants: nn.Module | None = None, bools: bool = False):

@@ -38,7 +38,7 @@ def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> 
 
 
 def targets_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
-    """(B, T) bool: positions with a next token that is no padding and, in transformers, has a label."""
+    """(B, T) bool: positions with a next token that is not padding and, in transformers, has a label."""
     target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
     if type(output).__module__.partition(".")[0] == "transformers":
         for name, x in tensors(inputs):

@@ -91,7 +91,7 @@ def check_sides(sides: Sides, names: Sequence[str]) -> dict[str, tuple[str, Moda
     """The declared sides by name: the input's name, and its modalities.
 
     Raises:
-        UserError: a name that is no valid tag or is a modality's, or a value that is not an input's name.
+        UserError: a name is not a valid tag or is the name of a modality, or a value is not the name of an input.
     """
     checked: dict[str, tuple[str, Modalities | None]] = {}
     for name, value in sides.items():

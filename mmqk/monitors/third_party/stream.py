@@ -47,7 +47,7 @@ class Term:
 
 
 class Stream:
-    """Stores the terms whose sum each tensor of the stream's shape is.
+    """Stores, for each tensor of the stream's shape, the terms whose sum it is.
 
     Args:
         origins: origins of the forward's tensors.
@@ -80,7 +80,7 @@ class Stream:
         return self._final[0] if self._final is not None and calls and self._final[1] == calls[-1] else None
 
     def terms_of(self, x: Tensor) -> tuple[Term, ...]:
-        """The terms whose sum the tensor is; a single term if it is no traced sum."""
+        """The terms that sum to the tensor; a single term if no addition that made it was traced."""
         origin = self.origins.of(x)
         return self._terms.get(x) or (Term(None, 0 if origin is None else origin.call),)
 

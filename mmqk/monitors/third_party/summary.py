@@ -90,7 +90,7 @@ def _layers_part(layers: Layers, records: Sequence[SiteRecord]) -> str:
         return "attention measured in no layer"
     if not layers.total:
         return (
-            "no attention call found (attach finds torch's scaled_dot_product_attention, flex_attention and "
+            "no attention call detected (attach detects torch's scaled_dot_product_attention, flex_attention and "
             "varlen_attn, flash_attn, and the eager attention of transformers)"
         )
     text = f"attention measured in {len(layers.numbers)} of {layers.total} layers"

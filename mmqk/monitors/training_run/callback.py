@@ -29,8 +29,8 @@ class RunMonitor(L.Callback):
     With several ranks a probe uses the same sequences as with one: the first rank probes and logs while the others
     wait.
 
-    It must come before the callback that writes checkpoints: a checkpoint then has the open window of the radial
-    budget, which continues after a resume, and with ``config.matrices`` the W_q and W_k of the latest probe.
+    It must come before the callback that writes checkpoints. A checkpoint then contains the open window of the radial
+    budget, which continues after a resume, and, with ``config.matrices``, the W_q and W_k of the latest probe.
 
     Args:
         config: when to probe, and which tokens.
@@ -76,7 +76,7 @@ class RunMonitor(L.Callback):
             return
         if self._step_monitor is not None:
             _log(trainer, self._step_monitor.after_step())
-            # Close it before the last checkpoint: a run that is killed after it resumes without another step.
+            # Close the window before the last checkpoint: a run that is killed later resumes without another step.
             if trainer.global_step == trainer.max_steps:
                 _log(trainer, self._step_monitor.close())
         step, every = trainer.global_step, self.config.every_n_steps
@@ -102,7 +102,7 @@ class RunMonitor(L.Callback):
         current: TokenBatch | None,
         forced: bool = False,
     ) -> None:
-        """``current`` is None before the first step and after the last."""
+        """Probe and log; ``current`` is the batch of the step, None before the first step and after the last."""
         c, module = self.config, pl_module
         self._probed = trainer.global_step
         if not (c.every_n_steps or forced):

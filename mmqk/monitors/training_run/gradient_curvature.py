@@ -48,9 +48,9 @@ def gradient_curvature(
 ) -> dict[str, float]:
     """`curvature` along the gradient of `batch_loss`, as tags; empty without a trained target.
 
-    ``curvature_adam`` is that of the preconditioned loss. It needs Adam's second moment of every parameter, so it is
-    left out before the first step, with split or sharded moments, and with another optimizer. It costs a forward
-    pass, a backward pass and a pass through both, and the memory of their graph. Nothing is changed: no weight, mode,
+    ``curvature_adam`` is the curvature of the preconditioned loss. It needs Adam's second moment of every parameter,
+    so it is left out before the first step, with split or sharded moments, and with another optimizer. It costs a
+    forward pass, a backward pass and a pass through both, and the memory of their graph. It changes no weight, mode,
     ``.grad`` or random state.
 
     Args:

@@ -27,9 +27,9 @@ def gradient_agreement(
 ) -> dict[str, float]:
     """Cosine, signal and noise of the modalities' gradients by layer and over all parameters, as tags.
 
-    The halves are the even and the odd sequences of all ranks together, whose batches have one size. It runs in
-    evaluation mode (so without dropout) and does not write ``.grad``. It is a collective call on several ranks. It
-    costs two forwards, and for each half and modality a backward pass and the memory of all gradients.
+    The halves are the even and the odd sequences of all ranks together; every rank has a batch of the same size. The
+    call runs in evaluation mode (so without dropout), does not write ``.grad``, and is collective on several ranks.
+    It costs two forwards, and for each half and modality a backward pass and the memory of all gradients.
 
     A modality without a target in one of the halves is left out, and so is a cosine that is NaN (`Agreement.cosine`).
 

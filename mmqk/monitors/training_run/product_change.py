@@ -13,10 +13,10 @@ from mmqk.store.tags import tag
 
 
 class ProductChange:
-    """`product_change_entropy` of every layer since the previous call; the first call has none.
+    """`product_change_entropy` of every layer since the previous call; the first call measures nothing.
 
     It stores a copy of every W_q and W_k. Under σReparam these are the raw weights; gains of QK-Norm are left out. A
-    modality with its copy of W_q and W_k has its number.
+    modality with a copy of W_q and W_k has a separate number.
 
     Attributes:
         earlier: the weights at the previous call, by name.
@@ -30,8 +30,8 @@ class ProductChange:
         """The change since the previous call. It does not change the model."""
         probe, head_dim = Probe(sequences=0), model.config.head_dim
         weights = {
-            tag(name, *of, layer=layer): weight.detach().unflatten(0, (-1, head_dim))
-            for name, of, layer, weight in block_matrices(model)
+            tag(name, *modality, layer=layer): weight.detach().unflatten(0, (-1, head_dim))
+            for name, modality, layer, weight in block_matrices(model)
             if name in ("w_q", "w_k")
         }
         for name, q_HKD in weights.items():

@@ -1,4 +1,4 @@
-"""Measures optimizer steps: the radial budget in windows, gradient and update sizes, gradients over Adam's v.
+"""Measures optimizer steps: radial budget in windows, sizes of gradients and updates, gradients against Adam's v.
 
 The training module calls a `StepMonitor` during a step (`mmqk.training.step.record.StepWatch`). It does not change
 training.
@@ -42,8 +42,8 @@ class StepMonitor:
         self.window: BudgetWindow | None = None
         self.named: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self.matrices: dict[Tensor, str] = {
-            weight: tag(f"{name}_grad_over_v", *of, layer=layer)
-            for name, of, layer, weight in block_matrices(model)
+            weight: tag(f"{name}_grad_over_v", *modality, layer=layer)
+            for name, modality, layer, weight in block_matrices(model)
         }
         self.matrices[model.head.weight] = "head_grad_over_v"
         self.matrices[model.embed.weight] = "embed_grad_over_v"  # a tied head too

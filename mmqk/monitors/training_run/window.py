@@ -40,9 +40,9 @@ class BudgetWindow:
     Each optimizer step calls, in this order: `add_gradients` (for each micro-batch, before its backward pass),
     `before_update`, `after_update`, `settle`.
 
-    The modality of a gradient is that of the target. Nothing synchronizes with the host or writes ``.grad``. Changes
-    after the optimizer's update (QK-Clip) count in `rest`, so that the parts sum to the measured change; `step` is
-    the optimizer's update only.
+    The modality of a gradient is that of the target. The window neither synchronizes with the host nor writes
+    ``.grad``. Changes after the optimizer's update (QK-Clip) count in `rest`, so that the parts sum to the measured
+    change; `step` is the optimizer's update only.
 
     Args:
         model: the trained model.

@@ -20,12 +20,12 @@ LOGIT = METRICS["largest_attention_logit"].measure
 
 
 def loss_series(modality: str, width: int) -> Callable[[Run], Series]:
-    """A function that gives a run's training loss as means over ``width`` steps."""
+    """A function that returns the training loss of a run as means over ``width`` steps."""
     return lambda run: binned(run.series(f"loss/{modality}"), width)
 
 
 def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], Series]:
-    """A function that gives a run's statistic, reduced over layers; non-finite values are left out."""
+    """A function that returns a statistic of a run, reduced over layers, without its non-finite values."""
 
     def series(run: Run) -> Series:
         steps, values = run.combined(statistic, reduce, modality)

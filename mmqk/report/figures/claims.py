@@ -42,8 +42,8 @@ def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
     metric, modality = find_metric(verdict.claim.metric)
     if not runs:
         return None
-    of = "" if modality is None else f", {modality}"
-    label = f"{metric.label}{of}" + (f" ({metric.unit})" if metric.unit else "")
+    suffix = "" if modality is None else f", {modality}"
+    label = f"{metric.label}{suffix}" + (f" ({metric.unit})" if metric.unit else "")
     log = metric.scale == "log"
     names = set(verdict.runs)
     family = isinstance(metric, FamilyMetric)
@@ -146,11 +146,11 @@ def _by_seed(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Ve
             dots.append((run.arm, run.arm, run.seed, value, run.name, marker))
     lines: list[Line] = []
     of_seed: dict[int, list[tuple[float, float]]] = {}
-    for name, arm, seed, value, of, marker in dots:
+    for name, arm, seed, value, run_name, marker in dots:
         if math.isfinite(value):
             x = float(names.index(name))
             of_seed.setdefault(seed, []).append((x, value))
-            lines.append(Line(arm, "", seed, np.array([x]), np.array([value]), run=of, marker=marker))
+            lines.append(Line(arm, "", seed, np.array([x]), np.array([value]), run=run_name, marker=marker))
     if not lines:
         return None
     if verdict.claim.decided and not isinstance(metric, FamilyMetric):

@@ -33,13 +33,13 @@ def thinned(series: Series, points: int) -> Series:
     if len(steps) <= points:
         return series
     bins = max(1, (points - 2) // 2)
-    kept = {0, len(steps) - 1}
+    indices = {0, len(steps) - 1}
     for part in np.array_split(np.arange(len(steps)), bins):
         finite = part[np.isfinite(values[part])]
         if len(finite):
-            kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
-        kept |= {int(part[-1])} if len(finite) < len(part) else set()
-    at = np.array(sorted(kept))
+            indices |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
+        indices |= {int(part[-1])} if len(finite) < len(part) else set()
+    at = np.array(sorted(indices))
     return steps[at], values[at]
 
 
@@ -152,8 +152,8 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
     for table, by_layer in zip(stacked, runs, strict=True):
         for row, layer in zip(table, layers, strict=True):
             for at, values in by_layer.get(layer, []):
-                _, to, of = np.intersect1d(steps, at, return_indices=True)
-                row[to] = np.fmax(row[to], _worst(values[of]))
+                _, column, index = np.intersect1d(steps, at, return_indices=True)
+                row[column] = np.fmax(row[column], _worst(values[index]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # cells without a seed
         return _columns(steps.astype(float), np.nanmedian(stacked, axis=0))

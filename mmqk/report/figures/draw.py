@@ -19,9 +19,9 @@ from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import STEP, Figure, HeatMap, Line, Panel
 from mmqk.report.figures.style import GRAY, INK, arm_colors, modality_styles
 
-# Below this ratio of its ends an axis is linear: a log axis would have too few ticks.
-WORTH_A_LOG = 5
-NICE = (1, 2, 2.5, 5, 10)
+# An axis with a smaller ratio of its ends is linear, because a log axis would have too few ticks.
+FEWEST_LOG_RATIO = 5
+TICK_STEPS = (1, 2, 2.5, 5, 10)
 # With more lines than this, thin lines are thinner and paler.
 MANY_LINES = 24
 TITLE_WIDTH = 50
@@ -74,11 +74,11 @@ def draw(
 
 def _set_y(axes: Axes, panel: Panel, ends: tuple[float, float] | None) -> None:
     if ends is not None:
-        if panel.log and ends[1] / ends[0] > WORTH_A_LOG:
+        if panel.log and ends[1] / ends[0] > FEWEST_LOG_RATIO:
             axes.set_yscale("log")
             _log_ticks(axes.yaxis, *ends)
         else:
-            axes.locator_params("y", nbins=6, steps=NICE)
+            axes.locator_params("y", nbins=6, steps=TICK_STEPS)
             axes.yaxis.set_major_formatter(tick)
         axes.set_ylim(*ends)
     if panel.right is not None:
@@ -115,7 +115,7 @@ def _set_x(axes: Axes, panel: Panel) -> None:
     else:
         steps = panel.x == "step"
         axes.set_xlim(0, 1.015 * (max(high, 1.0) if steps else high))
-        axes.locator_params("x", nbins=6, integer=steps, steps=NICE)
+        axes.locator_params("x", nbins=6, integer=steps, steps=TICK_STEPS)
     axes.xaxis.set_major_formatter(tick)
 
 
@@ -167,7 +167,7 @@ def _draw_heat(axes: Axes, panel: HeatMap, heat: tuple[float, float]) -> None:
     axes.set_xlabel(STEP)
     axes.set_ylabel("layer")
     axes.locator_params("y", nbins=min(layers, 8), integer=True)
-    axes.locator_params("x", nbins=6, integer=True, steps=NICE)
+    axes.locator_params("x", nbins=6, integer=True, steps=TICK_STEPS)
     axes.xaxis.set_major_formatter(tick)
     assert axes.figure is not None
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, label=panel.label)

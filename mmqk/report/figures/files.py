@@ -17,7 +17,7 @@ from mmqk.report.figures.shapes import Figure, HeatMap, Key, Panel
 from mmqk.report.figures.style import RC
 
 PANEL_INCHES, HEAT_INCHES = (5.4, 3.5), (5.4, 2.5)
-# Three or more panels in a row: text keeps its size.
+# Size of a panel in a row of three or more; its text keeps its size.
 THIRD_INCHES = (3.9, 3.1)
 WIDE_INCHES = 9.6
 DPI = 130
@@ -46,12 +46,12 @@ def svg_panels(brush: Brush, figure: Figure) -> list[list[str]]:
     return rows
 
 
-def _inches(panel: Panel | HeatMap, abreast: int) -> tuple[float, float]:
+def _inches(panel: Panel | HeatMap, columns: int) -> tuple[float, float]:
     if isinstance(panel, HeatMap):
         return HEAT_INCHES
     if panel.height:
         return WIDE_INCHES, panel.height
-    return THIRD_INCHES if abreast > 2 else PANEL_INCHES
+    return THIRD_INCHES if columns > 2 else PANEL_INCHES
 
 
 def _frame(canvas: Canvas, panel: Panel | HeatMap) -> None:
@@ -79,7 +79,7 @@ def figure_files(brush: Brush, figure: Figure) -> dict[str, bytes]:
 
 
 def _canvas(brush: Brush, figure: Figure) -> Canvas:
-    """All panels below the title, which is that of the legend."""
+    """All panels, below the title of the figure, which is drawn as the title of the legend."""
     columns = max(len(row) for row in figure.rows)
     width = 5.2 * max(columns, 2)
     title = textwrap.wrap(figure.reading, int(width * 8.7))

@@ -24,12 +24,12 @@ class Node:
 
     Attributes:
         run: the run; None for a parent that is not among the runs.
-        name: of the run, or the name that its forks record.
+        name: name of the run; of a missing parent, the name that its forks record.
         parent: index of its parent in the list, -1 for a root.
         depth: 0 for a root.
         step: the step at which it began.
         changed: the changed fields, as text.
-        remarks: added and dropped parameters, and by how much the outputs moved, as text.
+        remarks: added and dropped parameters, and by how much the outputs changed, as text.
     """
 
     run: Run | None
@@ -62,7 +62,7 @@ def fork_tree(study: Study) -> list[Node]:
     def add(name: str, parent: int, depth: int) -> None:
         run = by_name.get(name)
         step = _step(run) if run and parent >= 0 else 0
-        changed, remarks = _words(run) if run and parent >= 0 else ("", "")
+        changed, remarks = _changes(run) if run and parent >= 0 else ("", "")
         nodes.append(Node(run, name, parent, depth, step, changed, remarks))
         place = len(nodes) - 1
         for child in sorted(by_parent.get(name, ()), key=lambda run: (_step(run), run.name)):
@@ -100,7 +100,7 @@ def _ends(path: str, end: str) -> bool:
     return path.endswith(f"/{end}")
 
 
-def _words(run: Run) -> tuple[str, str]:
+def _changes(run: Run) -> tuple[str, str]:
     """(changed fields, remarks) of a fork."""
     record = run.forked
     changed = [
@@ -125,7 +125,7 @@ def _words(run: Run) -> tuple[str, str]:
         remarks.append(
             "the outputs did not change"
             if shift == 0
-            else f"the outputs moved by {number(shift)} of their RMS"
+            else f"the outputs changed by {number(shift)} of their RMS"
         )
     optimizer = record.get("optimizer")
     if isinstance(optimizer, str) and optimizer:

@@ -1,4 +1,4 @@
-"""Data of a figure for the page's script, which replaces the drawn panels by charts that answer to the pointer."""
+"""Data of a figure for the page's script, which replaces the drawn panels by interactive charts."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mmqk.analysis.formatting import capital, listed, nats
 from mmqk.analysis.metrics import LOSS_WINDOW, is_trained, model_size
+from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.load import Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import middle
@@ -23,13 +24,13 @@ from mmqk.report.figures.shapes import Figure, Key, Panel
 from mmqk.report.figures.standard import few_lines, final_norm, hero_arms, lines_caption
 from mmqk.report.figures.style import families, legend, ramp
 from mmqk.report.figures.sweep_figures import logit_by_size, loss_and_logit_by_lr, lr_sensitivity
-from mmqk.report.figures.sweeps import SIZE, alike, rate
+from mmqk.report.figures.sweeps import SIZE, alike
 from mmqk.store import UserError
 
 DROPOUT = ("model.residual_dropout", "model.attn_dropout")
 PLACEMENT = ("model.pre_norm", "model.post_norm")
 MOST_ARMS = 8
-Wanted = Callable[[Study, list[Run]], bool]
+Condition = Callable[[Study, list[Run]], bool]
 
 
 def paper_figures(study: Study) -> list[Figure]:
@@ -38,16 +39,16 @@ def paper_figures(study: Study) -> list[Figure]:
     Raises:
         UserError: the grid names a kind that is unknown, or arms that have no runs for it.
     """
-    made = [_named(study, entry) for entry in study.report.get("figures") or ()]
-    taken = {figure.like for figure in made}
+    named = [_named(study, entry) for entry in study.report.get("figures") or ()]
+    taken = {figure.like for figure in named}
     others: list[Figure | None] = []
-    for like, (fields, wanted) in LOSSES.items():
-        if like not in taken and len(arms := _differ(study, fields, wanted)) > 1:
+    for like, (fields, condition) in LOSSES.items():
+        if like not in taken and len(arms := _differ(study, fields, condition)) > 1:
             others.append(training_loss(study, arms, like))
     for make, like in (KINDS[kind] for kind in SWEEPS):
         if like not in taken:
             others.append(make(study, (), like))
-    return _with_names([*made, *filter(None, others)])
+    return _with_names([*named, *filter(None, others)])
 
 
 def _named(study: Study, entry: Any) -> Figure:
@@ -56,11 +57,11 @@ def _named(study: Study, entry: Any) -> Figure:
         raise UserError(f"report.figures: kind {kind!r} is unknown: use one of {', '.join(KINDS)}")
     kind = str(entry["kind"])
     groups = families(study)
-    asked = entry.get("arms") or ()
-    if unknown := [arm for arm in asked if arm not in study.arms and arm not in groups]:
+    names = entry.get("arms") or ()
+    if unknown := [arm for arm in names if arm not in study.arms and arm not in groups]:
         raise UserError(f"report.figures: {kind} names the arm {unknown[0]!r}, which the grid does not have")
     arms = tuple(
-        dict.fromkeys(arm for name in asked for arm in ([name] if name in study.arms else groups[name]))
+        dict.fromkeys(arm for name in names for arm in ([name] if name in study.arms else groups[name]))
     )
     make, like = KINDS[kind]
     figure = make(
@@ -165,30 +166,32 @@ def _end(study: Study, arm: str, tag: str) -> str:
     return f"{nats(value)} ({study.label(arm)}{diverged})"
 
 
-def _differ(study: Study, fields: Sequence[str], wanted: Wanted) -> tuple[str, ...]:
-    """Arms whose runs differ in these fields only; of several groups the one with most arms of the first figure."""
+def _differ(study: Study, fields: Sequence[str], condition: Condition) -> tuple[str, ...]:
+    """Arms whose runs differ in these fields only; of several groups, the one with most arms of the first figure."""
     first = set(hero_arms(study))
     best: list[Run] = []
     rank: tuple[float, ...] = (-1,)
     for group in alike((run for run in study.runs if len(run.series("loss")[0])), fields):
-        if not wanted(study, group):
+        if not condition(study, group):
             continue
-        # Between equal groups: the largest model at the highest learning rate, as in the papers.
-        at = [max((v for run in group if (v := of(run)) > 0), default=0.0) for of in (model_size, rate)]
+        # Of equal groups, take the one with the largest model, then the highest learning rate, as in the papers.
+        at = [
+            max((v for run in group if (v := of(run)) > 0), default=0.0) for of in (model_size, learning_rate)
+        ]
         if (score := (len({run.arm for run in group} & first), len(group), *at)) > rank:
             best, rank = group, score
     arms = {run.arm for run in best}
     return tuple(arm for arm in study.arms if arm in arms)[:MOST_ARMS]
 
 
-def _vary(*blocks: Sequence[str]) -> Wanted:
+def _vary(*blocks: Sequence[str]) -> Condition:
     """Whether the runs differ in each of these blocks of fields."""
 
-    def wanted(_study: Study, runs: list[Run]) -> bool:
+    def condition(_study: Study, runs: list[Run]) -> bool:
         values = [{tuple(str(run.setting(f, "")) for f in fields) for run in runs} for fields in blocks]
         return all(len(of_block) > 1 for of_block in values)
 
-    return wanted
+    return condition
 
 
 def _qk_norm(_study: Study, runs: list[Run]) -> bool:
@@ -211,7 +214,7 @@ KINDS: dict[str, tuple[Maker, str]] = {
 }
 SWEEPS = ("lr_sensitivity", "loss_and_logit_by_lr", "logit_by_size")
 # Training losses of arms that differ in these fields only, if the condition holds.
-LOSSES: dict[str, tuple[Sequence[str], Wanted]] = {
+LOSSES: dict[str, tuple[Sequence[str], Condition]] = {
     "Chameleon Fig. 5b": (("model.qk_norm",), _qk_norm),
     "Chameleon Fig. 5c": (DROPOUT, _vary(DROPOUT)),
     "Chameleon Fig. 6a": (SIZE, _vary(SIZE)),

@@ -20,11 +20,11 @@ class Line:
 
     Attributes:
         steps: x values: optimizer steps, unless the panel has another ``xlabel``.
-        alone: the only run of its arm, drawn like a median.
-        diverged: the run was stopped where the line ends.
-        run: name of the run, empty for a line over several.
-        color: empty for the color of the arm.
-        marker: of points without a line; empty for a line without markers.
+        alone: whether this is the only run of its arm, which is drawn like a median.
+        diverged: whether the run diverged at the end of the line.
+        run: name of the run; empty for a line over several runs.
+        color: color of the line; empty for the color of the arm.
+        marker: marker of points without a line; empty for a line without markers.
     """
 
     arm: str
@@ -111,13 +111,13 @@ class Figure:
     """Panels with a title and a caption.
 
     Attributes:
-        name: of its files.
-        reading: the title: one sentence with its numbers.
+        name: name of its files.
+        reading: the title, one sentence with the numbers.
         caption: how to read the figure.
         rows: the panels; those of a row share their y-axis.
         arms: the arms whose runs it shows.
         legend: the meaning of its colors and dashes; may be empty.
-        like: the published figure to compare it with, empty for none.
+        like: the published figure to compare it with; empty without one.
     """
 
     name: str

@@ -85,7 +85,7 @@ def hero(study: Study) -> Figure | None:
 
 
 def shown(study: Study) -> Figure | None:
-    """The same for the arms that are shown without a verdict."""
+    """`hero` for the arms that are shown without a verdict."""
     arms = study.shown
     if not arms:
         return None

@@ -23,7 +23,7 @@ INK, FAINT = "#1b1f24", "#8b929b"
 RC: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 11,
-    # A dollar in a label is a dollar; tick labels are plain text.
+    # Dollar signs are plain text in labels, not mathematics.
     "text.parse_math": False,
     "axes.labelsize": 11,
     "axes.titlesize": 12,
@@ -74,7 +74,7 @@ def _order(value: Any) -> tuple[int, float, str]:
 def arm_colors(study: Study) -> dict[str, str]:
     """One color per arm, the same on the whole page."""
     groups = families(study)
-    # Colors are few: the arms of the first figure and of the claims get them first.
+    # The palette is small: the arms of the first figure and of the claims get its colors first.
     family_of = {arm: family for family, members in groups.items() for arm in members}
     few = len(groups) <= len(PALETTE)
     order = list(groups) if few else list(dict.fromkeys(family_of[arm] for arm in _first(study)))
@@ -88,7 +88,7 @@ def arm_colors(study: Study) -> dict[str, str]:
 
 
 def _first(study: Study) -> list[str]:
-    """The arms, those of the first figure and of the claims first."""
+    """All arms; those of the first figure and of the claims come first."""
     claimed = [arm.name for claim in study.claims for name in claim.compared for arm in study.arms_of(name)]
     return list(dict.fromkeys([*study.hero, *claimed, *study.shown, *study.arms]))
 

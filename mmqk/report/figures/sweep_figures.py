@@ -17,13 +17,15 @@ from mmqk.analysis.metrics import (
     initial_loss,
     is_trained,
 )
+from mmqk.analysis.metrics.rates import learning_rate
+from mmqk.analysis.metrics.scaling import fit_quadratic
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import middle
 from mmqk.report.figures.captions import LOGIT
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import INK, PALETTE, ramp
-from mmqk.report.figures.sweeps import Sweep, medians, rate, sweeps
+from mmqk.report.figures.sweeps import Sweep, medians, sweeps
 
 RATE: Any = {"xlabel": "learning rate", "x": "optim.lr", "xlog": True}
 SIZES: Any = {"xlabel": "parameters without embeddings and head", "x": "parameters", "xlog": True}
@@ -51,7 +53,7 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
         label = f"final {modality} loss (nats per token)"
         row = []
         for title, shown in titles:
-            lines = [line for color, runs in shown for line in _over(runs, rate, loss, color)]
+            lines = [line for color, runs in shown for line in _over(runs, learning_rate, loss, color)]
             row.append(Panel(f"final_loss/{modality}", title, label, tuple(lines), **RATE))
         panel, sentence = _sensitivity(study, groups, modality)
         if panel.lines:
@@ -83,8 +85,10 @@ def _sensitivity(study: Study, groups: Sequence[Sweep], modality: str) -> tuple[
             for seed in sorted({run.seed for run in runs}):
                 of_seed = [run for run in runs if run.seed == seed]
                 value = sensitivity(of_seed, modality)
-                # Without some of its learning rates a seed's value is not comparable.
-                if math.isfinite(value) and _rates(study, sweep, size) <= {rate(run) for run in of_seed}:
+                # The value of a seed that lacks some learning rates cannot be compared.
+                if math.isfinite(value) and _rates(study, sweep, size) <= {
+                    learning_rate(run) for run in of_seed
+                }:
                     points.setdefault(size, []).append(value)
         if points:
             at = np.array(list(points))
@@ -108,7 +112,7 @@ def _rates(study: Study, sweep: Sweep, size: float) -> set[float]:
     runs = sweep.at(size=size)
     families = {run.family for run in runs}
     planned = {arm.point.get(RATE["x"]) for arm in study.arms.values() if arm.family in families}
-    return {rate(run) for run in runs} | {float(lr) for lr in planned if isinstance(lr, int | float)}
+    return {learning_rate(run) for run in runs} | {float(lr) for lr in planned if isinstance(lr, int | float)}
 
 
 def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure | None:
@@ -128,13 +132,15 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
     for statistic, label, value, log in values:
         row = []
         for size in shown:
-            lines = [line for color, s in by_sweep for line in _over(s.at(size=size), rate, value, color)]
+            lines = [
+                line for color, s in by_sweep for line in _over(s.at(size=size), learning_rate, value, color)
+            ]
             row.append(Panel(statistic, _size(size), label, tuple(lines), log=log, **RATE))
         if any(panel.lines for panel in row):
             rows.append(tuple(row))
     if not rows:
         return None
-    top = max(rate(run) for sweep in groups for run in sweep.at(size=shown[-1]))
+    top = max(learning_rate(run) for sweep in groups for run in sweep.at(size=shown[-1]))
     last = {
         sweep.label: runs
         for sweep in groups
@@ -168,23 +174,23 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
     for sweep in groups:
         lines: list[Line] = []
         for lr in sweep.rates:
-            read = _extrapolations(sweep, lr)
-            if not read:
+            fits = _extrapolations(sweep, lr)
+            if not fits:
                 continue
-            held, color = read[0].sizes[-1], colors[lr]
+            held_out, color = fits[0].sizes[-1], colors[lr]
             points: dict[float, list[float]] = {}
-            for one in read:
+            for one in fits:
                 for size, value in zip(one.sizes, one.logits, strict=True):
                     points.setdefault(size, []).append(value)
             for size, values in points.items():
                 finite = [value for value in values if math.isfinite(value)]
-                marker = "D" if size == held else "o"
+                marker = "D" if size == held_out else "o"
                 lines.append(_scatter([size] * len(finite), finite, color, marker))
-            fitted = [size for size in sorted(points) if size < held]
+            fitted = [size for size in sorted(points) if size < held_out]
             curve = fit_quadratic(fitted, [middle(points[size]) for size in fitted])
-            at = np.geomspace(fitted[0], held, 40)
+            at = np.geomspace(fitted[0], held_out, 40)
             lines.append(Line("", "", None, at, curve(at), role="fit", color=color))
-            predicted, actual = float(curve(np.array([held]))[0]), middle(points[held])
+            predicted, actual = float(curve(held_out)), middle(points[held_out])
             at_rate = f"at learning rate {lr:g} ({sweep.label})"
             words = f"{number(predicted)} predicted, {number(actual)} measured {at_rate}"
             predictions.append((actual, words))
@@ -213,15 +219,6 @@ def _extrapolations(sweep: Sweep, lr: float) -> list[Extrapolation]:
     by_seed = [[run for run in runs if run.seed == seed] for seed in sorted({run.seed for run in runs})]
     fits = [fit for of_seed in by_seed for fit in extrapolate(of_seed)[0]]
     return [fit for fit in fits if fit.sizes[-1] == sweep.sizes[-1]]
-
-
-def fit_quadratic(sizes: Sequence[float], values: Sequence[float]) -> Callable[[np.ndarray], np.ndarray]:
-    """The least-squares quadratic of log value in log size, as a function of size."""
-    # Centered, because powers of log10 of a size are nearly collinear.
-    x = np.log10(np.asarray(sizes, dtype=float))
-    center = x.mean()
-    coefficients = np.polyfit(x - center, np.log10(np.asarray(values, dtype=float)), 2)
-    return lambda at: 10 ** np.polyval(coefficients, np.log10(at) - center)
 
 
 def _over(runs: Iterable[Run], key: Value, value: Value, color: str) -> list[Line]:

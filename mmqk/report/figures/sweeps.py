@@ -6,17 +6,17 @@ Groups come from the configurations of the runs, so they also exist without a gr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mmqk.analysis.formatting import listed
 from mmqk.analysis.metrics import model_size
+from mmqk.analysis.metrics.rates import RATE, learning_rate
 from mmqk.analysis.runs.load import Run
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import middle
+from mmqk.store import flatten
 
-RATE = "optim.lr"
 SIZE = ("model.d_model", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.d_head", "model.d_ff")
 FEWEST_RATES = 3
 
@@ -41,7 +41,7 @@ class Sweep:
     @property
     def rates(self) -> list[float]:
         """Learning rates, ascending."""
-        return sorted({rate(run) for run in self.runs})
+        return sorted(set(map(learning_rate, self.runs)))
 
     @property
     def sizes(self) -> list[float]:
@@ -53,25 +53,8 @@ class Sweep:
         return [
             run
             for run in self.runs
-            if (lr is None or rate(run) == lr) and (size is None or model_size(run) == size)
+            if (lr is None or learning_rate(run) == lr) and (size is None or model_size(run) == size)
         ]
-
-
-def rate(run: Run) -> float:
-    """The peak learning rate, NaN if it was not recorded."""
-    value = run.setting(RATE)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration as {dotted field: value}."""
-    fields: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            fields |= flat(value, f"{prefix}{name}.")
-        else:
-            fields[prefix + name] = value
-    return fields
 
 
 def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
@@ -81,7 +64,7 @@ def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
         if run.identity and run.role in ("verdict", "selection") and not run.fork:
             left = {
                 name: value
-                for name, value in flat(run.identity).items()
+                for name, value in flatten(run.identity).items()
                 if name != "seed" and not any(name == f or name.startswith(f"{f}.") for f in apart_from)
             }
             groups.setdefault(json.dumps(left, sort_keys=True, default=str), []).append(run)
@@ -93,21 +76,21 @@ def sweeps(study: Study, arms: Sequence[str] = ()) -> list[Sweep]:
     runs = [
         run
         for run in study.runs
-        if rate(run) > 0
+        if learning_rate(run) > 0
         and model_size(run) > 0
         and run.tags
         and (not arms or run.arm in arms or run.family in arms)
     ]
     runs = list({run.name: run for run in runs}.values())
-    groups = [g for g in alike(runs, (RATE, *SIZE)) if len({rate(run) for run in g}) >= FEWEST_RATES]
-    groups.sort(key=lambda group: -len({(rate(run), model_size(run)) for run in group}))
+    groups = [g for g in alike(runs, (RATE, *SIZE)) if len({learning_rate(run) for run in g}) >= FEWEST_RATES]
+    groups.sort(key=lambda group: -len({(learning_rate(run), model_size(run)) for run in group}))
     return [Sweep(label, tuple(group)) for label, group in zip(_labels(study, groups), groups, strict=True)]
 
 
 def _labels(study: Study, groups: Sequence[Sequence[Run]]) -> list[str]:
     """The label of each group: its only family, its only arm, or the fields in which it differs from the others."""
     labels = []
-    settings = [flat(group[0].identity) for group in groups]
+    settings = [flatten(group[0].identity) for group in groups]
     for group, fields in zip(groups, settings, strict=True):
         families = list(dict.fromkeys(run.family for run in group))
         if len(families) == 1 and families[0] != group[0].arm:

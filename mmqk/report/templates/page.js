@@ -1,4 +1,4 @@
-// Folds open for links into them and for paper, tables sort, two runs are compared, figures answer to the pointer.
+// Folds open for links into them and for paper, tables sort, two runs are compared, figures are interactive.
 // Without this script the page shows the same content.
 "use strict";
 (() => {
