@@ -12,11 +12,12 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 	grid/test_language.py analysis/test_analysis_exact.py analysis/test_analysis_multiple.py \
 	analysis/test_metrics_outcomes.py benchmarks/test_flops.py interop/test_write.py)
 
-.PHONY: help setup demo check test wheel-test golden pages test-oldest-torch tensorboard clean
+.PHONY: help setup demo claims check test wheel-test golden pages test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk"
 	@echo "make demo         train the demonstration and write reports/demo/index.html"
+	@echo "make claims       train the runs of the registered claims and write reports/claims/index.html"
 	@echo "make test         lint, types and tests"
 	@echo "make wheel-test   install the wheel into a new environment and use it in an empty folder"
 	@echo "make check        lint, types and a tenth of the tests"
@@ -31,6 +32,13 @@ setup: .venv/installed
 demo: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/ablations/demo.yaml --jobs 2
 	$(PYTHON) -m mmqk.report runs/demo --out reports/demo
+
+# One pool of runs, about an hour and a half on two cores; MINUTES=50 stops after 50 minutes, the next call continues.
+claims: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
+	$(PYTHON) -m mmqk.ablate --config configs/claims/learning_rates.yaml --config configs/claims/modalities.yaml \
+		--config configs/claims/placement.yaml --config configs/claims/competition.yaml \
+		--out runs/claims --jobs 2 $(if $(MINUTES),--max-minutes $(MINUTES))
+	$(PYTHON) -m mmqk.report runs/claims --out reports/claims
 
 test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .

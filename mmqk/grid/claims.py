@@ -64,6 +64,7 @@ class Claim:
         exclusions: a text on runs to exclude, for the page; it has no effect on the verdict.
         would_contradict: the result that would contradict the claim, as registered.
         note: a sentence to add to the notes of the verdict.
+        not_run: why no run of this grid tests the claim, and what a test would need; such a claim has no arms.
         finding: sentences by verdict, with `NUMBERS` in braces.
     """
 
@@ -95,6 +96,7 @@ class Claim:
     exclusions: str = ""
     would_contradict: str = ""
     note: str = ""
+    not_run: str = ""
     finding: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,8 +104,8 @@ class Claim:
 
     @property
     def decided(self) -> bool:
-        """Whether its status allows a decision."""
-        return self.status in ("confirmatory", "exploratory")
+        """Whether its status allows a decision and runs test it."""
+        return not self.not_run and self.status in ("confirmatory", "exploratory")
 
     @property
     def compared(self) -> tuple[str, ...]:

@@ -67,6 +67,17 @@ def _geometric_mean(table: np.ma.MaskedArray, axis: int) -> np.ma.MaskedArray:
     return np.ma.array(np.exp(logs.mean(axis=axis)))
 
 
+def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
+    """Power of the queries times that of the keys over their alignment, geometric mean over layers and pairs, by probe.
+
+    The mean squared logit is the product of the three, so if it is above 1 between two runs and the logits grew, norms
+    explain more than half of the growth.
+    """
+    parts = [run.combined(f"logit_{part}", np.mean, modality) for part in ("q_power", "k_power", "alignment")]
+    (steps, q_power), (_, k_power), (_, alignment) = parts
+    return steps, np.exp(q_power + k_power - alignment)
+
+
 def largest_attention_logit(run: Run, modality: str | None = None) -> float:
     """`logit_series` at the end of the run, the median of the last three probes.
 

@@ -90,7 +90,7 @@ class Assessment:
 def assess(study: Study, claim: Claim) -> Assessment:
     """Assess one claim on its runs."""
     compared = compare(study, claim)
-    if any(not members.runs for members in compared.groups.values()):
+    if claim.not_run or any(not members.runs for members in compared.groups.values()):
         return Assessment(claim, compared)
     if claim.decided and claim.test == "count":
         return _counted(compared)

@@ -55,7 +55,7 @@ def by_family(claims: Iterable[Claim], status: str) -> dict[str, list[Claim]]:
     """The claims with this status by their `Claim.alpha_family`."""
     families: dict[str, list[Claim]] = {}
     for claim in claims:
-        if claim.status == status:
+        if claim.status == status and not claim.not_run:
             families.setdefault(claim.alpha_family, []).append(claim)
     return families
 
@@ -81,6 +81,10 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
         raise UserError(f"{where} needs treatment, control and min_effect")
     if claim.decided and claim.test == "count" and claim.min_effect >= 1:
         raise UserError(f"{where} counts runs: give a min_effect below 1, as it is a difference of shares")
+    if claim.not_run:
+        if claim.compared or claim.status == "control":
+            raise UserError(f"{where} has not_run: remove its treatment, control and arms, or remove not_run")
+        return
     if not claim.compared:
         raise UserError(f"{where} names no arms: give treatment and control, or arms")
     if claim.treatment and claim.treatment == claim.control:

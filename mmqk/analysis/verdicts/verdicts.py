@@ -4,7 +4,7 @@ reproduced      the interval lies beyond min_effect (equivalence: within it on b
                 passed), and all checks and the negative control passed
 contradicted    the interval lies short of min_effect (equivalence: beyond it on one side), all checks passed, and
                 the positive control passed
-not run         an arm has no finished run
+not run         an arm has no finished run, or the claim is registered with the reason why none tests it (not_run)
 inconclusive    every other case, and every claim with the status shown
 
 The level of the interval is corrected for the family of the claim (`multiple`). A run that diverged, or whose last
@@ -134,6 +134,8 @@ def _judge(
     claim, effect, groups = assessment.claim, assessment.effect, assessment.compared.groups.values()
     made = Verdict(**vars(assessment), runs=tuple(run.name for run in assessment.compared.runs))
     notes = [_sentence(claim.note)] if claim.note else []
+    if claim.not_run:
+        return replace(made, verdict="not run", notes=(_sentence(claim.not_run), *notes))
     if missing := [members.label for members in groups if not members.runs]:
         return replace(made, verdict="not run", notes=(*notes, f"No finished run of {', '.join(missing)}."))
     notes += [*about_targets(groups), *assessment.notes]

@@ -1,0 +1,51 @@
+"""Controls that a verdict rests on, each seen to fail: a planted violation turns the verdict."""
+
+import json
+
+import pytest
+
+from mmqk.analysis import judge, load_study
+from tests.analysis.fake_runs import Planted
+from tests.analysis.test_analysis_claims import BASIC, one, passed
+from tests.analysis.test_analysis_rates import own_best
+
+ARMS = {"a": Planted(20), "b": Planted(10), "c": Planted(10), "d": Planted(30), "e": Planted(10, spread=0.6)}
+SHOWS = {"id": "N", "statement": "another effect", "treatment": "d", "control": "b", "min_effect": 0.2}
+
+
+def test_selection_runs_without_some_of_their_numbers_decide_nothing(tmp_path):
+    excess = ([0.3, 0.1, 0.3], [0.3, 0.1, 0.3])
+    assert own_best(tmp_path, excess).verdict == "reproduced"
+    folder = tmp_path / "made"
+    path = sorted(folder.glob("a-lr0.04*/seed*/status.json"))[0]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lost": "metrics.jsonl lacks 3 steps"}))
+    found = judge(load_study(folder))[0]
+    assert found.verdict == "inconclusive" and not passed(found)["selection runs are complete"]
+
+
+@pytest.mark.parametrize(
+    "violation",
+    [{"control": "c", "treatment": "b"}, {"treatment": "e", "control": "b"}, {"treatment": "b", "control": "d"}],
+    ids=["no effect", "too wide", "the other way"],
+)
+@pytest.mark.parametrize("use", ["positive_control", "manipulation_check"])
+def test_a_claim_that_does_not_show_its_effect_is_no_control(tmp_path, violation, use):
+    """The claim is of no difference, which needs both."""
+    same = BASIC | {"treatment": "b", "control": "c", "test": "equivalence", use: "N"}
+    shown = one(tmp_path / "shown", ARMS, [same, SHOWS])
+    assert shown.verdict == "reproduced" and passed(shown)[f"{use.replace('_', ' ')} N"]
+    found = one(tmp_path / "violated", ARMS, [same, SHOWS | violation])
+    assert found.verdict == "inconclusive" and not passed(found)[f"{use.replace('_', ' ')} N"]
+
+
+def test_a_control_that_is_not_run_is_no_control(tmp_path):
+    same = BASIC | {"treatment": "b", "control": "c", "test": "equivalence", "positive_control": "N"}
+    found = one(tmp_path, ARMS, [same, {"id": "N", "statement": "a trend", "not_run": "It needs a GPU."}])
+    assert found.verdict == "inconclusive" and not passed(found)["positive control N"]
+
+
+def test_a_best_rate_that_nothing_chose_turns_an_equivalence(tmp_path):
+    same = BASIC | {"treatment": "b", "control": "c", "test": "equivalence", "lr_rule": "own_best"}
+    assert one(tmp_path / "free", ARMS, [{k: v for k, v in same.items() if k != "lr_rule"}]).verdict == "reproduced"
+    found = one(tmp_path / "bound", ARMS, [same])
+    assert found.verdict == "inconclusive" and not passed(found)["own best learning rate"]

@@ -1,0 +1,104 @@
+"""The grids of configs/claims: every claim of the literature once per scale, in families that can be decided in time."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmqk.analysis.stats.effects import quantile_t
+from mmqk.analysis.verdicts.claims import MOST_CONFIRMATORY, by_family, check_claims
+from mmqk.analysis.verdicts.decidable import check_decidable, few_seeds
+from mmqk.grid.claims import Claim, read_claims
+from mmqk.grid.grid import Grid
+from mmqk.grid.merge import load_grids
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "configs/claims"
+NAMES = ("learning_rates", "modalities", "placement", "competition")
+GRIDS = {
+    "cpu": [FOLDER / f"{name}.yaml" for name in NAMES],
+    "gpu": [FOLDER / f"gpu/{name}.yaml" for name in NAMES[:3]],
+}
+EVERY = {f"C{i}" for i in range(1, 27)}
+# Decided in norm_competition.yaml, or by the outcome of runs instead of by arms.
+ELSEWHERE = {"C11", "C9"}
+DECIDED = {f"C{i}" for i in (1, 2, 3, 8, 9, 10, 11, 12, 13, 15, 18, 24, 25)} - ELSEWHERE
+# One core of a small machine, with startup: 300 steps of demo.yaml 15 s, 1,500 steps of dial.yaml 95 s.
+SECONDS = {"demo.yaml": 0.05, "dial.yaml": 0.064}
+MOST_HOURS, CORES, FEWEST_SEEDS = 3.0, 2, 6
+
+
+@pytest.fixture(scope="module")
+def pools() -> dict[str, Grid]:
+    return {scale: load_grids(paths) for scale, paths in GRIDS.items()}
+
+
+def claims_of(pool: Grid) -> tuple[Claim, ...]:
+    names = {name for arm in pool.arms for name in (arm.name, *arm.points)}
+    return read_claims(pool.raw["claims"], names, pool.name, pool.path)
+
+
+def hours(pool: Grid) -> float:
+    """Upper bound on two cores: equal runs of different arms are counted twice."""
+    seconds = 0.0
+    for job in pool.jobs:
+        base = next(name for name in SECONDS if any(arg.endswith(f"/{name}") for arg in job.args))
+        seconds += SECONDS[base] * float(job.family.fields.get("trainer.max_steps", 300))
+    return seconds / CORES / 3600
+
+
+@pytest.mark.parametrize("scale", GRIDS)
+def test_every_claim_is_registered_once(scale):
+    registered = Counter(
+        claim["id"] for path in GRIDS[scale] for claim in yaml.safe_load(path.read_text())["claims"]
+    )
+    assert {id for id in registered if re.fullmatch(r"C\d+", id)} == EVERY
+    assert set(registered.values()) == {1}
+    assert sorted(GRIDS["gpu"]) == sorted((FOLDER / "gpu").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("scale", GRIDS)
+def test_the_claims_can_be_decided(pools, scale):
+    pool = pools[scale]
+    claims = claims_of(pool)
+    points = {}
+    for arm in pool.arms:
+        points[arm.name] = tuple(arm.points.values())
+        points |= {name: (point,) for name, point in arm.points.items()}
+    check_claims(claims, points, scale)
+    check_decidable(claims, pool.jobs, scale)
+    assert not few_seeds(claims, pool.jobs)
+    for claim in claims:
+        assert claim.not_run or claim.status == "control" or claim.seeds >= FEWEST_SEEDS, claim.id
+        assert not claim.decided or (claim.would_contradict and claim.source), claim.id
+
+
+@pytest.mark.parametrize("scale", GRIDS)
+def test_families_are_small_and_their_seeds_suffice(pools, scale):
+    families = by_family(claims_of(pools[scale]), "confirmatory")
+    assert len(families) >= 3
+    for members in families.values():
+        assert len(members) <= MOST_CONFIRMATORY
+        for claim in members:
+            # An effect of twice min_effect lies beyond it at Holm's first level if the seed spread is min_effect / 2.
+            error = claim.min_effect / 2 * math.sqrt(2 / claim.seeds)
+            assert quantile_t(1 - 0.025 / len(members), 2 * claim.seeds - 2) * error < claim.min_effect
+
+
+def test_the_cpu_pool_decides_what_it_should_in_time(pools):
+    claims = {claim.id: claim for claim in claims_of(pools["cpu"])}
+    assert {id for id in EVERY if claims[id].decided} >= DECIDED
+    assert all(claims[id].not_run for id in ELSEWHERE)
+    assert 0.5 < hours(pools["cpu"]) < MOST_HOURS
+    # The control: five times the seeds would not fit.
+    assert 5 * hours(pools["cpu"]) > MOST_HOURS
+
+
+def test_make_claims_trains_the_cpu_pool():
+    recipe = (ROOT / "Makefile").read_text().split("\nclaims:")[1].split("\n\n")[0]
+    assert [f"configs/claims/{name}.yaml" for name in NAMES] == re.findall(r"configs/claims/\S+\.yaml", recipe)
