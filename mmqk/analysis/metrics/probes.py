@@ -68,10 +68,10 @@ def _geometric_mean(table: np.ma.MaskedArray, axis: int) -> np.ma.MaskedArray:
 
 
 def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
-    """Power of the queries times that of the keys over their alignment, geometric mean over layers and pairs, by probe.
+    """Power of queries times power of keys over their alignment, by probe: the geometric mean over layers and pairs.
 
-    The mean squared logit is the product of the three, so if it is above 1 between two runs and the logits grew, norms
-    explain more than half of the growth.
+    The mean squared logit is the product of the three. So if the logits of one run are larger than those of another
+    and the ratio of this number is above 1, norms explain more than half of the growth.
     """
     parts = [run.combined(f"logit_{part}", np.mean, modality) for part in ("q_power", "k_power", "alignment")]
     (steps, q_power), (_, k_power), (_, alignment) = parts
