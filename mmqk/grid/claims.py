@@ -190,12 +190,17 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
     return tuple(claims)
 
 
-def check_report(report: Mapping[str, Any], names: Iterable[str], path: object) -> None:
-    """Refuse an unknown key of the report, and the name of an arm that does not exist."""
+def check_report(report: Mapping[str, Any], names: Iterable[str], claims: Sequence[Claim], path: object) -> None:
+    """Refuse an unknown key of the report, and the name of an arm or a claim that does not exist."""
     known(report, tuple(REPORT), f"{path}: report")
     for key in ("hero", "shown", "ranking"):
         where = f"{path}: report.{key}"
         check_arms(strings(report.get(key) or [], where), set(names), where)
+    for id in strings(report.get("specification") or [], f"{path}: report.specification"):
+        if not any(claim.id == id and claim.treatment and claim.control for claim in claims):
+            raise UserError(
+                f"{path}: report.specification: {id!r} is not a claim with a treatment and a control: name one"
+            )
 
 
 def check_arms(named: Sequence[str], arms: set[str], where: str) -> None:

@@ -15,6 +15,7 @@ from mmqk.analysis.formatting import DASH, listed, plural, slug
 from mmqk.analysis.metrics import LEARNED_NATS, LOSS_WINDOW, unigram_entropy
 from mmqk.analysis.verdicts.combined import Findings, read
 from mmqk.analysis.verdicts.ranking import Ranking, ranking
+from mmqk.analysis.verdicts.specification import specifications
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict
 from mmqk.report.compared import compared
@@ -34,6 +35,7 @@ from mmqk.report.ranking import ABOUT, ranking_csv, ranking_figure, ranking_rows
 from mmqk.report.render import TEMPLATES, css, render, scripts, themed
 from mmqk.report.run_table import anchor, run_rows, totals
 from mmqk.report.single import single
+from mmqk.report.specification import specification_csv, specification_figure
 from mmqk.report.tables import arm_rows, data_rows, environment, used_marks, verdict_rows
 from mmqk.store import UserError, relative_word, without_roots, write_folder
 
@@ -61,11 +63,12 @@ class Drawn:
     papers: list[Figure]
     forks: Figure | None
     ranking: Figure | None = None
+    specification: Figure | None = None
 
     @property
     def all(self) -> list[Figure]:
         """All figures in the order of the page."""
-        others = [figure for figure in (self.forks, self.ranking) if figure]
+        others = [figure for figure in (self.forks, self.ranking, self.specification) if figure]
         return [*self.main, *self.claims.values(), *self.papers, *others]
 
 
@@ -91,12 +94,14 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
     nodes = fork_tree(study)
     claims = {v.claim.id: claim_figure(study, v) for v in findings.verdicts}
     ranked = ranking(study)
+    specified = specifications(study)
     drawn = Drawn(
         figures(study),
         {id: figure for id, figure in claims.items() if figure is not None},
         paper_figures(study),
         fork_figure(study, nodes),
         ranking_figure(study, ranked) if ranked else None,
+        specification_figure(study, specified),
     )
     brush = Brush.of(study)
     files: dict[str, str | bytes] = {
@@ -111,6 +116,8 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
             files[f"figures/{figure.name}.{kind}"] = data
     if ranked:
         files["ranking.csv"] = ranking_csv(study, ranked)
+    if specified:
+        files["specification.csv"] = specification_csv(specified)
     content = page_content(findings, drawn, nodes, ranked)
     files["report.md"] = render("report.md", content)
     files["index.html"] = render("index.html", content | {"css": css()})
