@@ -1,4 +1,4 @@
-"""The grids of configs/claims: every claim of the literature once per scale, in families that can be decided in time."""
+"""The grids of configs/claims: every claim of the literature once per scale, with families, seeds and time."""
 
 from __future__ import annotations
 

@@ -55,10 +55,10 @@ def norm_series(statistic: str) -> BySeries:
 
 
 def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
-    """Power of the queries times that of the keys over their alignment, geometric mean over layers and pairs, by probe.
+    """Power of the queries times that of the keys over their alignment, by probe: geometric mean over layers and pairs.
 
-    The mean squared logit is the product of the three, so if it is above 1 between two runs and the logits grew, norms
-    explain more than half of the growth.
+    The mean squared logit is the product of the three. Between two runs of which one has larger logits, a ratio above
+    1 means that norms explain more than half of the growth.
     """
     parts = [run.combined(f"logit_{part}", np.mean, modality) for part in ("q_power", "k_power", "alignment")]
     (steps, q_power), (_, k_power), (_, alignment) = parts
