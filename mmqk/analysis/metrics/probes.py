@@ -55,7 +55,7 @@ def norm_series(statistic: str) -> BySeries:
 
 
 def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
-    """Power of the queries times that of the keys over their alignment, by probe: geometric mean over layers and pairs.
+    """Power of the queries times that of the keys over their alignment, by probe; geometric mean over layers, pairs.
 
     The mean squared logit is the product of the three. Between two runs of which one has larger logits, a ratio above
     1 means that norms explain more than half of the growth.
