@@ -65,7 +65,9 @@ METRICS = {
     ),
     "final_loss": _loss("final loss", "loss"),
     "final_excess": _loss("final excess", "excess"),
-    "final_log_z": Metric("final log Z", "nats", "linear", "high", final_log_z, log_z_series, by_modality=True),
+    "final_log_z": Metric(
+        "final log Z", "nats", "linear", "high", final_log_z, log_z_series, by_modality=True
+    ),
     "final_norm": probed("last-layer output norm", norm_series("final_norm")),
     "q_norm": probed("query norm", norm_series("q_norm")),
     "k_norm": probed("key norm", norm_series("k_norm")),
