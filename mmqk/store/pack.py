@@ -31,7 +31,8 @@ FILES = ("run.json", "status.json", METRICS_NAME, "alarms.jsonl", "config.yaml",
 # Statistics that a report reads: all their values are packed. Those that start with val_ are too.
 REPORTED = {
     "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_entropy", "attn_rank",
-    "q_norm", "k_norm", "v_norm", "resid_norm", "final_norm", "final_rms", "tokens_per_s",
+    "logit_alignment", "logit_k_power", "logit_q_power", "q_norm", "k_norm", "v_norm", "resid_norm", "final_norm",
+    "final_rms", "tokens_per_s",
 }  # fmt: skip
 # Of another series with more values every n-th is packed.
 MOST_VALUES = 1000

@@ -31,3 +31,9 @@ def test_it_grows_if_norms_explain_more_than_half_of_the_growth(tmp_path, grew):
 
 def test_a_run_without_these_parts_has_no_value(tmp_path):
     assert math.isnan(METRIC.measure(small_run(tmp_path / "none", {"q_norm/text/layer00": [1.0] * 3}), None))
+
+
+def test_log_z_is_the_last_one_on_held_out_data(tmp_path):
+    run = small_run(tmp_path / "z", {"val_log_z/text": {0: 6.9, 3: 2.5}, "log_z/text": [9.0, 8.0, 7.0]})
+    assert METRICS["final_log_z"].measure(run, "text") == 2.5
+    assert math.isnan(METRICS["final_log_z"].measure(run, "image"))

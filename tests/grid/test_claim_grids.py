@@ -1,4 +1,4 @@
-"""The grids of configs/claims: every claim of the literature once per scale, in families that can be decided."""
+"""The grids of configs/claims: every claim of the literature once per scale, with families, seeds and time."""
 
 from __future__ import annotations
 
@@ -101,4 +101,6 @@ def test_the_cpu_pool_decides_what_it_should_in_time(pools):
 
 def test_make_claims_trains_the_cpu_pool():
     recipe = (ROOT / "Makefile").read_text().split("\nclaims:")[1].split("\n\n")[0]
-    assert [f"configs/claims/{name}.yaml" for name in NAMES] == re.findall(r"configs/claims/\S+\.yaml", recipe)
+    assert [f"configs/claims/{name}.yaml" for name in NAMES] == re.findall(
+        r"configs/claims/\S+\.yaml", recipe
+    )

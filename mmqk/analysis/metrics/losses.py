@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmqk.analysis.runs.load import Run
+from mmqk.analysis.runs.load import Run, Series
 
 LOSS_WINDOW = 50
 LEARNED_NATS = 0.1
@@ -45,6 +45,17 @@ def final_loss(run: Run, modality: str, series: str = "loss") -> FinalLoss:
     if not len(training):
         return FinalLoss(math.nan, False)
     return FinalLoss(float(np.where(np.isnan(training), math.inf, training).mean()), False)
+
+
+def log_z_series(run: Run, modality: str | None = None) -> Series:
+    """Mean log Z of the output softmax on held-out data by step, in nats."""
+    return run.series(f"val_log_z/{modality}")
+
+
+def final_log_z(run: Run, modality: str | None = None) -> float:
+    """The last value of `log_z_series`; infinite if it is not finite, NaN without one."""
+    values = log_z_series(run, modality)[1]
+    return math.nan if not len(values) else float(values[-1]) if math.isfinite(values[-1]) else math.inf
 
 
 def initial_loss(run: Run, modality: str, series: str = "loss") -> float:

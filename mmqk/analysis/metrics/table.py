@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from mmqk.analysis.metrics.losses import final_loss
+from mmqk.analysis.metrics.losses import final_log_z, final_loss, log_z_series
 from mmqk.analysis.metrics.metric import End, FamilyMetric, Measured, Metric, alone
 from mmqk.analysis.metrics.probes import (
     EARLY_SHARE,
@@ -66,7 +66,9 @@ METRICS = {
     ),
     "final_loss": _loss("final loss", "loss"),
     "final_excess": _loss("final excess", "excess"),
-    "final_log_z": _loss("final log Z", "log_z"),
+    "final_log_z": Metric(
+        "final log Z", "nats", "linear", "high", final_log_z, log_z_series, by_modality=True
+    ),
     "final_norm": probed("last-layer output norm", norm_series("final_norm")),
     "q_norm": probed("query norm", norm_series("q_norm")),
     "k_norm": probed("key norm", norm_series("k_norm")),
