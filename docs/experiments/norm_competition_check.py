@@ -1,0 +1,190 @@
+"""Recompute the claims of norm_competition from its runs, by docs/metrics.md and docs/evidence.md alone.
+
+    python norm_competition.py RUNS_OR_ZIP GRID.yaml [--compare verdicts.json]
+
+Not recomputed: the check `declared`, the QK-Norm bound, alarms that are lost, and the false discovery rate of
+exploratory claims (the 95 % interval judges them).
+"""
+
+import argparse
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import yaml
+from scipy import stats
+
+NOT_ABOVE, NOT_BELOW = {"none", "below"}, {"none", "above"}
+
+def reader(source):
+    if source.suffix != ".zip":
+        return lambda name: (source / name).read_text() if (source / name).exists() else ""
+    names = set((pack := zipfile.ZipFile(source)).namelist())
+    root = next(n for n in names if n.endswith("ablation.json"))[: -len("ablation.json")]
+    return lambda name: pack.read(root + name).decode() if root + name in names else ""
+
+def diverged(rows, warmup, trained):
+    """The rule of docs/metrics.md, on the training excess or else the loss."""
+    for m in trained:
+        key = f"excess/{m}" if f"excess/{m}" in rows[-1] else f"loss/{m}"
+        step, x = np.array([(r["step"], r[key]) for r in rows if key in r], float).T
+        high = np.convolve((x > x[0] + 0.1) & (step > warmup), np.ones(50), "valid")
+        medians = np.median(np.lib.stride_tricks.sliding_window_view(x, 50), axis=1)
+        rise = max(medians - np.minimum.accumulate(medians))
+        if not np.isfinite(x).all() or max(high) > 49.5 or rise > 0.5:
+            return True
+    return False
+
+def value(metric, rows, completed):
+    """The metric of one run, on its scale (log for all but losses)."""
+    name, _, modality = metric.partition("/")
+    if name == "final_loss":
+        key = ("val_loss/" if completed else "loss/") + modality
+        return float(np.mean([r.get(key, np.nan) for r in rows[-1 if completed else -50 :]]))
+    probes = []
+    for r in [r for r in rows if any(k.startswith("q_norm/") for k in r)][-3:]:
+        chosen = {k: float(v) for k, v in r.items() if k.count("/") and modality in ("", k.split("/")[1])}
+        if name == "largest_attention_logit":
+            probes.append(max(v for k, v in chosen.items() if k.startswith("attn_logit_absmax/")))
+        elif name == "final_norm":
+            probes.append(np.mean([v for k, v in chosen.items() if k.startswith("final_norm/")]))
+        else:  # qk_norm_product: geometric mean over layers and modalities
+            logs = [np.log(v * chosen["k" + k[1:]]) for k, v in chosen.items() if k.startswith("q_norm/")]
+            probes.append(np.exp(np.mean(logs)) if logs else np.nan)
+    return float(np.log(np.median(probes)))
+
+def load(read, metrics, blocks):
+    """The finished runs, {arm: {seed: run}}, and the number of planned runs of each arm."""
+    arms, planned = {}, {}
+    for plan in json.loads(read("ablation.json"))["runs"]:
+        arm, folder = plan["arm"], plan["folder"]
+        status = json.loads(read(folder + "/status.json") or "{}")
+        planned[arm] = planned.get(arm, 0) + (plan["role"] == "verdict")
+        if plan["role"] != "verdict" or status.get("status") not in ("completed", "diverged"):
+            continue
+        config = yaml.load(read(folder + "/config.yaml"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        lines = [json.loads(line) for line in read(folder + "/metrics.jsonl").splitlines()]
+        # A resume repeats steps: the last row of a step counts.
+        rows = [row for _, row in sorted({row["step"]: row for row in lines}.items())]
+        weights, done = config["loss"]["weights"], status["status"] == "completed"
+        trained = [k[5:] for k in rows[1] if k.startswith("loss/") and weights.get(k[5:], 1)]
+        run = {m: value(m, rows, done) for m in metrics} | {"folder": folder}
+        unigram = {m: rows[0][f"val_unigram/{m}"] for m in trained}
+        run["learned"] = all(rows[-1].get(f"val_loss/{m}", np.inf) < u - 0.1 for m, u in unigram.items())
+        run["failed"] = not done or diverged(rows, config["optim"]["warmup_steps"], trained)
+        run["lost"] = bool(status.get("lost")) or len(rows) != status["step"] + 1
+        run["block"] = blocks[plan["family"]] + str(plan["point"])  # a block at one point of the axes
+        arms.setdefault(arm, {})[plan["seed"]] = run
+    return arms, planned
+
+def judge(claim, arms, planned):
+    """Effect, interval, p and failed checks of a claim; None without a shared seed."""
+    names, metric = [claim["treatment"], claim["control"]], claim["metric"]
+    pair = [arms.get(name, {}) for name in names]
+    n = len(seeds := sorted(set(pair[0]) & set(pair[1])))
+    if not n:
+        return None
+
+    def finite(runs):
+        return [r[metric] for r in runs if not r["failed"] and np.isfinite(r[metric])]
+
+    runs, block = [p[s] for p in pair for s in seeds], pair[0][seeds[0]]["block"]
+    worst = max(finite(runs), default=np.nan)
+    x = [np.mean([(finite([p[s]]) or [worst])[0] for s in seeds]) for p in pair]
+    values = {}  # the treatment's block and the control
+    for arm, of in arms.items():
+        found = finite([r for r in of.values() if not r["lost"] and (r["block"] == block or arm in names)])
+        values |= {arm: found} if len(found) > 1 else {}
+    df, two = sum(len(v) - 1 for v in values.values()), [values.get(name) for name in names]
+    out = {"n": n, "means": x, "effect": x[0] - x[1], "ends": None, "how": "none", "p": 1.0, "sd": np.nan}
+    if df:
+        out["sd"] = np.sqrt(sum(np.var(v, ddof=1) * (len(v) - 1) for v in values.values()) / df)
+        se, out["how"] = out["sd"] * np.sqrt(2 / n), "pooled"
+        parts = [np.var(v, ddof=1) / n for v in two] if all(two) else [0]
+        if sum(parts) > se**2 * (1 + 1e-9):
+            se, out["how"] = np.sqrt(sum(parts)), "Welch"
+            df = sum(parts) ** 2 / sum(q**2 / (len(v) - 1) for q, v in zip(parts, two, strict=True))
+        out |= {"se": se, "df": df, "p": 2 * stats.t.sf(abs(out["effect"] - claim["min_effect"]) / se, df)}
+        out["ends"] = out["effect"] + se * stats.t.ppf([0.025, 0.975], df)
+    checks = {"a bound": len(finite(runs)) < len(runs), "lost": any(r["lost"] for r in runs),
+              "learned": "learned" not in claim.get("unchecked", {}) and not all(r["learned"] for r in runs),
+              "seeds": n < 3 or claim.get("seeds", n) != n,
+              "unfinished": any(len(arms[a]) < planned[a] for a in names)}
+    every = {r["folder"] for p in pair for r in p.values()}
+    return out | {"runs": every, "failed": [k for k, v in checks.items() if v]}
+
+def decide(claim, r, level=0.95):
+    if r["failed"] or r["ends"] is None:
+        return "inconclusive"
+    low, high = r["effect"] + r["se"] * stats.t.ppf([(1 - level) / 2, (1 + level) / 2], r["df"])
+    least = claim["min_effect"]
+    yes, no = low > least, high < least
+    if claim.get("test") == "equivalence":
+        yes, no = -least < low and high < least, low > least or high < -least
+    return "reproduced" if yes else "contradicted" if no else "inconclusive"
+
+def compare(page, results, verdicts):
+    """Print the largest differences from the page; exit 1 if one exceeds 1e-3."""
+    page, effect, interval = {v["claim"]: v for v in page}, (0.0, "-"), (0.0, "-")
+    same = [i for i, r in results.items() if set(page[i]["runs"]) == r["runs"]]
+    for i in same:
+        mine, its = results[i]["ends"], page[i]["interval"]
+        effect = max(effect, (abs(results[i]["effect"] - page[i]["effect"]), i))
+        one = np.inf if (mine is None) != (its is None) else 0.0
+        interval = max(interval, (one if mine is None or its is None else max(abs(mine - its)), i))
+        if verdicts[i] != page[i]["verdict"]:
+            print(f"verdict of {i}: {verdicts[i]} here, {page[i]['verdict']} on the page")
+    print(f"{len(same)} claims compared; other runs on the page:", sorted(results.keys() - set(same)))
+    print("largest difference of effect: {:.2g} ({})\nof interval: {:.2g} ({})".format(*effect, *interval))
+    sys.exit(int(not same or max(effect[0], interval[0]) > 1e-3))
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    _ = [parser.add_argument(name, type=Path) for name in ("runs", "grid", "--compare")]
+    args = parser.parse_args()
+    grid = yaml.safe_load(args.grid.read_text())
+    claims = {c["id"]: c for c in grid["claims"]}
+    blocks = {k: v.get("block", "") for k, v in grid["arms"].items()}
+    arms, planned = load(reader(args.runs), {c["metric"] for c in claims.values()}, blocks)
+    results = {i: r for i, c in claims.items() if (r := judge(c, arms, planned))}
+    first = {i: decide(claims[i], r) for i, r in results.items()}
+    for i, r in results.items():
+        controls = [k for k in ("positive_control", "manipulation_check") if k in claims[i]]
+        r["failed"] += [k for k in controls if first.get(claims[i][k]) != "reproduced"]
+    verdicts, families = {i: decide(claims[i], r) for i, r in results.items()}, {}
+    for i, c in claims.items():
+        if c["status"] == "confirmatory":
+            families.setdefault(c["alpha_family"], []).append(i)
+    for ids in families.values():  # Holm; a claim that cannot be judged counts with p = 1
+        ids.sort(key=lambda i: 1.0 if i not in results or results[i]["failed"] else results[i]["p"])
+        for k, i in enumerate(ids):
+            if i in results:
+                stopped = any(verdicts.get(j) in (None, "inconclusive") for j in ids[:k])
+                level = 1 - 0.05 / (len(ids) - k)
+                verdicts[i] = "inconclusive" if stopped else decide(claims[i], results[i], level)
+    row = "{:<16}{:>3}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}  {:<10}{:<14}{}".format
+    print(row("claim", "n", "treatm.", "control", "effect", "low", "high", "sd", "by", "verdict", "failed"))
+    for i, r in results.items():
+        ends = [np.nan] * 2 if r["ends"] is None else r["ends"]
+        numbers = [f"{v:.3f}" for v in (*r["means"], r["effect"], *ends, r["sd"])]
+        print(row(i, r["n"], *numbers, r["how"], verdicts[i], ", ".join(r["failed"]) or "-"))
+    print(f"No finished runs: {len(claims) - len(results)} claims. Losses: nats; else natural logs.\n")
+    for h in grid["hypotheses"]:
+        marks = ""
+        for i, says in h["predicts"].items():
+            possible, least = NOT_ABOVE | NOT_BELOW, claims[i]["min_effect"]
+            allowed = {"not above": NOT_ABOVE, "not below": NOT_BELOW}.get(says, {says})
+            if i in results and results[i]["ends"] is not None and not results[i]["failed"]:
+                low, high = results[i]["ends"]
+                ranges = {"above": (least, np.inf), "none": (-least, least), "below": (-np.inf, -least)}
+                possible = {k for k, (a, b) in ranges.items() if high > a and low < b}
+            marks += "+" if possible <= allowed else "?" if possible & allowed else "-"
+        whole = "contradicted" if "-" in marks else "not told apart" if "?" in marks else "supported"
+        print(f"{h['id']:<14}{whole:<16}{marks:<14}{', '.join(h['predicts'])}")
+    if args.compare:
+        compare(json.loads(args.compare.read_text()), results, verdicts)
+
+if __name__ == "__main__":
+    main()
