@@ -48,7 +48,7 @@ def test_the_primary_contrasts_change_one_thing_each(study):
         assert trained_targets(mid) == trained_targets(runs[f"image_off-{rate}"])
         floors = {name: Dial(runs[f"{name}-{rate}"].data.dial).floors() for name in ("mid", "hi")}
         assert floors["mid"]["image"] == pytest.approx(floors["mid"]["text"])
-        assert floors["hi"]["image"] - floors["hi"]["text"] > 2
+        assert floors["hi"]["image"] - floors["hi"]["text"] > 1.5
         assert sum(floors["hi"].values()) == pytest.approx(sum(floors["mid"].values()))
     # The controls: other rates differ in more, and without its batch the image loss is not matched.
     assert unequal(runs["mid-low"], runs["hi-high"]) > entropies
@@ -62,7 +62,7 @@ def test_each_mechanism_is_removed_from_the_same_run(study):
         assert len(changed) == 1, (name, changed)
     assert trained_targets(runs["text_only"]) == trained_targets(runs["mid-edge"])
     shares = runs["hi_shares"].loss.weights
-    assert shares["text"] * 1.5 == pytest.approx(shares["image"] * 4.0, rel=1e-3)
+    assert shares["text"] * 1.5 == pytest.approx(shares["image"] * 3.5)
     assert sum(shares.values()) == pytest.approx(2)
 
 
