@@ -25,6 +25,10 @@ L2 = {"qk_norm_l2", "qk_norm_l2_per_head", "qk_norm_cosine"}
 WITH_BIAS = {"qk_norm_layer_bias", "qk_norm_per_head"}
 # A bias under any other kind, and the choices of RMS and LayerNorm under l2, when one kind is set over the other.
 BIAS_OF_ANOTHER_KIND = {(a, b) for a in WITH_BIAS for b in WITH_QK_NORM - WITH_BIAS - {"qk_norm_layer"}}
+IN_ITS_PLACE = {
+    "post_norm", "sandwich", "post_gain_zero", "residual_gate", "depth_scale_norm", "depth_scale_branch",
+    "output_init_total", "output_init_depth",
+}  # fmt: skip
 REFUSED = {
     frozenset(pair)
     for pair in (
@@ -35,6 +39,7 @@ REFUSED = {
         ("qk_norm_zero_centered", "qk_norm_l2"),
         ("qk_norm_no_gain", "untie_qk_norm"),
         *(("depth_scale_norm", key) for key in ("post_norm", "post_gain_zero")),
+        *(("deep_norm", key) for key in IN_ITS_PLACE),
         ("attn_sink", "sigmoid_attention"),
         ("attn_sink", "separate_ends"),
         *((key, other) for key in ("muon", "adamh") for other in ("split_second_moment", "update_clip")),

@@ -45,14 +45,24 @@ def check_qk_clip(optim: OptimConfig, model: ModelConfig) -> None:
         )
 
 
-def check_matrices(optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, forked: bool) -> None:
-    """Raise ValueError for fields that need Adam's moments of every matrix, or a norm that may change."""
+def check_matrices(
+    optim: OptimConfig, model: ModelConfig, monitor: MonitorConfig, parent: str | None = None
+) -> None:
+    """Raise ValueError for fields that need Adam's moments of every matrix, or a norm that may change.
+
+    Args:
+        optim: The optimizer.
+        model: The model.
+        monitor: The monitors.
+        parent: `optim.matrices` of the parent of a fork; None for a run from initial weights.
+    """
+    if parent not in (None, optim.matrices) and "muon" in (parent, optim.matrices):
+        raise ValueError(
+            f"optim.matrices is {parent} in the parent and {optim.matrices} here, and a fork cannot change it,"
+            " because muon has other moments than Adam: keep the parent's value, or start a new run."
+        )
     if optim.matrices == "muon":
-        wanted = {
-            "monitor.parameters": monitor.parameters,
-            "monitor.second_moment": monitor.second_moment,
-            "a fork": forked,
-        }
+        wanted = {"monitor.parameters": monitor.parameters, "monitor.second_moment": monitor.second_moment}
         for name, is_wanted in wanted.items():
             if is_wanted:
                 raise ValueError(

@@ -131,6 +131,7 @@ def check_forkable(old: ModelConfig, new: ModelConfig) -> None:
         "head_dim": "d_head",
         "mlp_width": "d_ff",
         "mlp": "mlp",
+        "deep_norm": "deep_norm",
         "separate_first": "separate_first",
         "separate_last": "separate_last",
         "vocab_sizes": "vocab_sizes",

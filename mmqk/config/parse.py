@@ -213,7 +213,8 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
             sink=model.attn_sink,
         )
         check_qk_clip(sections["optim"], model)
-        check_matrices(sections["optim"], model, sections["monitor"], fork is not None)
+        parent = None if fork is None else fork.parent.config["optim"].get("matrices", "adamw")
+        check_matrices(sections["optim"], model, sections["monitor"], parent)
         check_shown(parsed.compile, parsed.activation_checkpointing, parsed.backend, sections["optim"])
         if trainer.strategy == "fsdp":
             check_sharded(model, sections["optim"], sections["loss"], sections["monitor"])

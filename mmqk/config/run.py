@@ -29,7 +29,7 @@ SECTIONS: dict[str, type] = {
 NEWER = {
     "model": (
         "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate", "depth_scale", "embed_norm",
-        "separate_first", "separate_last",
+        "deep_norm", "separate_first", "separate_last",
     ),
     "monitor": ("matrices", "channels", "second_moment", "curvature"),
     "optim": ("matrices", "update_clip", "adagc", "skip_step", "msign_every"),

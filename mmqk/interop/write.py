@@ -105,6 +105,7 @@ def architecture_of(config: ModelConfig) -> str:
         ("mlp_norm", config.mlp_norm, False),
         ("residual_gate", config.residual_gate, None),
         ("depth_scale", config.depth_scale, "none"),
+        ("deep_norm", config.deep_norm, False),
         ("embed_scale", config.embed_scale, dict.fromkeys(config.embed_scale, 1.0)),
         ("separate_first", config.separate_first, 0),
         ("separate_last", config.separate_last, 0),

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         untie_norm = config.per_modality.qk_norm or (separate and config.qk_norm.kind != "none")
         self.w_q = untied(lambda: linear(config, D, H * K), config, untie_qk)
         self.w_k = untied(lambda: linear(config, D, G * K), config, untie_qk)
-        self.w_v = untied(lambda: linear(config, D, G * K), config, separate)
+        self.w_v = untied(lambda: linear(config, D, G * K, value_init_scale(config)), config, separate)
         self.w_o = untied(lambda: linear(config, H * K, D, output_init_scale(config, layer)), config, separate)
         self.q_norm = untied(lambda: qk_norm(config.qk_norm, H, K, "q"), config, untie_norm)
         self.k_norm = untied(lambda: qk_norm(config.qk_norm, G, K, "k"), config, untie_norm)
@@ -127,8 +127,15 @@ class Attention(nn.Module):
         )
 
 
+def value_init_scale(config: ModelConfig) -> float:
+    """Factor on the initial size of W_v and of the first matrices of the MLP, by `config.deep_norm`."""
+    return (8 * config.n_layers) ** -0.25 if config.deep_norm else 1.0
+
+
 def output_init_scale(config: ModelConfig, layer: int) -> float:
-    """Factor on the initial size of a sublayer's last matrix, by `config.output_init`."""
+    """Factor on the initial size of a sublayer's last matrix, by `config.output_init` or `config.deep_norm`."""
+    if config.deep_norm:
+        return value_init_scale(config)
     return {"plain": 1.0, "total": (2 * config.n_layers) ** -0.5, "depth": (2 * (layer + 1)) ** -0.5}[
         config.output_init
     ]

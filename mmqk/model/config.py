@@ -169,6 +169,9 @@ class ModelConfig:
         depth_scale: Fixed factors that depend on depth: none; norm (each pre-norm's output over sqrt(layer + 1):
             LayerNorm Scaling, arXiv 2502.05795) or branch (each branch over sqrt(2 n_layers): Granite's
             residual_multiplier).
+        deep_norm: Whether the residual stream is norm(alpha x + sublayer(x)) with alpha = (2 n_layers)^(1/4), without
+            other norms around the sublayers and without a final norm. W_v, W_o and the matrices of the MLP start
+            smaller, by (8 n_layers)^(-1/4) (DeepNorm, arXiv 2203.00555).
         residual_dropout: Probability of dropping an element of a sublayer's output before it is added.
         attn_dropout: Probability of dropping an attention weight.
         layer_scale: Initial value of a learned factor on each channel of a sublayer's output (LayerScale, arXiv
@@ -222,6 +225,7 @@ class ModelConfig:
     mlp_norm: bool = False
     residual_gate: float | None = number(None, 1e-6, 1e6)
     depth_scale: Literal["none", "norm", "branch"] = "none"
+    deep_norm: bool = False
     residual_dropout: float = number(0.0, 1e-6, BELOW_ONE, zero=True)
     attn_dropout: float = number(0.0, 1e-6, BELOW_ONE, zero=True)
     layer_scale: float | None = number(None, 1e-12, 1e6)
@@ -252,7 +256,8 @@ class ModelConfig:
             _to_defaults(self, "global_every", "local_rope_theta")
         if len(self.vocab_sizes) == 1:
             _to_defaults(self, "per_modality", "separate_first", "separate_last")
-        if not (self.pre_norm or self.post_norm):
+        self._check_deep_norm()
+        if not (self.pre_norm or self.post_norm or self.deep_norm):
             raise ValueError("model.pre_norm and model.post_norm are both false; set at least one of them.")
         if self.norm_bias and self.norm != "layer":
             raise ValueError(f"model.norm_bias belongs to model.norm layer, but model.norm is {self.norm}.")
@@ -311,6 +316,23 @@ class ModelConfig:
                 if self.vocab_sizes and modality not in self.vocab_sizes:
                     known = ", ".join(self.vocab_sizes)
                     raise ValueError(f"model.{name} names {modality!r}, but the modalities are {known}.")
+
+    def _check_deep_norm(self) -> None:
+        if not self.deep_norm:
+            return
+        replaced = {
+            "pre_norm true": self.pre_norm,
+            "post_norm true": self.post_norm,
+            "residual_gate": self.residual_gate is not None,
+            f"depth_scale {self.depth_scale}": self.depth_scale != "none",
+            f"output_init {self.output_init}": self.output_init != "plain",
+        }
+        for name, is_set in replaced.items():
+            if is_set:
+                raise ValueError(
+                    f"model.deep_norm has its norms, factors and initial sizes in place of model.{name}: remove one"
+                    " of them."
+                )
 
     def _check_untied(self) -> None:
         if self.per_modality.norms and self.norm_gain == "none" and not self.norm_bias:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .attention import Attention, Tap, no_tap, output_init_scale
+from .attention import Attention, Tap, no_tap, output_init_scale, value_init_scale
 from .backends import RowStats, documents_of, mask_of
 from .config import ModelConfig
 from .init import init_weights
@@ -45,10 +45,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        D, F_ = config.d_model, config.mlp_width
+        D, F_, scale = config.d_model, config.mlp_width, value_init_scale(config)
         self.kind = config.mlp
-        self.w_gate = None if config.mlp == "gelu" else linear(config, D, F_)
-        self.w_up = linear(config, D, F_)
+        self.w_gate = None if config.mlp == "gelu" else linear(config, D, F_, scale)
+        self.w_up = linear(config, D, F_, scale)
         self.w_down = linear(config, F_, D, output_init_scale(config, layer))
         self.clamp = config.mlp_clamp
         self.norm = stream_norm(config, width=F_) if config.mlp_norm else nn.Identity()
@@ -66,7 +66,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. Disabled modules are the identity; the residual stream itself is never normalized.
+    """One layer. Disabled modules are the identity; only `deep_norm` normalizes the residual stream itself.
 
     ```
     x ─┬─────────────────────────────────────────────────────────────────────────(+)── h
@@ -77,6 +77,7 @@ class Block(nn.Module):
     pre_norm, post_norm = (on, off)  Llama, Chameleon-7B
                           (off, on)  Chameleon-34B, Swin, OLMo 2
                           (on, on)   sandwich, Peri-LN, Gemma 2
+                          (off, off) deep_norm: x = attn_deep_norm(alpha x + branch), then mlp_deep_norm
     ```
 
     Attributes:
@@ -105,6 +106,8 @@ class Block(nn.Module):
         self.attn_post_norm = norm(config.post_norm, config.post_gain_init)
         self.mlp_post_norm = norm(config.post_norm, config.post_gain_init)
         self.attn_layer_scale, self.mlp_layer_scale = layer_scale(), layer_scale()
+        self.attn_deep_norm, self.mlp_deep_norm = norm(config.deep_norm), norm(config.deep_norm)
+        self.stream_scale = (2 * config.n_layers) ** 0.25 if config.deep_norm else None
         self.attention = Attention(config, backend, layer)
         self.mlp = untied(lambda: MLP(config, layer), config, config.per_modality.mlp or separate)
         self.dropout = nn.Dropout(config.residual_dropout)
@@ -118,7 +121,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, RowStats | None]:
         """`x + dropout(scale(post(sublayer(pre(x)))))` for attention, then for the MLP.
 
-        `residual_gate` replaces the sum.
+        `residual_gate` replaces the sum; `deep_norm` scales `x` and normalizes the sum.
 
         Returns:
             x_BTD, and the `RowStats` of the attention or None.
@@ -137,6 +140,7 @@ class Block(nn.Module):
         out_BTD = self._scaled(out_BTD, self.branch_scale)
         tap("attn_out", out_BTD)
         x_BTD = self._added(self.attn_residual_gate, x_BTD, out_BTD, modality_BT)
+        x_BTD = through(self.attn_deep_norm, x_BTD, modality_BT)
 
         in_BTD = self._scaled(through(self.mlp_pre_norm, x_BTD, modality_BT), self.input_scale)
         out_BTD = through(self.mlp, in_BTD, modality_BT)
@@ -145,6 +149,7 @@ class Block(nn.Module):
         out_BTD = self._scaled(out_BTD, self.branch_scale)
         tap("mlp_out", out_BTD)
         x_BTD = self._added(self.mlp_residual_gate, x_BTD, out_BTD, modality_BT)
+        x_BTD = through(self.mlp_deep_norm, x_BTD, modality_BT)
         tap("resid", x_BTD)
         return x_BTD, row_stats
 
@@ -156,7 +161,9 @@ class Block(nn.Module):
         self, gate: nn.Module | None, x_BTD: Tensor, out_BTD: Tensor, modality_BT: Tensor | None
     ) -> Tensor:
         out_BTD = self.dropout(out_BTD)
-        return x_BTD + out_BTD if gate is None else through(gate, x_BTD, modality_BT, out_BTD)
+        if gate is None:
+            return self._scaled(x_BTD, self.stream_scale) + out_BTD
+        return through(gate, x_BTD, modality_BT, out_BTD)
 
 
 class Embedding(nn.Embedding):
@@ -209,7 +216,11 @@ class EarlyFusionTransformer(nn.Module):
         self.attn_scale_value = config.attn_scale_value
         self.embed = Embedding(config)
         self.blocks = nn.ModuleList(Block(config, backend, layer) for layer in range(config.n_layers))
-        self.final_norm = untied(lambda: stream_norm(config), config, config.per_modality.norms)
+        self.final_norm = (
+            nn.Identity()
+            if config.deep_norm
+            else untied(lambda: stream_norm(config), config, config.per_modality.norms)
+        )
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight

@@ -206,12 +206,13 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
             "‖y‖ of the MLP output that is added to the residual stream; mean and maximum", "–", INPUT, _TWICE,
             "the product in SwiGLU grows without limit", "norms"),
         Statistic(("resid_norm/MODALITY/layerNN", "resid_norm_max/MODALITY/layerNN"),
-            "‖x‖ of the residual stream after the layer; mean and maximum", "–", INPUT,
+            "‖x‖ of the residual stream after the layer, with deep_norm after its norm; mean and maximum", "–", INPUT,
             "variance about linear in depth with norms on both sides, exponential with pre-norm only (Peri-LN, arXiv"
             " 2502.02732 [S]); a gap of 1e4 between layers preceded a crash (Swin V2, arXiv 2111.09883, Fig. 2 [V])",
             "the outputs of late layers are too small to change the stream", "norms"),
         Statistic(("final_norm/MODALITY", "final_rms/MODALITY"),
-            "‖x‖ of the last layer's output before the final norm, and the same over √d_model", "–", INPUT,
+            "‖x‖ of the last layer's output before the final norm, with deep_norm after the layer's norm, and the"
+            " same over √d_model", "–", INPUT,
             "no unlimited growth, which preceded divergence (Chameleon, arXiv 2405.09818, Fig. 5a [V]); healthy size"
             " not known",
             "the run is likely to diverge; the modality that grows first is more informative than the size", "norms"),
@@ -405,8 +406,9 @@ _GROUPS: dict[str, tuple[Statistic, ...]] = {
     ),
     "Precision": (
         Statistic(("absorb_error/MODALITY/layerNN", "absorb_error_if_bf16/MODALITY/layerNN"),
-            "‖e‖ / ‖y‖, e = bf16(x + y) − x − y, at the additions to the residual stream x; _if_bf16: for a stream"
-            " in bf16", "–", INPUT, "far below 1 [I]", "near 1: the addition is mostly noise", "precision"),
+            "‖e‖ / ‖y‖, e = bf16(x + y) − x − y, at the additions to the residual stream x, with deep_norm α x;"
+            " _if_bf16: for a stream in bf16", "–", INPUT, "far below 1 [I]", "near 1: the addition is mostly noise",
+            "precision"),
         Statistic(("absorb_bias/MODALITY/layerNN", "absorb_bias_if_bf16/MODALITY/layerNN"), "−⟨e, y⟩ / ‖y‖²", "–",
             INPUT, "near 0 [I]", "above 0: rounding shrinks the added vector", "precision"),
         Statistic(("absorbed/MODALITY/layerNN", "absorbed_if_bf16/MODALITY/layerNN"),

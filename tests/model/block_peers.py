@@ -80,6 +80,7 @@ def normed_rows(leaves):
 OTHER_EPS = {"norm_eps": 1e-3}
 LAYER, RMS = {"norm": "layer", "norm_bias": True}, {"norm": "rms", "norm_bias": False}
 POST = {"pre_norm": False, "post_norm": True}
+DEEP = {"pre_norm": False, "deep_norm": True}
 BLOCK_PEERS: list[Comparison] = [
     compare(
         ("layer_norm", "layer_scale"), "timm Block with LayerScale", EXACT, block,
@@ -105,6 +106,12 @@ BLOCK_PEERS: list[Comparison] = [
         ("sandwich",), "x-transformers AttentionLayers(sandwich_norm)", FP32_INSIDE, block,
         {"post_norm": True, "norm_eps": TINY, "mlp": "swiglu"}, outside.x_transformers_sandwich,
         {"pre-norm alone": {"post_norm": False}, "post-norm alone": {"pre_norm": False}, "epsilon": OTHER_EPS},
+    ),
+    compare(
+        ("deep_norm",), "x-transformers AttentionLayers(pre_norm=False, scale_residual_constant)", FP32_INSIDE, block,
+        DEEP | {"n_layers": 8, "norm": "layer"}, outside.x_transformers_deep_norm(2.0),
+        {"another depth": {"n_layers": 7}, "post-norm": renamed(block(norm="layer", **POST)[1], "_deep_", "_post_"),
+         "epsilon": OTHER_EPS, "RMSNorm": {"norm": "rms"}},
     ),
     compare(
         ("residual_dropout",), "timm Block(proj_drop), same random numbers", EXACT, block,
@@ -212,6 +219,12 @@ BLOCK_PEERS += [
         ("output_init_total",), "transformers GPT2Model", MEASURED, SIZES, ours=initial_sizes(output_init="total"),
         theirs=outside.gpt2_initial_sizes,
         controls={how: initial_sizes(output_init=how) for how in ("plain", "depth")},
+    ),
+    Comparison(
+        ("deep_norm",), "formula written out", MEASURED, SIZES, ours=initial_sizes("every matrix", **DEEP),
+        theirs=lambda _: torch.tensor(LAYERS * [1, 1, *5 * [(8 * LAYERS) ** -0.25]]),
+        controls={"plain": initial_sizes("every matrix"),
+                  "the last matrices alone": initial_sizes("every matrix", output_init="total")},
     ),
     Comparison(
         ("output_init_depth",), "formula written out", MEASURED, SIZES, ours=initial_sizes(output_init="depth"),

@@ -180,15 +180,18 @@ def sigma_linear(steps: int) -> Function:
 def initial_sizes(of: str = "outputs", **fields) -> Function:
     """Measured standard deviations of initial weights, over 1 / sqrt(fan_in).
 
-    Of the last matrix of every sublayer in order, or of the rows of every modality in the embedding.
+    Of the last matrix of every sublayer in order, of every matrix (W_q, W_k, W_v, W_o, then the MLP's), or of the
+    rows of every modality in the embedding.
     """
 
     def measure(_: Leaves) -> Tensor:
         blocks = {"text": 256, "image": 256, "sound": 256}
-        config = ModelConfig(vocab_sizes=blocks, d_model=256, n_layers=LAYERS, d_ff=256, **fields)
-        made = EarlyFusionTransformer(config)
+        shape = {"vocab_sizes": blocks, "d_model": 256, "n_layers": LAYERS, "d_ff": 256}
+        made = EarlyFusionTransformer(ModelConfig(**(shape | fields)))
         if of == "embed":
             matrices = list(made.embed.weight.split(256))
+        elif of == "every matrix":
+            matrices = [m.weight for b in made.blocks for m in b.modules() if isinstance(m, nn.Linear)]
         else:
             matrices = [w for b in made.blocks for w in (b.attention.w_o.weight, b.mlp.w_down.weight)]
         return torch.stack([matrix.std() * matrix.shape[1] ** 0.5 for matrix in matrices]).detach()

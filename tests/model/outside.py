@@ -184,6 +184,32 @@ def x_transformers_sandwich(leaves: Leaves) -> Tensor:
     return functional_call(module, parameters, leaves["x"], strict=True)
 
 
+def x_transformers_deep_norm(alpha: float) -> Function:
+    """x-transformers' AttentionLayers of depth 1 with norms after the sums, whose streams are scaled by `alpha`."""
+
+    def forward(leaves: Leaves) -> Tensor:
+        from x_transformers.x_transformers import AttentionLayers
+
+        inner = leaves["mlp.w_up.weight"].shape[0]
+        module = AttentionLayers(
+            D, 1, H, causal=True, pre_norm=False, scale_residual_constant=alpha, norm_add_unit_offset=False,
+            attn_dim_head=K, ff_no_bias=True, ff_mult=inner / D,
+        ).double()  # fmt: skip
+        inside = {name.removeprefix("attention."): leaf for name, leaf in leaves.items()}
+        matrices = projections(inside, "to_q", "to_k", "to_v", "to_out")
+        parameters = {f"layers.0.1.{name}": leaf for name, leaf in matrices.items()}
+        own = dict(module.named_parameters())
+        for name, n in (("0.0", "up"), ("2", "down")):
+            parameters[f"layers.1.1.ff.{name}.weight"] = leaves[f"mlp.w_{n}.weight"]
+            bias = f"layers.1.1.ff.{name}.bias"
+            parameters |= {bias: torch.zeros_like(own[bias])} if bias in own else {}
+        for n, sublayer in enumerate(("attn", "mlp")):
+            parameters[f"layers.{n}.0.2.gamma"] = leaves[f"{sublayer}_deep_norm.weight"]
+        return functional_call(module, parameters, leaves["x"], strict=True)
+
+    return forward
+
+
 def hf_attention(family: str, kv_heads: int, norms: tuple[str, str]) -> Function:
     """The attention layer of a transformers model, eager; its norms and softmax are in fp32."""
 

@@ -69,6 +69,7 @@ VARIANTS = {
         "embed_scale": {"image": 3.0},
         "final_softcap": 2.0,
     },
+    "deep norm": {"deep_norm": True, "pre_norm": False, "layer_scale": 0.4, "norm": "layer", "norm_bias": True},
     "separated ends": {
         "separate_first": 1,
         "separate_last": 1,

@@ -15,6 +15,8 @@ from mmqk.model import ModelConfig, PerModalityConfig, QKNormConfig, RopeScaling
         ({"n_layers": 0}, "model.n_layers is 0: it must be a whole number from 1"),
         ({"d_ff": -1}, "model.d_ff"),
         ({"pre_norm": False}, "model.pre_norm and model.post_norm"),
+        ({"deep_norm": True}, "model.deep_norm .* model.pre_norm true: remove one"),
+        ({"deep_norm": True, "pre_norm": False, "post_norm": True}, "model.deep_norm .* model.post_norm true"),
         ({"attn_softcap": 0.0}, "model.attn_softcap is 0.0: it must be a number from"),
         ({"final_softcap": -2.0}, "model.final_softcap"),
         ({"residual_dropout": 1.0}, r"model.residual_dropout is 1.0: it must be a number from"),

@@ -19,6 +19,7 @@ WRONG = {
         {"qk_norm": {"kind": "rms", "bias": False}},
     ],
     "swin": [{"qk_norm": {"place": "after_rope"}}, {"norm_eps": 0.1}],
+    "deep norm": [{"deep_norm": False, "post_norm": True}, {"n_layers": 2}, {"layer_scale": None}],
     "sandwich, capped": [{"attn_softcap": None}, {"final_softcap": None}],
     "inverse scale": [{"attn_scale": "none"}, {"norm_eps": 0.1}],
     "no scale": [{"attn_scale": "rsqrt"}],

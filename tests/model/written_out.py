@@ -99,6 +99,8 @@ class WrittenOut:
         c, kind = self.c, module.split("_")[-2]
         if (kind == "pre" and not c.pre_norm) or (kind == "post" and not c.post_norm):
             return x
+        if kind == ("final" if c.deep_norm else "deep"):
+            return x
         normalized = F.layer_norm if c.norm == "layer" else F.rms_norm
         return self.affine(module, normalized(x, x.shape, eps=c.norm_eps), t, c.norm_gain)
 
@@ -172,10 +174,12 @@ class WrittenOut:
             y = self.norm(f"{at}.{name}_post_norm", y, t)
             return y if self.c.layer_scale is None else y * self.get(f"{at}.{name}_layer_scale", "weight", t)
 
+        def add(name, y, out, t):
+            alpha = math.sqrt(math.sqrt(2 * self.c.n_layers)) if self.c.deep_norm else 1
+            return self.norm(f"{at}.{name}_deep_norm", alpha * y + branch(name, out, t), t)
+
         normed = [self.norm(f"{at}.attn_pre_norm", y, t) for t, y in enumerate(x)]
         out = self.attention(f"{at}.attention", layer, normed)
-        x = [y + branch("attn", out[t], t) for t, y in enumerate(x)]
-        return [
-            y + branch("mlp", self.mlp(f"{at}.mlp", self.norm(f"{at}.mlp_pre_norm", y, t), t), t)
-            for t, y in enumerate(x)
-        ]
+        x = [add("attn", y, out[t], t) for t, y in enumerate(x)]
+        out = [self.mlp(f"{at}.mlp", self.norm(f"{at}.mlp_pre_norm", y, t), t) for t, y in enumerate(x)]
+        return [add("mlp", y, out[t], t) for t, y in enumerate(x)]

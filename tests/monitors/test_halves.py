@@ -97,8 +97,10 @@ def test_an_absent_modality_is_an_absent_key_and_one_sequence_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_absorption_is_that_of_the_stream_that_the_layers_add_to(dtype):
-    model, batch = make_model(residual_dropout=0.3).to(dtype), make_batch()
+@pytest.mark.parametrize("deep", [False, True])
+def test_absorption_is_that_of_the_stream_that_the_layers_add_to(dtype, deep):
+    model, batch = make_model(residual_dropout=0.3, deep_norm=deep, pre_norm=not deep).to(dtype), make_batch()
+    alpha = 4**0.25 if deep else 1.0
     model.train()
     seen: dict[tuple[str, int], torch.Tensor] = {}
     model.eval()
@@ -107,20 +109,23 @@ def test_absorption_is_that_of_the_stream_that_the_layers_add_to(dtype):
         first = model.embed(batch.ids_BT)
     model.train()
     found = residual_absorption(model, batch).flat()
-    assert model.training and not model.blocks[0]._forward_pre_hooks
+    assert model.training and not any(module._forward_pre_hooks for module in model.modules())
     of_MBT = selection(batch.modality_BT, batch.valid_BT, 2)
     ending = "" if dtype == torch.bfloat16 else "_if_bf16"
     assert len(found) == 2 * 2 * 3
     for layer in range(2):
         x = first if layer == 0 else seen["resid", 0]
         attention, mlp = seen["attn_out", layer], seen["mlp_out", layer]
-        a, b = absorption(x, attention, of_MBT), absorption(x + attention, mlp, of_MBT)
+        a, added = absorption(alpha * x, attention, of_MBT), alpha * x + attention
+        with torch.no_grad():
+            between = model.blocks[layer].attn_deep_norm(added) if deep else added
+        b = absorption(alpha * between, mlp, of_MBT)
         for statistic, part in (("absorb_error", "error"), ("absorb_bias", "bias"), ("absorbed", "absorbed")):
             for m, name in enumerate(NAMES):
                 both = [getattr(p, part) for p in (a, b)]
                 mean = sum(float(p.sum[m]) for p in both) / sum(float(p.count[m]) for p in both)
                 assert found[f"{statistic}{ending}/{name}/layer0{layer}"] == pytest.approx(mean, rel=1e-6)
-    if dtype == torch.float32:  # control: a larger stream loses more
+    if dtype == torch.float32 and not deep:  # control: a larger stream loses more
         with torch.no_grad():
             model.embed.weight.mul_(1000)
         more = residual_absorption(model, batch).flat()

@@ -114,12 +114,13 @@ VARIANTS = [
     {"attention": "sigmoid", "qk_norm": QKNormConfig("rms", "full", "per_head")},
     {"qk_norm": QKNormConfig("l2", gain="per_head", scale_max=10.2, normalize_v=True)},
     {"per_modality": PerModalityConfig(norms=True, qk=True, mlp=True), "layer_scale": 0.5, "weight_reparam": "sigma"},
+    {"deep_norm": True, "pre_norm": False},
     {"attn_sink": True, "attn_gate": "head"},
     {"attn_sink": True, "attn_softcap": 2.0, "attn_gate": "element", "window": 12, "n_kv_heads": 1},
 ]
 IDS = [
-    "none", "rms", "layer-post", "cap", "window-gqa", "window", "sigmoid-full", "cosine", "untied", "sink-gate",
-    "sink-cap-gates",
+    "none", "rms", "layer-post", "cap", "window-gqa", "window", "sigmoid-full", "cosine", "untied", "deep-norm",
+    "sink-gate", "sink-cap-gates",
 ]  # fmt: skip
 
 

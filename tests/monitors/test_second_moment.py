@@ -141,7 +141,7 @@ def test_the_run_keeps_its_weights(logged):
 )
 def test_an_optimizer_with_other_moments_is_refused(optim, sentence):
     with pytest.raises(ValueError, match=sentence):
-        check_matrices(OptimConfig(**optim), MODEL, MONITOR, False)
-    check_matrices(OptimConfig(**optim), MODEL, MonitorConfig(), False)
+        check_matrices(OptimConfig(**optim), MODEL, MONITOR)
+    check_matrices(OptimConfig(**optim), MODEL, MonitorConfig())
     with pytest.raises(ValueError, match=r"monitor\.second_moment is part of a probe"):
         MonitorConfig(every_n_steps=0, second_moment=True)

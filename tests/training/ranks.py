@@ -13,6 +13,8 @@ from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import torch
+
 from mmqk.ablation.pool import PRELOAD, start_server
 
 RANKS = 2
@@ -20,7 +22,10 @@ SECONDS = 180.0
 
 
 def start(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1) -> list[ForkServerProcess]:
-    """Both processes, the first first; what they say goes to ``log`` with their numbers."""
+    """Both processes, the first first; what they say goes to ``log`` with their numbers.
+
+    With ddp, each process writes its last weights beside.
+    """
     start_server(PRELOAD)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -62,5 +67,11 @@ def _rank(rank: int, port: int, args: list[str], log: str, nodes: int) -> None:
     sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115 (until the process ends)
     from mmqk.store import cli_main
     from mmqk.train import process
+    from mmqk.training.step.module import TrainingModule
 
+    def keep(module: TrainingModule) -> None:
+        torch.save(module.model.state_dict(), f"{log}.weights")
+
+    if "--trainer.strategy=ddp" in args:
+        TrainingModule.on_train_end = keep  # type: ignore[method-assign]
     sys.exit(cli_main(process)(args))

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mmqk.checkpoint import save_checkpoint
 from mmqk.config import Parent, resolve
 from mmqk.data.datamodule import TokenDataModule
 from mmqk.model import EarlyFusionTransformer
-from mmqk.store import read_metrics
+from mmqk.store import UserError, read_metrics
 from mmqk.train import main
 
 WALL_CLOCK = {"tokens_per_s"}
@@ -91,6 +92,25 @@ def test_everything_that_has_a_state_goes_on(tiny_args, tmp_path):
     assert same(tensors(tmp_path / "fork"), tensors(tmp_path / "parent"))
     assert series(tmp_path / "fork") == series(tmp_path / "parent")
     assert any("w_q_growth/text/layer00" in line for line in series(tmp_path / "fork"))
+
+
+def test_a_run_with_muon_goes_on_with_the_moments_of_both_optimizers(tiny_args, tmp_path):
+    out = tmp_path / "parent"
+    fields = ["--optim.matrices=muon", "--optim.skip_step=6", "--model.deep_norm=true", "--model.pre_norm=false",
+              "--monitor.every_n_steps=0", "--checkpoint.keep=9"]  # fmt: skip
+    assert main([*tiny_args, *fields, f"--out={out}"]) == 0
+    fork(out, tmp_path / "fork")
+    assert same(tensors(tmp_path / "fork"), tensors(out)) and series(tmp_path / "fork") == series(out)
+    assert any(name.endswith("momentum_buffer") for name in tensors(out))
+    # The control: without the momentum of one matrix, the fork is another run.
+    content = saved(out, STEP)
+    buffer = next(own for own in content["optimizer_states"][0]["state"].values() if "momentum_buffer" in own)
+    buffer["momentum_buffer"].zero_()
+    save_checkpoint(content, out / f"checkpoints/step{STEP:08d}.ckpt")
+    fork(out, tmp_path / "other")
+    assert not same(tensors(tmp_path / "other"), tensors(out))
+    with pytest.raises(UserError, match=r"optim\.matrices is muon in the parent and adamw here"):
+        resolve([f"--fork={out}", "--optim.matrices=adamw", "--trainer.max_steps=14"])
 
 
 def test_the_newest_checkpoint_of_a_run_folder(parent, tmp_path):

@@ -78,6 +78,24 @@ def test_moments_of_a_scaled_matrix_are_those_of_gradients_scaled_the_other_way(
         assert torch.equal(found[other][moment], optimizer.state[model.get_parameter(other)][moment])
 
 
+def test_momentum_of_a_scaled_matrix_is_that_of_gradients_scaled_the_other_way():
+    config, name = OptimConfig(matrices="muon"), "blocks.0.attention.w_q.weight"
+    model, optimizer = stepped(config)
+    state, _ = optimizer_state(
+        optimizer.state_dict(), (config, model, ["text"]), (config, model, ["text"]),
+        carried(model, **{name: torch.tensor(4.0)}), lr=0.5,
+    )  # fmt: skip
+    _, expected = stepped(config, scale=0.25)
+    names = [n for p in (q for g in optimizer.param_groups for q in g["params"])
+             for n, other in model.named_parameters() if other is p]  # fmt: skip
+    found, theirs, before = ({n: own["state"][i] for i, n in enumerate(names)}
+                             for own in (state, expected.state_dict(), optimizer.state_dict()))  # fmt: skip
+    assert found[name].keys() == {"momentum_buffer"}
+    torch.testing.assert_close(found[name]["momentum_buffer"], theirs[name]["momentum_buffer"])
+    for other in set(names) - {name}:
+        assert all(torch.equal(found[other][key], before[other][key]) for key in before[other])
+
+
 def split_states(trained_before, trained_after, split_before=True, split_after=True):
     before, after = (OptimConfig(split_second_moment=s) for s in (split_before, split_after))
     module = module_of(MODEL, split_second_moment=split_before)

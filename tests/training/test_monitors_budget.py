@@ -79,6 +79,7 @@ CASES = {
     "split moments": ({}, {"split_second_moment": True}, {"accumulate": 2, "clip": 0.05}, {}),
     "split, one off": ({}, {"split_second_moment": True}, {}, {"weights": {"text": 0.0}}),
     "one off": ({}, {}, {"clip": 0.5}, {"weights": {"text": 0.0}}),
+    "update clipping": ({}, {"update_clip": True, "weight_decay": 0.5}, {"accumulate": 2, "clip": 0.05}, {}),
     "fixed norm": ({}, {"matrices": "adamh"}, {"accumulate": 2, "clip": 0.05}, {}),
     "Muon": ({}, {"matrices": "muon", "weight_decay": 0.5}, {"accumulate": 2, "clip": 0.05}, {}),
     "MuonClip": ({}, {"matrices": "muon", "qk_clip": 1e-3}, {}, {}),
@@ -130,6 +131,14 @@ def test_the_step_of_adamh_is_not_that_of_adamw(logged, monkeypatch):
     for name in ("w_q", "w_k"):
         rest, step = (abs(logged[3][f"{name}_growth_{part}/layer00"]) for part in ("rest", "step"))
         assert rest > 0.1 * step
+
+
+def test_the_step_of_a_clipped_update_is_not_that_of_adamw(logged, monkeypatch):
+    """The control of the case `update clipping`: without the factor the rest would not be rounding."""
+    monkeypatch.setattr(window, "_clipped_lr", lambda update, gradient: update.lr)
+    fit(module_of(update_clip=True), batches_of(3), callbacks=[RunMonitor(EVERYTHING)])
+    parts = [abs(logged[3][f"w_q_growth_{part}/layer00"]) for part in ("rest", "step")]
+    assert parts[0] > 1e-3 * parts[1]
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])

@@ -109,6 +109,31 @@ def test_half_of_the_batch_is_another_run(tiny_args, tmp_path):
         assert half[name] != pytest.approx(whole[name], rel=5e-3), name
 
 
+# Every remedy of the optimizer; a step is skipped after 64 others.
+FEW = ["--monitor.every_n_steps=0", "--data.val_every_n_steps=0", "--checkpoint.every_n_steps=0"]
+OPTIMIZERS = {
+    "muon, adagc": ["--optim.matrices=muon", "--optim.adagc=1.05"],
+    "adamh, msign": ["--optim.matrices=adamh", "--optim.msign_every=5"],
+    "update_clip, skip_step": ["--optim.update_clip=true", "--optim.skip_step=0.1", "--trainer.max_steps=80"],
+}
+
+
+def test_remedies_of_the_optimizer_act_alike_in_both_processes(tiny_args, tmp_path):
+    for name, fields in OPTIMIZERS.items():
+        one, two, log = (tmp_path / f"{name} {what}" for what in ("one", "two", "log"))
+        args = [*tiny_args, "--data.batch_size=8", *FEW, *fields]
+        assert main([*args, f"--out={one}"]) == 0
+        assert train([*args, f"--out={two}"], log) == [0, 0], Path(f"{log}0").read_text()
+        first, second = (torch.load(f"{log}{rank}.weights") for rank in (0, 1))
+        assert all(torch.equal(first[n], second[n]) for n in first), name
+        alone = load_model(one).state_dict()
+        for parameter, weight in first.items():
+            torch.testing.assert_close(weight, alone[parameter], rtol=2e-2, atol=5e-4, msg=f"{name}: {parameter}")
+        if "skip_step" in name:
+            guards = torch.load(next(iter((two / "checkpoints").iterdir())), weights_only=True)["mmqk_guards"]
+            assert 0 < int(guards["skip_step"]["skipped"]) < 16
+
+
 def test_resume_is_exact_among_as_many(pair, tmp_path):
     strategy, _, two = pair
     args = rewind(two, tmp_path / "again", 8)

@@ -18,7 +18,7 @@ class AdamUpdate:
         after: the tensor after it.
         second_moment: Adam's v after the step, before bias correction.
         step: number of updates including this one; may be a tensor, which stays on its device.
-        lr: learning rate of this step.
+        lr: learning rate of this step, after update clipping.
         betas: decays of the moments.
         eps: epsilon.
         weight_decay: as in torch's AdamW: the tensor first shrinks by ``lr * weight_decay`` of itself.
@@ -29,7 +29,7 @@ class AdamUpdate:
     after: Tensor
     second_moment: Tensor
     step: int | Tensor
-    lr: float
+    lr: float | Tensor
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -123,7 +123,7 @@ class RadialBudget:
         self.steps += 1
 
 
-def _at_fixed_norm(w: Tensor, factor: Tensor, moment: Tensor | float, lr: float) -> tuple[Tensor, Tensor]:
+def _at_fixed_norm(w: Tensor, factor: Tensor, moment: Tensor | float, lr: float | Tensor) -> tuple[Tensor, Tensor]:
     """AdamH's factor on the first moment, and the share of ``w`` that its return to the norm removes."""
     update = factor * moment  # -lr u
     length, norm = w.norm(), update.norm()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
+from mmqk.model.transformer import Block
 from mmqk.monitors.measures.precision import Absorption, absorption
 from mmqk.monitors.measures.reduce import selection
 from mmqk.monitors.probe import eager_forward
@@ -34,17 +36,18 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
     probe = Probe(sequences=len(batch.ids_BT))
     stream: dict[str, Tensor] = {}
     first: dict[int, Absorption] = {}
+    blocks = [cast(Block, block) for block in model.blocks]
 
-    def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # each sublayer's pre-norm reads the stream
         stream["x"] = inputs[0]
 
     def sink(site: str, layer: int, tensor: Tensor) -> None:
         if site not in ("attn_out", "mlp_out"):
             return
-        x_BTD = stream["x"]
-        of_site = absorption(x_BTD, tensor, selected_MBT)
+        x_BTD, alpha = stream["x"], blocks[layer].stream_scale
+        of_site = absorption(x_BTD if alpha is None else alpha * x_BTD, tensor, selected_MBT)
         if site == "attn_out":
-            first[layer], stream["x"] = of_site, x_BTD + tensor
+            first[layer] = of_site
             return
         ending = "" if x_BTD.dtype == torch.bfloat16 else "_if_bf16"
         for statistic, part in STATISTICS.items():
@@ -52,7 +55,8 @@ def residual_absorption(model: EarlyFusionTransformer, batch: TokenBatch) -> Pro
             probe.add_means([tag(statistic + ending, n, layer=layer) for n in names], both)
 
     with ExitStack() as stack:
-        for block in model.blocks:
-            stack.callback(block.register_forward_pre_hook(before).remove)
+        for block in blocks:
+            for norm in (block.attn_pre_norm, block.mlp_pre_norm):
+                stack.callback(norm.register_forward_pre_hook(before).remove)
         eager_forward(model, batch, sink, dense_for=("flex",))
     return probe

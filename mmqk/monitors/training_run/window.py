@@ -17,7 +17,7 @@ from mmqk.monitors.measures.budget import AdamUpdate, RadialBudget
 from mmqk.store.tags import tag
 
 MATRICES = ("w_q", "w_k")
-SETTINGS = ("lr", "betas", "eps", "weight_decay", "fixed_norm")
+SETTINGS = ("lr", "betas", "eps", "weight_decay", "fixed_norm", "update_clip")
 _FORMER_NAMES = {"there_M": "present_M", "_old": "_earlier_moment", "_own": "_moments"}  # in older checkpoints
 
 
@@ -103,7 +103,11 @@ class BudgetWindow:
                 continue
             step = torch.as_tensor(state["step"], dtype=torch.float64)
             shared = state["exp_avg"].shape == p.shape
-            update = AdamUpdate(before, p.detach(), state["exp_avg_sq"], step, **self._settings[p])
+            settings = dict(self._settings[p])
+            clips = settings.pop("update_clip", False)
+            update = AdamUpdate(before, p.detach(), state["exp_avg_sq"], step, **settings)
+            if clips and p.grad is not None:
+                update = replace(update, lr=_clipped_lr(update, p.grad))
             if shared:
                 budget.add(self._clipped(p, gradients), update)
             else:
@@ -193,6 +197,13 @@ class BudgetWindow:
             values = {_FORMER_NAMES.get(name, name): _moved(value, p.device) for name, value in saved.items()}
             vars(budget).update({name: values[name] for name in vars(budget)})
             self.budgets.append(budget)
+
+
+def _clipped_lr(update: AdamUpdate, gradient: Tensor) -> Tensor:
+    """The learning rate of `AdamVariant` with ``update_clip``, which scales both the step and the decay."""
+    second = update.second_moment.double() / (1 - update.betas[1] ** update.step)
+    rms = (gradient.double().square() / second.clamp_min(update.eps**2)).mean().sqrt()
+    return update.lr / rms.clamp_min(1.0)
 
 
 def _sum(values: list[Tensor], like: Tensor) -> Tensor:

@@ -65,8 +65,10 @@ def optimizer_state(
         scale = carried.scale.get(name)
         if scale is not None:
             inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale).cpu()
-            for key, factor in (("exp_avg", inverse), ("exp_avg_sq", inverse.square())):
-                moments[key] = (moments[key].double() * factor).to(moments[key].dtype)
+            factors = {"exp_avg": inverse, "exp_avg_sq": inverse.square(), "momentum_buffer": inverse}
+            for key, factor in factors.items():
+                if key in moments:  # Muon has a momentum_buffer alone
+                    moments[key] = (moments[key].double() * factor).to(moments[key].dtype)
         if any(split) and (split != (True, True) or list(old_trained) != list(new_trained)):
             moments = _resplit(moments, old_trained if split[0] else None, new_trained if split[1] else None)
         state_of[i] = moments
