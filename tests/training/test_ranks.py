@@ -109,12 +109,13 @@ def test_half_of_the_batch_is_another_run(tiny_args, tmp_path):
         assert half[name] != pytest.approx(whole[name], rel=5e-3), name
 
 
-# Every remedy of the optimizer; a step is skipped after 64 others.
+# Every remedy of the optimizer. A step is skipped after 64 others, at a low learning rate, where losses do not fall.
 FEW = ["--monitor.every_n_steps=0", "--data.val_every_n_steps=0", "--checkpoint.every_n_steps=0"]
 OPTIMIZERS = {
     "muon, adagc": ["--optim.matrices=muon", "--optim.adagc=1.05"],
     "adamh, msign": ["--optim.matrices=adamh", "--optim.msign_every=5"],
-    "update_clip, skip_step": ["--optim.update_clip=true", "--optim.skip_step=0.1", "--trainer.max_steps=80"],
+    "update_clip": ["--optim.update_clip=true"],
+    "skip_step": ["--optim.skip_step=0.1", "--trainer.max_steps=80", "--optim.lr=1e-4"],
 }
 
 
@@ -129,7 +130,7 @@ def test_remedies_of_the_optimizer_act_alike_in_both_processes(tiny_args, tmp_pa
         alone = load_model(one).state_dict()
         for parameter, weight in first.items():
             torch.testing.assert_close(weight, alone[parameter], rtol=2e-2, atol=5e-4, msg=f"{name}: {parameter}")
-        if "skip_step" in name:
+        if name == "skip_step":
             guards = torch.load(next(iter((two / "checkpoints").iterdir())), weights_only=True)["mmqk_guards"]
             assert 0 < int(guards["skip_step"]["skipped"]) < 16
 
