@@ -116,6 +116,14 @@ def without_figures(monkeypatch):
 
 
 @pytest.fixture(scope="module")
+def module_without_figure_files():
+    """Reports of a module without the files of their figures: for tests of the drawings on the page."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmqk.report.page.figure_files", lambda brush, figure: {})
+        yield
+
+
+@pytest.fixture(scope="module")
 def module_without_figures():
     """The same for the reports of a whole module, those of its fixtures included."""
     with pytest.MonkeyPatch.context() as patch:
