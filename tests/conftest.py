@@ -115,11 +115,21 @@ def without_figures(monkeypatch):
     leave_figures_out(monkeypatch)
 
 
+def leave_figure_files_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("mmqk.report.page.figure_files", lambda brush, figure: {})
+
+
+@pytest.fixture
+def without_figure_files(monkeypatch):
+    """Reports that draw their figures on the page only: for tests of the page."""
+    leave_figure_files_out(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def module_without_figure_files():
-    """Reports of a module without the files of their figures: for tests of the drawings on the page."""
+    """The same for the reports of a whole module, those of its fixtures included."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmqk.report.page.figure_files", lambda brush, figure: {})
+        leave_figure_files_out(patch)
         yield
 
 
