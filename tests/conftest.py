@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from pathlib import Path
@@ -113,6 +114,39 @@ def leave_figures_out(patch: pytest.MonkeyPatch) -> None:
 def without_figures(monkeypatch):
     """Reports without their drawings, which take most of the time: for tests of words and tables."""
     leave_figures_out(monkeypatch)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_parser():
+    """`resolve` builds its parser once a session for each name of the program, which takes half of its time."""
+    from mmqk.config import parse
+    from mmqk.store import OneSentenceParser
+
+    build = parse.build_parser
+    kept = functools.cache(lambda program, help_all: build(help_all))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            parse, "build_parser", lambda help_all=False: kept(OneSentenceParser.program, help_all)
+        )
+        yield
+
+
+def leave_figure_files_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("mmqk.report.page.figure_files", lambda brush, figure: {})
+
+
+@pytest.fixture
+def without_figure_files(monkeypatch):
+    """Reports that draw their figures on the page only: for tests of the page."""
+    leave_figure_files_out(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def module_without_figure_files():
+    """The same for the reports of a whole module, those of its fixtures included."""
+    with pytest.MonkeyPatch.context() as patch:
+        leave_figure_files_out(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -280,15 +280,13 @@ def test_a_removed_field_is_one_sentence_and_a_fork_of_an_older_run_drops_it(tin
     [
         ("cpu", ()),
         ("dial", ("--monitor.probe_sequences=8",)),
-        (
-            "gpu_25m",
-            ("--compile=false",),
-        ),  # half a minute of a C++ compiler; tests/model/test_compiled.py has that
-        ("gpu_124m", ("--model.n_layers=1", "--compile=false")),
+        # A C++ compiler takes half a minute; tests/model/test_compiled.py has that.
+        ("gpu_25m", ("--model.n_layers=2", "--monitor.probe_sequences=2", "--compile=false")),
+        ("gpu_124m", ("--model.n_layers=1", "--monitor.probe_sequences=2", "--compile=false")),
     ],
 )
 def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data, tmp_path):
-    """On tiny data and few sequences; bf16-mixed where the configuration says so. gpu_124m keeps its width."""
+    """On tiny data and few sequences; bf16-mixed where the configuration says so. GPU models keep their width."""
     own = [f"--data.{k}={tiny_data / k}" for k in ("pairs", "text", "tokenizers", "cache")]
     few = ["--data.batch_size=2", "--data.val_sequences=8", "--data.workers=0", "--trainer.max_steps=2"]
     args = [f"--config=configs/{name}.yaml", *own, *few, *smaller, "--trainer.accelerator=cpu", "--threads=2"]

@@ -18,7 +18,7 @@ OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clie
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def report(tmp_path_factory, module_without_figure_files):
     """A page with claims, forks and replays."""
     root = tmp_path_factory.mktemp("browser")
     runs = [write_demo(root / "demo"), write_forks(root / "forks"), write_replays(root / "hot")]

@@ -32,7 +32,7 @@ TEXTS = """
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def report(tmp_path_factory, module_without_figure_files):
     """A page with claims, forks and replays."""
     root = tmp_path_factory.mktemp("browser")
     runs = [write_demo(root / "demo"), write_forks(root / "forks"), write_replays(root / "hot")]
@@ -41,7 +41,7 @@ def report(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
+def demo(tmp_path_factory, module_without_figure_files):
     """The page of the demonstration's grid."""
     root = tmp_path_factory.mktemp("demo")
     write_report(write_demo(root / "demo"), root / "report")

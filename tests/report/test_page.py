@@ -20,6 +20,7 @@ from mmqk.analysis.verdicts.combined import read
 from mmqk.analysis.verdicts.verdicts import judge
 from mmqk.grid.claims import claims_hash
 from mmqk.report.figures.curves import binned, layer_map
+from mmqk.report.figures.files import figure_files
 from mmqk.report.figures.fork_tree import fork_figure, fork_tree
 from mmqk.report.figures.standard import figures, hero
 from mmqk.report.figures.style import arm_colors
@@ -52,6 +53,15 @@ def demo(tmp_path_factory):
     runs = write_demo(root / "runs" / "demo")
     write_report(runs, root / "report")
     return runs, root / "report"
+
+
+@pytest.fixture
+def hero_file_alone(monkeypatch):
+    """Reports draw all figures on the page and write the files of the first one."""
+    monkeypatch.setattr(
+        "mmqk.report.page.figure_files",
+        lambda brush, figure: figure_files(brush, figure) if figure.name == "hero" else {},
+    )
 
 
 class Checker(HTMLParser):
@@ -100,7 +110,7 @@ def test_two_reports_of_the_same_runs_are_the_same_bytes(demo, tmp_path):
     assert files_of(tmp_path / "elsewhere") == files_of(report)
 
 
-def test_other_runs_give_another_page(demo, tmp_path):
+def test_other_runs_give_another_page(demo, tmp_path, hero_file_alone):
     other = write_demo(tmp_path / "demo", {"mixed": Planted(61.0)})
     write_report(other, tmp_path / "report")
     for name in ("index.html", "report.md", "verdicts.json", "figures/hero.csv", "figures/hero.png"):
@@ -401,7 +411,7 @@ def test_what_cannot_be_told_is_generated(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["one", "several", "bare", "nan"])
-def test_runs_without_a_grid_get_a_plain_page(tmp_path, what):
+def test_runs_without_a_grid_get_a_plain_page(tmp_path, hero_file_alone, what):
     runs = tmp_path / "runs"
     if what == "bare":
         (runs / "x").mkdir(parents=True)
@@ -418,7 +428,7 @@ def test_runs_without_a_grid_get_a_plain_page(tmp_path, what):
     assert "fig-hero" in page.ids and (tmp_path / "report" / "figures" / "hero.png").exists()
 
 
-def test_two_other_modalities_and_arms_get_the_same_page(tmp_path):
+def test_two_other_modalities_and_arms_get_the_same_page(tmp_path, hero_file_alone):
     """Nothing on the page knows of the demonstration: rename its arms and a modality, and it still reads."""
     folder = write_demo(tmp_path / "demo")
     for path in [*folder.rglob("metrics.jsonl"), *folder.rglob("run.json")]:
@@ -578,7 +588,7 @@ def _forget(line: dict) -> None:
         del line[name]
 
 
-def test_alarms_of_a_run_stand_beside_it(tmp_path):
+def test_alarms_of_a_run_stand_beside_it(tmp_path, without_figures):
     loud, quiet = (write_run(tmp_path / "runs" / name / "seed0", DEMO["mixed"]) for name in ("loud", "quiet"))
     alarms = [("growth", 120), ("spike_median", 90), ("growth", 140)]
     lines = [

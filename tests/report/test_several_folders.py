@@ -161,7 +161,7 @@ def test_runs_without_forks_have_no_tree(folders):
 
 
 @pytest.mark.parametrize(("fp32", "label"), [("diverged", "dynamics"), ("completed", "numerics")])
-def test_replays_have_their_label(tmp_path, fp32, label):
+def test_replays_have_their_label(tmp_path, without_figures, fp32, label):
     write_report(write_replays(tmp_path / "hot", fp32=fp32), tmp_path / "report")
     page = (tmp_path / "report" / "report.md").read_text()
     assert f"**too hot, seed 1: {label}.**" in page

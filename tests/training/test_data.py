@@ -112,7 +112,7 @@ def test_padding_of_packed_sequences_is_said(tiny_args, tmp_path, capsys):
     assert "of the packed sequences of kind pair is padding: raise data.seq_len" in capsys.readouterr().err
 
 
-def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path):
+def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, without_figure_files):
     from mmqk.report.__main__ import main as report
 
     names = ("text", "image", "audio")

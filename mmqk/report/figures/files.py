@@ -8,6 +8,8 @@ import re
 import textwrap
 
 import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from PIL import Image
@@ -69,12 +71,13 @@ def _frame(canvas: Canvas, panel: Panel | HeatMap) -> None:
 def figure_files(brush: Brush, figure: Figure) -> dict[str, bytes]:
     """The figure as files: {"png": ..., "svg": ...}."""
     with matplotlib.rc_context(RC):
-        canvas = _canvas(brush, figure)
-        drawn, out = io.BytesIO(), io.BytesIO()
-        canvas.savefig(drawn, format="png", dpi=DPI)
-        canvas.set_layout_engine("none")  # the SVG keeps the layout
-        picture = Image.open(drawn).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
-        picture.save(out, format="png", dpi=(DPI, DPI))
+        canvas, out = _canvas(brush, figure), io.BytesIO()
+        canvas.set_dpi(DPI)
+        drawn = FigureCanvasAgg(canvas)
+        drawn.draw()  # once, with the layout; savefig draws twice
+        canvas.set_layout_engine(None)  # the SVG keeps the layout
+        picture = Image.fromarray(np.asarray(drawn.buffer_rgba())).convert("RGB")
+        picture.quantize(COLORS, dither=Image.Dither.NONE).save(out, format="png", dpi=(DPI, DPI))
         return {"png": out.getvalue(), "svg": _svg(canvas, figure.name, figure.reading).encode()}
 
 

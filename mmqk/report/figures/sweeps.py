@@ -60,12 +60,13 @@ class Sweep:
 def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
     """Runs grouped by their identity without the seed and the fields (or blocks of fields) ``apart_from``."""
     groups: dict[str, list[Run]] = {}
+    fields, blocks = {"seed", *apart_from}, tuple(f"{field}." for field in apart_from)
     for run in runs:
         if run.identity and run.role in ("verdict", "selection") and not run.fork:
             left = {
                 name: value
                 for name, value in flatten(run.identity).items()
-                if name != "seed" and not any(name == f or name.startswith(f"{f}.") for f in apart_from)
+                if name not in fields and not name.startswith(blocks)
             }
             groups.setdefault(json.dumps(left, sort_keys=True, default=str), []).append(run)
     return list(groups.values())
