@@ -18,7 +18,7 @@ LAYOUT = Layout({"text": 2000, "image": 50}, bos=0, eos=1, pad=2, begin_image=3,
 
 
 def pairs_of(n: int) -> TokenStore:
-    """Image n and caption n carry the id 5 + n resp. 1000 + n; captions have other lengths."""
+    """Image n has the id 5 + n and caption n the id 1000 + n, which no other pair has."""
     documents = [np.array([3, 2000 + n % 50, 5 + n, 4, *[1000 + n] * (1 + n % 7), 1]) for n in range(n)]
     lengths = np.array([len(d) for d in documents])
     return TokenStore("pair", LAYOUT, [np.concatenate(documents).astype(np.uint16)], [lengths])
@@ -65,7 +65,7 @@ def module(tiny_data, **more) -> TokenDataModule:
 
 @pytest.mark.parametrize("pack", ["none", "documents"])
 def test_rows_of_a_run_change_as_the_field_says(tiny_data, pack):
-    """The tiny captions name color and shape, which the pair's place in its split decides."""
+    """Over an epoch, token counts stay with shuffled captions, and those of captions without images."""
     rows = {}
     for pairing in ("matched", "shuffled", "captions"):
         data = module(tiny_data, pairing=pairing, mix={"pair": 1.0}, pack=pack)
@@ -77,14 +77,13 @@ def test_rows_of_a_run_change_as_the_field_says(tiny_data, pack):
         assert data.statistics(16)["text"]["targets"] > 0
         data.builder.batch([data.order.row(0)])
     layout = data.builder.layout
-    counts = {
-        name: np.bincount(np.concatenate(of), minlength=layout.size) for name, of in rows.items()
-    }
+    counts = {name: np.bincount(np.concatenate(of), minlength=layout.size) for name, of in rows.items()}
     assert (counts["matched"] == counts["shuffled"]).all()
     joint = {name: {row.tobytes() for row in of} for name, of in rows.items()}
     assert joint["matched"] != joint["shuffled"]
     assert joint["matched"] == {
-        module(tiny_data, mix={"pair": 1.0}, pack=pack).order.row(i).ids.tobytes() for i in range(len(rows["matched"]))
+        module(tiny_data, mix={"pair": 1.0}, pack=pack).order.row(i).ids.tobytes()
+        for i in range(len(rows["matched"]))
     }
     text = np.arange(5, layout.edges[1])  # without special tokens
     assert (counts["captions"][text] == counts["matched"][text]).all()
@@ -110,7 +109,7 @@ def test_a_configuration_without_the_field_is_matched(tmp_path):
 
 
 def test_what_cannot_be_shuffled_is_refused(tiny_data):
-    with pytest.raises(ValueError, match="set data.read tokens"):
+    with pytest.raises(ValueError, match=r"set data\.read tokens"):
         DataConfig(pairing="shuffled", read="shards")
     with pytest.raises(ValueError, match="removes the images"):
         DataConfig(pairing="captions", mix={"image": 1.0, "pair": 1.0})

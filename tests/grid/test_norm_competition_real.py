@@ -10,15 +10,14 @@ import pytest
 from mmqk.analysis.verdicts.claims import check_claims
 from mmqk.analysis.verdicts.decidable import check_decidable
 from mmqk.config import resolve
-from mmqk.data.datamodule import TokenDataModule
 from mmqk.grid import load_grid
 from mmqk.grid.claims import read_claims
+from mmqk.shards.pairs import read_pairs
 from mmqk.store import flatten
+from mmqk.tokenizers import TextTokenizer
 
 ROOT = Path(__file__).parents[2]
 STUDY = "configs/claims/norm_competition_real.yaml"
-SEQUENCES = 2400  # 10 cycles of the mixture
-TEXT, IMAGE = "text", "image"
 
 
 @pytest.fixture(scope="module")
@@ -30,22 +29,27 @@ def study():
 
 
 @pytest.fixture(scope="module")
-def targets(study):
-    """Mean targets of a step by arm and modality, from the rows of the run."""
-    counts = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        for name in ("plain", "shuffled", "text-only", "image-off", "images-removed"):
-            config = study[1][name].data
-            data = TokenDataModule(config, seed=41)
-            data.setup()
-            counts[name] = {m: n * config.batch_size for m, n in data.targets(SEQUENCES).items()}
-    return counts
+def per_sequence():
+    """Mean targets of a sequence by what it trains, from the captions and the form of a row alone.
+
+    A text row has a target for each of its tokens but ``<bos>``, a pair its caption, three specials and an image of
+    64; beside an image there is room for 60 tokens of a caption. A caption alone is followed by one special.
+    """
+    text = TextTokenizer.load(ROOT / "data/tokenizers")
+    captions = [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
+    beside, alone = (sum(min(n, room) for n in captions) / len(captions) for room in (60, 126))
+    return {
+        "text": 0.75 * (beside + 3) + 0.25 * 127,
+        "image": 0.75 * 64,
+        "captions": 0.75 * (alone + 1) + 0.25 * 127,
+    }
 
 
 def unequal(a, b) -> set[str]:
     flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
-    return {key for key in flat_a.keys() | flat_b.keys() if flat_a.get(key) != flat_b.get(key)} - {"loss.weights"}
+    return {key for key in flat_a.keys() | flat_b.keys() if flat_a.get(key) != flat_b.get(key)} - {
+        "loss.weights"
+    }
 
 
 def test_each_arm_changes_what_it_names(study):
@@ -62,26 +66,33 @@ def test_each_arm_changes_what_it_names(study):
     }
 
 
-def test_matched_targets_are_counted_in_the_data(targets):
-    plain = targets["plain"]
-    total = plain[TEXT] + plain[IMAGE]
-    assert plain[TEXT] == pytest.approx(8 * 55.06, rel=0.02) and plain[IMAGE] == pytest.approx(8 * 48, rel=0.02)
-    assert targets["shuffled"] == pytest.approx(plain, rel=0.02)
-    assert targets["text-only"] == pytest.approx({TEXT: total, IMAGE: 0}, rel=0.02)
-    assert targets["image-off"][TEXT] == pytest.approx(total, rel=0.02)
-    assert targets["images-removed"] == pytest.approx({TEXT: plain[TEXT], IMAGE: 0}, rel=0.02)
-    # The control: another batch size is not matched.
-    assert targets["image-off"][TEXT] * 14 / 15 != pytest.approx(total, rel=0.02)
+def test_matched_targets_are_counted_in_the_data(study, per_sequence):
+    _, runs = study
+    text, image, captions = (per_sequence[name] for name in ("text", "image", "captions"))
+    assert (text, image, captions) == pytest.approx((55.06, 48.0, 54.16), abs=0.01)  # as the grid states
+    assert {run.data.seq_len for name, run in runs.items() if name != "text-only"} == {128}
+    total = runs["plain"].data.batch_size * (text + image)
+    only = runs["text-only"].data
+    assert only.batch_size * (only.seq_len - 1) == pytest.approx(total, rel=0.02)
+    assert runs["image-off"].data.batch_size * text == pytest.approx(total, rel=0.02)
+    assert runs["images-removed"].data.batch_size * captions == pytest.approx(8 * text, rel=0.02)
+    # The controls: a batch of 7 or 8 text rows of 128 tokens, or of 14 without the image loss, is not matched.
+    for wrong in (7 * 127, 8 * 127, 14 * text):
+        assert wrong != pytest.approx(total, rel=0.02)
 
 
 def test_claims_are_exploratory_in_one_small_family(study):
     grid, _ = study
-    assert {arm.name: list(arm.seeds) for arm in grid.arms} == dict.fromkeys(study[1], [41, 42, 43, 44])
+    assert {arm.name: list(arm.seeds) for arm in grid.arms} == {arm: [41, 42, 43, 44] for arm in study[1]}
     names = {arm.name for arm in grid.arms}
     claims = read_claims(grid.raw["claims"], names, grid.name, grid.path)
     check_claims(claims, {arm.name: tuple(arm.points.values()) for arm in grid.arms}, "cpu")
     check_decidable(claims, grid.jobs, "cpu")
     assert max(Counter(claim.alpha_family for claim in claims).values()) <= 6
     for claim in claims:
-        assert (claim.status, claim.metric, claim.min_effect) == ("exploratory", "largest_attention_logit", 0.4055)
+        assert (claim.status, claim.metric, claim.min_effect) == (
+            "exploratory",
+            "largest_attention_logit",
+            0.4055,
+        )
         assert claim.source and claim.would_contradict and claim.estimand, claim.id
