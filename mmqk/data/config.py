@@ -149,7 +149,7 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     online = config.read == "shards" and "pair" in config.sources
     fields |= {} if online else {"read": "tokens", "val_fraction": 0.0}
     fields |= {} if config.mix.get("pair", 0) > 0 else {"image_first_prob": 0.0}
-    if config.pairing == "matched" or config.mix.get("pair", 0) <= 0:
+    if config.pairing == "matched" or "pair" not in config.sources:
         del fields["pairing"]  # newer than finished runs
     fields |= {} if config.pack == "documents" else {"document_mask": True}
     fields |= dict.fromkeys((*SOURCE_FIELDS.values(), "tokens", "tokenizers"), "")

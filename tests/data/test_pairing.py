@@ -100,6 +100,8 @@ def test_old_identities_stay_and_other_pairings_are_other_runs(tiny_data):
     assert len({identity_hash(identity(pairing=p)) for p in ("matched", "shuffled", "captions")}) == 3
     # Text alone has no pairs to change.
     assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, pairing="shuffled")
+    # Images alone are trained on unchanged, but the held-out pairs are others.
+    assert identity(mix={"image": 1.0}) != identity(mix={"image": 1.0}, pairing="shuffled")
 
 
 def test_a_configuration_without_the_field_is_matched(tmp_path):
