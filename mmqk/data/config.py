@@ -39,6 +39,7 @@ class DataConfig:
         mix: relative weight of each kind of sequence: pair, text, image, interleaved; or only
             tokens; or only dial. {"text": 1} is text only.
         image_first_prob: share of the pairs in which the image comes before its caption.
+        pairing: matched gives each image its caption, shuffled that of another pair, captions removes the images.
         pack: documents packs several documents into a sequence, none puts one document (or a window of text) in each.
         document_mask: attention stays inside each packed document.
         dial: the synthetic source with known entropies, for mix {"dial": 1}.
@@ -60,6 +61,7 @@ class DataConfig:
     batch_size: int = number(16, 1, 2**24)
     mix: dict[str, float] = number(lambda: {"pair": 3.0, "text": 1.0}, 1e-9, 1e9, zero=True)
     image_first_prob: float = number(0.5, 0.0, 1.0)
+    pairing: Literal["matched", "shuffled", "captions"] = "matched"
     pack: Literal["none", "documents"] = "none"
     document_mask: bool = True
     dial: DialConfig = field(default_factory=DialConfig)
@@ -73,6 +75,13 @@ class DataConfig:
             raise ValueError(
                 "data.read shards cannot pack, because lengths are unknown: set data.pack none, or tokenize first."
             )
+        if self.pairing != "matched":
+            if self.read == "shards":
+                raise ValueError(f"data.pairing {self.pairing} reads token arrays: set data.read tokens.")
+            if self.pairing == "captions" and self.mix.get("image", 0) > 0:
+                raise ValueError(
+                    "data.pairing captions removes the images that data.mix asks for: set data.mix.image 0."
+                )
         Mixture(self.mix, self.image_first_prob, seed=0)  # raises for an invalid mixture
         kinds = [kind for kind, weight in self.mix.items() if weight > 0]
         if sum(any(kind in family for kind in kinds) for family in FAMILIES) > 1:
@@ -140,6 +149,8 @@ def data_identity(config: DataConfig) -> dict[str, Any]:
     online = config.read == "shards" and "pair" in config.sources
     fields |= {} if online else {"read": "tokens", "val_fraction": 0.0}
     fields |= {} if config.mix.get("pair", 0) > 0 else {"image_first_prob": 0.0}
+    if config.pairing == "matched" or "pair" not in config.sources:
+        del fields["pairing"]  # newer than finished runs
     fields |= {} if config.pack == "documents" else {"document_mask": True}
     fields |= dict.fromkeys((*SOURCE_FIELDS.values(), "tokens", "tokenizers"), "")
     for kind, path in config.sources.items():

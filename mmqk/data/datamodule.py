@@ -23,10 +23,12 @@ from mmqk.data.synthetic.dial import Dial
 from mmqk.data.tokens.cache import open_source
 from mmqk.data.tokens.folder import open_tokens
 from mmqk.data.tokens.online import open_online
+from mmqk.data.tokens.pairing import Captions, ShuffledPairs
 from mmqk.store import UserError
 
 # Training sequences that statistics of the data are taken from.
 SAMPLE = 512
+PAIRINGS: dict[str, Any] = {"shuffled": ShuffledPairs, "captions": Captions}
 # Training sequences whose targets are counted: a fraction of a second.
 COUNTED = 8192
 
@@ -181,6 +183,8 @@ class TokenDataModule(L.LightningDataModule):
                 stores[kind] = open_online(str(folder), tokenizers, cache, config.val_fraction)
             else:
                 stores[kind] = open_source(kind, folder, tokenizers, cache)
+        if (other := PAIRINGS.get(config.pairing)) and "pair" in stores:
+            stores["pair"] = {split: other(pairs) for split, pairs in stores["pair"].items()}
         return stores
 
     def few_held_out(self) -> str:
@@ -252,7 +256,7 @@ class TokenDataModule(L.LightningDataModule):
         "floor", the validation loss of a model that knows the source (None if unknown), and "targets", the mean
         number of targets per sequence of the run (`targets`)."""
         pairs = self.builder.stores.get("pair", ())
-        side = round((pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
+        side = round(max(0, pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
         contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
         vocab_sizes = self.builder.layout.vocab_sizes
         # Use only documents that are read for the first time.

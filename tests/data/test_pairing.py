@@ -1,0 +1,119 @@
+"""`data.pairing`: the same images and captions in other pairs, or captions alone; a negative control each."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from mmqk.config import resolve
+from mmqk.data.config import DataConfig, data_identity
+from mmqk.data.datamodule import TokenDataModule
+from mmqk.data.tokens.folder import Layout, TokenStore
+from mmqk.data.tokens.pairing import Captions, ShuffledPairs
+from mmqk.store import UserError, identity_hash
+
+LAYOUT = Layout({"text": 2000, "image": 50}, bos=0, eos=1, pad=2, begin_image=3, end_image=4)
+
+
+def pairs_of(n: int) -> TokenStore:
+    """Image n has the id 5 + n and caption n the id 1000 + n, which no other pair has."""
+    documents = [np.array([3, 2000 + n % 50, 5 + n, 4, *[1000 + n] * (1 + n % 7), 1]) for n in range(n)]
+    lengths = np.array([len(d) for d in documents])
+    return TokenStore("pair", LAYOUT, [np.concatenate(documents).astype(np.uint16)], [lengths])
+
+
+def halves(store, image_tokens: int = 4) -> list[tuple[bytes, bytes]]:
+    documents = [store[n] for n in range(len(store))]
+    return [(d[:image_tokens].tobytes(), d[image_tokens:].tobytes()) for d in documents]
+
+
+@pytest.mark.parametrize("n", [2, 3, 400])
+def test_shuffled_pairs_hold_the_same_images_and_captions_and_no_pair_of_before(n):
+    pairs = pairs_of(n)
+    shuffled, again = ShuffledPairs(pairs), ShuffledPairs(pairs_of(n))
+    before, after = halves(pairs), halves(shuffled)
+    for side in (0, 1):
+        assert Counter(p[side] for p in before) == Counter(p[side] for p in after)
+    assert not set(before) & set(after)
+    assert after == halves(again)
+    assert [len(shuffled[i]) for i in range(n)] == shuffled.lengths_N.tolist()
+    assert shuffled.tokens == pairs.tokens and shuffled.image_tokens == 4
+
+
+def test_captions_are_those_of_the_pairs_in_their_order():
+    pairs = pairs_of(30)
+    captions = Captions(pairs)
+    assert [captions[n].tobytes() for n in range(30)] == [caption for _, caption in halves(pairs)]
+    assert captions.lengths_N.tolist() == [len(captions[n]) for n in range(30)]
+    assert captions.tokens == sum(captions.lengths_N)
+
+
+def test_one_pair_cannot_be_shuffled():
+    with pytest.raises(ValueError, match="two pairs"):
+        ShuffledPairs(pairs_of(1))
+    assert not len(ShuffledPairs(TokenStore("pair", LAYOUT, [], [])))
+
+
+def module(tiny_data, **more) -> TokenDataModule:
+    folders = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers", "cache")}
+    data = TokenDataModule(DataConfig(**{**folders, "seq_len": 112, "val_sequences": 8, **more}), seed=3)
+    data.setup()
+    return data
+
+
+@pytest.mark.parametrize("pack", ["none", "documents"])
+def test_rows_of_a_run_change_as_the_field_says(tiny_data, pack):
+    """Over an epoch, token counts stay with shuffled captions, and those of captions without images."""
+    rows = {}
+    for pairing in ("matched", "shuffled", "captions"):
+        data = module(tiny_data, pairing=pairing, mix={"pair": 1.0}, pack=pack)
+        # An epoch of 40 pairs, without packing one a row.
+        epoch = range(data.order.rows_of_an_epoch["pair"])
+        rows[pairing] = [data.order.row(i).ids for i in epoch]
+        modality = data.builder.layout.modality(np.concatenate([row.ids for row in data.val_rows]))
+        assert bool(modality.any()) == (pairing != "captions")
+        assert data.statistics(16)["text"]["targets"] > 0
+        data.builder.batch([data.order.row(0)])
+    layout = data.builder.layout
+    counts = {name: np.bincount(np.concatenate(of), minlength=layout.size) for name, of in rows.items()}
+    assert (counts["matched"] == counts["shuffled"]).all()
+    joint = {name: {row.tobytes() for row in of} for name, of in rows.items()}
+    assert joint["matched"] != joint["shuffled"]
+    assert joint["matched"] == {
+        module(tiny_data, mix={"pair": 1.0}, pack=pack).order.row(i).ids.tobytes()
+        for i in range(len(rows["matched"]))
+    }
+    text = np.arange(5, layout.edges[1])  # without special tokens
+    assert (counts["captions"][text] == counts["matched"][text]).all()
+    assert not counts["captions"][layout.edges[1] :].any()
+
+
+def test_old_identities_stay_and_other_pairings_are_other_runs(tiny_data):
+    fields = {name: str(tiny_data / name) for name in ("pairs", "text", "tokenizers", "cache")}
+
+    def identity(**more):
+        return data_identity(DataConfig(**{**fields, **more}))
+
+    assert "pairing" not in identity()
+    assert len({identity_hash(identity(pairing=p)) for p in ("matched", "shuffled", "captions")}) == 3
+    # Text alone has no pairs to change.
+    assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, pairing="shuffled")
+    # Images alone are trained on unchanged, but the held-out pairs are others.
+    assert identity(mix={"image": 1.0}) != identity(mix={"image": 1.0}, pairing="shuffled")
+
+
+def test_a_configuration_without_the_field_is_matched(tmp_path):
+    old = tmp_path / "config.yaml"
+    old.write_text("data: {seq_len: 96, image_first_prob: 0.5}\n")
+    assert resolve(["--config", str(old), "--out", str(tmp_path / "run")]).data.pairing == "matched"
+
+
+def test_what_cannot_be_shuffled_is_refused(tiny_data):
+    with pytest.raises(ValueError, match=r"set data\.read tokens"):
+        DataConfig(pairing="shuffled", read="shards")
+    with pytest.raises(ValueError, match="removes the images"):
+        DataConfig(pairing="captions", mix={"image": 1.0, "pair": 1.0})
+    with pytest.raises((UserError, ValueError), match="pairing"):
+        resolve(["--data.pairing=other"])

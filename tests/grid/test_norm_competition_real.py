@@ -1,0 +1,98 @@
+"""The grid on the shipped pairs: what each arm changes, and its targets counted in the data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mmqk.analysis.verdicts.claims import check_claims
+from mmqk.analysis.verdicts.decidable import check_decidable
+from mmqk.config import resolve
+from mmqk.grid import load_grid
+from mmqk.grid.claims import read_claims
+from mmqk.shards.pairs import read_pairs
+from mmqk.store import flatten
+from mmqk.tokenizers import TextTokenizer
+
+ROOT = Path(__file__).parents[2]
+STUDY = "configs/claims/norm_competition_real.yaml"
+
+
+@pytest.fixture(scope="module")
+def study():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        grid = load_grid(STUDY)
+        return grid, {job.arm: resolve(list(job.args)) for job in grid.jobs if job.seed == 41}
+
+
+@pytest.fixture(scope="module")
+def per_sequence():
+    """Mean targets of a sequence by what it trains, from the captions and the form of a row alone.
+
+    A text row has a target for each of its tokens but ``<bos>``, a pair its caption, three specials and an image of
+    64; beside an image there is room for 60 tokens of a caption. A caption alone is followed by one special.
+    """
+    text = TextTokenizer.load(ROOT / "data/tokenizers")
+    captions = [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
+    beside, alone = (sum(min(n, room) for n in captions) / len(captions) for room in (60, 126))
+    return {
+        "text": 0.75 * (beside + 3) + 0.25 * 127,
+        "image": 0.75 * 64,
+        "captions": 0.75 * (alone + 1) + 0.25 * 127,
+    }
+
+
+def unequal(a, b) -> set[str]:
+    flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
+    return {key for key in flat_a.keys() | flat_b.keys() if flat_a.get(key) != flat_b.get(key)} - {
+        "loss.weights"
+    }
+
+
+def test_each_arm_changes_what_it_names(study):
+    _, runs = study
+    changed = {name: unequal(runs["plain"], run) for name, run in runs.items()}
+    assert changed == {
+        "plain": set(),
+        "qk": {"model.qk_norm.kind"},
+        "shuffled": {"data.pairing"},
+        "text-only": {"data.mix.pair", "data.seq_len"},
+        "image-off": {"loss.weights.image", "data.batch_size"},
+        "images-removed": {"data.pairing"},
+        "shares": {"loss.weights.text", "loss.weights.image"},
+    }
+
+
+def test_matched_targets_are_counted_in_the_data(study, per_sequence):
+    _, runs = study
+    text, image, captions = (per_sequence[name] for name in ("text", "image", "captions"))
+    assert (text, image, captions) == pytest.approx((55.06, 48.0, 54.16), abs=0.01)  # as the grid states
+    assert {run.data.seq_len for name, run in runs.items() if name != "text-only"} == {128}
+    total = runs["plain"].data.batch_size * (text + image)
+    only = runs["text-only"].data
+    assert only.batch_size * (only.seq_len - 1) == pytest.approx(total, rel=0.02)
+    assert runs["image-off"].data.batch_size * text == pytest.approx(total, rel=0.02)
+    assert runs["images-removed"].data.batch_size * captions == pytest.approx(8 * text, rel=0.02)
+    # The controls: a batch of 7 or 8 text rows of 128 tokens, or of 14 without the image loss, is not matched.
+    for wrong in (7 * 127, 8 * 127, 14 * text):
+        assert wrong != pytest.approx(total, rel=0.02)
+
+
+def test_claims_are_exploratory_in_one_small_family(study):
+    grid, _ = study
+    assert {arm.name: list(arm.seeds) for arm in grid.arms} == {arm: [41, 42, 43, 44] for arm in study[1]}
+    names = {arm.name for arm in grid.arms}
+    claims = read_claims(grid.raw["claims"], names, grid.name, grid.path)
+    check_claims(claims, {arm.name: tuple(arm.points.values()) for arm in grid.arms}, "cpu")
+    check_decidable(claims, grid.jobs, "cpu")
+    assert max(Counter(claim.alpha_family for claim in claims).values()) <= 6
+    for claim in claims:
+        assert (claim.status, claim.metric, claim.min_effect) == (
+            "exploratory",
+            "largest_attention_logit",
+            0.4055,
+        )
+        assert claim.source and claim.would_contradict and claim.estimand, claim.id
