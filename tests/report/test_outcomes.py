@@ -30,7 +30,7 @@ def study(tmp_path_factory):
             for layer in range(LAYERS):
                 offsets = [value(arm, seed, layer, step) for step in range(PROBES)]
                 series[f"attn_logit_offset_var/text/layer{layer:02d}"] = offsets
-            small_run(folder / arm / f"s{seed}", series, seed=seed)
+            small_run(folder / arm / f"seed{seed}", series, seed=seed)
     return load_study(folder)
 
 
