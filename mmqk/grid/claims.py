@@ -196,6 +196,9 @@ def check_report(report: Mapping[str, Any], names: Iterable[str], claims: Sequen
     for key in ("hero", "shown", "ranking"):
         where = f"{path}: report.{key}"
         check_arms(strings(report.get(key) or [], where), set(names), where)
+    if not isinstance(outcomes := report.get("outcomes") or [], bool):
+        where = f"{path}: report.outcomes"
+        check_arms(strings(outcomes, where), set(names), where)
     for id in strings(report.get("specification") or [], f"{path}: report.specification"):
         if not any(claim.id == id and claim.treatment and claim.control for claim in claims):
             raise UserError(

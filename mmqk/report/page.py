@@ -25,6 +25,7 @@ from mmqk.report.figures.draw import Brush
 from mmqk.report.figures.files import figure_files, svg_panels
 from mmqk.report.figures.fork_tree import Node, fork_figure, fork_tree
 from mmqk.report.figures.interactive import chart_data
+from mmqk.report.figures.outcomes import outcome_figures
 from mmqk.report.figures.papers import paper_figures
 from mmqk.report.figures.shapes import Figure, Panel
 from mmqk.report.figures.standard import figures
@@ -46,6 +47,7 @@ SECTIONS = (
     ("attention", "Attention entropy and norms", ("entropy", "norms")),
     ("output", "Output of the last layer", ("final_norm",)),
     ("by-layer", "Attention logits by layer", ("layers",)),
+    ("outcomes", "Outcomes over time and by layer", ("outcomes", "outcomes_by_layer")),
     ("not-decided", "Shown without a verdict", ("shown",)),
 )
 CHANGED = "Claims were changed after they were first registered."
@@ -96,7 +98,7 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
     ranked = ranking(study)
     specified = specifications(study)
     drawn = Drawn(
-        figures(study),
+        [*figures(study), *outcome_figures(study)],
         {id: figure for id, figure in claims.items() if figure is not None},
         paper_figures(study),
         fork_figure(study, nodes),

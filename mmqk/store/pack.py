@@ -30,7 +30,8 @@ FILES = ("run.json", "status.json", METRICS_NAME, "alarms.jsonl", "config.yaml",
          "skipped.json", THINNED)  # fmt: skip
 # Statistics that a report reads: all their values are packed. Those that start with val_ are too.
 REPORTED = {
-    "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_entropy", "attn_rank",
+    "loss", "excess", "grad_norm", "alarm", "attn_logit_absmax", "attn_logit_bound", "attn_logit_mean",
+    "attn_logit_offset_var", "attn_logit_spread_var", "attn_mass", "attn_entropy", "attn_rank",
     "logit_alignment", "logit_k_power", "logit_q_power", "q_norm", "k_norm", "v_norm", "resid_norm", "final_norm",
     "final_rms", "tokens_per_s",
 }  # fmt: skip

@@ -78,6 +78,48 @@ def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
     return steps, np.exp(q_power + k_power - alignment)
 
 
+def deviation_series(variance: str) -> BySeries:
+    """Square root of a variance of logits by probe: its mean over heads, layers and modalities with equal weight."""
+
+    def series(run: Run, modality: str | None = None) -> Series:
+        steps, values = run.combined(variance, np.mean, modality)
+        return steps, np.sqrt(np.maximum(values, 0.0))
+
+    return series
+
+
+def logit_mean_series(run: Run, modality: str | None = None) -> Series:
+    """Root mean square over layers of the mean logit of a row, by probe."""
+    return run.combined("attn_logit_mean", _root_mean_square, modality)
+
+
+def _root_mean_square(table: np.ma.MaskedArray, axis: int) -> np.ndarray:
+    # Not a power, which masks infinite values.
+    return np.sqrt(np.asarray((table * table).mean(axis=axis)))
+
+
+def mass_other_series(run: Run, modality: str | None = None) -> Series:
+    """Attention mass of queries on keys of other modalities, by probe: the mean over layers and query modalities."""
+    sums: dict[tuple[str, int | None], dict[int, float]] = {}
+    for name, tag in run.tags.items():
+        if tag.statistic != "attn_mass" or tag.head is not None or tag.pair is None:
+            continue
+        query, key = tag.pair
+        if query == key or modality not in (None, query):
+            continue
+        of_layer = sums.setdefault((query, tag.layer), {})
+        for step, value in zip(*(part.tolist() for part in run.series(name)), strict=True):
+            of_layer[step] = of_layer.get(step, 0.0) + value
+    steps = sorted(set().union(*sums.values()))
+    means = [np.mean([of_layer[step] for of_layer in sums.values() if step in of_layer]) for step in steps]
+    return np.array(steps, dtype=np.int64), np.array(means, dtype=np.float64)
+
+
+def attention_mass_other(run: Run, modality: str | None = None) -> float:
+    """`mass_other_series` at the end of the run, the median of the last three probes."""
+    return _end(mass_other_series(run, modality), -math.inf)
+
+
 def largest_attention_logit(run: Run, modality: str | None = None) -> float:
     """`logit_series` at the end of the run, the median of the last three probes.
 

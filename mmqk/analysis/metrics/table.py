@@ -12,9 +12,13 @@ from mmqk.analysis.metrics.metric import End, FamilyMetric, Measured, Metric, al
 from mmqk.analysis.metrics.probes import (
     EARLY_SHARE,
     attention_entropy,
+    attention_mass_other,
+    deviation_series,
     entropy_series,
     growth_series,
+    logit_mean_series,
     logit_series,
+    mass_other_series,
     norm_product_series,
     norm_series,
     norms_over_alignment,
@@ -64,6 +68,12 @@ METRICS = {
     "attention_entropy": Metric(
         "attention entropy", "nats", "linear", "low", attention_entropy, entropy_series
     ),
+    "attention_mass_other": Metric(
+        "attention mass on other modalities", "", "linear", "low", attention_mass_other, mass_other_series
+    ),
+    "logit_mean": probed("mean attention logit", logit_mean_series),
+    "logit_offset": probed("offset between modalities", deviation_series("attn_logit_offset_var")),
+    "logit_spread": probed("spread within a modality", deviation_series("attn_logit_spread_var")),
     "final_loss": _loss("final loss", "loss"),
     "final_excess": _loss("final excess", "excess"),
     "final_log_z": Metric(

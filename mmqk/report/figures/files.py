@@ -22,6 +22,8 @@ PANEL_INCHES, HEAT_INCHES = (5.4, 3.5), (5.4, 2.5)
 # Size of a panel in a row of three or more; its text keeps its size.
 THIRD_INCHES = (3.9, 3.1)
 WIDE_INCHES = 9.6
+# Height of a panel in a figure of more rows than this.
+MANY_ROWS, LOW_INCHES = 5, 2.3
 DPI = 130
 # A palette of this size makes a line drawing a third as large, without a visible difference.
 COLORS = 192
@@ -37,7 +39,9 @@ def svg_panels(brush: Brush, figure: Figure) -> list[list[str]]:
         for r, row in enumerate(figure.rows):
             rows.append([])
             for c, panel in enumerate(row):
-                canvas = Canvas(figsize=_inches(panel, len(row)))
+                width, height = _inches(panel, len(row))
+                low = len(figure.rows) > MANY_ROWS and isinstance(panel, Panel)
+                canvas = Canvas(figsize=(width, LOW_INCHES if low else height))
                 draw(brush, canvas.add_subplot(), figure, row, panel)
                 _frame(canvas, panel)
                 what, by = (
@@ -88,7 +92,8 @@ def _canvas(brush: Brush, figure: Figure) -> Canvas:
     title = textwrap.wrap(figure.reading, int(width * 8.7))
     per_row = max(2, int(width / 3.4))
     head = 0.27 * len(title) + 0.3 + 0.23 * -(-len(figure.legend) // per_row)
-    heights = [2.4 if isinstance(row[0], HeatMap) else row[0].height or 3.2 for row in figure.rows]
+    height = LOW_INCHES if len(figure.rows) > MANY_ROWS else 3.2
+    heights = [2.4 if isinstance(row[0], HeatMap) else row[0].height or height for row in figure.rows]
     canvas = Canvas(figsize=(width, head + sum(heights)), layout="constrained")
     grid = canvas.add_gridspec(len(figure.rows), columns)
     for r, row in enumerate(figure.rows):

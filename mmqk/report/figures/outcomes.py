@@ -1,0 +1,141 @@
+"""Outcomes of the arms by modality, over time and by layer: the figures that `report: {outcomes: true}` asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from mmqk.analysis.formatting import capital, number
+from mmqk.analysis.metrics import METRICS
+from mmqk.analysis.runs.load import Run, Series
+from mmqk.analysis.verdicts.study import Study
+from mmqk.analysis.verdicts.verdicts import middle
+from mmqk.report.figures.captions import at_end, of_medians, verb
+from mmqk.report.figures.curves import arm_lines, bin_width, binned, points_a_line
+from mmqk.report.figures.shapes import Figure, Line, Panel
+from mmqk.report.figures.style import legend
+
+# Metrics with their short label and whether their axis is logarithmic.
+OUTCOMES = {
+    "largest_attention_logit": ("largest |logit|", True),
+    "logit_mean": ("mean μ", True),
+    "logit_offset": ("offset δ", True),
+    "logit_spread": ("spread r", True),
+    "q_norm": ("‖q‖", True),
+    "k_norm": ("‖k‖", True),
+    "resid_norm": ("‖residual‖", True),
+    "final_norm": ("‖last layer‖", True),
+    "attention_mass_other": ("mass on others", False),
+    "final_excess": ("excess loss", False),
+}
+# A statistic by layer and how it is reduced over keys; the offset is the square root of a variance.
+BY_LAYER: dict[str, tuple[str, Callable]] = {
+    "largest_attention_logit": ("attn_logit_absmax", np.max),
+    "logit_offset": ("attn_logit_offset_var", np.mean),
+    "q_norm": ("q_norm", np.mean),
+}
+LAST_PROBES = 3
+
+
+def outcome_arms(study: Study) -> tuple[str, ...]:
+    """The arms that the grid selects with runs: its list of arms or families, or those of the first figure."""
+    named = study.report.get("outcomes")
+    if not named:
+        return ()
+    names = study.hero if named is True else (named,) if isinstance(named, str) else tuple(named)
+    arms = dict.fromkeys(arm.name for name in names for arm in study.arms_of(name))
+    return tuple(arm for arm in arms if any(run.tags for run in study.of_arm(arm)))
+
+
+def outcome_figures(study: Study) -> list[Figure]:
+    """The curves over time and the end values by layer; empty if the grid does not ask for them."""
+    if not outcome_arms(study):
+        return []
+    return [figure for figure in (over_time(study), by_layer(study)) if figure]
+
+
+def over_time(study: Study) -> Figure | None:
+    """One row for each outcome, one column for each modality, one line for each arm."""
+    arms = outcome_arms(study)
+    points = points_a_line(len(arms))
+    width = bin_width(study, points)
+    rows = []
+    for name, (label, log) in OUTCOMES.items():
+        row = []
+        for modality in study.modalities:
+            lines = arm_lines(study, arms, modality, _series(name, modality, width), points)
+            kept = tuple(line for line in lines if line.role == "median" or line.alone)
+            row.append(Panel(f"{name}/{modality}", capital(modality), label, kept, log=log))
+        if any(panel.lines for panel in row):
+            rows.append(tuple(row))
+    if not rows:
+        return None
+    caption = (
+        "A line is the median over the runs of an arm, up to the last step that all of them reached. Logits are"
+        " split into the mean μ of a row, the offset δ of a modality's keys and the spread r within them: root mean"
+        " squares over layers. The modality is that of the queries or tokens. Mass on others: the share of attention"
+        " on keys of other modalities. Norms are means over layers."
+    )
+    if width > 1:
+        caption += f" A point of the excess loss is the mean of {width} steps."
+    reading = "The outcomes of each arm over time."
+    if ends := _offsets(study, arms):
+        reading = f"The offset between modalities {verb(study, arms)} at {ends}{of_medians(study, arms)}."
+    return Figure("outcomes", reading, caption, tuple(rows), arms, legend(study, arms, study.modalities))
+
+
+def _series(name: str, modality: str, width: int) -> Callable[[Run], Series]:
+    def series(run: Run) -> Series:
+        steps, values = METRICS[name].series(run, modality)
+        keep = np.isfinite(values)
+        if name == "final_excess":
+            return binned((steps, values), width)
+        return steps[keep], values[keep]
+
+    return series
+
+
+def _offsets(study: Study, arms: tuple[str, ...]) -> str:
+    ends = [(arm, at_end(study, arm, METRICS["logit_offset"].measure)) for arm in arms]
+    return ", ".join(f"{number(end)} ({study.label(arm)})" for arm, end in ends if math.isfinite(end))
+
+
+def by_layer(study: Study) -> Figure | None:
+    """End values by layer: one row for each of `BY_LAYER`, one column for each modality, one line for each arm."""
+    arms = outcome_arms(study)
+    found = {tag.layer for arm in arms for run in study.of_arm(arm) for tag in run.tags.values()}
+    layers = sorted(layer for layer in found if layer is not None)
+    rows = []
+    for name in BY_LAYER:
+        row = []
+        for modality in study.modalities:
+            lines = []
+            for arm in arms:
+                ends = [middle(_end(run, name, modality, i) for run in study.ended(arm)) for i in layers]
+                at = [(float(layer), end) for layer, end in zip(layers, ends, strict=True) if math.isfinite(end)]
+                if at:
+                    x, y = np.array(at).T
+                    lines.append(Line(arm, modality, None, x, y, "median"))
+            panel = Panel(
+                f"{name}/{modality}", capital(modality), OUTCOMES[name][0], tuple(lines), log=True,
+                xlabel="layer", x="at_layer", ticks=tuple(map(str, layers)),
+            )  # fmt: skip
+            row.append(panel)
+        if any(panel.lines for panel in row):
+            rows.append(tuple(row))
+    if not rows or layers != list(range(len(layers))):
+        return None
+    caption = "The median of the last three probes of a run, by layer; a line is the median over the runs of an arm."
+    keys = legend(study, arms, study.modalities)
+    return Figure("outcomes_by_layer", "The end values by layer.", caption, tuple(rows), arms, keys)
+
+
+def _end(run: Run, name: str, modality: str, layer: int) -> float:
+    statistic, reduce = BY_LAYER[name]
+    values = run.combined(statistic, reduce, modality, layer)[1][-LAST_PROBES:]
+    if not len(values):
+        return math.nan
+    end = float(np.median(values))
+    return math.sqrt(end) if name == "logit_offset" and end >= 0 else end
