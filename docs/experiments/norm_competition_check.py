@@ -97,12 +97,12 @@ def judge(claim, arms, planned):
     for arm, of in arms.items():
         found = finite([r for r in of.values() if not r["lost"] and (r["block"] == block or arm in names)])
         values |= {arm: found} if len(found) > 1 else {}
-    df, two = sum(len(v) - 1 for v in values.values()), [values.get(name) for name in names]
+    df, two = sum(len(v) - 1 for v in values.values()), [finite([p[s] for s in seeds]) for p in pair]
     out = {"n": n, "means": x, "effect": x[0] - x[1], "ends": None, "how": "none", "p": 1.0, "sd": np.nan}
     if df:
         out["sd"] = np.sqrt(sum(np.var(v, ddof=1) * (len(v) - 1) for v in values.values()) / df)
         se, out["how"] = out["sd"] * np.sqrt(2 / n), "pooled"
-        parts = [np.var(v, ddof=1) / n for v in two] if all(two) else [0]
+        parts = [np.var(v, ddof=1) / n for v in two] if min(map(len, two)) > 1 else [0]
         if sum(parts) > se**2 * (1 + 1e-9):
             se, out["how"] = np.sqrt(sum(parts)), "Welch"
             df = sum(parts) ** 2 / sum(q**2 / (len(v) - 1) for q, v in zip(parts, two, strict=True))

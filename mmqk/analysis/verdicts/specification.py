@@ -93,9 +93,8 @@ def _of_claim(study: Study, claim: Claim) -> list[Specification]:
         for name in SPECIFIED:
             for window, measure in WINDOWS.items():
                 measured = [{run.seed: measure(run, METRICS[name], modality) for run in of} for of in runs]
-                values = [{s: math.log(v) for s, v in of.items() if 0 < v < math.inf} for of in measured]
-                spread = pooled_spread({"treatment": [*values[0].values()], "control": [*values[1].values()]})
-                effect = paired_effect(*values, spread)
+                a, b = ({s: math.log(v) for s, v in of.items() if 0 < v < math.inf} for of in measured)
+                effect = paired_effect(a, b, pooled_spread({"treatment": [*a.values()], "control": [*b.values()]}))
                 if effect is not None and effect.has_interval:
                     made.append(Specification(claim.id, name, window, words, effect))
     return made
