@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmqk.analysis.formatting import plural
-from mmqk.analysis.metrics import METRICS
 from mmqk.analysis.verdicts.specification import SPECIFIED, Specification
 from mmqk.analysis.verdicts.study import Study
 from mmqk.report.figures.shapes import Figure, Key, Line, Panel
 from mmqk.report.figures.style import PALETTE
 
+TICKS = dict(zip(SPECIFIED, ("largest logit", "‖q‖ ‖k‖", "‖q‖", "‖k‖", "‖residual‖", "last layer"), strict=True))
 # Width of the points of one metric; the rest of the column separates it from the next.
 COLUMN = 0.8
 
@@ -54,7 +54,7 @@ def specification_figure(study: Study, made: Sequence[Specification]) -> Figure 
     )
     panel = Panel(
         "effect", "", "treatment over control", tuple(lines), log=True, xlabel="", x="metric", labeled=True,
-        ticks=tuple(METRICS[name].label for name in metrics), height=3.6,
+        ticks=tuple(TICKS[name] for name in metrics),
     )  # fmt: skip
     keys = tuple(Key(claims[id].statement or id, colors[id], marker="o") for id in ids)
     return Figure("specification", reading, caption, ((panel,),), tuple(claims[id].treatment for id in ids), keys)
