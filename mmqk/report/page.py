@@ -126,6 +126,8 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
     return files
 
 
+# With more claims that are not run than this, one sentence names them all.
+FEW_UNRUN = 3
 ABOUT_DATA = (
     "Nats per token, over the first training sequences of a run. Unigram: entropy of the token frequencies. "
     "Compressed: size under LZMA. n-gram: held-out cross-entropy of a small n-gram model. Best loss: the "
@@ -179,6 +181,7 @@ def page_content(
     content = {
         "figures": views,
         "verdicts": claims,
+        "unrun": _unrun(verdicts),
         "registration": " ".join(
             sentence
             for sentence, holds in ((CHANGED, study.claims_changed), (LOST, study.registration_lost))
@@ -239,7 +242,20 @@ def _uncapitalized(text: str) -> str:
 
 def _standfirst(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
     _, rest = lead(study, verdicts)
-    return [{"text": finding(study, v), "href": f"#claim-{slug(v.claim.id)}"} for v in rest]
+    unrun = _unrun(verdicts)
+    sentences = [
+        {"text": finding(study, v), "href": f"#claim-{slug(v.claim.id)}"} for v in rest if v.claim.id not in unrun
+    ]
+    if unrun:
+        text = f"Not run: {len(unrun)} of {plural(len(verdicts), 'claim')}: {listed(unrun)}."
+        sentences.append({"text": text, "href": "#verdicts"})
+    return sentences
+
+
+def _unrun(verdicts: Sequence[Verdict]) -> list[str]:
+    """Ids of the claims that are not run, if they are too many for a card each."""
+    ids = [v.claim.id for v in verdicts if v.verdict == "not run"]
+    return ids if len(ids) > FEW_UNRUN else []
 
 
 def _view(study: Study, brush: Brush, figure: Figure) -> dict[str, Any]:

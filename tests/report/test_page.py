@@ -28,7 +28,7 @@ from mmqk.report.findings import cannot_tell, finding, headline, lead
 from mmqk.report.page import Drawn, page_content, write_report
 from mmqk.report.render import css, render
 from mmqk.report.tables import arm_rows, data_rows
-from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_run
+from tests.analysis.fake_runs import DEMO, Planted, write_demo, write_grid, write_run
 
 CLAIMS = ("claim-C2", "claim-C10", "claim-C13")
 PAPERS = ("chameleon-fig-5b", "chameleon-fig-6b")
@@ -376,6 +376,22 @@ def test_sentences_follow_the_verdicts(tmp_path):
     assert title.endswith(", short of the smallest effect of interest, a factor of 1.99")
     study = load_study(write_demo(tmp_path / "b", leave_out=("mixed-qk",)))
     assert "C2 was not run" in headline(study, judge(study))
+
+
+@pytest.mark.parametrize("unrun", [3, 4])
+def test_many_claims_that_are_not_run_share_a_sentence(unrun, tmp_path, without_figures):
+    arms = {"a": 20.0, "b": 10.0}
+    runs = [({"arm": arm, "seed": s}, Planted(logit), {}) for arm, logit in arms.items() for s in range(3)]
+    alike = {"min_effect": 0.2, "status": "exploratory", "unchecked": {"declared": "planted numbers"}}
+    claims = [{"id": "done", "treatment": "a", "control": "b", **alike}]
+    claims += [{"id": f"U{i}", "treatment": "a", "control": f"c{i}", **alike} for i in range(unrun)]
+    grid = {"arms": {name: {} for name in [*arms, *(f"c{i}" for i in range(unrun))]}, "claims": claims}
+    write_report(write_grid(tmp_path / "runs", grid, runs), tmp_path / "page")
+    html, plain = ((tmp_path / "page" / name).read_text(encoding="utf-8") for name in ("index.html", "report.md"))
+    sentence = f"Not run: {unrun} of {unrun + 1} claims: U0, U1, U2"
+    assert (sentence in html, sentence in plain) == (unrun == 4,) * 2
+    assert html.count('<article class="card"') == (1 if unrun == 4 else 4)
+    assert all(f'id="claim-U{i}"' in html.replace("claim-u", "claim-U") for i in range(unrun))
 
 
 def test_the_grid_may_word_a_finding(tmp_path):
