@@ -73,6 +73,11 @@ def check_matrices(
             "monitor.second_moment reads one second moment of a matrix, but optim.split_second_moment has one for"
             " each modality: remove one of them."
         )
+    if optim.adagc is not None and monitor.budget_every_n_steps:
+        raise ValueError(
+            "monitor.budget_every_n_steps splits the gradient of a matrix by modality before optim.adagc scales it:"
+            " remove one of them."
+        )
     if optim.matrices == "adamh" and optim.qk_clip is not None:
         raise ValueError(
             "optim.qk_clip scales W_q and W_k, whose norms optim.matrices adamh keeps: remove one of them."

@@ -193,6 +193,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(field, tiny_args, tmp_path):
     [
         (["--optim.matrices=muon", "--optim.update_clip=true"], "optim.update_clip is a variant of AdamW"),
         (["--optim.adagc=2", "--optim.split_second_moment=true"], "optim.adagc acts on the gradient of all"),
+        (["--optim.adagc=2", "--monitor.budget_every_n_steps=50"], "before optim.adagc scales it"),
         (["--optim.matrices=muon", "--monitor.parameters=true"], "monitor.parameters reads Adam's moments"),
         (["--optim.matrices=adamh", "--optim.qk_clip=100"], "whose norms optim.matrices adamh keeps"),
         (["--optim.msign_every=5", "--model.weight_reparam=sigma"], "optim.msign_every replaces matrices"),
