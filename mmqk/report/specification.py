@@ -44,13 +44,13 @@ def specification_figure(study: Study, made: Sequence[Specification]) -> Figure 
     within = sum(-size < one.effect.low and one.effect.high < size for one in made)
     ratio = f"{math.exp(size):.3g}"
     reading = (
-        f"Of {plural(len(made), 'specification')}, {above} have an interval above a factor of {ratio}, {within} one"
-        f" between 1/{ratio} and {ratio}, {below} one below 1/{ratio}."
+        f"Of {plural(len(made), 'specification')}, the interval lies above a factor of {ratio} in {above}, between"
+        f" 1/{ratio} and {ratio} in {within}, and below 1/{ratio} in {below}."
     )
     caption = (
         "Treatment over control under every choice of claim (color), metric (column), window and excluded runs, with"
-        " its 95 % interval, sorted within a column. The choices share runs, so they are not independent. A norm is a"
-        " factor of a logit: norms of queries and keys that grow by 1.22 each multiply logits by 1.5."
+        " its 95 % interval, sorted within a column. The choices share runs, so they are not independent. A logit"
+        " contains a query norm and a key norm: if both grow by 1.22, it grows by 1.5."
     )
     panel = Panel(
         "effect", "", "treatment over control", tuple(lines), log=True, xlabel="", x="metric", labeled=True,

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from mmqk.config import RunConfig, resolve
+from mmqk.config import RunConfig
 from mmqk.data.synthetic.dial import Dial
 from mmqk.grid import load_grid
-from mmqk.store import flatten
+from tests.grid.resolved import ROOT, resolved, unequal
 
-ROOT = Path(__file__).parents[2]
 STUDY, PILOT = "configs/claims/norm_competition.yaml", "configs/claims/norm_competition_pilot.yaml"
 
 
 @pytest.fixture(scope="module")
 def study():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        grid = load_grid(STUDY)
-        return grid, {job.arm: resolve(list(job.args)) for job in grid.jobs if job.seed == 1}
-
-
-def unequal(a: RunConfig, b: RunConfig) -> set[str]:
-    """Fields in which two configurations differ; a mapping that is empty in one of them is not a field."""
-    flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
-    return {key for key in flat_a.keys() | flat_b.keys() if flat_a.get(key) != flat_b.get(key)} - {"loss.weights"}
+    return resolved(STUDY, seed=1)
 
 
 def trained_targets(run: RunConfig) -> int:

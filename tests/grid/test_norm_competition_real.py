@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from mmqk.analysis.verdicts.claims import check_claims
 from mmqk.analysis.verdicts.decidable import check_decidable
-from mmqk.config import resolve
-from mmqk.grid import load_grid
 from mmqk.grid.claims import read_claims
 from mmqk.shards.pairs import read_pairs
-from mmqk.store import flatten
 from mmqk.tokenizers import TextTokenizer
+from tests.grid.resolved import ROOT, resolved, unequal
 
-ROOT = Path(__file__).parents[2]
 STUDY = "configs/claims/norm_competition_real.yaml"
 
 
 @pytest.fixture(scope="module")
 def study():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        grid = load_grid(STUDY)
-        return grid, {job.arm: resolve(list(job.args)) for job in grid.jobs if job.seed == 41}
+    return resolved(STUDY, seed=41)
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +35,6 @@ def per_sequence():
         "text": 0.75 * (beside + 3) + 0.25 * 127,
         "image": 0.75 * 64,
         "captions": 0.75 * (alone + 1) + 0.25 * 127,
-    }
-
-
-def unequal(a, b) -> set[str]:
-    flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
-    return {key for key in flat_a.keys() | flat_b.keys() if flat_a.get(key) != flat_b.get(key)} - {
-        "loss.weights"
     }
 
 

@@ -17,8 +17,8 @@ from mmqk.remedies import REMEDIES
 from mmqk.shards.pairs import read_pairs
 from mmqk.store import UserError, flatten
 from mmqk.tokenizers import TextTokenizer
+from tests.grid.resolved import ROOT, unequal
 
-ROOT = Path(__file__).parents[2]
 DEMO = Path("configs/ablations/demo.yaml")
 QK, PRE, POST, LR = "model.qk_norm.kind", "model.pre_norm", "model.post_norm", "optim.lr"
 BATCH = "data.batch_size"
@@ -53,18 +53,6 @@ def changed(tmp_path: Path, change) -> Grid:
     path = tmp_path / "demo.yaml"
     path.write_text(yaml.safe_dump(raw, sort_keys=False))
     return load_grid(path)
-
-
-def unequal(a: RunConfig, b: RunConfig) -> set[str]:
-    """Fields in which two whole configurations differ; a mapping that is empty in one does not count itself."""
-    flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
-    absent = object()
-    return {
-        name
-        for name in flat_a.keys() | flat_b.keys()
-        if flat_a.get(name, absent) != flat_b.get(name, absent)
-        and {} not in (flat_a.get(name), flat_b.get(name))
-    }
 
 
 def strays(grid: Grid, runs: dict[tuple[str, int], RunConfig]) -> dict[tuple[str, str], set[str]]:

@@ -56,10 +56,8 @@ def norm_series(statistic: str) -> BySeries:
 
 def norm_product_series(run: Run, modality: str | None = None) -> Series:
     """Product of mean query norm and mean key norm, by probe: the geometric mean over layers and modalities."""
-    steps_q, q = run.combined("q_norm", _geometric_mean, modality)
-    steps_k, k = run.combined("k_norm", _geometric_mean, modality)
-    steps, of_q, of_k = np.intersect1d(steps_q, steps_k, return_indices=True)
-    return steps, q[of_q] * k[of_k]
+    (steps, q), (_, k) = (run.combined(name, _geometric_mean, modality) for name in ("q_norm", "k_norm"))
+    return steps, q * k
 
 
 def _geometric_mean(table: np.ma.MaskedArray, axis: int) -> np.ma.MaskedArray:

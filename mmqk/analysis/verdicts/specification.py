@@ -7,7 +7,7 @@ the same contrast at several learning rates, sizes or lengths. Specifications sh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,9 +56,9 @@ def _window(share: float) -> Callable[[Run, Metric, str | None], float]:
     return measure
 
 
-def _at_floor(run: Run) -> bool:
+def _at_floor(run: Run, modalities: Sequence[str]) -> bool:
     final = METRICS["final_excess"]
-    return all(final.measure(run, m) <= FLOOR_NATS for m in ("text", "image") if is_trained(run, m))
+    return all(final.measure(run, m) <= FLOOR_NATS for m in modalities if is_trained(run, m))
 
 
 WINDOWS: Mapping[str, Callable[[Run, Metric, str | None], float]] = {
@@ -66,35 +66,40 @@ WINDOWS: Mapping[str, Callable[[Run, Metric, str | None], float]] = {
     "second half": _window(0.5),
     "after warm-up": _window(1.0),
 }
-RUNS: Mapping[str, Callable[[Run], bool]] = {
-    "all": lambda run: True,
-    "completed": lambda run: run.status.status == "completed",
+RUNS: Mapping[str, Callable[[Run, Sequence[str]], bool]] = {
+    "all": lambda run, modalities: True,
+    "completed": lambda run, modalities: run.status.status == "completed",
     f"excess at most {FLOOR_NATS:g} nat": _at_floor,
 }
 
 
 def specifications(study: Study) -> list[Specification]:
-    """Every specification with an interval; one that excludes runs only if it excludes any."""
+    """Every specification with an interval; a choice of runs that equals an earlier one is left out."""
     named = study.report.get("specification") or []
+    named = [named] if isinstance(named, str) else named
     return [made for claim in study.claims if claim.id in named for made in _of_claim(study, claim)]
 
 
 def _of_claim(study: Study, claim: Claim) -> list[Specification]:
-    treatment, control = compare(study, claim).pair
+    pair = compare(study, claim).pair
     _, modality = find_metric(claim.metric)
-    made = []
-    counted: set[tuple[str, ...]] = set()
+    values = {
+        (name, window): [
+            {run.seed: math.log(v) for run in arm.all if 0 < (v := measure(run, METRICS[name], modality)) < math.inf}
+            for arm in pair
+        ]
+        for name in SPECIFIED
+        for window, measure in WINDOWS.items()
+    }
+    chosen: dict[tuple[frozenset[int], ...], str] = {}
     for words, keep in RUNS.items():
-        runs = [[run for run in members.all if keep(run)] for members in (treatment, control)]
-        names = tuple(run.name for of in runs for run in of)
-        if names in counted:
-            continue
-        counted.add(names)
-        for name in SPECIFIED:
-            for window, measure in WINDOWS.items():
-                measured = [{run.seed: measure(run, METRICS[name], modality) for run in of} for of in runs]
-                a, b = ({s: math.log(v) for s, v in of.items() if 0 < v < math.inf} for of in measured)
-                effect = paired_effect(a, b, pooled_spread({"treatment": [*a.values()], "control": [*b.values()]}))
-                if effect is not None and effect.has_interval:
-                    made.append(Specification(claim.id, name, window, words, effect))
+        seeds = tuple(frozenset(run.seed for run in arm.all if keep(run, study.modalities)) for arm in pair)
+        chosen.setdefault(seeds, words)
+    made = []
+    for seeds, words in chosen.items():
+        for (name, window), of_arms in values.items():
+            a, b = ({s: v for s, v in arm.items() if s in of} for arm, of in zip(of_arms, seeds, strict=True))
+            effect = paired_effect(a, b, pooled_spread({"treatment": [*a.values()], "control": [*b.values()]}))
+            if effect is not None and effect.has_interval:
+                made.append(Specification(claim.id, name, window, words, effect))
     return made

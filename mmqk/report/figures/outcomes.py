@@ -1,4 +1,4 @@
-"""Outcomes of the arms by modality, over time and by layer: the figures that `report: {outcomes: true}` asks for."""
+"""Outcomes of the arms by modality, over time and by layer: the figures that ``report: {outcomes: true}`` selects."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from mmqk.analysis.formatting import capital, number
 from mmqk.analysis.metrics import METRICS
+from mmqk.analysis.metrics.probes import LAST_PROBES
 from mmqk.analysis.runs.load import Run, Series
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import middle
@@ -36,7 +37,6 @@ BY_LAYER: dict[str, tuple[str, Callable]] = {
     "logit_offset": ("attn_logit_offset_var", np.mean),
     "q_norm": ("q_norm", np.mean),
 }
-LAST_PROBES = 3
 
 
 def outcome_arms(study: Study) -> tuple[str, ...]:

@@ -1,0 +1,34 @@
+"""Runs of a shipped grid as `mmqk.config` resolves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mmqk.config import RunConfig, resolve
+from mmqk.grid import load_grid
+from mmqk.grid.grid import Grid
+from mmqk.store import flatten
+
+ROOT = Path(__file__).parents[2]
+
+
+def resolved(path: str, seed: int) -> tuple[Grid, dict[str, RunConfig]]:
+    """A grid of the repository, and the run of each of its arms with this seed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        grid = load_grid(path)
+        return grid, {job.arm: resolve(list(job.args)) for job in grid.jobs if job.seed == seed}
+
+
+def unequal(a: RunConfig, b: RunConfig) -> set[str]:
+    """Fields in which two whole configurations differ; a mapping that is empty in one does not count itself."""
+    flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
+    absent = object()
+    return {
+        name
+        for name in flat_a.keys() | flat_b.keys()
+        if flat_a.get(name, absent) != flat_b.get(name, absent)
+        and {} not in (flat_a.get(name), flat_b.get(name))
+    }
