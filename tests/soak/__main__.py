@@ -1,0 +1,146 @@
+"""The soak: thousands of planted faults, each in a process of its own, and a count of how mmqk ended.
+
+``python -m tests.soak --out runs/soak`` runs every part, ``--quick`` a few cases of each, ``--part NAME`` one part,
+``--case N`` one case again, in the open. A second call continues. A part is a module of this folder with
+
+    CASES, QUICK   numbers of cases
+    SECONDS        a case that takes longer has hung
+    prepare(folder)                   makes once what its cases copy
+    case(number, rng, shared, work)   plants fault `number` in the empty folder `work` and returns the name of the
+                                      outcome; an exception is a fault of mmqk. `rng` depends on seed and number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from mmqk.ablation.child import BLOCKED
+from mmqk.ablation.pool import PRELOAD, start_server
+
+PARTS: tuple[str, ...] = ()  # modules of this folder
+SLOW = 4.0  # the limit of time grows by this on a busy machine: a hang is not a matter of seconds
+
+
+def rng(seed: int, part: str, number: int) -> random.Random:
+    return random.Random(f"{seed} {part} {number}")
+
+
+def run_case(part: str, number: int, seed: int, shared: Path, work: Path) -> None:
+    """In a process of its own: the outcome goes to ``work``.json."""
+    os.setpgid(0, 0)  # what a case leaves behind ends with it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks them
+    output = os.open(f"{work}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        outcome = importlib.import_module(f"tests.soak.{part}").case(
+            number, rng(seed, part, number), shared, work
+        )
+        result = {"outcome": outcome}
+    except BaseException:
+        result = {"fault": traceback.format_exc()}
+    Path(f"{work}.json").write_text(json.dumps(result))
+
+
+def attempt(part: str, number: int, seed: int, seconds: float, shared: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix=f"soak-{part}-", ignore_cleanup_errors=True) as root:
+        work = Path(root) / "case"
+        work.mkdir()
+        began = time.monotonic()
+        process = get_context("forkserver").Process(target=run_case, args=(part, number, seed, shared, work))
+        process.start()
+        process.join(SLOW * seconds)
+        if process.is_alive():
+            result = {"fault": f"no end after {SLOW * seconds:.0f} s"}
+        elif Path(f"{work}.json").exists():
+            result = json.loads(Path(f"{work}.json").read_text())
+        else:
+            log = Path(f"{work}.log").read_text()[-2000:]
+            result = {"fault": f"the process ended with {process.exitcode}: {log}"}
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return {"part": part, "case": number, "seconds": round(time.monotonic() - began, 2), **result}
+
+
+def commit() -> str:
+    return subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+    ).stdout.strip()
+
+
+def soak(part: str, seed: int, count: int, out: Path, jobs: int) -> list[dict[str, Any]]:
+    """The results of cases 0 to count - 1 of one part; those of an earlier call with this commit are kept."""
+    module = importlib.import_module(f"tests.soak.{part}")
+    records = out / f"{part}.jsonl"
+    lines = records.read_text().splitlines() if records.exists() else []
+    done = {line["case"]: line for line in map(json.loads, lines) if line["case"] < count}
+    shared = Path(tempfile.mkdtemp(prefix=f"soak-{part}-shared-"))
+    try:
+        module.prepare(shared)
+        start_server([*PRELOAD, *(f"tests.soak.{name}" for name in PARTS)])
+        with ThreadPoolExecutor(jobs) as pool, records.open("a") as file:
+            todo = [n for n in range(count) if n not in done]
+            for line in pool.map(lambda n: attempt(part, n, seed, module.SECONDS, shared), todo):
+                done[line["case"]] = line
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                if "fault" in line:
+                    print(f"{part} case {line['case']}: {line['fault']}", flush=True)
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
+    return [done[n] for n in sorted(done)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/soak"))
+    parser.add_argument("--part", choices=PARTS, action="append", help="this part only; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="a few cases of each part")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="only this case of the part, its output on the terminal")
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    parts = args.part or PARTS
+    if args.case is not None:
+        (part,) = parts
+        module = importlib.import_module(f"tests.soak.{part}")
+        with tempfile.TemporaryDirectory() as root:
+            (shared := Path(root) / "shared").mkdir()
+            (work := Path(root) / "case").mkdir()
+            module.prepare(shared)
+            print(module.case(args.case, rng(args.seed, part, args.case), shared, work))
+        return 0
+    out = args.out / f"{commit()}-seed{args.seed}"
+    out.mkdir(parents=True, exist_ok=True)
+    faults = 0
+    for part in parts:
+        module = importlib.import_module(f"tests.soak.{part}")
+        results = soak(part, args.seed, module.QUICK if args.quick else module.CASES, out, args.jobs)
+        outcomes = Counter(line.get("outcome", "FAULT") for line in results)
+        faults += outcomes["FAULT"]
+        minutes = sum(line["seconds"] for line in results) / 60 / args.jobs
+        counts = ", ".join(f"{n} {name}" for name, n in outcomes.most_common())
+        print(f"{part}: {len(results)} cases in {minutes:.1f} min: {counts}", flush=True)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
