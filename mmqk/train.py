@@ -153,7 +153,11 @@ def _fit(run: RunConfig, folder: RunFolder | None, ranks: Ranks) -> int:
         resume_from = last_checkpoint(run, folder, _first_step(run))
         if resume_from is not None and step_of(resume_from) >= run.trainer["max_steps"]:
             # Killed after its last checkpoint, which follows the last validation and probe, and before its status.
-            folder.set_status("completed", step_of(resume_from))
+            step = step_of(resume_from)
+            folder.set_status("completed", step)
+            if "tensorboard" in run.logging:
+                layers = run.monitor.tensorboard_layers
+                StoryLogger(run.out, run.model.modalities, layers, resumed_at=step).finalize("success")
             return _ended(run, folder)
     begins_at = _first_step(run) if resume_from is None else step_of(resume_from)
     ENDING.step = lambda: begins_at

@@ -38,9 +38,13 @@ class _File:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._file, name)
-        if name in ("write", "read", "truncate", "readline", "readinto", "flush"):
+        if name in ("read", "truncate", "readline", "readinto", "flush"):
             self._disk.see("write" if name == "flush" else name, self._path)
         return found
+
+    def write(self, data: Any) -> Any:
+        self._disk.see("write", self._path)
+        return self._disk.write(self._file, data)
 
     def __enter__(self) -> _File:
         self._file.__enter__()
@@ -84,9 +88,16 @@ class Disk:
         now = site == self.site and self.seen[site] == self.nth
         if now or (self.failed and self.stays_full and operation in WRITES):
             self.failed = True
-            # As the system has it: a call on an open file names none.
-            named = () if operation in (*DESCRIPTORS, "write", "read", "truncate", "readinto") else (path,)
-            raise OSError(self.code, os.strerror(self.code), *named)
+            self.strike(operation, path)
+
+    def strike(self, operation: str, path: str) -> None:
+        """What happens at the chosen operation."""
+        # As the system has it: a call on an open file names none.
+        named = () if operation in (*DESCRIPTORS, "write", "read", "truncate", "readinto") else (path,)
+        raise OSError(self.code, os.strerror(self.code), *named)
+
+    def write(self, file: Any, data: Any) -> Any:
+        return file.write(data)
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[Disk]:

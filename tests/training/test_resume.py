@@ -119,6 +119,17 @@ def test_tensorboard_draws_no_step_twice(whole, tmp_path):
         assert [event.step for event in found.Scalars("loss")] == list(range(1, 13))
 
 
+def test_a_run_killed_after_its_last_checkpoint_has_a_row_in_hparams(whole, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = rewind(whole, tmp_path / "again", 12)
+    for path in (tmp_path / "again").rglob("events.out.tfevents.*"):
+        path.unlink()
+    assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
+    found = EventAccumulator(str(tmp_path / "again")).Reload()
+    assert "_hparams_/session_end_info" in found.summary_metadata and found.Tags()["images"]
+
+
 def test_a_run_partly_made_by_other_code_says_so(whole, tmp_path, capsys):
     out = tmp_path / "again"
     args = rewind(whole, out, 4)

@@ -141,6 +141,10 @@ class StoryLogger(TensorBoardLogger):
     def finalize(self, status: str) -> None:
         if self._begun:
             self._scalars({"alarms": self._alarms}, self._step)
+        elif self._resumed_at is not None and status == "success":  # a kill came after the last checkpoint
+            self._begin(self._resumed_at)
+            self._drawn = 0
+        if self._begun:
             if self._drawn < self._history.seen:
                 self._draw()
             for summary in outcome(self._folder, self._modalities):

@@ -1,0 +1,256 @@
+"""SIGKILL at any moment of a run, then the same command again: it must equal the run that was never killed.
+
+Half of the kills come at a random time and half in the middle of a chosen file operation, a write half done included.
+The runs: one batch a step, accumulated micro-batches, a fork, two loader workers, two ranks, a grid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mmqk.store import cli_main, is_locked, read_alarms, read_metrics
+from mmqk.train import main, process
+from tests.faulty_disk import Disk
+from tests.tiny import tiny_args, write_tiny_data
+from tests.training.ranks import RANKS, _rank
+
+CASES, QUICK, SECONDS = 1000, 20, 120.0
+KINDS = (*["plain"] * 9, *["accumulation"] * 4, *["fork"] * 4, "workers", "ranks", "grid")
+STEPS = 8
+LAST = f"checkpoints/step{STEPS:08d}.ckpt"
+BASE = ["--data.batch_size=4", "--data.val_sequences=8", "--model.d_model=16", "--model.n_layers=2",
+        "--model.n_heads=2", "--optim.lr=0.01", "--optim.warmup_steps=4", f"--trainer.max_steps={STEPS}",
+        "--trainer.accelerator=cpu",
+        "--threads=1", "--monitor.every_n_steps=4", "--monitor.probe_sequences=1", "--data.val_every_n_steps=4",
+        "--checkpoint.every_n_steps=2", "--model.residual_dropout=0.1", "--quiet"]  # fmt: skip
+DIAL = ['--data.mix={"dial": 1}', "--data.seq_len=96"]
+
+
+class Killer(Disk):
+    """Ends its own process at the chosen operation; half of the bytes of a write are in the file then."""
+
+    torn = False
+
+    def strike(self, operation: str, path: str) -> None:
+        if operation != "write":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.torn = True
+
+    def write(self, file: Any, data: Any) -> Any:
+        if self.torn:
+            file.write(data[: len(data) // 2])
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return file.write(data)
+
+
+def arguments(kind: str, shared: Path) -> list[str]:
+    data = shared / "data"
+    return {
+        "plain": [*BASE, *DIAL],
+        "accumulation": [*BASE, *DIAL, "--trainer.accumulate_grad_batches=2"],
+        "fork": [f"--fork={shared / 'parent/checkpoints/step00000004.ckpt'}", "--optim.lr=0.02", "--quiet"],
+        "workers": [*tiny_args(data), *BASE, "--data.read=shards", "--data.workers=2"],
+        "ranks": [*BASE, *DIAL],
+    }[kind]
+
+
+def prepare(shared: Path) -> None:
+    """Per kind the undisturbed run, its file operations and its seconds."""
+    (shared / "data").mkdir()
+    write_tiny_data(shared / "data")
+    in_child(lambda: main([*arguments("plain", shared), "--checkpoint.keep=9", f"--out={shared / 'parent'}"]))
+    for kind in dict.fromkeys(KINDS):
+        if kind != "grid":
+            began = time.monotonic()
+            train(kind, shared, shared / kind, record=shared / f"{kind}.sites")
+            (shared / f"{kind}.seconds").write_text(str(time.monotonic() - began))
+    grid(shared, shared / "grid").communicate()
+
+
+def in_child(call: Callable[[], object], kill_after: float | None = None) -> bool:
+    """Call it in a forked process; whether that was killed. Fails where it ended with another code than 0."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            code = int(call() or 0)  # type: ignore[call-overload]
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            code = 1
+        os._exit(code)
+    return waited([pid], kill_after)
+
+
+def waited(pids: list[int], kill_after: float | None) -> bool:
+    """Wait for all; after ``kill_after`` seconds the last is killed. The others may then end as they do."""
+    if kill_after is not None:
+        time.sleep(kill_after)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[-1], signal.SIGKILL)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in reversed(pids)]
+    killed = -signal.SIGKILL in codes
+    assert killed or not any(codes), f"exit codes {codes}"
+    return killed
+
+
+def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record: Path | None = None,
+          kill_after: float | None = None) -> bool:  # fmt: skip
+    """Start or resume the run in ``out``; whether it was killed. ``record`` gets its file operations and counts."""
+    args = [*arguments(kind, shared), f"--out={out}"]
+    if kind == "ranks":
+        return waited(ranks(args, out.parent), kill_after)
+
+    def call() -> int:
+        nonlocal disk
+        if disk is None and record is None:
+            return cli_main(process)(args)
+        with (disk or Killer(out)).mounted() as mounted:
+            code = cli_main(process)(args)
+        if record:
+            record.write_text(json.dumps(sorted((*site, last) for site, last in mounted.seen.items())))
+        return code
+
+    return in_child(call, kill_after)
+
+
+def ranks(args: list[str], folder: Path) -> list[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = [*args, f"--trainer.devices={RANKS}", "--trainer.strategy=ddp"]
+    pids = []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _rank(rank, port, flags, str(folder / f"log{rank}"), 1)
+            except SystemExit as exit_:
+                os._exit(exit_.code if isinstance(exit_.code, int) else 1)
+            finally:
+                os._exit(1)
+        pids.append(pid)
+    return pids
+
+
+def grid(shared: Path, out: Path) -> subprocess.Popen[bytes]:
+    """Two arms, trained at once."""
+    (path := shared / "grid.yaml").write_text(json.dumps({
+        "name": "grid", "seeds": [1], "arms": {"a": {}, "b": {"set": {"optim.lr": 0.02}}}, "base": ["base.json"]
+    }))  # fmt: skip
+    fields = [part.removeprefix("--").partition("=") for part in (*BASE, *DIAL) if part != "--quiet"]
+    (shared / "base.json").write_text(
+        json.dumps({name: json.loads(_quoted(value)) for name, _, value in fields})
+    )
+    return subprocess.Popen([sys.executable, "-m", "mmqk.ablate", "--config", path, "--jobs=2", f"--out={out}"],
+                            stdout=subprocess.DEVNULL)  # fmt: skip
+
+
+def _quoted(value: str) -> str:
+    return value if re.match(r"[\d{]|true|false", value) else json.dumps(value)
+
+
+def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
+    kind = KINDS[number % len(KINDS)]
+    kills = rng.choice((1, 1, 2, 3))
+    if kind == "grid":
+        return grid_case(rng, shared, work)
+    out, killed = work / "run", 0
+    for _ in range(kills):
+        if kind != "ranks" and rng.random() < 0.6:
+            *site, last = rng.choice(json.loads((shared / f"{kind}.sites").read_text()))
+            disk = Killer(out, site=(site[0], site[1]), nth=rng.randint(0, last))
+            killed += train(kind, shared, out, disk)
+        else:
+            seconds = float((shared / f"{kind}.seconds").read_text())
+            killed += train(kind, shared, out, kill_after=rng.uniform(0, seconds))
+        age_events(out)
+    assert not train(kind, shared, out)
+    compare(shared / kind, out)
+    return f"{kind}, killed {killed} times"
+
+
+def grid_case(rng: random.Random, shared: Path, work: Path) -> str:
+    """The pool is killed; its runs end by themselves. A second call trains what is left."""
+    out = work / "grid"
+    pool = grid(shared, out)
+    while not any(out.glob("*/*/metrics.jsonl")) and pool.poll() is None:
+        time.sleep(0.05)
+    time.sleep(rng.uniform(0, 1.5))
+    pool.kill()
+    killed = pool.wait() == -signal.SIGKILL
+    while any(is_locked(path.parent) for path in out.glob("*/*/run.lock")):
+        time.sleep(0.05)
+    age_events(out)
+    assert grid(shared, out).wait() == 0
+    for status in sorted(out.glob("*/*/status.json")):
+        compare(shared / "grid" / status.parent.relative_to(out), status.parent)
+    assert len(list(out.glob("*/*/status.json"))) == 2
+    return f"grid, killed {int(killed)} times"
+
+
+def age_events(out: Path) -> None:
+    """Make event files older: TensorBoard orders them by the second in their names, and users resume later."""
+    for i, path in enumerate(sorted(out.rglob("events.out.tfevents.*"), key=os.path.getmtime)):
+        if not re.search(r"tfevents\.1000000\d{3}\.", path.name):
+            path.rename(path.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{1000000000 + i}", path.name)))
+
+
+def compare(whole: Path, again: Path) -> None:
+    """Status, metrics, alarms, last checkpoint and TensorBoard, bit for bit."""
+    assert json.loads((again / "status.json").read_text())["status"] == "completed"
+    for i, (ours, theirs) in enumerate(zip(metrics(again), metrics(whole), strict=True)):
+        assert ours == theirs, f"line {i} of metrics.jsonl differs"
+    assert read_alarms(again) == read_alarms(whole)
+    mine, reference = (torch.load(folder / LAST, weights_only=True) for folder in (again, whole))
+    for part in ("global_step", "loops", "state_dict", "optimizer_states", "lr_schedulers"):
+        assert equal(mine[part], reference[part]), f"{part} of the last checkpoint differs"
+    ours_, theirs_ = scalars(again), scalars(whole)
+    assert ours_ == theirs_, (
+        f"TensorBoard differs in {[key for key in theirs_ if ours_.get(key) != theirs_[key]]}"
+    )
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in line.items() if k != "tokens_per_s"}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    found: dict[str, list[tuple[int, float]]] = {}
+    for run in {path.parent for path in folder.rglob("events.out.tfevents.*")}:
+        events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            if tag not in ("tokens_per_s", "alarms"):  # the second: a resume at the last step adds no point
+                key = f"{run.relative_to(folder)}/{tag}"
+                found[key] = [(event.step, event.value) for event in events.Scalars(tag)]
+    return found
