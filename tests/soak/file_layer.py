@@ -1,0 +1,267 @@
+"""A file system with faults: operations fail, writes are short, a crash loses what is not synced.
+
+Scenarios: a run, the record of a grid, a report. The first cases are every single fault of each, in order; the others
+are pairs, the second fault during the next call. Then the command is called once more without a fault, and the result
+must equal that of the undisturbed command.
+
+After a crash a file has its content of the last fsync, or any part of what was written later, or zeros in its place.
+Each name created, replaced or removed since the last fsync of its folder is as before or as after, independently of
+the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmqk import ablate
+from mmqk.report import __main__ as report
+from mmqk.report import page
+from mmqk.store import cli_main, read_status
+from mmqk.train import process
+from tests.faulty_disk import Disk
+from tests.soak import kills
+from tests.soak.kills import BASE, DIAL, age_events, compare
+
+CASES, QUICK, SECONDS = 3000, 24, 120.0
+MOST = 12  # faults at one site, evenly over its operations: a checkpoint is written in 1,800 pieces
+KINDS = ("full disk", "input/output error", "stays full", "short write", "crash")
+
+
+class Lying(Disk):
+    """A disk with one fault of ``kind``; a crash ends the process and leaves what ``root`` may contain afterwards."""
+
+    def __init__(self, root: Path, kind: str, site: tuple[str, str], nth: int, rng: random.Random):
+        code = errno.EIO if kind == "input/output error" else errno.ENOSPC
+        super().__init__(root, site, nth, code, stays_full=kind == "stays full")
+        self.kind, self.rng, self.short = kind, rng, False
+        self.synced: dict[int, bytes] = {}  # content by inode
+        self.names: dict[str, dict[str, int]] = {}  # inodes by name, by folder
+        for folder, _, files in os.walk(root):  # what a call before this one left is on the disk
+            self._sync_names(folder)
+            for name in files:
+                self._sync_content(os.path.join(folder, name))
+
+    def strike(self, operation: str, path: str) -> None:
+        if self.kind == "crash":
+            self._crash()
+        if self.kind == "short write" and operation == "write" and not self.short:
+            self.short = True
+            return
+        super().strike(operation, path)
+
+    def write(self, file: Any, data: Any) -> Any:
+        if not self.short:
+            return file.write(data)
+        self.short = False
+        file.write(data[: len(data) // 2])
+        file.flush()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _of_descriptor(self, name: str, call: Any) -> Any:
+        fake = super()._of_descriptor(name, call)
+        if name != "fsync":
+            return fake
+
+        def fsync(descriptor: int) -> None:
+            fake(descriptor)
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            if path.startswith(self.root):
+                (self._sync_names if os.path.isdir(path) else self._sync_content)(path)
+
+        return fsync
+
+    def _sync_names(self, folder: str) -> None:
+        self.names[folder] = {entry.name: entry.inode() for entry in _scandir(folder)}
+
+    def _sync_content(self, path: str) -> None:
+        self.synced[os.stat(path).st_ino] = _read(path)
+
+    def _crash(self) -> None:
+        with contextlib.suppress(BaseException):
+            self._lose()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _lose(self) -> None:
+        """Replace the content of ``root`` by a state that a crash may leave."""
+        state = {} if not os.path.isdir(self.root) else self._after_crash(self.root)
+        shutil.rmtree(self.root, ignore_errors=True)
+        for path, content in state.items():
+            os.makedirs(path if content is None else os.path.dirname(path), exist_ok=True)
+            if content is not None:
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+                    file.write(content)
+
+    def _after_crash(self, folder: str) -> dict[str, bytes | None]:
+        now = {entry.name: entry.inode() for entry in _scandir(folder)}
+        before = self.names.get(folder, {})
+        state: dict[str, bytes | None] = {folder: None}
+        for name in sorted({*now, *before}):
+            inode = now.get(name) if self.rng.random() < 0.5 else before.get(name)
+            path = os.path.join(folder, name)
+            if inode is None:
+                continue
+            if os.path.isdir(path):
+                state |= self._after_crash(path)
+            elif inode == now.get(name):
+                state[path] = self._content(self.synced.get(inode, b""), _read(path))
+            elif inode in self.synced:
+                state[path] = self.synced[inode]
+        return state
+
+    def _content(self, synced: bytes, written: bytes) -> bytes:
+        if synced == written:
+            return synced
+        if not written.startswith(synced):
+            return self.rng.choice((synced, written))
+        tail = written[len(synced) :]
+        part = tail[: self.rng.randrange(len(tail) + 1)]
+        return synced + self.rng.choice((b"", tail, part, bytes(len(part))))
+
+
+def _scandir(folder: str) -> list[os.DirEntry[str]]:
+    return list(SCANDIR(folder))
+
+
+def _read(path: str) -> bytes:
+    descriptor = OPEN(path, os.O_RDONLY)
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
+
+
+SCANDIR, OPEN = os.scandir, os.open  # those of the system: a disk replaces the names in os
+
+
+def commands(shared: Path) -> dict[str, Callable[[Path], Any]]:
+    """What each scenario calls, by the folder that it writes."""
+    grid = ["--config", str(shared / "grid.yaml"), "--jobs=1"]
+    return {
+        "run": lambda out: cli_main(process)([*BASE, *DIAL, f"--out={out}"]),
+        "grid": lambda out: cli_main(ablate.main)([*grid, f"--out={out}"]),
+        "report": lambda out: cli_main(report.main)([str(shared / "grid"), f"--out={out}"]),
+    }
+
+
+def prepare(shared: Path) -> None:
+    """A finished grid; per scenario the result of its command, and the list of all single faults."""
+    kills.grid(shared, shared / "grid").communicate()
+    (shared / "run.begin").mkdir()
+    (shared / "report.begin").mkdir()
+    shutil.copytree(shared / "grid", shared / "grid.begin")
+    record = json.loads((shared / "grid.begin/ablation.json").read_text())
+    (shared / "grid.begin/ablation.json").write_text(json.dumps(record, indent=2))  # older, with other spaces
+    faults = []
+    for scenario, command in commands(shared).items():
+        out = begin(scenario, shared, shared / f"{scenario}.whole")
+        seen = shared / "seen.json"
+        assert in_child(lambda out=out, command=command, seen=seen: recorded(out, command, seen)) == 0  # type: ignore[misc]
+        for operation, name, last in json.loads(seen.read_text()):
+            for nth in sorted({round(i * last / (MOST - 1)) for i in range(MOST)}):
+                faults += [
+                    (scenario, kind, (operation, name), nth) for kind in KINDS if possible(kind, operation)
+                ]
+    (shared / "faults.json").write_text(json.dumps(faults))
+
+
+def possible(kind: str, operation: str) -> bool:
+    reads = operation in ("open", "read", "readline", "readinto", "scandir", "listdir")
+    if kind == "short write":
+        return operation == "write"
+    return not reads or kind == "input/output error"
+
+
+def begin(scenario: str, shared: Path, out: Path) -> Path:
+    shutil.copytree(shared / f"{scenario}.begin", out)
+    return out
+
+
+def recorded(out: Path, command: Callable[[Path], Any], seen: Path) -> int:
+    with Disk(out).mounted() as disk:
+        code = command(out)
+    seen.write_text(json.dumps(sorted((*site, last) for site, last in disk.seen.items())))
+    return int(code)
+
+
+def in_child(call: Callable[[], Any]) -> int:
+    """The exit code of a forked process that calls it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            code = int(call() or 0)
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            code = 99
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
+    ablate.start_server = lambda *_: None  # type: ignore[assignment]  # no run is left to train
+    leave_figures_out()
+    faults = json.loads((shared / "faults.json").read_text())
+    single = number < len(faults)
+    scenario, *first = faults[number] if single else rng.choice(faults)
+    chain = (
+        [first] if single else [first, rng.choice([fault[1:] for fault in faults if fault[0] == scenario])]
+    )
+    command, out = commands(shared)[scenario], begin(scenario, shared, work / "out")
+    log = Path(f"{work}.log")
+    for kind, site, nth in chain:
+        told = log.stat().st_size
+        code = in_child(
+            lambda kind=kind, site=site, nth=nth: faulty(out, command, kind, (site[0], site[1]), nth, rng)
+        )  # type: ignore[misc]
+        judge(code, kind, log.read_bytes()[told:].decode(), scenario, out)
+        age_events(out)
+    code = in_child(lambda: command(out))
+    assert code == 0, f"after {chain} the next call ends with {code}"
+    if scenario == "run":
+        compare(shared / "run.whole", out, tensorboard="crash" not in [kind for kind, *_ in chain])
+    else:
+        whole = shared / f"{scenario}.whole"
+        different = [name for name in content(whole) if content(out).get(name) != content(whole)[name]]
+        assert not different, f"after {chain} {different} differ"
+    return f"{scenario}, {' then '.join(kind for kind, *_ in chain)}" if single else f"{scenario}, a pair"
+
+
+def faulty(out: Path, command: Callable[[Path], Any], kind: str, site: tuple[str, str], nth: int,
+           rng: random.Random) -> int:  # fmt: skip
+    with Lying(out, kind, site, nth, rng).mounted():
+        return int(command(out))
+
+
+def judge(code: int, kind: str, told: str, scenario: str, out: Path) -> None:
+    """A fault is survived, or is an error of one sentence and an honest status."""
+    if code == -signal.SIGKILL and kind == "crash":
+        return
+    assert "Traceback" not in told, told
+    if code == 0:
+        return
+    assert code in (1, 2), f"exit code {code}: {told}"
+    assert sum("cannot be" in line for line in told.splitlines()) == 1, told
+    if scenario == "run" and kind != "stays full" and (out / "metrics.jsonl").exists():
+        status = read_status(out)
+        assert status is not None and status.status == "failed", status
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files that a command wrote, without those of finished runs."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.suffix != ".lock" and "checkpoints" not in path.parts}  # fmt: skip
+
+
+def leave_figures_out() -> None:
+    """Reports without drawings, which take most of the time."""
+    page.figure_files = lambda brush, figure: {}  # type: ignore[assignment]
+    page.svg_panels = lambda brush, figure: [[""] * len(row) for row in figure.rows]  # type: ignore[assignment]
