@@ -30,6 +30,7 @@ from mmqk.monitors.third_party.inputs import (
 )
 from mmqk.monitors.third_party.isolate import isolated, unwrapped
 from mmqk.monitors.third_party.layers import Layers
+from mmqk.monitors.third_party.matrices import add_matrices
 from mmqk.monitors.third_party.measurement import Measurement, SiteRecord
 from mmqk.monitors.third_party.origins import Origins, Tracing
 from mmqk.monitors.third_party.output import find_logits, targets_of
@@ -54,6 +55,7 @@ def attach(
     names: Sequence[str] = ("text", "image"),
     adapter: Adapter | None = None,
     sides: Sides | None = None,
+    matrices: bool = False,
 ) -> Watch:
     """Measure attention logits, entropy and norms by layer and modality while ``model`` trains.
 
@@ -74,6 +76,8 @@ def attach(
         sides: further token sequences, by their name in tags: an input of the model, ``{"patch": "pixel_values"}``,
             or an input and its modality, ``{"decoder": ("decoder_input_ids", {"image": range(4, 8196)})}``.
             Cross-attention between declared sides is measured as ``cross_...``.
+        matrices: also measure norm, spectral norm and stable rank of each matrix of the layers with attention, by one
+            singular value decomposition each. Not with FSDP.
 
     Raises:
         UserError: an invalid range or name, or a count below its minimum.
@@ -94,6 +98,7 @@ def attach(
         log,
         adapter or adapter_for(model),
         check_sides(sides or {}, modalities.names),
+        matrices,
     )
 
 
@@ -114,6 +119,7 @@ class Watch:
     log: Log | None
     adapter: Adapter | None
     sides: dict[str, tuple[str, Modalities | None]] = field(default_factory=dict)
+    matrices: bool = False
     steps: int = 0
     layers: Layers | None = None
     _last_call: LastCall = field(default_factory=LastCall)
@@ -234,6 +240,8 @@ class Watch:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             measurement.residual_stream(capture.stream)
             self._output(measurement, output, inputs, root, capture.origins)
+            if self.matrices:
+                add_matrices(measurement.main.collector.probe, root, measurement.main_sites())
             probe = measurement.finished()
             probe.add(
                 ["probe_sequences"],

@@ -304,6 +304,10 @@ class Measurement:
         if stream.final is not None and "final" not in named:
             self.main.collector.final(stream.final)
 
+    def main_sites(self) -> list[tuple[int, str]]:
+        """Number in `records` and path of each measured self-attention call of the main side."""
+        return [(i, record.path) for i, record in enumerate(self.records) if record.number in self.main_calls]
+
     def finished(self) -> Probe:
         """The probe of all sides, with the layer numbers in the tags."""
         probe = self.main.collector.probe

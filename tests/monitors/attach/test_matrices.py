@@ -1,0 +1,48 @@
+"""Sizes of a third-party model's matrices against numpy's singular values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from torch import nn
+
+from mmqk.monitors import attach
+from mmqk.store import UserError
+from tests.monitors.attach.nets import Net, batches
+from tests.monitors.attach.test_exact import IMAGE
+from tests.monitors.attach.test_sides import random_
+from tests.monitors.attach.test_stream import FAMILIES, L
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("GPT2LMHeadModel", {"attn_c_attn": "attn.c_attn", "mlp_c_fc": "mlp.c_fc"}),
+    ("GPTNeoXForCausalLM", {"attention_query_key_value": "attention.query_key_value"}),
+])  # fmt: skip
+def test_sizes_equal_those_of_the_singular_values(name, expected):
+    transformers = pytest.importorskip("transformers")
+    config, options, layer, *_ = FAMILIES[name]
+    model = random_(getattr(transformers, name)(getattr(transformers, config)(**options)))
+    (ids,) = batches(1, B=2)
+    flat = attach(model, modality=IMAGE, matrices=True).probe(input_ids=ids).flat()
+    for n in range(L):
+        matrices = [m for m in model.get_submodule(layer.format(n)).parameters() if m.ndim == 2]
+        assert sum(tag.endswith(f"_stable_rank/layer{n:02d}") for tag in flat) == len(matrices) == 4
+        for tag, path in expected.items():
+            s = np.linalg.svd(model.get_submodule(f"{layer.format(n)}.{path}").weight.detach().numpy())[1]
+            values = [flat[f"{tag}_{size}/layer{n:02d}"] for size in ("norm", "spectral", "stable_rank")]
+            norm = np.sqrt((s**2).sum())
+            np.testing.assert_allclose(values, [norm, s[0], (norm / s[0]) ** 2], rtol=1e-5)
+    # The control: another layer has other numbers, and by default there are none.
+    assert values[2] != flat[f"{tag}_stable_rank/layer00"]
+    assert not any("stable_rank" in tag for tag in attach(model, modality=IMAGE).probe(input_ids=ids).flat())
+
+
+def test_layers_without_a_matrix_are_refused():
+    model = Net(["sdpa"])
+    for module in model.layers.modules():
+        if isinstance(module, nn.Linear):  # as FSDP holds them
+            shape, module.weight = module.weight.shape, nn.Parameter(module.weight.flatten())
+            module.forward = lambda x, m=module, s=shape: nn.functional.linear(x, m.weight.view(s), m.bias)
+    (ids,) = batches(1, B=2)
+    with pytest.raises(UserError, match="holds no whole weight matrix"):
+        attach(model, modality=IMAGE, matrices=True).probe(ids=ids)
