@@ -63,14 +63,19 @@ def strays_in(folder: Path) -> list[Path]:
 
 
 class _Hashed:
-    """A file that is written sequentially, and the sha256 of its bytes."""
+    """A file that is written sequentially, the sha256 of its bytes, and the error of a write."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._digest = file, hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
         self._digest.update(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
@@ -95,7 +100,12 @@ def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
     partial = path.with_suffix(PARTIAL_SUFFIX)
     with replacing(path, partial) as file:
         hashed = _Hashed(file)
-        write(hashed)
+        try:
+            write(hashed)
+        except Exception:  # torch.save raises a RuntimeError after a write that failed halfway
+            if hashed.error is not None:
+                raise hashed.error from None
+            raise
         file.write(hashed.footer())
         file.flush()
         os.fsync(file.fileno())

@@ -34,7 +34,7 @@ from typing import Any
 from mmqk.ablation.child import BLOCKED
 from mmqk.ablation.pool import PRELOAD, start_server
 
-PARTS: tuple[str, ...] = ("kills",)  # modules of this folder
+PARTS: tuple[str, ...] = ("bad_configs", "file_layer", "kills", "numbers")  # modules of this folder
 SLOW = 4.0  # the limit of time grows by this on a busy machine: a hang is not a matter of seconds
 
 

@@ -19,6 +19,7 @@ import random
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ MOST = 12  # faults at one site, evenly over its operations: a checkpoint is wri
 KINDS = ("full disk", "input/output error", "stays full", "short write", "crash")
 
 
+Inode = tuple[int, int]
+
+
 class Lying(Disk):
     """A disk with one fault of ``kind``; a crash ends the process and leaves what ``root`` may contain afterwards."""
 
@@ -44,8 +48,11 @@ class Lying(Disk):
         code = errno.EIO if kind == "input/output error" else errno.ENOSPC
         super().__init__(root, site, nth, code, stays_full=kind == "stays full")
         self.kind, self.rng, self.short = kind, rng, False
-        self.synced: dict[int, bytes] = {}  # content by inode
-        self.names: dict[str, dict[str, int]] = {}  # inodes by name, by folder
+        self.removed: Counter[int] = (
+            Counter()
+        )  # how often each inode was removed, since the system uses it again
+        self.synced: dict[Inode, bytes] = {}
+        self.names: dict[str, dict[str, Inode]] = {}  # by folder
         for folder, _, files in os.walk(root):  # what a call before this one left is on the disk
             self._sync_names(folder)
             for name in files:
@@ -80,29 +87,47 @@ class Lying(Disk):
 
         return fsync
 
+    def _of_path(self, name: str, call: Any) -> Any:
+        fake = super()._of_path(name, call)
+        if name not in ("replace", "rename", "unlink"):
+            return fake
+
+        def remove(path: Any, *rest: Any, **more: Any) -> Any:
+            try:
+                inode = os.stat(rest[0] if rest else path, dir_fd=more.get("dir_fd")).st_ino
+            except OSError:
+                inode = None
+            result = fake(path, *rest, **more)
+            if inode is not None:
+                self.removed[inode] += 1
+            return result
+
+        return remove
+
+    def _inodes(self, folder: str) -> dict[str, Inode]:
+        return {entry.name: (entry.inode(), self.removed[entry.inode()]) for entry in SCANDIR(folder)}
+
     def _sync_names(self, folder: str) -> None:
-        self.names[folder] = {entry.name: entry.inode() for entry in _scandir(folder)}
+        self.names[folder] = self._inodes(folder)
 
     def _sync_content(self, path: str) -> None:
-        self.synced[os.stat(path).st_ino] = _read(path)
+        inode = os.stat(path).st_ino
+        self.synced[inode, self.removed[inode]] = _read(path)
 
     def _crash(self) -> None:
+        """Write beside ``root`` what a crash may leave of it, and end; other threads still write to ``root``."""
         with contextlib.suppress(BaseException):
-            self._lose()
+            state = self._after_crash(self.root) if os.path.isdir(self.root) else {}
+            for path, content in state.items():
+                path = path.replace(self.root, f"{self.root}{AFTER}", 1)
+                os.makedirs(path if content is None else os.path.dirname(path), exist_ok=True)
+                if content is not None:
+                    with os.fdopen(OPEN(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+                        file.write(content)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _lose(self) -> None:
-        """Replace the content of ``root`` by a state that a crash may leave."""
-        state = {} if not os.path.isdir(self.root) else self._after_crash(self.root)
-        shutil.rmtree(self.root, ignore_errors=True)
-        for path, content in state.items():
-            os.makedirs(path if content is None else os.path.dirname(path), exist_ok=True)
-            if content is not None:
-                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
-                    file.write(content)
-
     def _after_crash(self, folder: str) -> dict[str, bytes | None]:
-        now = {entry.name: entry.inode() for entry in _scandir(folder)}
+        now = self._inodes(folder)
         before = self.names.get(folder, {})
         state: dict[str, bytes | None] = {folder: None}
         for name in sorted({*now, *before}):
@@ -128,10 +153,6 @@ class Lying(Disk):
         return synced + self.rng.choice((b"", tail, part, bytes(len(part))))
 
 
-def _scandir(folder: str) -> list[os.DirEntry[str]]:
-    return list(SCANDIR(folder))
-
-
 def _read(path: str) -> bytes:
     descriptor = OPEN(path, os.O_RDONLY)
     with os.fdopen(descriptor, "rb") as file:
@@ -139,6 +160,7 @@ def _read(path: str) -> bytes:
 
 
 SCANDIR, OPEN = os.scandir, os.open  # those of the system: a disk replaces the names in os
+AFTER = ".after-crash"
 
 
 def commands(shared: Path) -> dict[str, Callable[[Path], Any]]:
@@ -153,6 +175,7 @@ def commands(shared: Path) -> dict[str, Callable[[Path], Any]]:
 
 def prepare(shared: Path) -> None:
     """A finished grid; per scenario the result of its command, and the list of all single faults."""
+    leave_figures_out()
     kills.grid(shared, shared / "grid").communicate()
     (shared / "run.begin").mkdir()
     (shared / "report.begin").mkdir()
@@ -222,6 +245,10 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
         code = in_child(
             lambda kind=kind, site=site, nth=nth: faulty(out, command, kind, (site[0], site[1]), nth, rng)
         )  # type: ignore[misc]
+        if code == -signal.SIGKILL:
+            shutil.rmtree(out, ignore_errors=True)
+            if (after := out.with_name(out.name + AFTER)).exists():
+                after.rename(out)
         judge(code, kind, log.read_bytes()[told:].decode(), scenario, out)
         age_events(out)
     code = in_child(lambda: command(out))
@@ -249,7 +276,8 @@ def judge(code: int, kind: str, told: str, scenario: str, out: Path) -> None:
     if code == 0:
         return
     assert code in (1, 2), f"exit code {code}: {told}"
-    assert sum("cannot be" in line for line in told.splitlines()) == 1, told
+    sentences = [line for line in told.splitlines() if line.startswith("mmqk: ")]
+    assert len(sentences) == 1 and "cannot be" in sentences[0], told
     if scenario == "run" and kind != "stays full" and (out / "metrics.jsonl").exists():
         status = read_status(out)
         assert status is not None and status.status == "failed", status
@@ -257,8 +285,8 @@ def judge(code: int, kind: str, told: str, scenario: str, out: Path) -> None:
 
 def content(folder: Path) -> dict[str, bytes]:
     """All files that a command wrote, without those of finished runs."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
-            if path.is_file() and path.suffix != ".lock" and "checkpoints" not in path.parts}  # fmt: skip
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if "seed1" not in path.parts}
 
 
 def leave_figures_out() -> None:

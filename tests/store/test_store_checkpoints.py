@@ -19,6 +19,7 @@ from mmqk.store.checkpoints import (
     strays_in,
     write_checkpoint,
 )
+from tests.faulty_disk import Disk
 
 
 def write(path: Path, content: bytes) -> None:
@@ -135,3 +136,19 @@ def test_setting_aside_loses_nothing(tmp_path):
         found.append(set_aside(path))
     assert [p.read_bytes() for p in found] == [b"1", b"2", b"3"] and not path.exists()
     assert found[0].name == "step00000010.ckpt.refused" and checkpoints_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("site, error", [(("write", "step0.partial"), OSError), (None, RuntimeError)])
+def test_the_error_of_a_write_is_not_hidden_by_that_of_the_writer(tmp_path, site, error):
+    """torch.save raises a RuntimeError after a write that failed halfway. Without a failed write it stays."""
+
+    def as_torch_does(file):
+        try:
+            file.write(b"1")
+        except OSError as cause:
+            raise RuntimeError("unexpected pos 64 vs 0") from cause
+        raise RuntimeError("unexpected pos 64 vs 0")
+
+    with Disk(tmp_path, site).mounted(), pytest.raises(error):
+        write_checkpoint(tmp_path / "step00000010.ckpt", as_torch_does)
+    assert list(tmp_path.iterdir()) == []

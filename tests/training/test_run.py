@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import torch
 
 from mmqk.store import UserError, cli_main, read_metrics
 from mmqk.train import main
+from mmqk.training.step.module import TrainingModule
 
 WALL_CLOCK = {"tokens_per_s"}
 
@@ -128,6 +130,27 @@ def test_micro_batches_equal_one_batch(tiny_args, tmp_path):
     losses = [[line["loss"] for line in series(tmp_path / n) if "loss" in line] for n in ("1", "4")]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("step", [7, 11])  # a checkpoint follows; the second is the last of the run
+def test_a_state_that_is_not_finite_ends_the_run_before_its_checkpoint(tiny_args, tmp_path, monkeypatch, step):
+    """The gradients of this step are finite and its weights are not, which only the next step would show."""
+    training_step = TrainingModule.training_step
+
+    def faulty(self, *rest):
+        if self.trainer.global_step == step:
+            next(iter(self.trainer.optimizers[0].state.values()))["exp_avg"].view(-1)[0] = math.inf
+        return training_step(self, *rest)
+
+    monkeypatch.setattr(TrainingModule, "training_step", faulty)
+    out = tmp_path / "run"
+    assert main([*tiny_args, "--checkpoint.keep=1", f"--out={out}"]) == 3
+    found = status(out)
+    assert (found["status"], found["step"]) == ("diverged", step + 1)
+    assert found["reason"] == "the weight embed.weight is NaN"
+    (kept,) = (out / "checkpoints").glob("*.ckpt")
+    assert kept.name == f"step{step - 3:08d}.ckpt"
+    assert all(w.isfinite().all() for w in torch.load(kept, weights_only=True)["state_dict"].values())
 
 
 def test_divergence_ends_in_order(tiny_args, tmp_path):

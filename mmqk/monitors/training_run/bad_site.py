@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mmqk.data.batch import TokenBatch
 from mmqk.model import EarlyFusionTransformer
@@ -57,6 +58,23 @@ def first_bad_site(
         if gradient is not None and (kind := _bad_kind(gradient)):
             return f"the gradient of {name} is {kind}"
     return None
+
+
+def first_bad_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | None:
+    """The first weight, or tensor of an optimizer's state, with a NaN or an infinity; None if all are finite.
+
+    It synchronizes with the host once.
+    """
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    named = [(f"the weight {name}", p.detach()) for p, name in names.items()]
+    for optimizer in optimizers:
+        for p, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    named.append((f"the optimizer's {key} of {names.get(p, 'a weight')}", value))
+    if torch.stack([torch.isfinite(x).all().to(named[0][1].device) for _, x in named]).all():
+        return None
+    return next(f"{name} is {kind}" for name, x in named if (kind := _bad_kind(x)))
 
 
 def _bad_kind(tensor: Tensor) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from mmqk.config.training import CheckpointConfig
 from mmqk.data.batch import TokenBatch
 from mmqk.distributed import first_of_ranks
+from mmqk.monitors.training_run.bad_site import first_bad_state
 from mmqk.store import DivergenceRule, UserError, read_status
 from mmqk.store.checkpoints import checkpoint_name, checkpoints_in, step_of
 from mmqk.store.missing import Written
@@ -215,8 +216,13 @@ class Checkpoints(L.Callback):
             self.save(trainer, pl_module)
 
     def save(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
-        """Write a checkpoint, unless the run has diverged."""
+        """Write a checkpoint, unless the run has diverged, also by a weight or a moment that is not finite."""
         self.step_log.flush(trainer, pl_module)
+        if self.step_log.divergence is None:
+            reason = first_of_ranks(first_bad_state(pl_module.model, trainer.optimizers))
+            if reason is not None:
+                self.step_log.divergence = (trainer.global_step, reason)
+                trainer.should_stop = True
         if self.step_log.divergence is not None:
             return
         for logger in trainer.loggers:
