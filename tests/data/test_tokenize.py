@@ -543,7 +543,9 @@ def test_ctrl_c_ends_the_workers_at_once(shards: Path, tiny_data: Path, tmp_path
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     printed, errors = process.communicate(timeout=1800)  # until the workers have closed stderr too
-    assert (process.returncode, errors) == (130, "mmqk: interrupted\n")
+    progress, last = errors.splitlines()[:-1], errors.splitlines()[-1]
+    assert (process.returncode, last) == (130, "mmqk: interrupted")
+    assert all(" of 4 shards" in line for line in progress)  # a slow machine prints some, and no traceback
     assert "2 of 4 shards are kept" in printed
 
 
