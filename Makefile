@@ -12,7 +12,7 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 	grid/test_language.py analysis/test_analysis_exact.py analysis/test_analysis_multiple.py \
 	analysis/test_metrics_outcomes.py benchmarks/test_flops.py interop/test_write.py)
 
-.PHONY: help setup demo claims check test wheel-test golden pages test-oldest-torch tensorboard clean
+.PHONY: help setup demo claims check test soak soak-quick wheel-test golden pages test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk"
@@ -20,6 +20,8 @@ help:
 	@echo "make claims       train the runs of the registered claims and write reports/claims/index.html"
 	@echo "make test         lint, types and tests"
 	@echo "make wheel-test   install the wheel into a new environment and use it in an empty folder"
+	@echo "make soak         plant thousands of faults: kills, disk errors, crashes, bad files and numbers; continues"
+	@echo "make soak-quick   the same with a few faults of each kind"
 	@echo "make check        lint, types and a tenth of the tests"
 	@echo "make golden       train nine short runs and compare their numbers with the stored ones"
 	@echo "make test-oldest-torch  test the monitors on torch 2.6, in a separate environment"
@@ -52,6 +54,12 @@ check: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 
 wheel-test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m tests.wheel
+
+soak: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.soak
+
+soak-quick: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.soak --quick --out runs/soak-quick
 
 golden: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m tests.golden

@@ -90,6 +90,8 @@ def soak(part: str, seed: int, count: int, out: Path, jobs: int) -> list[dict[st
     """The results of cases 0 to count - 1 of one part; those of an earlier call with this commit are kept."""
     module = importlib.import_module(f"tests.soak.{part}")
     records = out / f"{part}.jsonl"
+    if "-dirty" in out.name:  # the code may be another than in the earlier call
+        records.unlink(missing_ok=True)
     lines = records.read_text().splitlines() if records.exists() else []
     done = {line["case"]: line for line in map(json.loads, lines) if line["case"] < count}
     shared = Path(tempfile.mkdtemp(prefix=f"soak-{part}-shared-"))

@@ -147,7 +147,7 @@ class Lying(Disk):
         if synced == written:
             return synced
         if not written.startswith(synced):
-            return self.rng.choice((synced, written))
+            return self.rng.choice((synced, written, written[: self.rng.randrange(len(written) + 1)]))
         tail = written[len(synced) :]
         part = tail[: self.rng.randrange(len(tail) + 1)]
         return synced + self.rng.choice((b"", tail, part, bytes(len(part))))

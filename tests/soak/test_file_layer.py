@@ -1,0 +1,76 @@
+"""The crash of `file_layer` loses what is not synced and nothing else, and its judges know a bad end."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mmqk.store import write_atomic
+from tests.soak.file_layer import AFTER, Lying, in_child, judge
+from tests.soak.kills import equal
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="asks /proc for names of open files"
+)
+
+
+def in_place(path: Path, content: str) -> None:
+    path.write_text(content)
+
+
+def without_sync(path: Path, content: str) -> None:
+    (path.parent / "new").write_text(content)
+    os.replace(path.parent / "new", path)
+
+
+def states(write: Callable[[Path, str], None], tmp_path: Path) -> set[str | None]:
+    """What a crash after ``write`` leaves of a file, over 40 crashes."""
+    found: set[str | None] = set()
+    for seed in range(40):
+        root = tmp_path / str(seed)
+        root.mkdir()
+        (root / "file").write_text("old")
+
+        def crash(root: Path = root, seed: int = seed) -> None:
+            with Lying(root, "crash", ("mkdir", "crash"), 0, random.Random(seed)).mounted():
+                write(root / "file", "the new content")
+                os.mkdir(root / "crash")
+
+        assert in_child(crash) == -signal.SIGKILL
+        path = Path(f"{root}{AFTER}") / "file"
+        found.add(path.read_text() if path.exists() else None)
+        shutil.rmtree(root)
+    return found
+
+
+def test_a_crash_loses_what_is_not_synced_and_nothing_else(tmp_path):
+    assert states(write_atomic, tmp_path) == {"the new content"}
+
+
+@pytest.mark.parametrize("write", [in_place, without_sync])
+def test_a_write_that_is_not_durable_is_seen(write, tmp_path):
+    assert len(states(write, tmp_path)) > 2
+
+
+def test_a_bad_end_is_known(tmp_path):
+    good = "mmqk: metrics.jsonl cannot be read or written (No space left on device): fix that.\n"
+    judge(1, "full disk", good, "report", tmp_path)
+    judge(-signal.SIGKILL, "crash", "", "report", tmp_path)
+    for code, told in (
+        (1, "Traceback (most recent call last)"),
+        (1, ""),
+        (1, good * 2),
+        (99, good),
+        (0, "Traceback"),
+    ):
+        with pytest.raises(AssertionError):
+            judge(code, "full disk", told, "report", tmp_path)
+    with pytest.raises(AssertionError):
+        judge(-signal.SIGKILL, "full disk", good, "report", tmp_path)
+    assert equal({"a": [1, (2.0,)]}, {"a": [1, (2.0,)]}) and not equal({"a": [1, (2.0,)]}, {"a": [1, (2.5,)]})
