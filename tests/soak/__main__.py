@@ -116,6 +116,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/soak"))
     parser.add_argument("--part", choices=PARTS, action="append", help="this part only; may be repeated")
     parser.add_argument("--quick", action="store_true", help="a few cases of each part")
+    parser.add_argument("--cases", type=int, help="this many cases of each part")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="only this case of the part, its output on the terminal")
     parser.add_argument("--jobs", type=int, default=2)
@@ -135,7 +136,8 @@ def main() -> int:
     faults = 0
     for part in parts:
         module = importlib.import_module(f"tests.soak.{part}")
-        results = soak(part, args.seed, module.QUICK if args.quick else module.CASES, out, args.jobs)
+        count = args.cases or (module.QUICK if args.quick else module.CASES)
+        results = soak(part, args.seed, count, out, args.jobs)
         outcomes = Counter(line.get("outcome", "FAULT") for line in results)
         faults += outcomes["FAULT"]
         minutes = sum(line["seconds"] for line in results) / 60 / args.jobs
