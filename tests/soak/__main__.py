@@ -13,71 +13,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
-import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from mmqk.ablation.child import BLOCKED
 from mmqk.ablation.pool import PRELOAD, start_server
+from tests.soak.cases import attempt, rng
 
 PARTS: tuple[str, ...] = ("bad_configs", "file_layer", "kills", "numbers")  # modules of this folder
-SLOW = 4.0  # the limit of time grows by this on a busy machine: a hang is not a matter of seconds
-
-
-def rng(seed: int, part: str, number: int) -> random.Random:
-    return random.Random(f"{seed} {part} {number}")
-
-
-def run_case(part: str, number: int, seed: int, shared: Path, work: Path) -> None:
-    """In a process of its own: the outcome goes to ``work``.json."""
-    os.setpgid(0, 0)  # what a case leaves behind ends with it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks them
-    output = os.open(f"{work}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    try:
-        outcome = importlib.import_module(f"tests.soak.{part}").case(
-            number, rng(seed, part, number), shared, work
-        )
-        result = {"outcome": outcome}
-    except BaseException:
-        result = {"fault": traceback.format_exc()}
-    Path(f"{work}.json").write_text(json.dumps(result))
-
-
-def attempt(part: str, number: int, seed: int, seconds: float, shared: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix=f"soak-{part}-", ignore_cleanup_errors=True) as root:
-        work = Path(root) / "case"
-        work.mkdir()
-        began = time.monotonic()
-        process = get_context("forkserver").Process(target=run_case, args=(part, number, seed, shared, work))
-        process.start()
-        process.join(SLOW * seconds)
-        if process.is_alive():
-            result = {"fault": f"no end after {SLOW * seconds:.0f} s"}
-        elif Path(f"{work}.json").exists():
-            result = json.loads(Path(f"{work}.json").read_text())
-        else:
-            log = Path(f"{work}.log").read_text()[-2000:]
-            result = {"fault": f"the process ended with {process.exitcode}: {log}"}
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-        return {"part": part, "case": number, "seconds": round(time.monotonic() - began, 2), **result}
 
 
 def commit() -> str:
