@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmqk.store import cli_main, is_locked, read_alarms, read_metrics
+import mmqk.ablation.preload  # noqa: F401 (forked processes need not import it)
+from mmqk.store import cli_main, is_locked, read_alarms, read_metrics, read_status
 from mmqk.train import main, process
 from tests.faulty_disk import Disk
 from tests.tiny import tiny_args, write_tiny_data
@@ -71,19 +72,17 @@ def arguments(kind: str, shared: Path) -> list[str]:
 
 
 def prepare(shared: Path) -> None:
-    """Per kind the undisturbed run, its file operations and its seconds."""
+    """Per kind the undisturbed run and its file operations."""
     (shared / "data").mkdir()
     write_tiny_data(shared / "data")
     in_child(lambda: main([*arguments("plain", shared), "--checkpoint.keep=9", f"--out={shared / 'parent'}"]))
     for kind in dict.fromkeys(KINDS):
         if kind != "grid":
-            began = time.monotonic()
             train(kind, shared, shared / kind, record=shared / f"{kind}.sites")
-            (shared / f"{kind}.seconds").write_text(str(time.monotonic() - began))
     grid(shared, shared / "grid").communicate()
 
 
-def in_child(call: Callable[[], object], kill_after: float | None = None) -> bool:
+def in_child(call: Callable[[], object], begun: Path | None = None, kill_after: float = 0.0) -> bool:
     """Call it in a forked process; whether that was killed. Fails where it ended with another code than 0."""
     pid = os.fork()
     if pid == 0:
@@ -95,12 +94,16 @@ def in_child(call: Callable[[], object], kill_after: float | None = None) -> boo
             sys.excepthook(*sys.exc_info())
             code = 1
         os._exit(code)
-    return waited([pid], kill_after)
+    return waited([pid], begun, kill_after)
 
 
-def waited(pids: list[int], kill_after: float | None) -> bool:
-    """Wait for all; after ``kill_after`` seconds the last is killed. The others may then end as they do."""
-    if kill_after is not None:
+def waited(pids: list[int], begun: Path | None = None, kill_after: float = 0.0) -> bool:
+    """Wait for all. The last is killed this long after the file ``begun`` exists; the others end by themselves."""
+    if begun is not None:
+        while (
+            not begun.exists() and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        ):
+            time.sleep(0.01)
         time.sleep(kill_after)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pids[-1], signal.SIGKILL)
@@ -112,10 +115,20 @@ def waited(pids: list[int], kill_after: float | None) -> bool:
 
 def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record: Path | None = None,
           kill_after: float | None = None) -> bool:  # fmt: skip
-    """Start or resume the run in ``out``; whether it was killed. ``record`` gets its file operations and counts."""
+    """Start or resume the run in ``out``; whether it was killed.
+
+    Args:
+        kind: one of `KINDS`.
+        shared: the folder of `prepare`.
+        out: the run folder.
+        disk: ends the process at a file operation.
+        record: gets the file operations and their counts.
+        kill_after: seconds from the lock of the run folder to the kill.
+    """
     args = [*arguments(kind, shared), f"--out={out}"]
+    begun, seconds = (out / "run.lock", kill_after) if kill_after is not None else (None, 0.0)
     if kind == "ranks":
-        return waited(ranks(args, out.parent), kill_after)
+        return waited(ranks(args, out.parent), begun, seconds)
 
     def call() -> int:
         nonlocal disk
@@ -127,7 +140,7 @@ def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record
             record.write_text(json.dumps(sorted((*site, last) for site, last in mounted.seen.items())))
         return code
 
-    return in_child(call, kill_after)
+    return in_child(call, begun, seconds)
 
 
 def ranks(args: list[str], folder: Path) -> list[int]:
@@ -178,8 +191,9 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
             disk = Killer(out, site=(site[0], site[1]), nth=rng.randint(0, last))
             killed += train(kind, shared, out, disk)
         else:
-            seconds = float((shared / f"{kind}.seconds").read_text())
-            killed += train(kind, shared, out, kill_after=rng.uniform(0, seconds))
+            status = read_status(shared / kind)
+            assert status is not None
+            killed += train(kind, shared, out, kill_after=rng.uniform(0, status.seconds))
         age_events(out)
     assert not train(kind, shared, out)
     compare(shared / kind, out)

@@ -28,9 +28,8 @@ MODULES = (
     "attention.w_v",
     "attention.w_o",
     "mlp",
-    "attention",
-    "norm1",
-    "norm2",
+    "mlp.w_up",
+    "attn_pre_norm",
 )
 SITES = ("activation", "loss", "gradient", "moment", "weight")
 
