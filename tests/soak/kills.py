@@ -238,9 +238,8 @@ def compare(whole: Path, again: Path, tensorboard: bool = True) -> None:
     if not tensorboard:
         return
     ours_, theirs_ = scalars(again), scalars(whole)
-    assert ours_ == theirs_, (
-        f"TensorBoard differs in {[key for key in theirs_ if ours_.get(key) != theirs_[key]]}"
-    )
+    different = {key: (ours_.get(key), theirs_[key]) for key in theirs_ if ours_.get(key) != theirs_[key]}
+    assert not different and ours_.keys() == theirs_.keys(), f"TensorBoard differs: {different}"
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -106,10 +106,11 @@ def test_resumed_checkpoint_is_not_overwritten_in_the_middle_of_a_step(whole, tm
     assert (tmp_path / "again/checkpoints/step00000008.ckpt").read_bytes() == before
 
 
-def test_tensorboard_draws_no_step_twice(whole, tmp_path):
+@pytest.mark.parametrize("step", [0, 4])  # 0: killed before its first checkpoint
+def test_tensorboard_draws_no_step_twice(whole, tmp_path, step):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    args = rewind(whole, tmp_path / "again", 4)
+    args = rewind(whole, tmp_path / "again", step)
     assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
     runs = {path.parent.relative_to(whole) for path in whole.rglob("events.out.tfevents.*")}
     assert len(runs) == 3  # the run and its modalities

@@ -88,14 +88,14 @@ class StoryLogger(TensorBoardLogger):
         folder: The run folder; events are written into it and into a folder per modality.
         modalities: Names of the vocabulary blocks, in order.
         layers: Whether to write all tags, including those by layer and head.
-        resumed_at: Step of a resume; TensorBoard discards later events of earlier processes.
+        resumed_at: Step of a resume; TensorBoard discards later events of earlier processes, without it all of them.
     """
 
     def __init__(
         self, folder, modalities: tuple[str, ...], layers: bool = False, resumed_at: int | None = None
     ):
         _silence_writer_thread()
-        purge = None if resumed_at is None else resumed_at + 1
+        purge = 0 if resumed_at is None else resumed_at + 1  # a run killed before its first checkpoint starts again
         super().__init__(save_dir=str(folder), name="", version="", default_hp_metric=False, purge_step=purge)
         self._folder, self._resumed_at = Path(folder), resumed_at
         self._modalities, self._layers, self._begun = modalities, layers, False
