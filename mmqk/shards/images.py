@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
 from typing import Literal, get_args
 
@@ -24,9 +25,12 @@ UNKNOWN = "not an image of a known format"
 TOO_LARGE = "image has too many pixels"
 BROKEN = "image cannot be decoded"
 NOT_FINITE = "image has infinite or undefined pixels"
-IMAGE_REASONS = (EMPTY, UNKNOWN, TOO_LARGE, BROKEN, NOT_FINITE)
+TOO_MANY_SCANS = "image has too many scans"
+IMAGE_REASONS = (EMPTY, UNKNOWN, TOO_LARGE, BROKEN, NOT_FINITE, TOO_MANY_SCANS)
 
 MAX_PIXELS = 2**26
+# Of a JPEG. Encoders write about ten; libjpeg passes over the whole image for each, even for one of a few bytes.
+MOST_SCANS = 100
 # Other formats of Pillow are excluded: EPS starts programs, ICO may contain larger images than its header states,
 # and support of AVIF depends on the Pillow version.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -35,6 +39,9 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # target size; the antialiased bicubic filter does the rest. At 3 the mean difference from the exact result is below
 # one gray level for a photo.
 _GAP = 3.0
+_JPEG = b"\xff\xd8"
+_MARKER = re.compile(rb"\xff([\x02-\xcf\xd9-\xfe])")  # of JPEG, without stuffing and restart markers
+_END, _SCAN = 0xD9, 0xDA
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF
 
 
@@ -76,6 +83,8 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
         raise ValueError(f"fit={fit!r} of size={size}: fit is {' | '.join(get_args(Fit))}, size is 1 or more")
     if not content:
         raise Dropped(EMPTY)
+    if content.startswith(_JPEG) and _has_too_many_scans(content):
+        raise Dropped(TOO_MANY_SCANS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of odd metadata, and of sizes that this function checks
         try:
@@ -117,6 +126,16 @@ def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.
     except Exception:  # damaged metadata; Pillow rotates the image before it writes the metadata back
         pass
     return _eight_bit(image)
+
+
+def _has_too_many_scans(jpeg: bytes) -> bool:
+    place, scans = len(_JPEG), 0
+    while scans <= MOST_SCANS and (marker := _MARKER.search(jpeg, place)):
+        if (code := marker[1][0]) == _END:
+            break
+        scans += code == _SCAN
+        place = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2])
+    return scans > MOST_SCANS
 
 
 def _tile_pixels(image: Image.Image) -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import io
 import lzma
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from mmqk.store import UserError
 
 # In bytes; of a longer line only this many bytes plus one are read into memory.
 LONGEST_LINE = 2**24
+_CHUNK = 2**16
+_XZ_MEMORY = 2**29  # in bytes; xz -9 needs 2**26
 _REWRITE = "copy or download it again, or write it again"
 
 
@@ -31,11 +34,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
             size = max(1, raw.seek(0, 2))
             raw.seek(0)
             start = raw.peek(6)
-            lines: IO[bytes] | gzip.GzipFile | lzma.LZMAFile = raw
+            lines: IO[bytes] | gzip.GzipFile | io.BufferedReader = raw
             if start.startswith(b"\x1f\x8b"):
                 lines = gzip.GzipFile(fileobj=raw)
             elif start.startswith(b"\xfd7zXZ\0"):
-                lines = lzma.LZMAFile(raw)  # noqa: SIM115 (it opens no file)
+                lines = io.BufferedReader(_Xz(raw), _CHUNK)
             elif start.startswith((b"BZh", b"\x28\xb5\x2f\xfd")):
                 raise UserError(f"{path} is compressed with bzip2 or zstd: decompress it, or use gzip or xz")
             number = 0
@@ -49,3 +52,37 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
         raise UserError(f"{path} is truncated: {_REWRITE}") from None
     except (OSError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({error}): {_REWRITE}") from None
+
+
+class _Xz(io.RawIOBase):
+    """The content of xz streams end to end.
+
+    `lzma.LZMAFile` takes a damaged stream for the end of the file, and also the zeros that may follow a stream: the
+    lines after it would be lost without an error.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self._file, self._stream = file, self._next_stream()
+
+    def _next_stream(self) -> lzma.LZMADecompressor:
+        return lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            packed = b""
+            if self._stream.eof:
+                rest = self._stream.unused_data
+                while not (packed := rest.lstrip(b"\0")):
+                    if not (rest := self._file.read(_CHUNK)):
+                        return 0
+                self._stream = self._next_stream()
+            elif self._stream.needs_input and not (packed := self._file.read(_CHUNK)):
+                raise EOFError
+            content = self._stream.decompress(packed, len(buffer))
+            if content:
+                buffer[: len(content)] = content
+                return len(content)

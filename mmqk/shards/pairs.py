@@ -18,6 +18,7 @@ from mmqk.shards.lines import read_lines
 from mmqk.shards.manifest import RESTORE, Shard, checked_shards, sha256_file
 from mmqk.shards.samples import json_of, pair_of, text_of
 from mmqk.shards.tars import TarIndex, index_tar
+from mmqk.shards.unread import printable
 from mmqk.store import UserError
 
 IMAGE_SIZE = 64
@@ -64,7 +65,7 @@ def pairs_of(index: TarIndex) -> Iterator[Pair]:
         UserError: a sample lacks a readable image or caption, or its image has another size.
     """
     for key, sample in index:
-        where = f"sample {key} of shard {index.path}"
+        where = f"sample {printable(key)} of shard {index.path}"
         try:
             content, caption = pair_of(sample)
             image = load_image(content, IMAGE_SIZE)

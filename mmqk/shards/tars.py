@@ -15,11 +15,11 @@ import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from mmqk.shards.unread import HIDDEN, META, NO_DOT, NOT_REGULAR, Unread
+from mmqk.shards.unread import HIDDEN, LONG_NAME, META, NO_DOT, NOT_REGULAR, Unread, printable
 from mmqk.store import UserError, check_regular
 
 _REWRITE = "copy or download it again, or write it again"
@@ -29,6 +29,13 @@ _PACKED = {
     b"\xfd7zXZ\x00": ("xz", "unxz"),
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
 }
+# In bytes. No file system takes a longer path, and webdataset's pattern for names takes quadratic time.
+LONGEST_NAME = 2**12
+# In bytes; of a header with a long name or with pax records. tarfile reads a header whole, whatever its size.
+LONGEST_HEADER = 2**20
+_MOST_DIGITS = 1000  # in a row; tarfile's search in a header takes quadratic time in them
+_RESERVED = ("__key__", "__url__", "__bad__", "__local_path__")  # fields that webdataset uses itself
+_GLOBAL = ("path", "size", "GNU.sparse.name", "GNU.sparse.size", "GNU.sparse.realsize", "GNU.sparse.map")
 _BRACES = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}|\{([^{}]*,[^{}]*)\}")
 
 
@@ -87,8 +94,8 @@ class TarIndex:
 def index_tar(path: Path | str) -> TarIndex:
     """Index an archive from all its headers, and check that it ends with its end blocks.
 
-    Files whose name has no dot or begins with one belong to no sample and are counted. Links and devices have no
-    content and are counted too; their sample lacks the field. Folders are not counted.
+    Files whose name has no dot, begins with one or is too long belong to no sample and are counted. Links and devices
+    have no content and are counted too; their sample lacks the field. Folders are not counted.
 
     Raises:
         UserError: the file is missing, compressed, not a tar, damaged or truncated, has data after its end, or
@@ -110,8 +117,8 @@ def index_tar(path: Path | str) -> TarIndex:
                 key = sample.pop("__key__")
                 if key in keys:
                     raise UserError(
-                        f"shard {path} has the sample {key} in two places: write the archive again with the "
-                        "files of a sample next to each other, sorted by name"
+                        f"shard {path} has the sample {printable(key)} in two places: write the archive again"
+                        " with the files of a sample next to each other, sorted by name"
                     )
                 keys[key] = None
                 for name, place in sample.items():
@@ -123,7 +130,7 @@ def index_tar(path: Path | str) -> TarIndex:
         raise UserError(f"shard {path} cannot be read ({error.strerror or error}): {_REWRITE}") from None
     except ValueError as error:  # of group_by_keys
         name = str(error.args[0]).partition(": duplicate file name")[0]
-        raise UserError(f"shard {path} has the file {name} twice: write it again") from None
+        raise UserError(f"shard {path} has the file {printable(name)} twice: write it again") from None
     extent_M2 = np.array(extent, dtype=np.int64).reshape(-1, 2)
     files = len(fields) + unread.total
     return TarIndex(
@@ -156,11 +163,13 @@ def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any
         base = info.name.rpartition("/")[2]
         if info.isdir():
             continue
-        if base.startswith("."):
+        if len(info.name.encode()) > LONGEST_NAME:
+            unread.add(LONG_NAME, printable(info.name))
+        elif base.startswith("."):
             unread.add(HIDDEN, info.name)
         elif base_plus_ext(info.name)[0] is None:
             unread.add(NO_DOT, info.name)
-        elif base == info.name and base.startswith("__") and base.endswith("__"):
+        elif _is_reserved(base, base == info.name):
             unread.add(META, info.name)
         elif info.isreg() and not info.issparse():
             yield {"fname": info.name, "data": (info.offset_data, info.size), "__url__": None}
@@ -169,16 +178,25 @@ def _files(path: Path, file: BinaryIO, unread: Unread) -> Iterator[dict[str, Any
             yield {"fname": info.name, "data": None, "__url__": None}
 
 
+def _is_reserved(base: str, at_top: bool) -> bool:
+    # webdataset skips the first, and loses the whole sample for a field __bad__.
+    return (at_top and base.startswith("__") and base.endswith("__")) or (
+        base.partition(".")[2].lower() in _RESERVED
+    )
+
+
 def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """Yield every header, then check that the archive ends with its end blocks."""
     try:
         # backslashreplace keeps a name that is not UTF-8 printable.
-        with tarfile.open(fileobj=file, mode="r:", errors="backslashreplace") as tar:
+        with tarfile.open(fileobj=cast(Any, _Headers(file)), mode="r:", errors="backslashreplace") as tar:
             end = 0
             while (info := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # tarfile would store all members
                 if tar.offset <= end or info.size < 0:
                     raise tarfile.ReadError("a header leads backwards")
+                if named := [name for name in _GLOBAL if name in tar.pax_headers]:
+                    raise tarfile.ReadError(f"a global header gives all files the same {named[0]}")
                 end = tar.offset
                 yield info
             # tarfile takes a damaged or missing header for the end of the archive.
@@ -189,8 +207,28 @@ def _headers(path: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         if file.seek(0, os.SEEK_END) == 0 or "unexpected end" in str(error):
             raise _cut_short(path) from None
         raise UserError(f"shard {path} is damaged or not a tar archive ({error}): {_REWRITE}") from None
+    except RecursionError:
+        raise UserError(f"shard {path} is damaged (a file has too many headers): {_REWRITE}") from None
     except (tarfile.TarError, ValueError, EOFError, OverflowError, IndexError) as error:
         raise UserError(f"shard {path} is damaged ({error}): {_REWRITE}") from None
+
+
+class _Headers:
+    """An archive as tarfile reads it, header by header; raises ReadError for a header that is not plausible."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.tell, self.seek, self._file = file.tell, file.seek, file
+
+    def read(self, size: int) -> bytes:
+        if size > LONGEST_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        header = self._file.read(size)
+        if (
+            size > tarfile.BLOCKSIZE
+            and max(map(len, re.findall(rb"[0-9]+", header)), default=0) > _MOST_DIGITS
+        ):
+            raise tarfile.ReadError("a header with a number of too many digits")
+        return header
 
 
 def _check_end(path: Path, file: BinaryIO, offset: int) -> None:

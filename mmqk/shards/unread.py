@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 EXAMPLES = 5
+LONGEST_SHOWN = 200  # characters of a name
 
 NO_DOT = "in no sample: the name has no dot"
 HIDDEN = "in no sample: the name begins with a dot"
 META = "in no sample: webdataset reserves the name"
+LONG_NAME = "in no sample: the name is longer than 4096 bytes"
 NOT_REGULAR = "links, devices and sparse files"
 OF_DROPPED = "of dropped samples"
 UNUSED = "in a sample that does not use them"
@@ -54,7 +56,7 @@ class ReasonCounts:
     def reason_lines(self) -> Iterator[str]:
         """Yield a line per reason: its count and examples."""
         for reason, count in self.by_count().items():
-            yield f"  {reason}: {count:,} ({printable(', '.join(self.examples[reason]))})"
+            yield f"  {reason}: {count:,} ({', '.join(map(printable, self.examples[reason]))})"
 
 
 @dataclass
@@ -83,5 +85,8 @@ class Unread(ReasonCounts):
 
 
 def printable(text: str) -> str:
-    """The text without control characters: a name in an archive may contain terminal commands."""
+    """The text without control characters, as a name in an archive may contain terminal commands; a long text without
+    its middle."""
+    if len(text) > LONGEST_SHOWN:
+        text = f"{text[: LONGEST_SHOWN // 2]}...{text[-LONGEST_SHOWN // 2 :]}"
     return "".join(c if c.isprintable() else "?" for c in text)

@@ -20,6 +20,7 @@ from mmqk.data.tokens.online import online_hash, open_online
 from mmqk.data.tokens.worker import TokenizeJob, _samples, split_of
 from mmqk.shards.tars import index_tar
 from mmqk.store import UserError
+from tests.tiny import samples
 
 
 def quiet(line: str) -> None:
@@ -327,3 +328,20 @@ def test_what_cannot_be_packed_is_refused():
     with pytest.raises(ValueError, match="lengths are unknown"):
         DataConfig(read="shards", pack="documents")
     assert np.isfinite(DataConfig(read="shards").val_fraction)
+
+
+def test_a_stored_index_has_the_names_of_the_archive(tiny_data, tmp_path):
+    image = next(iter(samples(1, 0)))[1]
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name, content in ((f"{'k' * 4000}.jpg", image), ("a\0.jpg\0", image), ("b.jpg", image)):
+            member = tarfile.TarInfo("x")
+            member.size, member.pax_headers = len(content), {"path": name}
+            tar.addfile(member, io.BytesIO(content))
+    first, again = (
+        open_online(str(path), tiny_data / "tokenizers", tmp_path / "cache", 0.0)["train"] for _ in range(2)
+    )
+    assert again.shards[0].keys == first.shards[0].keys == ["k" * 4000, "a\0", "b"]
+    assert again.shards[0].fields == first.shards[0].fields == ["jpg", "jpg\0", "jpg"]
+    (stored,) = (tmp_path / "cache/index").iterdir()
+    assert stored.stat().st_size < 12_000  # not 16 kB for each key

@@ -310,6 +310,17 @@ def test_several_pictures_in_a_jpeg() -> None:
     assert abs(pixels(load_image(content, 64)) - (200, 0, 0)).max() <= 3
 
 
+def test_a_jpeg_of_many_scans_is_dropped() -> None:
+    whole = encoded(noise(3000, 3000), "JPEG", progressive=True, quality=5)
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    many = whole[:-2] + last * (images.MOST_SCANS - 20) + whole[-2:]
+    assert load_image(many, 64).size == (64, 64)
+    assert reason(whole[:-2] + last * 100_000) == images.TOO_MANY_SCANS  # decoding takes minutes
+    # Bytes in metadata and after the end are no scans.
+    exif = encoded(noise(70, 70), "JPEG", exif=b"Exif\0\0" + b"\xff\xda" * 5000)
+    assert load_image(exif + b"\xff\xda" * 5000, 64).size == (64, 64)
+
+
 def test_fifty_megapixels() -> None:
     big = Image.new("L", (8660, 5774), 40)
     big.paste(200, (4330, 0, 8660, 5774))

@@ -15,7 +15,9 @@ import pytest
 import webdataset as wds
 from braceexpand import braceexpand
 
+from mmqk.shards.pairs import pairs_of
 from mmqk.shards.tars import expand, index_tar
+from mmqk.shards.unread import LONG_NAME, META
 from mmqk.store import UserError
 
 
@@ -290,3 +292,62 @@ def test_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no files are named" in refused()
     for address in ("https://example.org/a.tar", "s3://b/a.tar", "pipe:cat a.tar"):
         assert "not a local path" in refused(address)
+
+
+def header(name: str, content: bytes = b"", kind: bytes = b"0", size: bytes = b"") -> bytes:
+    """A member with any type and size."""
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))
+    block[156:157] = kind
+    block[124 : 124 + len(size)] = size
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block) + content.ljust(-(-len(content) // 512) * 512, b"\0")
+
+
+@pytest.mark.parametrize("kind", [b"x", b"g", b"L", b"K"])
+def test_headers_that_are_not_plausible_are_refused(tmp_path: Path, kind: bytes) -> None:
+    path, last = tmp_path / "a.tar", header("a.txt", b"x") + bytes(1024)
+    path.write_bytes(header("long", kind=kind, size=b"\x80" + (2**62).to_bytes(11, "big")) + last)
+    assert "a header of 4611686018427387904 bytes" in refusal(path)  # tarfile would ask for that much memory
+    path.write_bytes(header("long", b"8" * 100_000, kind=kind) + last)
+    assert "too many digits" in refusal(path)  # tarfile would search for seconds
+    path.write_bytes(header("long", b"a" * 600, kind=kind) * 1500 + last)
+    if kind != b"g":
+        assert "too many headers" in refusal(path)
+
+
+def test_global_headers_that_apply_to_all_files_are_refused(tmp_path: Path) -> None:
+    last = header("a.txt", b"xyz") + header("b.txt", b"xyz") + bytes(1024)
+    for name, value in (("size", "1"), ("path", "c.txt")):
+        path = tmp_path / f"{name}.tar"
+        path.write_bytes(tarfile.TarInfo.create_pax_global_header({name: value}) + last)
+        assert f"a global header gives all files the same {name}" in refusal(path)
+    path.write_bytes(tarfile.TarInfo.create_pax_global_header({"comment": "x"}) + last)
+    assert [sample for _, sample in index_tar(path)] == [{"txt": b"xyz"}] * 2
+
+
+def test_names_too_long_or_reserved_are_counted(tmp_path: Path) -> None:
+    names = [
+        "/" * 200_000 + "a",
+        "n/" * 3000 + "a.txt",
+        "b.txt",
+        "c.__bad__",
+        "d.txt",
+        "d.__Key__",
+        "e.__url__",
+    ]
+    index = index_tar(write(tmp_path / "a.tar", [(name, b"x") for name in names]))  # at once
+    assert index.keys == ["b", "d"] and index.files == len(names)
+    assert index.unread.counts == {LONG_NAME: 2, META: 3}
+    assert all(len(line) < 1500 for line in index.unread.lines(index.files))
+
+
+def test_messages_have_no_control_characters(tmp_path: Path) -> None:
+    for names in (["a\x1b[2J.jpg"] * 2, ["a\x1b[2J.jpg", "b.jpg", "a\x1b[2J.txt"], ["c" * 4000 + ".jpg"] * 2):
+        message = refusal(write(tmp_path / "a.tar", [(name, b"") for name in names]))
+        assert message.isprintable() and len(message) < 700
+    index = index_tar(write(tmp_path / "b.tar", [("a\x1b[2J.jpg", b"")]))
+    with pytest.raises(UserError, match=r"sample a\?\[2J of shard"):
+        list(pairs_of(index))

@@ -27,7 +27,7 @@ from typing import Any
 from mmqk.ablation.pool import PRELOAD, start_server
 from tests.soak.cases import attempt, rng
 
-PARTS: tuple[str, ...] = ("bad_configs", "file_layer", "kills", "numbers")  # modules of this folder
+PARTS: tuple[str, ...] = ("bad_configs", "bad_shards", "file_layer", "kills", "numbers")  # modules of this folder
 
 
 def commit() -> str:

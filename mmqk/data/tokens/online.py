@@ -11,7 +11,7 @@ import json
 import sys
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from mmqk.shards.images import Dropped, load_image
 from mmqk.shards.manifest import MANIFEST, checked_shards, load_manifest, manifest_hash
 from mmqk.shards.samples import IMAGE_FIELDS, REASONS, count_unread, pair_of
 from mmqk.shards.tars import TarIndex, expand, index_tar
-from mmqk.shards.unread import Unread
+from mmqk.shards.unread import Unread, printable
 from mmqk.store import UserError, identity_hash, replacing
 
 # A run ends with an error when more than this share of all samples is unusable, or of the samples read so far once
@@ -166,17 +166,18 @@ class OnlinePairs:
             try:
                 ids = self._ids(i)
             except Dropped as dropped:
-                self.account.skip(number, dropped.reason, self._name(i))
+                self.account.skip(number, dropped.reason, self._name(i, printable))
                 continue
             self.account.used(number)
             return ids
         raise UserError(
-            f"none of the {len(self)} samples of a split can be used, such as {self._name(n)}: repair the shards"
+            f"none of the {len(self)} samples of a split can be used, such as {self._name(n, printable)}:"
+            " repair the shards"
         )
 
-    def _name(self, i: int) -> str:
+    def _name(self, i: int, shown: Callable[[str], str] = str) -> str:
         s, sample = self.samples_N2[i]
-        return f"sample {self.shards[s].keys[sample]} of shard {self.shards[s].path}"
+        return f"sample {shown(self.shards[s].keys[sample])} of shard {self.shards[s].path}"
 
     def _ids(self, i: int) -> np.ndarray:
         s, sample = self.samples_N2[i]
@@ -314,8 +315,8 @@ def _load(path: Path, cache: Path) -> _StoredIndex | None:
             index = TarIndex(
                 path,
                 path.stat().st_size,
-                arrays["keys"].tolist(),
-                arrays["fields"].tolist(),
+                json.loads(arrays["keys_json"].tobytes()),
+                json.loads(arrays["fields_json"].tobytes()),
                 arrays["extent"],
                 arrays["first"],
                 int(arrays["files"]),
@@ -334,8 +335,9 @@ def _save(stored: _StoredIndex, cache: Path) -> None:
         with replacing(place) as file:
             np.savez(
                 file,
-                keys=np.array(index.keys, dtype=np.str_),
-                fields=np.array(index.fields, dtype=np.str_),
+                # An array of strings gives each the size of the longest, and loses NUL at the end of one.
+                keys_json=np.frombuffer(json.dumps(index.keys).encode(), dtype=np.uint8),
+                fields_json=np.frombuffer(json.dumps(index.fields).encode(), dtype=np.uint8),
                 extent=index.extent_M2,
                 first=index.first,
                 digests=stored.digests_N,
