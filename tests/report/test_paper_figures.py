@@ -11,7 +11,9 @@ import pytest
 from mmqk.analysis import load_study
 from mmqk.analysis.metrics import extrapolate
 from mmqk.analysis.metrics.scaling import fit_quadratic
+from mmqk.report.figures.files import _legend_columns
 from mmqk.report.figures.papers import paper_figures
+from mmqk.report.figures.shapes import Key
 from mmqk.report.figures.sweep_figures import logit_by_size, lr_sensitivity
 from mmqk.report.figures.sweeps import sweeps
 from mmqk.store import UserError
@@ -183,3 +185,8 @@ def test_a_wrong_figure_is_one_sentence(tmp_path, entry, words):
     with pytest.raises(UserError, match=words) as raised:
         paper_figures(asked(tmp_path, [entry]))
     assert "\n" not in str(raised.value)
+
+
+def test_a_legend_has_as_many_columns_as_fit():
+    short, long = Key("an arm", "black"), Key("a claim of seventy letters" * 3, "black")
+    assert [_legend_columns(keys, 10.4) for keys in ([short] * 3, [long, short], [long] * 2, [])] == [3, 3, 1, 3]

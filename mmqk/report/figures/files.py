@@ -6,6 +6,7 @@ import html
 import io
 import re
 import textwrap
+from collections.abc import Sequence
 
 import matplotlib
 import numpy as np
@@ -90,7 +91,7 @@ def _canvas(brush: Brush, figure: Figure) -> Canvas:
     columns = max(len(row) for row in figure.rows)
     width = 5.2 * max(columns, 2)
     title = textwrap.wrap(figure.reading, int(width * 8.7))
-    per_row = max(2, int(width / 3.4))
+    per_row = _legend_columns(figure.legend, width)
     head = 0.27 * len(title) + 0.3 + 0.23 * -(-len(figure.legend) // per_row)
     height = LOW_INCHES if len(figure.rows) > MANY_ROWS else 3.2
     heights = [2.4 if isinstance(row[0], HeatMap) else row[0].height or height for row in figure.rows]
@@ -111,6 +112,16 @@ def _canvas(brush: Brush, figure: Figure) -> Canvas:
         handlelength=2.6,
     )
     return canvas
+
+
+def _legend_columns(keys: Sequence[Key], width: float) -> int:
+    """Columns of a legend: as many as fit into ``width`` inches, one at least."""
+    for columns in range(max(2, int(width / 3.4)), 1, -1):
+        rows = -(-len(keys) // columns)
+        longest = [max(len(key.label) for key in keys[i : i + rows]) for i in range(0, len(keys), rows or 1)]
+        if sum(0.65 + 0.075 * characters for characters in longest) <= width:
+            return columns
+    return 1
 
 
 def _handle(key: Key) -> Line2D:
