@@ -139,9 +139,10 @@ def test_layers_are_written_on_request(tiny_args, tmp_path):
     assert {"q_norm/layer01", "attn_mass/to_image/layer01"} <= set(found.Tags()["scalars"])
 
 
-@pytest.mark.parametrize("resumed_at", [4, None])
-def test_a_resume_writes_a_step_once_by_modality(resumed_at, tmp_path):
-    """None is the control: TensorBoard shows what two processes wrote unless the second discards the later steps."""
+@pytest.mark.parametrize("resumed_at, first_step, twice", [(4, 1, []), (None, 5, []), (8, 1, [5, 6, 7, 8])])
+def test_a_resume_writes_a_step_once_by_modality(resumed_at, first_step, twice, tmp_path):
+    """Without a step of resume nothing of the earlier process is left. 8 is the control, a wrong step: TensorBoard
+    shows what both processes wrote unless the second discards the later steps."""
     for first, last, at in ((1, 8, None), (5, 12, resumed_at)):
         logger = StoryLogger(tmp_path, ("text", "image", "sound"), resumed_at=at)
         for step in range(first, last + 1):
@@ -149,10 +150,9 @@ def test_a_resume_writes_a_step_once_by_modality(resumed_at, tmp_path):
         logger.finalize("success")
         for path in tmp_path.rglob("events.out.tfevents.1[1-9]*"):  # the second process begins in a later second
             path.rename(path.with_name("events.out.tfevents.1000000000" if first == 1 else "events.out.tfevents.2"))
-    twice = [] if resumed_at == 4 else [5, 6, 7, 8]
     for run, end in (("", 12), ("text", 12), ("image", 7)):
         steps = [event.step for event in accumulated(tmp_path / run).Scalars("loss")]
-        assert sorted(steps) == sorted([*range(1, end + 1), *(s for s in twice if s <= end)])
+        assert sorted(steps) == sorted([*range(first_step, end + 1), *(s for s in twice if s <= end)])
     assert not (tmp_path / "sound").exists()
 
 
