@@ -1,4 +1,4 @@
-"""Every front door is in the table of ``python -m mmqk``, and answers a mistake with one sentence."""
+"""``python -m mmqk`` lists every command, and every command reports a user error in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways in which a verdict could be had without its evidence, each closed."""
+"""No verdict is reached without the required evidence."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Packing: every document once an epoch, rows full, nothing seen across a document's edge."""
+"""Packing uses every document once per epoch, fills the rows and never attends across documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's layers as functions of leaves that are named as our parameters are."""
+"""Reference layers of other libraries, as functions of leaf tensors with mmqk's parameter names."""
 
 from functools import partial
 

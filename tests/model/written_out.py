@@ -95,7 +95,7 @@ class WrittenOut:
         return y if bias is None else y + bias
 
     def norm(self, module, x, t):
-        """A norm of the stream; the identity where the state has none."""
+        """Apply a norm of the residual stream; return x if the configuration has no such norm."""
         c, kind = self.c, module.split("_")[-2]
         if (kind == "pre" and not c.pre_norm) or (kind == "post" and not c.post_norm):
             return x

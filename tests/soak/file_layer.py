@@ -164,7 +164,7 @@ AFTER = ".after-crash"
 
 
 def commands(shared: Path) -> dict[str, Callable[[Path], Any]]:
-    """What each scenario calls, by the folder that it writes."""
+    """Return the function of each scenario; its argument is the folder that it writes."""
     grid = ["--config", str(shared / "grid.yaml"), "--jobs=1"]
     return {
         "run": lambda out: cli_main(process)([*BASE, *DIAL, f"--out={out}"]),

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment of a run, then the same command again: it must equal the run that was never killed.
+"""Kill a run with SIGKILL at any moment, then resume it: the result must equal a run that was never killed.
 
 Half of the kills come at a random time and half in the middle of a chosen file operation, a write half done included.
 The runs: one batch a step, accumulated micro-batches, a fork, two loader workers, two ranks, a grid.

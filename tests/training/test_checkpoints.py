@@ -133,7 +133,7 @@ def test_where_none_is_good_nothing_is_touched(whole, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [10, 99])
 def test_a_name_is_not_believed(whole, tmp_path, capsys, name):
-    """Named 99 in a run of 12 steps it would have been completed, with nothing trained."""
+    """If a resume trusted the name, step 99 would complete a run of 12 steps without training."""
     out = tmp_path / "again"
     args = rewind(whole, out, 8)
     step(out, 8).rename(step(out, name))
