@@ -14,7 +14,11 @@ from mmqk.ranges import check_fields, number
 from mmqk.store import UserError, identity_hash
 
 # Checks of every verdict: the key under ``unchecked`` that turns one off, and its name on the page.
-CHECKS = {"learned": "modalities learned", "declared": "arms differ only as declared", "seeds": "enough seeds"}
+CHECKS = {
+    "learned": "modalities learned",
+    "declared": "arms differ only as declared",
+    "seeds": "enough seeds",
+}
 # Placeholders that a sentence under ``finding`` may use.
 NUMBERS = ("ratio", "difference", "size", "low", "high", "n", "seeds")
 # Fields that name another claim, which must be judged first.
@@ -43,11 +47,13 @@ class Claim:
         treatment: the arm (for a family metric, the family) whose metric should be greater or less (``direction``).
         control: the arm or family that it is compared with.
         at: the point of the axes at which two families are compared.
-        arms: the arms of a claim that is shown and not decided, or of a control.
-        min_effect: smallest effect of interest, on the metric's scale (0.69: a factor of 2), positive.
+        arms: the arms of a claim that is shown and not decided, of a control, or of a prediction.
+        min_effect: smallest effect of interest, on the metric's scale (0.69: a factor of 2), positive; for a
+            prediction the smallest AUROC of interest.
         direction: not used for an equivalence.
-        test: superiority (beyond min_effect), equivalence (no difference as large as min_effect, either way) or
-            count (more runs diverge, or reach ``at_least``; min_effect is a difference of shares).
+        test: superiority (beyond min_effect), equivalence (no difference as large as min_effect, either way),
+            count (more runs diverge, or reach ``at_least``; min_effect is a difference of shares) or prediction
+            (the metric is higher in runs that fail than in runs of the same arm that do not: AUROC).
         regime: name on the page of the check that every trained modality was learned.
         unchecked: the checks (`CHECKS`) that the verdict skips, each with the reason.
         positive_control: id of the claim or control that must pass before this one can be contradicted, or be
@@ -81,7 +87,7 @@ class Claim:
     arms: tuple[str, ...] = ()
     min_effect: float = number(math.nan, 1e-12, 1e12)
     direction: Literal["greater", "less"] = "greater"
-    test: Literal["superiority", "equivalence", "count"] = "superiority"
+    test: Literal["superiority", "equivalence", "count", "prediction"] = "superiority"
     regime: Literal["both modalities learned", "all modalities learned"] | None = None
     unchecked: dict[str, str] = field(default_factory=dict)
     positive_control: str = ""
@@ -190,7 +196,9 @@ def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> t
     return tuple(claims)
 
 
-def check_report(report: Mapping[str, Any], names: Iterable[str], claims: Sequence[Claim], path: object) -> None:
+def check_report(
+    report: Mapping[str, Any], names: Iterable[str], claims: Sequence[Claim], path: object
+) -> None:
     """Refuse an unknown key of the report, and the name of an arm or a claim that does not exist."""
     known(report, tuple(REPORT), f"{path}: report")
     for key in ("hero", "shown", "ranking"):

@@ -9,6 +9,8 @@ from mmqk.analysis.formatting import capital, decimals, fixed, listed, nats, num
 from mmqk.analysis.metrics import METRICS, Metric, final_loss
 from mmqk.analysis.metrics.rates import learning_rate
 from mmqk.analysis.runs.replays import ReplayVerdict, replay_verdicts
+from mmqk.analysis.stats import AnyEffect
+from mmqk.analysis.stats.auroc import Auroc
 from mmqk.analysis.stats.effects import Effect
 from mmqk.analysis.stats.exact import Counts
 from mmqk.analysis.verdicts.study import Study
@@ -67,7 +69,7 @@ def finding(study: Study, verdict: Verdict) -> str:
     return f"Exploratory: {sentence}." if decided and claim.status == "exploratory" else f"{sentence}."
 
 
-def _measured(study: Study, verdict: Verdict, effect: Effect | Counts) -> str:
+def _measured(study: Study, verdict: Verdict, effect: AnyEffect) -> str:
     """The measured effect of a decided claim, without a full stop."""
     claim, words = verdict.claim, effect_in_words(verdict)
     template = claim.finding.get(verdict.verdict)
@@ -81,6 +83,14 @@ def _measured(study: Study, verdict: Verdict, effect: Effect | Counts) -> str:
         which = verdict.metric.label.removeprefix("share of runs ")
         interval = f"95 % interval {words['low']} to {words['high']}"
         return f"Runs {which}: {listed(shares)} (difference {words['ratio']}, {interval}){tail}"
+    if isinstance(effect, Auroc):
+        failed = [f"{a} of {n} in “{study.label(arm)}”" for arm, (a, n) in verdict.counts.items()]
+        interval = (
+            f"95 % interval {words['low']} to {words['high']}" if effect.has_interval else "no interval"
+        )
+        label = verdict.metric.label.removeprefix("AUROC of the ")
+        auroc = f"with an AUROC of {words['size']} ({interval})"
+        return f"The {label} predicts failed runs ({listed(failed)}) {auroc}{tail}"
     metric = verdict.metric
     verb = "ended" if isinstance(metric, Metric) and not metric.counts_failures else "was"
     low, high, than = words["low"], words["high"], "as"
@@ -139,7 +149,7 @@ def effect_in_words(verdict: Verdict) -> dict[str, str]:
         value, low, high = (number(_exp(v), digits) for v in (effect.value, effect.low, effect.high))
         size = value
     else:
-        value, low, high = _linear(effect, 1, unit, sign="+")
+        value, low, high = _linear(effect, 1, unit, sign="-" if isinstance(effect, Auroc) else "+")
         way = math.copysign(1, effect.value) if claim.test == "equivalence" else claim.sign
         size, *_ = _linear(effect, way, unit, sign="-")
     return {
@@ -153,7 +163,7 @@ def effect_in_words(verdict: Verdict) -> dict[str, str]:
     }
 
 
-def _linear(effect: Effect | Counts, way: float, unit: str, sign: str) -> tuple[str, str, str]:
+def _linear(effect: AnyEffect, way: float, unit: str, sign: str) -> tuple[str, str, str]:
     """(difference with unit, low, high with unit), multiplied by ``way``: 1 or -1."""
     ends = sorted((way * effect.low, way * effect.high)) if effect.has_interval else [math.nan, math.nan]
     places = decimals((ends[1] - ends[0]) / 2)
@@ -184,7 +194,9 @@ def effect_and_medians(study: Study, verdict: Verdict) -> tuple[str, str]:
 
 def _medians(verdict: Verdict) -> str:
     """The metric, with ", medians" if the numbers by arm are medians of several runs; effects are means."""
-    return capital(verdict.metric.label) + (", medians" if _several(verdict) else "")
+    return capital(verdict.metric.label.removeprefix("AUROC of the ")) + (
+        ", medians" if _several(verdict) else ""
+    )
 
 
 def _several(verdict: Verdict) -> bool:
@@ -206,7 +218,10 @@ def about_numbers(verdicts: Sequence[Verdict]) -> str:
         if any(v.effect is not None and v.effect.has_interval for v in means):
             parts.append("intervals are Student's t")
     if len(means) < len(effects):
-        parts.append("differences of shares have Chan and Zhang's exact interval")
+        if any(isinstance(v.effect, Counts) for v in effects):
+            parts.append("differences of shares have Chan and Zhang's exact interval")
+        if any(isinstance(v.effect, Auroc) for v in effects):
+            parts.append("the interval of an AUROC is a jackknife over runs")
     return f"{capital('; '.join(parts))}." if parts else ""
 
 

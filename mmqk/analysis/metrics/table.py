@@ -93,6 +93,9 @@ METRICS = {
     "early_final_norm_slope": slope_of(
         "early growth rate of the last-layer output norm", "final_norm", 0.0, EARLY_SHARE
     ),
+    "early_logit_slope": slope_of(
+        "early growth rate of the largest attention logit", "attn_logit_absmax", 0.0, EARLY_SHARE
+    ),
     "spike_score": _of_failures("spike score", "% of steps", spike_score, "high"),
     "grad_norm_spike_score": _of_failures(
         "spike score of the gradient norm", "% of steps", grad_norm_spike_score, "high"

@@ -22,10 +22,11 @@ CONFIDENCE = 0.95
 class Auroc:
     """Share of pairs (a failed run and a survivor) in which the failed run has the higher score.
 
+    It has the interface of `mmqk.analysis.stats.effects.Effect`: value, interval at a level, p-value at a threshold.
+
     Attributes:
         value: ties count half; NaN without a pair.
-        low: lower end of the 95 % interval.
-        high: upper end of the 95 % interval.
+        error: jackknife standard error over runs; NaN without an interval.
         failures: number of failed runs in a pair.
         survivors: number of other runs in a pair.
         pairs: number of pairs.
@@ -33,12 +34,61 @@ class Auroc:
     """
 
     value: float
-    low: float = math.nan
-    high: float = math.nan
+    error: float = math.nan
     failures: int = 0
     survivors: int = 0
     pairs: int = 0
     why: str = ""
+
+    @property
+    def n(self) -> int:
+        """Number of runs in a pair."""
+        return self.failures + self.survivors
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether there are enough runs for an interval."""
+        return math.isfinite(self.error)
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval; NaN without one."""
+        return self.interval(1 - CONFIDENCE)[0]
+
+    @property
+    def high(self) -> float:
+        """Upper end of the 95 % interval; NaN without one."""
+        return self.interval(1 - CONFIDENCE)[1]
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """The interval at confidence 1 - alpha."""
+        if not self.has_interval:
+            return math.nan, math.nan
+        z, trials = float(special.ndtri(1 - alpha / 2)), self._trials
+        if trials:
+            middle = (self.value + z * z / (2 * trials)) / (1 + z * z / trials)
+            spread = math.sqrt(self.value * (1 - self.value) / trials + z * z / (4 * trials**2))
+            half = z / (1 + z * z / trials) * spread
+            return max(0.0, middle - half), min(1.0, middle + half)
+        half = z * self.error / (self.value * (1 - self.value))
+        low, high = (float(special.expit(special.logit(self.value) + sign * half)) for sign in (-1, 1))
+        return low, high
+
+    def p_at(self, threshold: float) -> float:
+        """Two-sided p-value of a true AUROC of ``threshold``, at which the interval at confidence 1 - p ends."""
+        if not self.has_interval or not 0 < threshold < 1:
+            return math.nan
+        if self._trials:
+            z = abs(self.value - threshold) / math.sqrt(threshold * (1 - threshold) / self._trials)
+        else:
+            distance = abs(special.logit(self.value) - special.logit(threshold))
+            z = distance * self.value * (1 - self.value) / self.error
+        return float(2 * special.ndtr(-z))
+
+    @property
+    def _trials(self) -> int:
+        """The number of trials of Wilson's interval; 0 if the interval is on the logit scale."""
+        return min(self.failures, self.survivors) if self.error == 0 or self.value in (0.0, 1.0) else 0
 
 
 def auroc(
@@ -108,17 +158,11 @@ def _summary(wins: NDArray[np.float64], allowed: NDArray[np.bool_], fewest: int)
     pairs = int(allowed.sum())
     if min(failures, survivors) < max(1, fewest):
         why = f"{failures} failures and {survivors} survivors are in a pair: {fewest} of each are needed"
-        return Auroc(math.nan, failures=failures, survivors=survivors, pairs=pairs, why=why)
+        return Auroc(math.nan, math.nan, failures, survivors, pairs, why)
     value = float(wins.sum() / pairs)
     error = _jackknife_error(wins, allowed)
-    if math.isnan(error):
-        return Auroc(value, math.nan, math.nan, failures, survivors, pairs, "too few runs for an interval")
-    if error == 0 or value in (0.0, 1.0):
-        low, high = _wilson(value, min(failures, survivors))
-    else:
-        half = _z() * error / (value * (1 - value))
-        low, high = (float(special.expit(special.logit(value) + sign * half)) for sign in (-1, 1))
-    return Auroc(value, low, high, failures, survivors, pairs)
+    why = "too few runs for an interval" if math.isnan(error) else ""
+    return Auroc(value, error, failures, survivors, pairs, why)
 
 
 def _jackknife_error(wins: NDArray[np.float64], allowed: NDArray[np.bool_]) -> float:
@@ -133,13 +177,6 @@ def _jackknife_error(wins: NDArray[np.float64], allowed: NDArray[np.bool_]) -> f
         without = (total - won) / rest
         variance += (len(n) - 1) / len(n) * float(((without - without.mean()) ** 2).sum())
     return math.sqrt(variance)
-
-
-def _wilson(share: float, trials: int) -> tuple[float, float]:
-    z2 = _z() ** 2
-    middle = (share + z2 / (2 * trials)) / (1 + z2 / trials)
-    half = _z() / (1 + z2 / trials) * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _z() -> float:

@@ -11,6 +11,7 @@ import numpy as np
 from mmqk.analysis.formatting import listed, plural
 from mmqk.analysis.metrics import Metric, find_metric
 from mmqk.analysis.runs.load import Run
+from mmqk.analysis.stats import AnyEffect
 from mmqk.analysis.stats.effects import Effect, Spread, paired_effect, pooled_spread
 from mmqk.analysis.stats.exact import Counts, sign_flip
 from mmqk.analysis.stats.multiple import p_over_looks
@@ -35,6 +36,7 @@ from mmqk.analysis.verdicts.controls import (
     selection_runs_complete,
     within_bound,
 )
+from mmqk.analysis.verdicts.prediction import predict
 from mmqk.analysis.verdicts.study import Study
 from mmqk.grid.claims import Claim
 
@@ -50,7 +52,7 @@ class Assessment:
         claim: as registered.
         compared: the compared runs.
         effect: treatment against control on the metric's scale (log ratio or difference; for counts a difference of
-            shares); None if it was not measured.
+            shares; for a prediction the AUROC); None if it was not measured.
         spread: spread over seeds within arms.
         medians: median of the metric over the finished runs by name; for counts the share.
         controls: the checks that need no other claim.
@@ -66,7 +68,7 @@ class Assessment:
 
     claim: Claim
     compared: Compared
-    effect: Effect | Counts | None = None
+    effect: AnyEffect | None = None
     spread: Spread | None = None
     medians: Mapping[str, float] = field(default_factory=dict)
     controls: tuple[Control, ...] = ()
@@ -94,6 +96,8 @@ def assess(study: Study, claim: Claim) -> Assessment:
         return Assessment(claim, compared)
     if claim.decided and claim.test == "count":
         return _counted(compared)
+    if claim.decided and claim.test == "prediction":
+        return _predicted(compared)
     outcomes = measure(compared.groups, claim.metric)
     medians = {name: middle(values) for name, values in outcomes.raw.items()}
     notes = [
@@ -125,7 +129,7 @@ def assess(study: Study, claim: Claim) -> Assessment:
     return replace(assessment, bounded=bounded, holds=holds, p=p, sign_flip=_flipped(effect, nearest))
 
 
-def _side(claim: Claim, effect: Effect | Counts) -> tuple[bool, float, float]:
+def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
     """(whether the effect is on the claimed side, the nearest threshold, p-value of a true effect there)."""
     nearest = min(claim.thresholds, key=lambda threshold: abs(effect.value - threshold))
     if claim.test == "equivalence":
@@ -235,6 +239,19 @@ def _counted(compared: Compared) -> Assessment:
         claim, compared, effect, None, medians, controls, tuple(rate_notes), open_, "", holds, p,
         counts=counts,
     )  # fmt: skip
+
+
+def _predicted(compared: Compared) -> Assessment:
+    """Assess a claim that a metric foretells which runs of an arm fail."""
+    claim, prediction = compared.claim, predict(compared)
+    controls = tuple(filter(None, [within_bound(compared.runs), numerics_agree(compared)]))
+    assessment = Assessment(
+        claim, compared, prediction.effect, None, prediction.medians, controls, counts=prediction.counts
+    )
+    if prediction.effect is None:
+        return replace(assessment, open=prediction.why)
+    holds, _, p = _side(claim, prediction.effect)
+    return replace(assessment, open=_registered(compared) or prediction.why, holds=holds, p=p)
 
 
 def _counts(claim: Claim, run: Run) -> bool | None:

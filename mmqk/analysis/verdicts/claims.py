@@ -15,12 +15,14 @@ MOST_CONFIRMATORY = 6
 
 
 def claim_metric(claim: Claim) -> Metric | FamilyMetric:
-    """The metric of a claim; for a count, the share of runs."""
+    """The metric of a claim; for a count, the share of runs; for a prediction, the AUROC."""
     metric, modality = find_metric(claim.metric)
     if modality:
         metric = replace(metric, label=f"{metric.label} ({modality})")
-    if claim.test != "count" or not claim.decided or isinstance(metric, FamilyMetric):
+    if claim.test not in ("count", "prediction") or not claim.decided or isinstance(metric, FamilyMetric):
         return metric
+    if claim.test == "prediction":
+        return replace(metric, label=f"AUROC of the {metric.label}", unit="", scale="linear", worst="low")
     counted = "that diverged"
     if not math.isnan(claim.at_least):
         bound = "at least" if metric.worst == "high" else "at most"
@@ -77,7 +79,9 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
             )
     if claim.regime and "learned" in claim.unchecked:
         raise UserError(f"{where} sets regime and turns off its check: remove regime or unchecked.learned")
-    if claim.decided and not (claim.treatment and claim.control and claim.min_effect > 0):
+    if claim.decided and claim.test == "prediction":
+        _check_prediction(claim, metric, where)
+    elif claim.decided and not (claim.treatment and claim.control and claim.min_effect > 0):
         raise UserError(f"{where} needs treatment, control and min_effect")
     if claim.decided and claim.test == "count" and claim.min_effect >= 1:
         raise UserError(f"{where} counts runs: give a min_effect below 1, as it is a difference of shares")
@@ -94,7 +98,9 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
     if claim.status == "control" and math.isnan(claim.at_least):
         raise UserError(f"{where} is a control and needs at_least")
     if claim.status == "control" and isinstance(metric, FamilyMetric):
-        raise UserError(f"{where} is a control, and {claim.metric} needs several runs: give a metric of one run")
+        raise UserError(
+            f"{where} is a control, and {claim.metric} needs several runs: give a metric of one run"
+        )
     if set(claim.stopping) - {"max_seeds"}:
         raise UserError(f"{where}: give stopping as {{max_seeds: n}}")
     if claim.stopping and not 2 <= claim.seeds <= claim.max_seeds:
@@ -104,15 +110,35 @@ def _check(claim: Claim, arms: Mapping[str, Sequence[Mapping[str, Any]]], where:
     for name in claim.compared:
         points = [point for point in arms[name] if at(point, claim.at)]
         if not points:
-            raise UserError(f"{where}: {name!r} has no point at {point_label(claim.at)}: give a point of its axes")
+            raise UserError(
+                f"{where}: {name!r} has no point at {point_label(claim.at)}: give a point of its axes"
+            )
         if isinstance(metric, FamilyMetric):
             if claim.test == "count":
-                raise UserError(f"{where} counts runs, but {claim.metric} needs several: name a metric of one run")
-        elif len(points) > 1:
+                raise UserError(
+                    f"{where} counts runs, but {claim.metric} needs several: name a metric of one run"
+                )
+        elif len(points) > 1 and claim.test != "prediction":
             raise UserError(
                 f"{where} names {name!r}, which has {len(points)} points: choose one, for example "
                 f"at: {{{point_label(points[0])}}}"
             )
+
+
+def _check_prediction(claim: Claim, metric: Metric | FamilyMetric, where: str) -> None:
+    if claim.treatment or claim.control or not claim.arms:
+        raise UserError(
+            f"{where} predicts failures within arms: give arms, and neither treatment nor control"
+        )
+    if not 0.5 < claim.min_effect < 1 or claim.direction != "greater":
+        raise UserError(
+            f"{where} predicts failures: give the smallest AUROC of interest as min_effect, between 0.5 and 1, and "
+            "no direction"
+        )
+    if isinstance(metric, FamilyMetric):
+        raise UserError(
+            f"{where} predicts failures, but {claim.metric} needs several runs: name a metric of one run"
+        )
 
 
 def at(point: Mapping[str, Any], values: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from mmqk.analysis.formatting import plural
+from mmqk.analysis.stats.auroc import FEWEST_OF_EACH
 from mmqk.analysis.stats.exact import Counts
 from mmqk.analysis.verdicts.claims import at
 from mmqk.analysis.verdicts.controls import FEWEST_SEEDS
@@ -40,6 +41,8 @@ def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
     planned = [job for job in jobs if job.role == "verdict"]
     warnings = []
     for claim in claims:
+        if claim.test == "prediction":
+            continue  # its number of runs is checked at registration
         arms = [
             {job.seed for job in _runs(claim, name, planned)} for name in (claim.treatment, claim.control)
         ]
@@ -54,6 +57,8 @@ def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
 
 def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]) -> str:
     """Why no result could support the claim, and what to do; empty if one could."""
+    if claim.test == "prediction":
+        return _predicted(claim, jobs)
     treatment, control = (_runs(claim, name, jobs) for name in (claim.treatment, claim.control))
     if shared := sorted({job.arm for job in treatment} & {job.arm for job in control}):
         return f"it compares the arm {shared[0]} with itself; name two arms that differ"
@@ -115,6 +120,14 @@ def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs:
     if len(both) == 1 and all(len(seeds) == 1 for seeds in by_arm.values()):
         return f"{arms} have one seed, which gives no interval; plan {FEWEST_SEEDS}, or give the claim status: shown"
     return ""
+
+
+def _predicted(claim: Claim, jobs: Sequence[Job]) -> str:
+    """Why the planned runs of the arms are too few for an AUROC."""
+    n, needed = sum(len(_runs(claim, name, jobs)) for name in claim.arms), 2 * FEWEST_OF_EACH
+    if n >= needed:
+        return ""
+    return f"it predicts failures from {plural(n, 'run')}; plan at least {needed}, half of which should fail"
 
 
 def _counted(claim: Claim, n: int, m: int) -> str:

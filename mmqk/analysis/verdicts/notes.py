@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from mmqk.analysis.formatting import decimals, fixed, listed, number, plural
 from mmqk.analysis.metrics import trained_modalities
 from mmqk.analysis.runs.load import Run
+from mmqk.analysis.stats import AnyEffect
+from mmqk.analysis.stats.auroc import Auroc
 from mmqk.analysis.stats.effects import Effect, Spread
 from mmqk.analysis.stats.exact import Counts, clopper_pearson
 from mmqk.analysis.stats.multiple import Adjusted
@@ -21,7 +23,7 @@ ENOUGH_SEEDS = 6
 ALIKE = 0.01
 
 
-def about_family(claim: Claim, effect: Effect | Counts | None, adjusted: Adjusted, p: float) -> list[str]:
+def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: float) -> list[str]:
     """The p-value; with several claims or looks also the adjusted p-value and the interval that decides."""
     # The note of the claim may already start with this word.
     hypothesis = claim.status == "exploratory" and not claim.note.lower().startswith("exploratory")
@@ -41,7 +43,7 @@ def about_family(claim: Claim, effect: Effect | Counts | None, adjusted: Adjuste
     return notes
 
 
-def about_spread(spread: Spread | None, effect: Effect | Counts | None) -> list[str]:
+def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
     """Spread over seeds and the method of the interval; for counts, the share of each arm with its exact interval."""
     if isinstance(effect, Counts):
         arms = [(effect.a, effect.n_treatment), (effect.b, effect.m)]
@@ -49,6 +51,11 @@ def about_spread(spread: Spread | None, effect: Effect | Counts | None) -> list[
                   for count, n in arms for low, high in [clopper_pearson(count, n)]]  # fmt: skip
         return [
             f"{shares[0]} against {shares[1]}, 95 % Clopper-Pearson; Fisher's p {_p(effect.fisher)} for equal shares."
+        ]
+    if isinstance(effect, Auroc):
+        of = f"{plural(effect.failures, 'failed run')} and {plural(effect.survivors, 'other run')}"
+        return [
+            f"{plural(effect.pairs, 'pair')} of runs of one arm, {of}; the interval is a jackknife over runs."
         ]
     if spread is None or effect is None or not effect.has_interval:
         return []
@@ -70,7 +77,7 @@ def about_spread(spread: Spread | None, effect: Effect | Counts | None) -> list[
     ]
 
 
-def about_seeds(claim: Claim, effect: Effect | Counts | None, sign_flip: float) -> list[str]:
+def about_seeds(claim: Claim, effect: AnyEffect | None, sign_flip: float) -> list[str]:
     """The p-value of the exact sign-flip test, or the number of seeds that is too small for it."""
     if not isinstance(effect, Effect) or not effect.has_interval:
         return []

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from mmqk.analysis.formatting import listed, number, plural
 from mmqk.analysis.metrics import FamilyMetric, Metric
-from mmqk.analysis.stats.effects import Effect
+from mmqk.analysis.stats import AnyEffect
+from mmqk.analysis.stats.auroc import Auroc
 from mmqk.analysis.stats.exact import Counts
 from mmqk.analysis.stats.multiple import Adjusted, benjamini_hochberg, holm, level_of_look
 from mmqk.analysis.verdicts.assess import Assessment, assess
@@ -239,10 +240,10 @@ def _fails_negative(verdict: Verdict, assessment: Assessment) -> str:
     )
 
 
-def _detectable(claim: Claim, effect: Effect | Counts | None, adjusted: Adjusted) -> float:
+def _detectable(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted) -> float:
     if isinstance(effect, Counts):
         return effect.detectable(claim.thresholds[0], adjusted.alpha, 0.8)
-    if effect is None or not effect.has_interval:
+    if effect is None or isinstance(effect, Auroc) or not effect.has_interval:
         return math.nan
     if claim.test == "equivalence":
         # At a true effect of 0 both ends of the interval must lie within min_effect: 90 % power for each end.

@@ -93,7 +93,12 @@ def _reading(verdict: Verdict, label: str, arms: Sequence[str], study: Study) ->
     if verdict.counts:
         # The curves show the metric; the verdict counts runs.
         counts = [f"{a} of {n} ({study.label(arm)})" for arm, (a, n) in verdict.counts.items()]
-        return f"{capital(verdict.metric.label.replace('share of runs', 'runs'))}: {', '.join(counts)}."
+        what = (
+            "failed runs"
+            if verdict.claim.test == "prediction"
+            else verdict.metric.label.replace("share of", "")
+        )
+        return f"{capital(what.strip())}: {', '.join(counts)}."
     medians = [f"{number(value)} ({study.label(arm)})" for arm, value in verdict.medians.items()]
     return f"{capital(label)}: {', '.join(medians)}." if medians else f"{capital(label)}."
 
