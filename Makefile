@@ -12,12 +12,14 @@ CHECKED := $(addprefix tests/,test_circles.py test_ranges.py test_main.py model/
 	grid/test_language.py analysis/test_analysis_exact.py analysis/test_analysis_multiple.py \
 	analysis/test_metrics_outcomes.py benchmarks/test_flops.py interop/test_write.py)
 
-.PHONY: help setup demo claims check test soak soak-quick wheel-test golden pages test-oldest-torch tensorboard clean
+.PHONY: help setup demo claims late late-rehearsal check test soak soak-quick wheel-test golden pages test-oldest-torch tensorboard clean
 
 help:
 	@echo "make setup        make .venv and install mmqk"
 	@echo "make demo         train the demonstration and write reports/demo/index.html"
 	@echo "make claims       train the runs of the registered claims and write reports/claims/index.html"
+	@echo "make late         train the runs of the study of late failure (14 core hours) and write reports/late/index.html"
+	@echo "make late-rehearsal  one run that fails late beside its twin with QK-Norm"
 	@echo "make test         lint, types and tests"
 	@echo "make wheel-test   install the wheel into a new environment and use it in an empty folder"
 	@echo "make soak         plant thousands of faults: kills, disk errors, crashes, bad files and numbers; continues"
@@ -41,6 +43,16 @@ claims: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 		--config configs/claims/placement.yaml --config configs/claims/competition.yaml \
 		--out runs/claims --jobs 2 $(if $(MINUTES),--max-minutes $(MINUTES))
 	$(PYTHON) -m mmqk.report runs/claims --out reports/claims
+
+# About 14 core hours; MINUTES=50 stops after 50 minutes, the next call continues.
+late: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
+	$(PYTHON) -m mmqk.ablate --config configs/failures/late.yaml --out runs/late --jobs 2 \
+		$(if $(MINUTES),--max-minutes $(MINUTES))
+	$(PYTHON) -m mmqk.report runs/late --out reports/late
+
+late-rehearsal: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
+	$(PYTHON) -m mmqk.ablate --config configs/failures/late_rehearsal.yaml --out runs/late_rehearsal --jobs 2
+	$(PYTHON) -m mmqk.report runs/late_rehearsal --out reports/late_rehearsal
 
 test: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed-test)
 	$(PYTHON) -m ruff check .

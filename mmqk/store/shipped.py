@@ -16,7 +16,7 @@ FOLDERS = ("configs", "data")
 
 # Folders in which the name of a config or a grid is looked up.
 CONFIGS = ("configs",)
-GRIDS = ("configs/ablations", "configs/claims")
+GRIDS = ("configs/ablations", "configs/claims", "configs/failures")
 
 
 def find_file(path: str | Path) -> Path:

@@ -8,6 +8,7 @@ import pytest
 from mmqk.analysis.metrics import (
     FAMILY_METRICS,
     METRICS,
+    late,
     losses,
     outcome,
     probes,
@@ -58,6 +59,9 @@ def test_a_row_says_what_the_metric_is(name):
         (r"first value for (\d+) steps", divergence.WINDOW),
         (r"median ([\d.]+) nat above the best such", divergence.ABOVE_BEST_NATS),
         (r"one ended more than ([\d.]+) nat above the best run", outcome.STALLED_NATS),
+        (r"window of (\d+) steps from which on", late.WINDOW_STEPS),
+        (r"in at least (\d+) windows", late.FEWEST_WINDOWS_ABOVE),
+        (r"more than ([\d.]+) nat above the lowest", late.ABOVE_OWN_BEST_NATS),
         (r"ended ([\d.]+) nat above the best loss", rates.UNSTABLE_NATS),
         (r"needs (\d+) failures and", FEWEST_OF_EACH),
         (r"`dose_response` \| .* \| (\d+) values, all", rates.FEWEST_DOSES),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from mmqk.analysis.metrics.late import late_failure, time_of_failure
 from mmqk.analysis.metrics.losses import final_log_z, final_loss, log_z_series
 from mmqk.analysis.metrics.metric import End, FamilyMetric, Measured, Metric, alone
 from mmqk.analysis.metrics.probes import (
@@ -103,6 +104,8 @@ METRICS = {
     "spike_rate": _of_failures("spike rate", "per 10,000 steps", spike_rate, "high"),
     "diverged": _of_failures("divergence", "", diverged, "high"),
     "time_of_divergence": _of_failures("time of divergence", "of the run", time_of_divergence, "low"),
+    "late_failure": _of_failures("late failure", "", late_failure, "high"),
+    "time_of_failure": _of_failures("time of failure", "of the run", time_of_failure, "low"),
     "alarm_lead_time": _of_failures("lead time of the first warning", "steps", alarm_lead_time, "low"),
 }
 _EXTRAPOLATION = "predicted over actual largest logit of the held-out largest model"

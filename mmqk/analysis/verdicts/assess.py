@@ -255,12 +255,15 @@ def _predicted(compared: Compared) -> Assessment:
 
 
 def _counts(claim: Claim, run: Run) -> bool | None:
-    """Whether the run diverged or reached the value of the claim; None if its value was not measured."""
+    """Whether the run diverged or reached the value of the claim; None if its value was not measured.
+
+    A metric whose value of a diverged run is exact decides alone."""
     if run.lost:
         return None
-    if run.status.status == "diverged":
-        return True
     metric, _ = find_metric(claim.metric)
+    exact = isinstance(metric, Metric) and metric.counts_failures and not math.isnan(claim.at_least)
+    if run.status.status == "diverged" and not exact:
+        return True
     if math.isnan(claim.at_least) or not isinstance(metric, Metric):
         return False
     value = metric_value(run, claim.metric)

@@ -26,7 +26,8 @@ def claim_metric(claim: Claim) -> Metric | FamilyMetric:
     counted = "that diverged"
     if not math.isnan(claim.at_least):
         bound = "at least" if metric.worst == "high" else "at most"
-        counted += f" or whose {metric.label} is {bound} {claim.at_least:g}"
+        counted = "" if metric.counts_failures else f"{counted} or "
+        counted += f"whose {metric.label} is {bound} {claim.at_least:g}"
     return replace(metric, label=f"share of runs {counted}", unit="", scale="linear", worst="high")
 
 

@@ -1,0 +1,75 @@
+"""Late failure: a run that improves for at least half of its life and then fails for good."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from mmqk.analysis.metrics.losses import trained_modalities
+from mmqk.analysis.metrics.metric import planned_steps
+from mmqk.analysis.metrics.stability import divergence_step
+from mmqk.analysis.runs.load import Run, Series
+
+WINDOW_STEPS = 500
+ABOVE_OWN_BEST_NATS = 0.1
+# A loss that is high only in the last window may come back.
+FEWEST_WINDOWS_ABOVE = 2
+LATE_SHARE = 0.5
+
+
+def window_means(run: Run, modality: str) -> Series:
+    """(last step, mean training loss) of each complete window of 500 steps, over the steps that have this loss."""
+    steps, values = run.series(f"loss/{modality}")
+    windows = (steps - 1) // WINDOW_STEPS
+    complete = [w for w in np.unique(windows) if w >= 0 and (w + 1) * WINDOW_STEPS <= run.last_step]
+    means = [float(values[windows == w].mean()) for w in complete]
+    return np.array([(w + 1) * WINDOW_STEPS for w in complete], dtype=np.int64), np.array(means)
+
+
+def failure_step(run: Run) -> int | None:
+    """The step at which the run failed for good; None if it did not.
+
+    The earlier of two steps: the divergence (`divergence_step`), and the end of the first window of 500 steps from
+    which on, up to the end of the run and in at least two windows, the mean loss of a trained modality exceeds its
+    lowest earlier window by more than 0.1 nat.
+    """
+    candidates = [divergence_step(run)]
+    for modality in trained_modalities(run):
+        steps, means = window_means(run, modality)
+        if not len(means):
+            continue
+        best = np.minimum.accumulate(means)
+        above = means > best + ABOVE_OWN_BEST_NATS
+        trailing = int(np.argmin(above[::-1]))  # the first window is not above itself
+        if trailing >= FEWEST_WINDOWS_ABOVE:
+            candidates.append(int(steps[-trailing]))
+    return min((step for step in candidates if step is not None), default=None)
+
+
+def late_failure(run: Run, modality: str | None = None) -> float:
+    """1 if the run failed for good (`failure_step`) after it had improved for at least half of its life, else 0.
+
+    It improved until its best window of 500 steps; of several trained modalities the earliest best window counts. NaN
+    for a run that was stopped early for another reason.
+    """
+    step = failure_step(run)
+    if step is None:
+        return 0.0 if run.status.status == "completed" else math.nan
+    best = []
+    for name in trained_modalities(run):
+        steps, means = window_means(run, name)
+        before = means[steps <= step]
+        best.append(int(steps[int(np.argmin(before))]) if len(before) else 0)
+    return float(min(best, default=0) >= LATE_SHARE * step)
+
+
+def time_of_failure(run: Run, modality: str | None = None) -> float:
+    """`failure_step` as a share of the configured run length; 1 for a run that completed without failure.
+
+    Its mean over runs is the restricted mean time to failure. NaN for a run that was stopped for another reason.
+    """
+    step = failure_step(run)
+    if step is not None:
+        return step / planned_steps(run) if planned_steps(run) else math.nan
+    return 1.0 if run.status.status == "completed" else math.nan

@@ -1,0 +1,84 @@
+"""Failure after a long improvement: planted curves whose answer is known."""
+
+import math
+
+import numpy as np
+import pytest
+
+from mmqk.analysis.metrics import find_metric
+from mmqk.analysis.metrics.late import failure_step, window_means
+from tests.analysis.fake_runs import Planted
+from tests.analysis.small_runs import config, small_run
+from tests.analysis.test_analysis_claims import BASIC, one
+
+STEPS = 6000
+
+
+def curve(best_at: int, rise: float, until: int = STEPS) -> list[float]:
+    """Falls by 1 nat until ``best_at``, then lies ``rise`` above its lowest value."""
+    steps = np.arange(1, until + 1)
+    return np.where(steps <= best_at, 5 - steps / best_at, 4 + rise).tolist()
+
+
+def run_of(path, text, image=None, status="completed", step=None):
+    losses = {"loss/text": text} | ({} if image is None else {"loss/image": image})
+    return small_run(path, losses, status=status, step=step, config=config(STEPS))
+
+
+def value(name, run):
+    return find_metric(name)[0].measure(run, None)
+
+
+@pytest.mark.parametrize(
+    ("best_at", "rise", "failed", "late"),
+    [
+        (4000, 0.3, 4500, 1.0),
+        (4000, 0.08, None, 0.0),  # not 0.1 nat above the best window
+        (1000, 0.4, 1500, 1.0),  # early in the run, but two thirds of its life
+        (5500, 0.3, None, 0.0),  # only one window lies above
+        (6000, 0.0, None, 0.0),  # it improves to the end
+    ],
+)
+def test_a_planted_rise_is_the_failure(tmp_path, best_at, rise, failed, late):
+    run = run_of(tmp_path / "x", curve(best_at, rise))
+    assert failure_step(run) == failed and value("late_failure", run) == late
+    assert value("time_of_failure", run) == (1.0 if failed is None else failed / STEPS)
+
+
+def test_a_rise_that_comes_back_is_no_failure(tmp_path):
+    losses = np.array(curve(6000, 0.0))
+    losses[3000:4500] += 0.4  # between: the divergence rule asks for 0.5
+    assert failure_step(run_of(tmp_path / "x", losses.tolist())) is None
+    losses[4500:] += 0.7
+    assert failure_step(run_of(tmp_path / "y", losses.tolist())) is not None  # the control
+
+
+def test_a_divergence_after_an_early_best_is_not_late(tmp_path):
+    """The image loss stops improving at a sixth of the run's life, although the text loss goes on."""
+    text, image = curve(6000, 0.0), curve(1000, 0.05)
+    run = run_of(tmp_path / "x", text, image, status="diverged", step=6000)
+    assert failure_step(run) == 6000
+    assert value("late_failure", run) == 0 and value("time_of_failure", run) == 1
+    both = run_of(tmp_path / "y", text, curve(4000, 0.05), status="diverged", step=6000)
+    assert value("late_failure", both) == 1
+
+
+def test_a_run_that_was_stopped_has_no_value(tmp_path):
+    run = run_of(tmp_path / "x", curve(6000, 0.0, 3000), status="interrupted")
+    assert math.isnan(value("late_failure", run)) and math.isnan(value("time_of_failure", run))
+
+
+def test_windows_are_means_over_their_steps(tmp_path):
+    losses = np.random.default_rng(0).normal(4, 1, 1800)
+    steps, means = window_means(run_of(tmp_path / "x", losses.tolist()), "text")
+    assert steps.tolist() == [500, 1000, 1500]  # the last 300 steps are no whole window
+    np.testing.assert_allclose(means, losses[:1500].reshape(3, 500).mean(1))
+
+
+def test_a_count_of_late_failures_leaves_out_early_ones(tmp_path):
+    """A diverged run counts by the value of the metric, which is exact, and not as diverged."""
+    arms = {"a": Planted(10.0, diverges=140, validated=False), "b": Planted(10.0)}
+    claim = BASIC | {"test": "count", "metric": "late_failure", "at_least": 1, "min_effect": 0.2}
+    assert one(tmp_path / "late", arms, [claim]).counts == {"a": (0, 6), "b": (0, 6)}
+    claim |= {"metric": "largest_attention_logit", "at_least": 1e9}
+    assert one(tmp_path / "any", arms, [claim]).counts == {"a": (6, 6), "b": (0, 6)}
