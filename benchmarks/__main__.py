@@ -27,7 +27,7 @@ SLICE_SECONDS = 400  # longest duration of a slice; below a limit of 8 minutes f
 
 
 def units_of(context: Context, asked: Sequence[str] = ()) -> list[Unit]:
-    """The units named by `TABLE` or `TABLE/UNIT`; all of them without names.
+    """Return the units named by `TABLE` or `TABLE/UNIT`; all of them without names.
 
     Raises:
         UserError: an unknown name.
@@ -54,7 +54,7 @@ def seconds(units: Sequence[Unit]) -> float:
 
 
 def slices_needed(units: Sequence[Unit]) -> int:
-    """The smallest number of parts that are all expected to stay below `SLICE_SECONDS`."""
+    """Return the smallest number of parts that are all expected to stay below `SLICE_SECONDS`."""
     longest = max([SLICE_SECONDS, *(u.seconds for u in units)])
     return next(n for n in range(1, len(units) + 1) if max(map(seconds, deal(units, n))) <= longest)
 
@@ -186,7 +186,7 @@ def _list(context: Context, units: Sequence[Unit]) -> None:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """The command without --out."""
+    """Return the command without --out."""
     kept = list(argv)
     if "--out" in kept:
         at = kept.index("--out")

@@ -38,7 +38,7 @@ Make = Callable[[], Callable[[], Work]]
 
 
 def units(context: Context) -> list[Unit]:
-    """The units of this table."""
+    """Return the units of this table."""
     return [Unit("data", "shipped-pairs", 60, _measure)]
 
 
@@ -82,7 +82,8 @@ class Take:
 
 
 def candidates_of(shard: str, config: DataConfig, cache: Path, batches: int = BATCHES) -> dict[str, Make]:
-    """The candidates by name. Each returns a function that does the work once and returns (samples, tokens)."""
+    """Return the candidates by name. Each returns a function that does the work once and returns (samples,
+    tokens)."""
 
     tokenizers = Path(config.tokenizers)
 

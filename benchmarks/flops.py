@@ -16,7 +16,7 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 
 
 def matrix_weights(c: ModelConfig) -> int:
-    """Number of weights in the matrices of the blocks and in the head, tied or not."""
+    """Return the number of weights in the matrices of the blocks and in the head, tied or not."""
     D, queries, keys = c.d_model, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
     attention = D * queries + 2 * D * keys + queries * D
     mlp = (2 if c.mlp == "gelu" else 3) * D * c.mlp_width
@@ -24,7 +24,7 @@ def matrix_weights(c: ModelConfig) -> int:
 
 
 def seen_keys(T: int, window: int = 0) -> int:
-    """Number of visible pairs of query and key in one causal sequence of T tokens."""
+    """Return the number of visible pairs of query and key in one causal sequence of T tokens."""
     w = min(window or T, T)
     return w * (w + 1) // 2 + (T - w) * w
 
@@ -37,5 +37,5 @@ def step_flops(c: ModelConfig, sequences: int, T: int) -> float:
 
 
 def peak_flops(device: str) -> float | None:
-    """Peak operations per second of a device, by its name; None if unknown."""
+    """Return the peak operations per second of a device, by its name; None if unknown."""
     return next((peak for word, peak in PEAK_FLOPS.items() if word in device), None)

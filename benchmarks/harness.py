@@ -153,7 +153,7 @@ def compare(
 
 
 def rotated(names: list[str], i: int) -> list[str]:
-    """The names rotated by i places."""
+    """Return the names rotated by i places."""
     at = i % len(names) if names else 0
     return names[at:] + names[:at]
 
@@ -189,7 +189,7 @@ def _warmed(candidate: Candidate, warm: int) -> Callable[[int], float]:
 
 
 def failed_row(name: str, error: Exception) -> Row:
-    """A row with the reason why it has no numbers."""
+    """Return a row with the reason why it has no numbers."""
     row = _empty(Candidate(name, lambda: lambda n: 0.0))
     _failed(row, error)
     return row
@@ -214,7 +214,7 @@ def _collect(context: Context) -> None:
 
 
 def seconds_of(do: Callable[[], object], n: int, device: str) -> float:
-    """Seconds of one of n repetitions, between two synchronizations with the device."""
+    """Return the seconds of one of n repetitions, between two synchronizations with the device."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(n):

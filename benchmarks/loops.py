@@ -103,7 +103,7 @@ def own_loop(run: RunConfig, device: str) -> Loop:
 
 
 def pairs_of(run: RunConfig, device: str) -> list[tuple[Tensor, Tensor]]:
-    """(ids, labels) of the same batches, for models without `TokenBatch`."""
+    """Return (ids, labels) of the same batches, for models without `TokenBatch`."""
     return [(batch.ids_BT.to(device), labels_of(batch).to(device)) for batch in batches_of(run)]
 
 

@@ -36,7 +36,7 @@ FULL = [Size(32768, 768, vocabulary, (1024, 2048, 4096, 8192)) for vocabulary in
 
 
 def units(context: Context) -> list[Unit]:
-    """The units of this table."""
+    """Return the units of this table."""
     return [
         Unit("loss", f"{size.vocabulary // 1024}k-ids", 30, partial(_measure, size=size))
         for size in (FULL if context.full else TOY)
@@ -61,7 +61,7 @@ def _measure(context: Context, size: Size) -> dict[str, Any]:
 
 
 def step_of(size: Size, chunk: int | None, device: str) -> Callable[[int], float]:
-    """The timed function: forward and backward, without an update of the weights."""
+    """Return the timed function: forward and backward, without an update of the weights."""
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, size.tokens, size.width, generator=random).to(device).requires_grad_()
     head = (0.02 * torch.randn(size.vocabulary, size.width, generator=random)).to(device).requires_grad_()

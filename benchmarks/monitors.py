@@ -22,7 +22,7 @@ EVERYTHING = MonitorConfig(
 
 
 def units(context: Context) -> list[Unit]:
-    """The units of this table."""
+    """Return the units of this table."""
     return [Unit("monitors", "124M" if context.full else "demonstration", 400, _measure)]
 
 

@@ -18,12 +18,13 @@ from mmqk.model import EarlyFusionTransformer, ModelConfig, compile_blocks
 
 
 def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Mean over the trained targets, in fp32, as in both packages."""
+    """Return the mean over the trained targets, in fp32, as in both packages."""
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
 
 
 def transformers_loop(run: RunConfig, device: str, compiled: bool) -> Loop:
-    """The run's model converted by `to_transformers`: Qwen3 with QK-Norm rms, Chameleon with layer, else Llama.
+    """Return the run's model converted by `to_transformers`: Qwen3 with QK-Norm rms, Chameleon with layer, else
+    Llama.
 
     Head and loss are applied here, because Chameleon's forward overwrites the logits of image ids.
     """

@@ -20,7 +20,7 @@ NONE = MonitorConfig(every_n_steps=0)
 
 
 def units(context: Context) -> list[Unit]:
-    """The units of this table."""
+    """Return the units of this table."""
     if not context.full:
         return [
             Unit("peers", "demonstration-rms", 50, partial(_toy, flag=QK_NORM, theirs="Qwen3")),
@@ -75,7 +75,7 @@ def _apart(context: Context) -> dict[str, Any]:
 
 
 def candidates_of(run: RunConfig, context: Context, theirs: str, compiled: bool, eager: bool) -> list[Candidate]:
-    """The rows. Those of mmqk are compiled if the run is.
+    """Return the rows. Those of mmqk are compiled if the run is.
 
     Args:
         run: the model, its data and its optimizer.

@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def device_name(device: str) -> str:
-    """Name of the GPU or of the CPU."""
+    """Return the name of the GPU or of the CPU."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:
@@ -33,7 +33,7 @@ def device_name(device: str) -> str:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The machine, and its load at the start, which shows whether anything else ran."""
+    """Return the machine, and its load at the start, which shows whether anything else ran."""
     about: dict[str, Any] = {
         "device": device_name(device),
         "cpu": device_name("cpu"),
@@ -54,7 +54,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and the packages; None if not installed."""
+    """Return the versions of Python and the packages; None if not installed."""
     installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -78,7 +78,7 @@ def commit() -> str | None:
 
 
 def folder_of(device: str) -> str:
-    """Name of the folder of a device's results."""
+    """Return the name of the folder of a device's results."""
     if device == "cpu":
         return "cpu"
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
@@ -92,7 +92,7 @@ def keep(path: Path, unit: dict[str, Any]) -> None:
 
 
 def read(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """The newest result of each unit and device in these folders."""
+    """Return the newest result of each unit and device in these folders."""
     newest: dict[tuple[str, ...], dict[str, Any]] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*.json")):

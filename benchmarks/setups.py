@@ -21,13 +21,14 @@ BATCHES = 8  # number of different batches of a loop
 
 
 def toy(context: Context, *flags: str) -> RunConfig:
-    """The demonstration on a CPU."""
+    """Return the demonstration on a CPU."""
     threads = f"--threads={context.threads}"
     return resolve([*context.toy, threads, "--trainer.accelerator=cpu", "--quiet", *flags])
 
 
 def full(size: str, *flags: str, tokens: int = 1024, batch: int = 32, vocabulary: int = 32768) -> RunConfig:
-    """One of `SIZES` on a GPU: bf16-mixed, blocks compiled, documents of the dial; three of four ids are text."""
+    """Return one of `SIZES` on a GPU: bf16-mixed, blocks compiled, documents of the dial; three of four ids are
+    text."""
     width, layers, heads = SIZES[size]
     text, image = vocabulary * 3 // 4, vocabulary // 4
     half = tokens // 2
@@ -44,7 +45,7 @@ def full(size: str, *flags: str, tokens: int = 1024, batch: int = 32, vocabulary
 
 
 def batches_of(run: RunConfig, n: int = BATCHES) -> list[TokenBatch]:
-    """The first batches that the run trains on, in memory."""
+    """Return the first batches that the run trains on, in memory."""
     data = TokenDataModule(run.data, run.seed)
     data.setup()
     made = MicroBatches(data.order, run.data.batch_size, 1, 0, 1, n, run.data.documents_apart)
@@ -57,7 +58,7 @@ def labels_of(batch: TokenBatch) -> Tensor:
 
 
 def work_of(run: RunConfig) -> dict[str, float]:
-    """Steps, tokens and flops of one step."""
+    """Return the steps, tokens and flops of one step."""
     B, T = run.data.batch_size, run.data.seq_len
     return {"steps": 1, "tokens": B * T, "flops": step_flops(run.model, B, T)}
 
@@ -77,6 +78,6 @@ def facts_of(run: RunConfig, device: str) -> dict[str, object]:
 
 
 def parameters_of(run: RunConfig) -> int:
-    """Number of parameters; tied ones count once."""
+    """Return the number of parameters; tied ones count once."""
     with torch.device("meta"):
         return sum(p.numel() for p in EarlyFusionTransformer(run.model, run.backend).parameters())

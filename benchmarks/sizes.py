@@ -19,7 +19,7 @@ SECONDS = {"25M": 220, "124M": 300, "350M": 420}
 
 
 def units(context: Context) -> list[Unit]:
-    """The units of this table."""
+    """Return the units of this table."""
     names = list(SIZES) if context.full else ["demonstration"]
     return [Unit("sizes", name, SECONDS.get(name, 30), partial(_measure, size=name)) for name in names]
 

@@ -28,17 +28,17 @@ def speed(row: Row, what: str) -> list[float]:
 
 
 def times(row: Row, base: Row) -> list[float]:
-    """Ratio of the seconds of two rows, by round."""
+    """Return the ratio of the seconds of two rows, by round."""
     return [a / b for a, b in zip(row["seconds"], base["seconds"], strict=True)]
 
 
 def faster(row: Row, base: Row, what: str) -> list[float]:
-    """Ratio of the speeds of two rows, by round."""
+    """Return the ratio of the speeds of two rows, by round."""
     return [a / b for a, b in zip(speed(row, what), speed(base, what), strict=True)]
 
 
 def mfu(row: Row, device: str) -> float | None:
-    """Median model FLOPs utilization; None if the device's peak is not known."""
+    """Return the median model FLOPs utilization; None if the device's peak is not known."""
     peak = peak_flops(device)
     if peak is None or "flops" not in row["work"]:
         return None
@@ -46,7 +46,7 @@ def mfu(row: Row, device: str) -> float | None:
 
 
 def against(row: Row, unit: Unit) -> Row | None:
-    """The row to compare with; None if it was not measured or is the row itself."""
+    """Return the row to compare with; None if it was not measured or is the row itself."""
     name = row["against"] or unit["base"]
     base = next((other for other in unit["rows"] if other["name"] == name), None)
     return None if base is None or base is row or base["status"] != MEASURED else base
@@ -151,7 +151,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
 
 
 def markdown(units: Sequence[Unit]) -> str:
-    """All units, by table and device."""
+    """Return all units, by table and device."""
     order = list(HEADINGS)
     units = sorted(units, key=lambda u: (order.index(u["table"]), u["machine"]["device"]))
     parts = []
@@ -162,7 +162,7 @@ def markdown(units: Sequence[Unit]) -> str:
 
 
 def one(unit: Unit) -> str:
-    """The table of a unit. Columns without a value are left out."""
+    """Return the table of a unit. Columns without a value are left out."""
     rows, columns = unit["rows"], COLUMNS[unit["table"]]
     cells = {
         heading: [
@@ -200,7 +200,7 @@ def _about(unit: Unit) -> str:
 
 
 def _losses(rows: Sequence[Row]) -> list[str]:
-    """The range of the first losses: equal if all rows began with the same model and batch."""
+    """Return the range of the first losses: equal if all rows began with the same model and batch."""
     values = [row["first_loss"] for row in rows if row["first_loss"] is not None]
     if len(values) < 2:
         return []

@@ -21,7 +21,7 @@ ONE = "1 process"
 
 
 def units(context: Context) -> list[Unit]:
-    """The units of this table."""
+    """Return the units of this table."""
     return [Unit("together", "demonstration", 300, _measure)]
 
 
@@ -46,7 +46,7 @@ def _measure(context: Context) -> dict[str, Any]:
 
 
 def rows_of(context: Context, counts: Sequence[int], repeat: int, rounds: int) -> list[Row]:
-    """One row per number of processes. The first round is not counted."""
+    """Return one row per number of processes. The first round is not counted."""
     rows = {n: _row(n, repeat) for n in counts}
     with Pool(context, counts) as pool:
         for i in range(rounds + 1):
@@ -106,7 +106,7 @@ class Pool:
                 process.terminate()
 
     def turn(self, n: int, repeat: int) -> float:
-        """Seconds from the common start to the end of the last process.
+        """Return the seconds from the common start to the end of the last process.
 
         Raises:
             RuntimeError: a process failed; with its reason.

@@ -60,7 +60,7 @@ SECONDS = {"qk-norm": 330, "placement": 170, "softcap": 330, "loss": 250}
 
 
 def units(context: Context) -> list[Unit]:
-    """The units of this table."""
+    """Return the units of this table."""
     return [Unit("variants", name, SECONDS[name], partial(_measure, name=name)) for name in COMPARED]
 
 

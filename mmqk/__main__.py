@@ -63,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _completed_command() -> list[str]:
-    """The command whose flags the shell completes; completes the command itself and exits if it is not complete."""
+    """Return the command whose flags the shell completes; completes the command itself and exits if it is not
+    complete."""
     words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
     if len(words) > 2 and words[1] in COMMANDS:
         os.environ["_ARGCOMPLETE"] = "2"  # argcomplete starts at this word

@@ -158,7 +158,7 @@ def _check_claims(grid: Grid, session: Session) -> list[str]:
 
 
 def _added(options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """The arms that earlier calls and this one have added to the grid with --set."""
+    """Return the arms that earlier calls and this one have added to the grid with --set."""
     grid = (read_ablation(out) or {}).get("grid") or {}
     added = {name: grid["arms"][name] for name in grid.get("added") or ()}
     if not options.settings:
@@ -169,7 +169,7 @@ def _added(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 def _only(options: argparse.Namespace, grid: Grid) -> frozenset[str]:
-    """The arms to train; empty for all."""
+    """Return the arms to train; empty for all."""
     quick: list[str] = grid.raw.get("quick") or []
     if options.quick and not quick:
         raise UserError(f"{grid.path} has no list `quick` of arms: name arms with --only")
@@ -288,7 +288,7 @@ def _names(text: str) -> list[str]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """A field of a run and its value, as in the YAML of a grid."""
+    """Return a field of a run and its value, as in the YAML of a grid."""
     name, equals, value = text.partition("=")
     try:
         setting = name, yaml.safe_load(value)

@@ -42,7 +42,7 @@ class Runs:
         )
 
     def metrics(self, *names: str) -> pd.DataFrame:
-        """Every logged number, one row each.
+        """Return every logged number, one row each.
 
         Args:
             names: statistics to keep, such as ``loss`` or ``attn_logit_absmax``; all of them by default.
@@ -68,7 +68,7 @@ class Runs:
         return table
 
     def summary(self) -> pd.DataFrame:
-        """One row per run.
+        """Return one row per run.
 
         Returns:
             Columns ``run``, ``arm``, ``label``, ``seed``, ``status`` with its ``reason``, ``step``, ``seconds``, one
@@ -98,7 +98,7 @@ class Runs:
         )
 
     def verdicts(self) -> pd.DataFrame:
-        """One row per claim, as in verdicts.json of a report; no rows without claims.
+        """Return one row per claim, as in verdicts.json of a report; no rows without claims.
 
         Returns:
             Columns ``claim``, ``statement``, ``metric``, ``treatment``, ``control``, ``verdict``, ``effect`` with its
@@ -137,7 +137,7 @@ class Runs:
 
 
 def load_runs(*folders: str | Path) -> Runs:
-    """The runs of one or several folders of ablations, arms or runs, finished or not, or of packs.
+    """Return the runs of one or several folders of ablations, arms or runs, finished or not, or of packs.
 
     Raises:
         mmqk.store.UserError: a folder does not exist, has no runs, or a record cannot be read.

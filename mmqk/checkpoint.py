@@ -53,7 +53,7 @@ def save_checkpoint(content: Mapping[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint on the CPU, mapped from the file, with digest, step and weights checked.
+    """Return the content of a checkpoint on the CPU, mapped from the file, with digest, step and weights checked.
 
     A file of an older mmqk has no digest; it is read with a line on stderr.
 
@@ -160,7 +160,7 @@ def check_run(content: Mapping[str, Any], model: ModelConfig, id: str) -> None:
 
 
 def load_checkpoint(path: Path, advice: str = "name another one", whole: bool = False) -> dict[str, Any]:
-    """The content of a checkpoint, on the CPU, checked by `read_checkpoint`.
+    """Return the content of a checkpoint, on the CPU, checked by `read_checkpoint`.
 
     Args:
         path: The file.
@@ -180,7 +180,7 @@ def load_checkpoint(path: Path, advice: str = "name another one", whole: bool = 
 
 
 def newest_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run folder, by name.
+    """Return the newest checkpoint of a run folder, by name.
 
     Raises:
         UserError: the folder has none.
@@ -194,7 +194,8 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def load_model(run: Path | str, backend: str = "math") -> EarlyFusionTransformer:
-    """The model of a run's newest checkpoint, from the configuration stored in it, in fp32 and evaluation mode.
+    """Return the model of a run's newest checkpoint, from the configuration stored in it, in fp32 and evaluation
+    mode.
 
     Raises:
         UserError: the run has no checkpoint, or the newest one cannot be used.

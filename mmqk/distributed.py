@@ -7,31 +7,31 @@ from torch import Tensor
 
 
 def world_size() -> int:
-    """Number of processes of the run."""
+    """Return the number of processes of the run."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Number of this process."""
+    """Return the number of this process."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """Sum over all ranks, in place; a collective call."""
+    """Return the sum over all ranks, in place; a collective call."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def largest(tensor: Tensor) -> Tensor:
-    """Maximum over all ranks, in place; a collective call."""
+    """Return the maximum over all ranks, in place; a collective call."""
     if world_size() > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor
 
 
 def first_of_ranks(sentence: str | None) -> str | None:
-    """The sentence of the first rank that has one; a collective call that synchronizes with the device."""
+    """Return the sentence of the first rank that has one; a collective call that synchronizes with the device."""
     if world_size() == 1:
         return sentence
     sentences: list[str | None] = [None] * world_size()

@@ -87,13 +87,14 @@ def write(out: Path, files: dict[str, Any]) -> None:
 
 
 def _as_given(parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]) -> list[str]:
-    """The command line without --out; the flags of this command come last, and only if they are not defaults."""
+    """Return the command line without --out; the flags of this command come last, and only if they are not
+    defaults."""
     given = [(name, getattr(options, name)) for name in ("sequences", "tokens")]
     return [*rest, *(w for n, v in given if v != parser.get_default(n) for w in (f"--{n}", str(v)))]
 
 
 def _name(rest: list[str]) -> str:
-    """The name of the configuration: its last file, or empty."""
+    """Return the name of the configuration: its last file, or empty."""
     files = [word.partition("=")[2] for word in rest if word.startswith("--config=")]
     files += [value for flag, value in pairwise(rest) if flag == "--config"]
     return Path(files[-1]).stem if files else ""

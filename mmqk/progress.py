@@ -38,7 +38,7 @@ class Progress:
         self._bar: Any = None
 
     def due(self) -> bool:
-        """Whether half a second has passed since the last `show`, or ten seconds in a log."""
+        """Return whether half a second has passed since the last `show`, or ten seconds in a log."""
         return time.monotonic() - self._shown >= (TERMINAL_SECONDS if self.terminal else LOG_SECONDS)
 
     def begin(self, done: float) -> None:
@@ -46,7 +46,7 @@ class Progress:
         self._began = self._began or (time.monotonic(), done)
 
     def line(self, text: str, done: float | None = None, total: float | None = None) -> str:
-        """The text and the time left, if it can be estimated."""
+        """Return the text and the time left, if it can be estimated."""
         if self._began is None or done is None or total is None or done <= self._began[1]:
             return text
         start, first = self._began
@@ -114,7 +114,7 @@ class Progress:
 
 
 def track(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """The items, with their progress: ``1,200 of 20,000 samples read · about 1:45 left``."""
+    """Yield the items, with their progress: ``1,200 of 20,000 samples read · about 1:45 left``."""
     progress = Progress()
     progress.begin(0)
     try:

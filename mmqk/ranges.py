@@ -66,7 +66,8 @@ class Range:
 
 
 def number(default: Any, low: float, high: float, *, zero: bool = False) -> Any:
-    """A field with a range, which applies to every element of a mapping or list. ``default`` may be a factory."""
+    """Return a field with a range, which applies to every element of a mapping or list. ``default`` may be a
+    factory."""
     metadata = ranged(low, high, zero=zero)
     if callable(default):
         return field(default_factory=default, metadata=metadata)
@@ -74,12 +75,12 @@ def number(default: Any, low: float, high: float, *, zero: bool = False) -> Any:
 
 
 def ranged(low: float, high: float, *, zero: bool = False) -> dict[str, Range]:
-    """The metadata of a field with a range, for one without a default."""
+    """Return the metadata of a field with a range, for one without a default."""
     return {_KEY: Range(low, high, zero)}
 
 
 def range_of(declared: Field[Any]) -> Range | None:
-    """The range that a field declares."""
+    """Return the range that a field declares."""
     return declared.metadata.get(_KEY)
 
 
@@ -114,7 +115,8 @@ def check_fields(config: Any, path: str, between: str = ".") -> None:
 
 @lru_cache
 def _choices_of(kind: type) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """The choices of each field whose type is a `Literal`, or a union with one; True if the field takes no others."""
+    """Return the choices of each field whose type is a `Literal`, or a union with one; True if the field takes no
+    others."""
     choices = {}
     for name, hint in get_type_hints(kind).items():
         for part in (hint, *get_args(hint)):
@@ -139,7 +141,8 @@ def _said(bound: float) -> str:
 
 
 def shortened(value: Any) -> str:
-    """A value as text of at most 60 characters; a whole number of thousands of digits cannot be printed at all."""
+    """Return a value as text of at most 60 characters; a whole number of thousands of digits cannot be printed at
+    all."""
     if isinstance(value, int) and abs(value) >= 10**24:
         return f"a number of more than 24 digits ({'-' if value < 0 else ''}…)"
     text = f"'{value}'" if isinstance(value, str) else str(value)
@@ -147,7 +150,7 @@ def shortened(value: Any) -> str:
 
 
 def decimal_numbers(loader: Any) -> Any:
-    """A PyYAML loader class that leaves numbers in other forms than decimal digits as text."""
+    """Return a PyYAML loader class that leaves numbers in other forms than decimal digits as text."""
 
     resolvers = {
         first: [

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def process(argv: list[str] | None = None) -> int:
-    """`main` for a separate process, with the signal handler installed."""
+    """Return `main` for a separate process, with the signal handler installed."""
     if not ENDING.installed:
         ENDING.install()
     return main(argv)
@@ -120,7 +120,7 @@ def _first(run: RunConfig, argv: list[str], ranks: Ranks) -> int:
 
 
 def _parameters(run: RunConfig) -> int:
-    """The number of trained parameters, counted without their memory."""
+    """Return the number of trained parameters, counted without their memory."""
     import torch
 
     from mmqk.model import EarlyFusionTransformer

@@ -100,7 +100,7 @@ class WordNet:
         return cls(tuple(synsets), senses)
 
     def sense(self, lemma: str, category: str, subcategory: str) -> Synset | None:
-        """The most frequent noun sense of ``lemma`` that fits the emoji; None if there is none."""
+        """Return the most frequent noun sense of ``lemma`` that fits the emoji; None if there is none."""
         if lemma in WRONG_SENSES:
             return None
         fitting = FITTING_FILES.get(subcategory) or FITTING_FILES.get(category, frozenset())
@@ -162,7 +162,7 @@ class Annotations:
         self._by_emoji = {k.replace("\ufe0f", ""): v for k, v in entries.items()}
 
     def find(self, codepoint: str) -> tuple[str, tuple[str, ...]] | None:
-        """Name and keywords of ``1f98a`` or ``1f468-200d-1f680``; None where CLDR has no entry."""
+        """Return the name and keywords of ``1f98a`` or ``1f468-200d-1f680``; None where CLDR has no entry."""
         emoji = "".join(chr(int(c, 16)) for c in codepoint.split("-"))
         entry = self._by_emoji.get(emoji.replace("\ufe0f", ""))
         if entry is None or not entry.get("tts"):

@@ -56,5 +56,5 @@ def write(out: Path, sotu: Path, wordnet: WordNet, held_out: set[str]) -> None:
 
 
 def entry(synset: Synset) -> str:
-    """A dictionary entry: ``metro, tube, subway: an electric railway operating below the surface``."""
+    """Return a dictionary entry: ``metro, tube, subway: an electric railway operating below the surface``."""
     return f"{', '.join(synset.words)}: {synset.gloss}"

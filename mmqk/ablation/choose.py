@@ -29,13 +29,14 @@ class ChosenRate:
         return f"{self.arm}: its best learning rate, {self.lr:g}, is the {ends[self.lr]} of the grid: widen lr.grid"
 
     def record(self) -> dict[str, Any]:
-        """The entry in ablation.json; a value that is not finite is null."""
+        """Return the entry in ablation.json; a value that is not finite is null."""
         values = {f"{lr:.12g}": v if math.isfinite(v) else None for lr, v in self.values.items()}
         return {**asdict(self), "values": values}
 
 
 def choose(arm: str, metric: str, tried: Mapping[Path, float]) -> ChosenRate:
-    """The best learning rate, by the rule of `analysis.verdicts.learning_rates`; the smallest if every run diverged.
+    """Return the best learning rate, by the rule of `analysis.verdicts.learning_rates`; the smallest if every run
+    diverged.
 
     Args:
         tried: learning rate by folder of a finished run.

@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """Cores that this process may use, which can be fewer than the machine has."""
+    """Return the cores that this process may use, which can be fewer than the machine has."""
     return len(os.sched_getaffinity(0))
 
 
 def gpus() -> tuple[str, ...]:
-    """Each GPU as a value of CUDA_VISIBLE_DEVICES: those in the variable, or all of the machine.
+    """Return each GPU as a value of CUDA_VISIBLE_DEVICES: those in the variable, or all of the machine.
 
     CUDA is not used to count them, because it would create a context on each device.
     """

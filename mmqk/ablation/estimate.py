@@ -10,7 +10,7 @@ from mmqk.store import clock
 
 
 def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
-    """One sentence: the time of the unfinished runs with ``jobs`` runs at a time.
+    """Return one sentence: the time of the unfinished runs with ``jobs`` runs at a time.
 
     The time of a step is the median over finished runs of the same arm, else of the same family, else of the grid; it
     includes start and validation. A fork counts only its steps after the fork.
@@ -36,7 +36,8 @@ def time_left(outcomes: Mapping[Task, TaskOutcome], jobs: int) -> str:
 
 
 def _pace(outcomes: Mapping[Task, TaskOutcome], task: Task) -> tuple[float, bool] | None:
-    """Seconds per step, and whether they are from runs of the same arm or family; None if no run has finished."""
+    """Return the seconds per step, and whether they are from runs of the same arm or family; None if no run has
+    finished."""
     paces = [
         (t, o.seconds / (o.step - t.first))
         for t, o in outcomes.items()

@@ -32,7 +32,7 @@ PARENT, SELECTION = "parent", "selection"
 
 
 def plan(grid: Grid, out: Path, resolver: Resolver) -> Plan:
-    """The plan of a grid whose runs are in ``out``.
+    """Return the plan of a grid whose runs are in ``out``.
 
     Raises:
         UserError: a field that an arm sets is wrong, two arms are the same run, a fork begins after its parent's end.
@@ -77,7 +77,7 @@ class _Planner:
         return Plan(tuple(self.tasks.values()), tuple(self.waiting), tuple(self.entries), choices)
 
     def _find(self, job: Job) -> ResolvedJob | BlockedJob:
-        """The job with its identity, or a blocked job with the reason why the identity is not known yet."""
+        """Return the job with its identity, or a blocked job with the reason why the identity is not known yet."""
         if job.key not in self.resolved:
             self.resolved[job.key] = self._look(job)
         return self.resolved[job.key]
@@ -117,7 +117,7 @@ class _Planner:
         return self._with_folder(resolved)
 
     def _with_folder(self, resolved: ResolvedJob) -> ResolvedJob:
-        """The job with its folder; two arms of one grid may not be the same run."""
+        """Return the job with its folder; two arms of one grid may not be the same run."""
         resolved = replace(resolved, folder=self._folder(resolved.job, resolved.run))
         owner, job = self.owners.setdefault(resolved.run.id, resolved), resolved.job
         if owner.job.arm != job.arm and owner.job.family.grid == job.family.grid:
@@ -128,7 +128,8 @@ class _Planner:
         return resolved
 
     def _folder(self, job: Job, run: Any) -> Path:
-        """The folder of a run. The seeds of an arm share its parent folder, whose hash does not include the seed."""
+        """Return the folder of a run. The seeds of an arm share its parent folder, whose hash does not include the
+        seed."""
         if run.id in self.owners:
             return self.owners[run.id].folder
         variant = identity_hash({name: value for name, value in run.identity.items() if name != "seed"})
@@ -168,7 +169,8 @@ class _Planner:
     def _wait(
         self, draft: ResolvedJob, reason: str, on: tuple[Path, ...], possible: bool = True
     ) -> BlockedJob:
-        """The blocked job of a run whose identity is not known yet; ``draft`` has a provisional configuration."""
+        """Return the blocked job of a run whose identity is not known yet; ``draft`` has a provisional
+        configuration."""
         job = draft.job
         self.drafts[job.arm, job.seed] = draft
         folder = self.out / job.arm / f"seed{draft.seed}"
@@ -194,7 +196,7 @@ class _Planner:
         return start if isinstance(start, BlockedJob) else self._task(resolved, start)
 
     def _start_of(self, task: Task, start: ForkPoint) -> Path | BlockedJob:
-        """The checkpoint that a task starts from, or the reason why there is none yet."""
+        """Return the checkpoint that a task starts from, or the reason why there is none yet."""
         parent, step = start.parent, start.step
         if file := checkpoint_of(parent.folder, step):
             return file
@@ -251,13 +253,14 @@ class _Planner:
         return replace(task, args=args, entry=entry, part=part, first=resolved.first)
 
     def _at(self, resolved: ResolvedJob) -> str:
-        """The flag that lists the checkpoints its forks start from and those of its configuration."""
+        """Return the flag that lists the checkpoints its forks start from and those of its configuration."""
         configured = resolved.run.nested()["checkpoint"].get("at") or []
         first = resolved.start.step if resolved.start else 0
         return f"--checkpoint.at={sorted({*configured, *self.at[resolved.folder]} - {first})}"
 
     def _threads(self, resolved: ResolvedJob) -> tuple[str, ...]:
-        """The flag for CPU threads: each run gets its share of the cores unless its configuration sets threads.
+        """Return the flag for CPU threads: each run gets its share of the cores unless its configuration sets
+        threads.
 
         A resumed run keeps its number of threads and a fork has that of its parent, because sums depend on it.
         """

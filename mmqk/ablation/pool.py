@@ -174,7 +174,7 @@ class Pool:
         return again
 
     def _outcome(self, task: Task, code: int, before: Status | None) -> TaskOutcome:
-        """The outcome from the status of the run; otherwise from its exit code, which is then recorded."""
+        """Return the outcome from the status of the run; otherwise from its exit code, which is then recorded."""
         now = standing(task)
         if now.finished if code in (0, 3) else now.ended and _status(task.folder) != before:
             return now
@@ -239,7 +239,7 @@ def start_server(preload: Sequence[str]) -> None:
 
 
 def _status(folder: Path) -> Status | None:
-    """The status of a run; None if it is missing or cannot be read."""
+    """Return the status of a run; None if it is missing or cannot be read."""
     with contextlib.suppress(DamagedFile):
         return read_status(folder)
     return None

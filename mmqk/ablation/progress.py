@@ -37,7 +37,7 @@ class PoolProgress:
         self.progress.close()
 
     def state(self, pool: Pool) -> tuple[str, float | None, float | None]:
-        """The text of the display, the number of steps that are done, and the number of all steps."""
+        """Return the text of the display, the number of steps that are done, and the number of all steps."""
         last = {task: last_metrics(task.folder / "metrics.jsonl", having="loss") for task in pool.running}
         steps = {
             task: max(task.first, last[task].get("step", 0) if task in last else out.step)
@@ -79,7 +79,7 @@ class PoolProgress:
 
 
 def table(outcomes: Mapping[Task, TaskOutcome]) -> str:
-    """The runs as text, one per line (last loss in nats per token), then the reasons of failed runs."""
+    """Return the runs as text, one per line (last loss in nats per token), then the reasons of failed runs."""
     rows = [("arm", "seed", "status", "step", "last loss", "seconds")]
     for task, out in outcomes.items():
         loss = "" if out.loss is None else f"{out.loss:.3f}"

@@ -117,12 +117,13 @@ def take_runs(pack: Path, out: Path, grid: Grid) -> list[str]:
 
 
 def _registered(record: dict[str, Any]) -> str:
-    """Hash of the claims that a record registered first; a record without the field still has the claims."""
+    """Return the hash of the claims that a record registered first; a record without the field still has the
+    claims."""
     return record.get("registered") or claims_hash(record["grid"])
 
 
 def code_of(folder: Path) -> str:
-    """Hash of the code that made a run."""
+    """Return the hash of the code that made a run."""
     return str((read_run(folder) or {}).get("code"))
 
 

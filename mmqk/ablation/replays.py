@@ -41,7 +41,7 @@ def replays_of(
     out: Path,
     root: Path | None = None,
 ) -> tuple[list[Task], list[BlockedJob]]:
-    """The control and the replays of a run.
+    """Return the control and the replays of a run.
 
     Args:
         resolved: the diverged run.
@@ -111,7 +111,7 @@ def replays_of(
 
 
 def plan_of_run(folder: Path, out: Path, resolver: Resolver, rule: ReplayRule) -> Plan:
-    """The replays of one run without a grid.
+    """Return the replays of one run without a grid.
 
     Raises:
         UserError: the folder has no diverged run, or its config.yaml now gives another run.
@@ -135,13 +135,13 @@ def plan_of_run(folder: Path, out: Path, resolver: Resolver, rule: ReplayRule) -
 
 
 def arm_of(folder: Path) -> str:
-    """The name of a run's arm: the name of its folder, or of the folder above ``seed<k>``."""
+    """Return the name of a run's arm: the name of its folder, or of the folder above ``seed<k>``."""
     path = folder.resolve()
     return path.parent.name if path.name.startswith("seed") else path.name
 
 
 def steps_before(diverged: int, rule: ReplayRule, first: int = 0) -> dict[float, int]:
-    """The start step of the replays by depth, all after ``first``; depths with the same step are merged."""
+    """Return the start step of the replays by depth, all after ``first``; depths with the same step are merged."""
     steps: dict[float, int] = {}
     for depth in rule.depths:
         step = diverged - max(1, round(depth * diverged))
@@ -151,7 +151,7 @@ def steps_before(diverged: int, rule: ReplayRule, first: int = 0) -> dict[float,
 
 
 def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The fields of a replay by its numerics: bf16-fused, bf16-math and fp32.
+    """Return the fields of a replay by its numerics: bf16-fused, bf16-math and fp32.
 
     bf16-fused has the fused backend of the run, or sdpa if that supports this attention. bf16-math and fp32 have the
     dense backend, without compiled blocks.
@@ -172,7 +172,7 @@ def numerics_of(identity: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _control(
     resolved: ResolvedJob, original: Task, steps: Mapping[float, int], resolver: Resolver, root: Path
 ) -> ResolvedJob:
-    """The same run from its nearest earlier checkpoint, or from its start."""
+    """Return the same run from its nearest earlier checkpoint, or from its start."""
     at = f"--checkpoint.at={sorted(steps.values())}"
     earliest = min(steps.values())
     checkpoints = {s: f for s, f in checkpoints_of(resolved.folder).items() if resolved.first < s < earliest}
@@ -194,12 +194,12 @@ def _control(
 
 
 def _schedule(identity: Mapping[str, Any]) -> int:
-    """The length of the learning rate schedule, in steps."""
+    """Return the length of the learning rate schedule, in steps."""
     return identity.get("optim", {}).get("schedule_steps") or identity["trainer"]["max_steps"]
 
 
 def _threads(run: Any, of: ResolvedJob, resolver: Resolver) -> tuple[str, ...]:
-    """The flag for the number of threads of the replayed run: sums depend on it."""
+    """Return the flag for the number of threads of the replayed run: sums depend on it."""
     return () if run.threads else (f"--threads={threads_of(of.folder) or resolver.threads}",)
 
 
@@ -212,7 +212,7 @@ def _task(
     max_steps: int = 0,
     replay: Mapping[str, Any] | None = None,
 ) -> Task:
-    """A replay of a run, or by default a placeholder for replays that are not known yet."""
+    """Return a replay of a run, or by default a placeholder for replays that are not known yet."""
     arm = f"{original.arm}-replay" + (f"-{name}" if name else "")
     entry = {**original.entry, "role": "replay", "replay": dict(replay or {}), "fork": None}
     first = entry["replay"].get("step", 0)

@@ -45,7 +45,7 @@ class ResolvedJob:
         return (self.run.identity.get("fork") or {}).get("step", 0)
 
     def task(self) -> Task:
-        """A task to query the status of the run."""
+        """Return a task to query the status of the run."""
         return Task(self.job.arm, self.seed, (), self.folder, self.run.id, self.max_steps)
 
 
@@ -110,7 +110,7 @@ class Resolver:
     def __call__(
         self, args: Sequence[str], where: str, parent: ResolvedJob | None = None, step: int = 0
     ) -> Any:
-        """The run of a command line, forked from ``parent`` at ``step`` if given.
+        """Return the run of a command line, forked from ``parent`` at ``step`` if given.
 
         Raises:
             UserError: as `mmqk.config.resolve`, with the prefix ``where``.
@@ -134,16 +134,16 @@ def _resolve(args: list[str], parent: ResolvedJob | None, step: int) -> Any:
 
 
 def threads_of(folder: Path) -> int:
-    """CPU threads with which the run of a folder began, 0 if not recorded."""
+    """Return the CPU threads with which the run of a folder began, 0 if not recorded."""
     details = (read_run(folder) or {}).get("details") or {}
     return int((details.get("config") or {}).get("threads") or 0)
 
 
 def checkpoint_of(folder: Path, step: int) -> Path | None:
-    """The checkpoint of a step, None if the run did not keep it."""
+    """Return the checkpoint of a step, None if the run did not keep it."""
     return checkpoints_of(folder).get(step)
 
 
 def checkpoints_of(folder: Path) -> dict[int, Path]:
-    """Checkpoints of a run by step, ascending."""
+    """Return the checkpoints of a run by step, ascending."""
     return {step_of(path): path for path in checkpoints_in(folder / "checkpoints")}

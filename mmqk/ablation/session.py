@@ -73,11 +73,11 @@ class Session:
             return []
 
     def to_come(self) -> int:
-        """Number of runs of this part that wait for others and can still start."""
+        """Return the number of runs of this part that wait for others and can still start."""
         return sum(wait.possible for wait in self.waiting)
 
     def ready(self) -> bool:
-        """Whether a running parent has written the checkpoint of a fork."""
+        """Return whether a running parent has written the checkpoint of a fork."""
         at = [wait.at for wait in self.waiting if wait.at]
         return self.error is None and any(checkpoint_of(folder, step) for folder, step in at)
 
@@ -92,7 +92,7 @@ class Session:
         return [wait for wait in self.plan.waiting if self._mine(wait.task)]
 
     def outcomes(self, trained: dict[Task, TaskOutcome] | None = None) -> dict[Task, TaskOutcome]:
-        """The outcome of every run of this part; ``trained`` holds those from the pool."""
+        """Return the outcome of every run of this part; ``trained`` holds those from the pool."""
         trained = trained or {}
         outcomes = {task: trained.get(task) or standing(task) for task in self.tasks}
         outcomes |= {task: outcome for task, outcome in trained.items() if task not in outcomes}
@@ -100,7 +100,7 @@ class Session:
         return outcomes | {w.task: TaskOutcome(status[w.possible], reason=w.reason) for w in self.waiting}
 
     def remarks(self) -> list[str]:
-        """Sentences about runs of other code, moved runs, and learning rates at an end of their grid."""
+        """Return the sentences about runs of other code, moved runs, and learning rates at an end of their grid."""
         stale = [task.name for task in self.tasks if self._stale(task)]
         sentences = []
         if stale:

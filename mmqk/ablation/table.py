@@ -48,7 +48,7 @@ ROWS = (
 
 
 def runs_table(views: Sequence[View], width: int) -> RenderableType:
-    """One row per run; for a single run also its statistics by modality; the newest alarms.
+    """Return one row per run; for a single run also its statistics by modality; the newest alarms.
 
     Args:
         views: in the order of the rows.
@@ -122,7 +122,7 @@ def _details(view: View) -> Table:
 
 
 def _alarms(views: Sequence[View]) -> list[Text]:
-    """The newest alarms, one per run, alarm, statistic and modality: the first layer represents the others."""
+    """Return the newest alarms, one per run, alarm, statistic and modality: the first layer represents the others."""
     first: dict[tuple[str, ...], tuple[View, Alarm]] = {}
     count: Counter[tuple[str, ...]] = Counter()
     for view in views:
@@ -142,7 +142,7 @@ def _alarms(views: Sequence[View]) -> list[Text]:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """A line that is cut at the width of the terminal, since a live display needs a fixed number of lines."""
+    """Return a line that is cut at the width of the terminal, since a live display needs a fixed number of lines."""
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 

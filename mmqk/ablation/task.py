@@ -67,7 +67,7 @@ class TaskOutcome:
 
 
 def standing(task: Task) -> TaskOutcome:
-    """The outcome of a task from its folder.
+    """Return the outcome of a task from its folder.
 
     "waiting" if the folder has no run with this identity, "failed" with the reason if its records cannot be read.
     """

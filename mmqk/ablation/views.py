@@ -65,7 +65,8 @@ class View:
         return [name.partition("/")[2] for name in self.values if name.startswith("loss/")]
 
     def extreme(self, statistic: str, modality: str, smallest: bool = False) -> Extreme | None:
-        """The largest (or smallest) newest value over layers, and its layer; for a pair also over key modalities."""
+        """Return the largest (or smallest) newest value over layers, and its layer; for a pair also over key
+        modalities."""
         values = [
             (value, parsed.layer)
             for name, value in self.values.items()
@@ -77,7 +78,7 @@ class View:
 
 
 def worst(values: Sequence[Extreme], smallest: bool) -> Extreme | None:
-    """The largest (or smallest) value, or a NaN if there is one; None without values."""
+    """Return the largest (or smallest) value, or a NaN if there is one; None without values."""
     nans = [pair for pair in values if math.isnan(pair[0])]
     return nans[0] if nans else (min if smallest else max)(values, key=lambda pair: pair[0], default=None)
 
@@ -93,7 +94,7 @@ class Follow:
         self._offset = 0
 
     def look(self) -> View:
-        """The current view of the run."""
+        """Return the current view of the run."""
         self._read()
         view = View(self.name, values=dict(self._values), step=self._step)
         view.alarms = read_alarms(self.folder)
@@ -143,7 +144,8 @@ class Follow:
 
 
 def follow(folders: Iterable[Path]) -> list[Follow]:
-    """The runs of these folders; a folder is a run, an arm with seeds, or an ablation, whose waiting runs count too.
+    """Return the runs of these folders; a folder is a run, an arm with seeds, or an ablation, whose waiting runs
+    count too.
 
     Raises:
         UserError: a folder does not exist or has no run, or its ablation.json cannot be read.

@@ -12,7 +12,7 @@ DASH = "–"
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number with ``digits`` significant digits; "∞" or "-∞" if infinite, "not measured" for NaN."""
+    """Return a number with ``digits`` significant digits; "∞" or "-∞" if infinite, "not measured" for NaN."""
     if math.isnan(value):
         return "not measured"
     if math.isinf(value):
@@ -31,8 +31,8 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def decimals(error: float) -> int:
-    """Number of decimals for a number with this error: two digits of an error that begins below 3.5, else one digit
-    (Review of Particle Physics, section 5.3)."""
+    """Return the number of decimals for a number with this error: two digits of an error that begins below 3.5, else
+    one digit (Review of Particle Physics, section 5.3)."""
     if not (math.isfinite(error) and error > 0):
         return 2
     size = math.floor(math.log10(error))
@@ -40,41 +40,41 @@ def decimals(error: float) -> int:
 
 
 def fixed(value: float, places: int, sign: str = "-") -> str:
-    """A number with this many decimals; a negative number of places rounds to tens, hundreds and so on."""
+    """Return a number with this many decimals; a negative number of places rounds to tens, hundreds and so on."""
     rounded = round(value, places) + 0.0  # no "-0.00"
     return f"{rounded:{sign},.{max(0, places)}f}"
 
 
 def nats(value: float) -> str:
-    """A loss or an entropy in nats, with two decimals."""
+    """Return a loss or an entropy in nats, with two decimals."""
     return f"{value:.2f}" if math.isfinite(value) else number(value)
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 seed``, ``3 seeds``."""
+    """Return a count with its noun: ``1 seed``, ``3 seeds``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def listed(items: Sequence[str], last: str = "and") -> str:
-    """``a, b and c``."""
+    """Join words as ``a, b and c``."""
     if len(items) < 2:
         return "".join(items)
     return f"{', '.join(items[:-1])} {last} {items[-1]}"
 
 
 def capital(text: str) -> str:
-    """The text with a capital first letter."""
+    """Return the text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def duration(seconds: float) -> str:
-    """``42 s``, ``3 min 05 s``."""
+    """Format a duration: ``42 s``, ``3 min 05 s``."""
     whole = round(seconds)
     return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60:02d} s"
 
 
 def count(value: float) -> str:
-    """A large number in short form: ``950``, ``12k``, ``2.36M``, ``1.2B``."""
+    """Return a large number in short form: ``950``, ``12k``, ``2.36M``, ``1.2B``."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{plain(value / size)}{letter}"
@@ -82,5 +82,5 @@ def count(value: float) -> str:
 
 
 def slug(text: str) -> str:
-    """The text as a part of an HTML id."""
+    """Return the text as a part of an HTML id."""
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")

@@ -15,7 +15,7 @@ LOGGERS = ("tensorboard", "csv", "wandb", "mlflow")
 
 
 def is_masked(model: ModelConfig, data: DataConfig) -> bool:
-    """Whether a window, a separated layer or a document mask hides earlier tokens."""
+    """Return whether a window, a separated layer or a document mask hides earlier tokens."""
     return any(any(model.reach_of(layer)) for layer in range(model.n_layers)) or data.documents_apart
 
 

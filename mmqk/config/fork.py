@@ -65,13 +65,13 @@ class ForkConfig:
         return {"parent": self.parent.id, "step": self.parent.step, **fields}
 
     def flags(self) -> dict[str, Any]:
-        """The fork's fields, as on the command line."""
+        """Return the fork's fields, as on the command line."""
         fields = {"fork_skip_batches": self.skip_batches, "fork_noise": self.noise, "fork_seed": self.seed}
         return {"fork": self.given, **fields} if self.given else {}
 
 
 def base_of(parent: Parent) -> dict[str, Any]:
-    """The parent's configuration, which the fork's fields override."""
+    """Return the parent's configuration, which the fork's fields override."""
     config = {name: dict(v) if isinstance(v, Mapping) else v for name, v in parent.config.items()}
     for name in ("fork", "fork_skip_batches", "fork_noise", "fork_seed"):
         config.pop(name, None)
@@ -81,7 +81,7 @@ def base_of(parent: Parent) -> dict[str, Any]:
 
 
 def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
-    """The checkpoint of ``--fork``, a file or the newest of a run folder, and the run that wrote it.
+    """Return the checkpoint of ``--fork``, a file or the newest of a run folder, and the run that wrote it.
 
     An existing fork in ``out`` has recorded its checkpoint: the parent may have trained on or removed it.
 
@@ -115,7 +115,7 @@ def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
 
 
 def note(fork: ForkConfig) -> dict[str, Any]:
-    """The record of the fork in run.json, which `read_parent` reads."""
+    """Return the record of the fork in run.json, which `read_parent` reads."""
     parent = fork.parent
     where = {"given": fork.given, "checkpoint": str(fork.checkpoint)}
     return {**where, "id": parent.id, "step": parent.step, "config": dict(parent.config)}

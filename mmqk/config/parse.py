@@ -54,7 +54,7 @@ class Parser(ArgumentParser):
 
 
 def build_parser(help_all: bool = False) -> Parser:
-    """The parser of ``mmqk.train``; ablations resolve their arms with the same one."""
+    """Return the parser of ``mmqk.train``; ablations resolve their arms with the same one."""
     parser = Parser(
         prog=OneSentenceParser.program or "python -m mmqk.train",
         description="Train one run. Everything it measures goes to the run folder: config.yaml, metrics.jsonl,"
@@ -142,12 +142,13 @@ def resolve(argv: list[str], parent: Parent | None = None) -> RunConfig:
 
 
 def defaults() -> dict[str, Any]:
-    """The default of every field by dotted name; the ids of `model.vocab_sizes` come from the data and have none."""
+    """Return the default of every field by dotted name; the ids of `model.vocab_sizes` come from the data and have
+    none."""
     return flatten(build_parser().get_defaults().as_dict())
 
 
 def parse_fields(kind: type[T], argv: tuple[str, ...]) -> T:
-    """A frozen dataclass from flags named like its fields; ablations read the parts of a grid with it.
+    """Return a frozen dataclass from flags named like its fields; ablations read the parts of a grid with it.
 
     Raises:
         UserError: an unknown field or a wrong type.
@@ -254,7 +255,7 @@ def _look_beside(files: list[str], data: Namespace) -> None:
 
 
 def _exists(path: str) -> bool:
-    """Whether a file or folder exists; for a pattern such as ``a/{00..09}.tar``, its folder."""
+    """Return whether a file or folder exists; for a pattern such as ``a/{00..09}.tar``, its folder."""
     return os.path.exists(os.path.dirname(path) if "{" in path else path)
 
 

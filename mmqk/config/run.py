@@ -82,7 +82,7 @@ class RunConfig:
         return {"strategy": self.trainer["strategy"], "processes": self.processes}
 
     def nested(self) -> dict[str, Any]:
-        """The configuration as plain data; the parser accepts it as ``--config``."""
+        """Return the configuration as plain data; the parser accepts it as ``--config``."""
         plain: dict[str, Any] = {name: asdict(getattr(self, name)) for name in SECTIONS}
         others = ("backend", "compile", "activation_checkpointing", "seed", "threads", "logging")
         plain |= {name: getattr(self, name) for name in others}
@@ -90,7 +90,7 @@ class RunConfig:
         return plain if self.fork is None else {**plain, **self.fork.flags()}
 
     def record(self) -> dict[str, Any]:
-        """Id and configuration that a checkpoint stores, for forks."""
+        """Return the id and configuration that a checkpoint stores, for forks."""
         flags = {} if self.fork is None else self.fork.flags()
         return {"id": self.id, "config": {k: v for k, v in self.nested().items() if k not in flags}}
 
@@ -104,7 +104,7 @@ def identity_of(
     seed: int,
     fork: ForkConfig | None = None,
 ) -> dict[str, Any]:
-    """The fields that identify a run, as plain data.
+    """Return the fields that identify a run, as plain data.
 
     Raises:
         UserError: a source of the data is missing or damaged.
@@ -135,5 +135,5 @@ def identity_of(
 
 
 def print_yaml(run: RunConfig) -> str:
-    """The resolved configuration as YAML."""
+    """Return the resolved configuration as YAML."""
     return yaml.safe_dump(run.nested(), sort_keys=False, allow_unicode=True)

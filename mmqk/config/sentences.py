@@ -76,13 +76,13 @@ def sentence_of(message: str, parser: ArgumentParser) -> str:
 
 
 def _kinds(types: str) -> str:
-    """Types, as jsonargparse prints them, in words."""
+    """Return the types, as jsonargparse prints them, in words."""
     named = re.sub(r"<class '(\w+)'>", lambda m: _KINDS.get(m[1], m[1]), types)
     return named.replace("typing.Literal", "one of ")
 
 
 def class_path_sentence(field: str) -> str:
-    """Why a class path is refused."""
+    """Return why a class path is refused."""
     return f"{field} names a class, which mmqk does not accept: give a plain value, or leave it out."
 
 

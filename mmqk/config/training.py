@@ -29,7 +29,7 @@ class LossConfig:
         check_fields(self, "loss")
 
     def weights_of(self, modalities: Sequence[str]) -> list[float]:
-        """The weight of each of the modalities, in their order.
+        """Return the weight of each of the modalities, in their order.
 
         Raises:
             ValueError: a weight names another modality, or no weight is above 0.

@@ -66,5 +66,5 @@ class TokenBatch:
                 tensor.record_stream(stream)
 
     def first(self, n: int) -> TokenBatch:
-        """The first ``n`` sequences; `step_targets` is unchanged."""
+        """Return the first ``n`` sequences; `step_targets` is unchanged."""
         return self._map(lambda t: t[:n] if t.ndim else t)

@@ -118,7 +118,7 @@ class DataConfig:
 
 
 def layout(config: DataConfig) -> Layout:
-    """The layout of the ids of a configuration.
+    """Return the layout of the ids of a configuration.
 
     Raises:
         UserError: tokenizers or a token folder are missing or damaged. ValueError: an impossible dial.
@@ -137,7 +137,8 @@ def layout(config: DataConfig) -> Layout:
 
 
 def data_identity(config: DataConfig) -> dict[str, Any]:
-    """The fields that determine the samples: sources by their hashes, without fields that no sample depends on.
+    """Return the fields that determine the samples: sources by their hashes, without fields that no sample depends
+    on.
 
     Raises:
         UserError: a source is missing or damaged.

@@ -66,11 +66,11 @@ class MicroBatches(Dataset):
         return self._batch(i, (micro * self.world + self.rank) * self.size, self.size)
 
     def first_rows(self, i: int, n: int) -> TokenBatch:
-        """The first ``n`` sequences of micro-batch ``i`` over all ranks."""
+        """Return the first ``n`` sequences of micro-batch ``i`` over all ranks."""
         return self._batch(i, i % self.accumulate * self.world * self.size, n)
 
     def _batch(self, i: int, first: int, n: int) -> TokenBatch:
-        """``n`` sequences of the step of micro-batch ``i``, starting at sequence ``first``."""
+        """Return ``n`` sequences of the step of micro-batch ``i``, starting at sequence ``first``."""
         step = i // self.accumulate
         if self._step != step:
             start = step * self.batch_size + self.ahead
@@ -172,7 +172,7 @@ class TokenDataModule(L.LightningDataModule):
             raise UserError(str(error)) from error
 
     def _open(self) -> dict[str, dict[str, Any]]:
-        """Documents by kind and split."""
+        """Return the documents by kind and split."""
         config = self.config
         if "tokens" in config.family:
             return {"tokens": open_tokens(config.tokens, Path(config.cache))}
@@ -188,7 +188,7 @@ class TokenDataModule(L.LightningDataModule):
         return stores
 
     def few_held_out(self) -> str:
-        """A sentence if fewer sequences are held out than data.val_sequences; else an empty string."""
+        """Return a sentence if fewer sequences are held out than data.val_sequences; else an empty string."""
         wanted, n = self.config.val_sequences, len(self.val_rows)
         if n >= wanted:
             return ""
@@ -198,7 +198,7 @@ class TokenDataModule(L.LightningDataModule):
         )
 
     def unread(self) -> list[str]:
-        """Lines to print about shard files that belong to no pair, with ``data.read shards``."""
+        """Return the lines to print about shard files that belong to no pair, with ``data.read shards``."""
         online = self.config.read == "shards" and "pair" in self.stores
         return self.stores["pair"]["train"].unread() if online else []
 
@@ -231,11 +231,11 @@ class TokenDataModule(L.LightningDataModule):
         return PositionedLoader(self._micro_batches, self.config.workers, trainer.strategy.root_device)
 
     def step_rows(self, i: int, n: int) -> TokenBatch:
-        """`MicroBatches.first_rows` of the current training."""
+        """Return `MicroBatches.first_rows` of the current training."""
         return self._micro_batches.first_rows(i, n)
 
     def val_batches(self) -> Iterator[TokenBatch]:
-        """The validation set in micro-batches; every rank reads all of it, as it is small."""
+        """Return the validation set in micro-batches; every rank reads all of it, as it is small."""
         trainer = self.trainer
         assert trainer is not None
         size = max(1, self.config.batch_size // (trainer.accumulate_grad_batches * trainer.world_size))
@@ -243,18 +243,18 @@ class TokenDataModule(L.LightningDataModule):
         return (self.builder.batch(rows[i : i + size]) for i in range(0, len(rows), size))
 
     def probe_batch(self, sequences: int) -> TokenBatch:
-        """The first validation sequences, for monitors that compare runs on the same tokens."""
+        """Return the first validation sequences, for monitors that compare runs on the same tokens."""
         return self.builder.batch(self.val_rows[:sequences])
 
     @lru_cache(maxsize=1)  # noqa: B019 (one datamodule a process)
     def sample(self, sequences: int = SAMPLE) -> list[Row]:
-        """The first training sequences of this run's order."""
+        """Return the first training sequences of this run's order."""
         return [self.order.row(index) for index in range(sequences)]
 
     def statistics(self, sequences: int = SAMPLE) -> dict[str, dict[str, Any]]:
-        """Statistics of the data by modality: `ModalityStatistics` of the first training sequences as plain data,
-        "floor", the validation loss of a model that knows the source (None if unknown), and "targets", the mean
-        number of targets per sequence of the run (`targets`)."""
+        """Return the statistics of the data by modality: `ModalityStatistics` of the first training sequences as
+        plain data, "floor", the validation loss of a model that knows the source (None if unknown), and "targets",
+        the mean number of targets per sequence of the run (`targets`)."""
         pairs = self.builder.stores.get("pair", ())
         side = round(max(0, pairs.image_tokens - 2) ** 0.5) if len(pairs) else 0
         contexts = [(1, 2, 3, 4), *([(1, side)] if side > 1 else [])]
@@ -281,8 +281,8 @@ class TokenDataModule(L.LightningDataModule):
         return by_modality
 
     def targets(self, sequences: int) -> dict[str, float]:
-        """Mean number of targets of each modality per training sequence, over the first ``sequences`` of the order of
-        the run: at most `COUNTED`, or `SAMPLE` if each image must be decoded."""
+        """Return the mean number of targets of each modality per training sequence, over the first ``sequences`` of
+        the order of the run: at most `COUNTED`, or `SAMPLE` if each image must be decoded."""
         n = max(1, min(sequences, SAMPLE if self.config.read == "shards" else COUNTED))
         rows = self.sample()[:n] if n <= SAMPLE else map(self.order.row, range(n))
         ids = self.builder.layout
@@ -292,7 +292,8 @@ class TokenDataModule(L.LightningDataModule):
         return dict(zip(ids.vocab_sizes, (counts_M / n).tolist(), strict=True))
 
     def unigram_loss(self, sequences: int = SAMPLE) -> dict[str, float]:
-        """Validation loss of a predictor that knows the layout of a sequence and the frequency of each token.
+        """Return the validation loss of a predictor that knows the layout of a sequence and the frequency of each
+        token.
 
         The layout is where each modality begins and ends, so special tokens have loss 0. The probability of another
         token is its frequency within its modality, counted over the first training sequences of the run with one
@@ -316,6 +317,6 @@ class TokenDataModule(L.LightningDataModule):
 
 
 def _targets(row: Row, of: Literal["ids", "surprise"] = "ids") -> np.ndarray:
-    """The targets of a row: all tokens but the first of each document; empty if they are unknown."""
+    """Return the targets of a row: all tokens but the first of each document; empty if they are unknown."""
     values = getattr(row, of)
     return np.zeros(0) if values is None else np.delete(values, row.starts)

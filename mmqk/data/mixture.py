@@ -27,12 +27,12 @@ class Draw(NamedTuple):
 
 
 def kind_of(slot: str) -> str:
-    """The kind in ``data.mix`` that a slot belongs to."""
+    """Return the kind in ``data.mix`` that a slot belongs to."""
     return "pair" if slot in SLOTS[:2] else slot
 
 
 def random_stream(*key: int) -> np.random.Generator:
-    """A random generator that depends on its key only."""
+    """Return a random generator that depends on its key only."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
@@ -115,7 +115,7 @@ class Mixture(IndexedCache):
         return slots, nth
 
     def draw(self, index: int) -> Draw:
-        """The draw at place ``index`` of the run's order (from 0)."""
+        """Return the draw at place ``index`` of the run's order (from 0)."""
         slots, nth = self._kept(index // CYCLE)
         place = index % CYCLE
         return Draw(SLOTS[slots[place]], int(nth[place]))
@@ -137,7 +137,7 @@ class Epochs(IndexedCache):
         return self.n
 
     def items(self, nth: int) -> list[int]:
-        """The one item of row ``nth``."""
+        """Return the one item of row ``nth``."""
         return [self.item(nth)[1]]
 
     def item(self, nth: int) -> tuple[int, int]:

@@ -94,7 +94,7 @@ def describe(
     vocab_sizes: Mapping[str, int],
     contexts: Sequence[Sequence[int]] = (CONTEXT,),
 ) -> dict[str, ModalityStatistics]:
-    """Statistics of token sequences by modality; takes about a second for a million tokens.
+    """Return the statistics of token sequences by modality; takes about a second for a million tokens.
 
     Args:
         train_rows: documents as joint ids, 1-D integers, in the order of reading.
@@ -185,20 +185,21 @@ def _compressed(ids: np.ndarray, block: int) -> float:
 
 
 def _documents(stream: _Stream, chosen_N: np.ndarray) -> tuple[int, int]:
-    """Documents with a chosen token, and the number of these with the same chosen tokens as an earlier document."""
+    """Return the documents with a chosen token, and the number of these with the same chosen tokens as an earlier
+    document."""
     starts = np.flatnonzero(np.diff(stream.document_N[chosen_N], prepend=-1))
     parts = [part.tobytes() for part in np.split(stream.ids_N[chosen_N], starts[1:])]
     return len(parts), len(parts) - len(set(parts))
 
 
 def _numbered(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """A number for each pair (first, second), equal for equal pairs, from 0 without gaps."""
+    """Return a number for each pair (first, second), equal for equal pairs, from 0 without gaps."""
     codes = first * (int(second.max(initial=0)) + 1) + second
     return np.unique(codes, return_inverse=True)[1].reshape(-1)
 
 
 def _repeated(stream: _Stream) -> np.ndarray:
-    """Whether each token is in a passage that also occurs earlier; for held-out tokens: in training."""
+    """Return whether each token is in a passage that also occurs earlier; for held-out tokens: in training."""
     size, length = len(stream.ids_N), REPEAT_LENGTH
     covered_N = np.zeros(size + 1, dtype=np.int64)
     if size < length:
@@ -266,7 +267,7 @@ def _interpolated(
 
 
 def _discounts(count: np.ndarray) -> np.ndarray:
-    """Discounts of counts 0, 1, 2, and 3 or more, from the numbers of counts of 1 to 4."""
+    """Return the discounts of counts 0, 1, 2, and 3 or more, from the numbers of counts of 1 to 4."""
     n = np.bincount(np.minimum(count, 5), minlength=6)
     y = n[1] / max(1, n[1] + 2 * n[2])
     by_count = [r - (r + 1) * y * n[r + 1] / n[r] if n[r] else y for r in (1, 2, 3)]
@@ -274,7 +275,8 @@ def _discounts(count: np.ndarray) -> np.ndarray:
 
 
 def _standard_error(nats_N: np.ndarray, document_N: np.ndarray) -> float:
-    """Standard error of the mean over tokens of independent documents; tokens of a document are not independent."""
+    """Return the standard error of the mean over tokens of independent documents; tokens of a document are not
+    independent."""
     sums_D = np.bincount(np.unique(document_N, return_inverse=True)[1], weights=nats_N - nats_N.mean())
     n = len(sums_D)
     return float(np.sqrt(np.square(sums_D).sum() * n / max(1, n - 1)) / len(nats_N))

@@ -61,7 +61,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     p = OneSentenceParser(
         prog="python -m mmqk.data.tokenize",
         description="Turn your shards into a folder of tokens to train on.",
@@ -150,7 +150,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace, kind: str, paths: list[Path]) -> dict[str, Any]:
-    """The options that the documents depend on, by flag."""
+    """Return the options that the documents depend on, by flag."""
     from mmqk.tokenizers import tokenizers_hash  # takes seconds, which --help does not need
 
     return {
@@ -258,7 +258,8 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
 
 
 def _kept_record(path: Path) -> dict[str, Any]:
-    """The record of a finished shard; empty if it is missing or unreadable, so that the shard is tokenized again."""
+    """Return the record of a finished shard; empty if it is missing or unreadable, so that the shard is tokenized
+    again."""
     with suppress(DamagedFile):
         return read_json(path, _RECORD) or {}
     return {}

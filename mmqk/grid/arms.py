@@ -163,7 +163,7 @@ def _fork(value: Any, where: str, path: Path) -> ArmFork:
 
 
 def parts_of(jobs: Iterable[Job]) -> dict[tuple[str, int | None, str], int]:
-    """A number for each job, which assigns it to a slice; a fork has the number of its parent."""
+    """Return a number for each job, which assigns it to a slice; a fork has the number of its parent."""
     by_key = {job.key: job for job in jobs}
     roots = {}
     for key, job in by_key.items():

@@ -24,7 +24,7 @@ class Axis:
 
 
 def read_axes(value: Any, where: str) -> tuple[Axis, ...]:
-    """The axes of a grid or an arm.
+    """Return the axes of a grid or an arm.
 
     ``optim.lr: [0.01, 0.03]`` sets one field and adds ``lr0.01`` to the name.
     ``size: {small: {model.width: 64, …}, …}`` sets several fields and adds ``small``.
@@ -77,7 +77,7 @@ def _distinct(
 
 
 def _text(value: Any) -> str:
-    """A value as part of a folder name."""
+    """Return a value as part of a folder name."""
     if isinstance(value, float):
         return f"{value:.12g}"
     text = value if isinstance(value, str) else json.dumps(value)

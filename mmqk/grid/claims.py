@@ -147,7 +147,8 @@ class Claim:
 
 
 def claims_hash(grid: Mapping[str, Any]) -> str:
-    """Hash of the claims and hypotheses of a grid; it depends neither on the rest of the grid nor on its name."""
+    """Return the hash of the claims and hypotheses of a grid; it depends neither on the rest of the grid nor on its
+    name."""
     first = {new: old for old, new in RENAMED.items()}
     claims = grid.get("claims") or []
     record = {"claims": [{first.get(k, k): v for k, v in c.items() if k != "grid"} for c in claims]}
@@ -155,7 +156,7 @@ def claims_hash(grid: Mapping[str, Any]) -> str:
 
 
 def read_claims(values: Any, names: Iterable[str], grid: str, path: object) -> tuple[Claim, ...]:
-    """The claims of a grid.
+    """Return the claims of a grid.
 
     Args:
         values: the entries under ``claims``.

@@ -63,7 +63,8 @@ def _as_child(arm: Arm, parent: Arm | None, record: Mapping[str, Any]) -> Arm:
 
 
 def match(start: str, families: Mapping[str, Arm], point: Mapping[str, Any]) -> str:
-    """The arm (with the values of its axes) from which the run at a point is forked; empty if there is none."""
+    """Return the arm (with the values of its axes) from which the run at a point is forked; empty if there is
+    none."""
     for family in families.values():
         if start in family.points:
             return start

@@ -39,7 +39,7 @@ class Hypothesis:
 
 
 def read_hypotheses(values: Any, claims: Iterable[str], path: object) -> tuple[Hypothesis, ...]:
-    """The hypotheses of a grid.
+    """Return the hypotheses of a grid.
 
     Raises:
         UserError: an unknown field, a hypothesis without a unique id or without predictions, an unknown prediction,

@@ -46,7 +46,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The content of a file, a mapping, as plain data.
+    """Return the content of a file, a mapping, as plain data.
 
     Raises:
         UserError: the file cannot be read, is not YAML or not a mapping, has a duplicate key or a number that is not
@@ -88,7 +88,7 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
 
 
 def strings(value: Any, where: str) -> list[str]:
-    """A name, or a list of them, as a list."""
+    """Return a name, or a list of them, as a list."""
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
         raise UserError(f"{where} must be a name or a list of names, not {value!r}")
@@ -96,14 +96,14 @@ def strings(value: Any, where: str) -> list[str]:
 
 
 def flags(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields as arguments of a command line."""
+    """Return the fields as arguments of a command line."""
     return tuple(
         f"--{k}={v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}" for k, v in fields.items()
     )
 
 
 def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:
-    """A dataclass from its fields in the grid, read by the parser of ``mmqk.train``; null means the default.
+    """Return a dataclass from its fields in the grid, read by the parser of ``mmqk.train``; null means the default.
 
     Raises:
         UserError: an unknown field, a wrong type, or a number outside its range.
@@ -119,7 +119,7 @@ def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:
 
 
 def seeds(value: Any, where: str) -> tuple[int, ...]:
-    """Different whole numbers that may seed a run."""
+    """Return different whole numbers that may seed a run."""
     good = isinstance(value, list) and value and all(type(v) is int and 0 <= v <= MOST_SEED for v in value)
     if not good or len(set(value)) < len(value):
         raise UserError(
@@ -129,7 +129,7 @@ def seeds(value: Any, where: str) -> tuple[int, ...]:
 
 
 def name(value: Any, where: str) -> str:
-    """A valid folder name."""
+    """Return a valid folder name."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise UserError(f"{where}: {value!r} is not a folder name: use letters, digits, '-', '_' and '.'")
     return value

@@ -71,7 +71,7 @@ def _together(one: Arm | None, other: Arm) -> Arm:
 
 
 def _definition(arm: Arm) -> str:
-    """Everything that determines the runs of an arm, except the seeds."""
+    """Return everything that determines the runs of an arm, except the seeds."""
     base = [str(Path(path).resolve()) for path in arm.base]
     return canonical(
         {

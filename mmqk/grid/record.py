@@ -46,7 +46,7 @@ SHAPE = {
 
 
 def read_ablation(folder: Path) -> dict[str, Any] | None:
-    """The content of ``ablation.json``; None if the folder has none.
+    """Return the content of ``ablation.json``; None if the folder has none.
 
     Raises:
         DamagedFile: the file cannot be read, or names the folder of a run outside ``folder``. Only a record without
@@ -76,14 +76,14 @@ def read_ablation(folder: Path) -> dict[str, Any] | None:
 
 
 def _lacking(replay: dict[str, Any]) -> str:
-    """The first missing key of a replay entry; empty if it has all."""
+    """Return the first missing key of a replay entry; empty if it has all."""
     control = replay.get("numerics") == "control"
     needed = ("of", "numerics", "step") if control else ("of", "numerics", "step", "depth")
     return next((key for key in needed if replay.get(key) is None), "")
 
 
 def _inside(name: str) -> bool:
-    """Whether a path is relative and stays inside its folder."""
+    """Return whether a path is relative and stays inside its folder."""
     if not name or "\0" in name or os.path.isabs(name):
         return False
     normal = os.path.normpath(name)

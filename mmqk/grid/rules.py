@@ -61,7 +61,7 @@ def _check_different(name: str, values: tuple[float, ...]) -> None:
 
 
 def read_lr(value: Any, where: str) -> LrRule | None:
-    """The rule for learning rates; None if the arms set them.
+    """Return the rule for learning rates; None if the arms set them.
 
     Raises:
         UserError: an unknown rule or key, invalid learning rates or seeds.
@@ -75,7 +75,7 @@ def read_lr(value: Any, where: str) -> LrRule | None:
 
 
 def read_replay(value: Any, where: str) -> ReplayRule:
-    """The rule for replays.
+    """Return the rule for replays.
 
     Raises:
         UserError: an unknown key, a wrong type, or a number outside its range.

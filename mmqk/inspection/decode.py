@@ -43,7 +43,7 @@ class IdDecoder:
         self.grid = self._image.grid[0]
 
     def words(self, ids: Sequence[int] | np.ndarray) -> list[str]:
-        """The text of each token; tokens that form one character are one entry."""
+        """Return the text of each token; tokens that form one character are one entry."""
         words, pending = [], list[int]()
         for i in self._vocabulary.text_ids([int(i) for i in ids]):
             pending.append(i)
@@ -54,7 +54,7 @@ class IdDecoder:
         return [*words, self._text.decode(pending)] if pending else words
 
     def picture(self, ids: np.ndarray) -> Image.Image | None:
-        """The image of these codes; None if they are not a whole image."""
+        """Return the image of these codes; None if they are not a whole image."""
         if len(ids) != self.grid**2:
             return None
         codes_1N = torch.from_numpy(np.asarray(self._vocabulary.image_codes(ids), dtype=np.int64))[None]
@@ -62,7 +62,7 @@ class IdDecoder:
         return Image.fromarray((pixels_HWC * 255).round().byte().numpy())
 
     def agrees(self, image: Image.Image, ids: np.ndarray) -> bool:
-        """Whether the tokenizer encodes this image to these codes, up to a share of 1 - `SAME_CODES`."""
+        """Return whether the tokenizer encodes this image to these codes, up to a share of 1 - `SAME_CODES`."""
         pixels_1CHW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255
         codes = self._image.encode(pixels_1CHW)[0].numpy()
         return bool((codes == self._vocabulary.image_codes(ids)).mean() >= SAME_CODES)
@@ -88,7 +88,7 @@ class Originals:
         self._index = cache(index_tar)
 
     def image(self, item: int, size: int) -> Image.Image | None:
-        """The image of pair ``item`` in the size that the tokenizer encodes; None if it is not available."""
+        """Return the image of pair ``item`` in the size that the tokenizer encodes; None if it is not available."""
         if not 0 <= item < self._first[-1]:
             return None
         shard = int(np.searchsorted(self._first, item, side="right")) - 1
@@ -112,7 +112,8 @@ class Pictures:
         self.left_out = 0
 
     def uri(self, image: Image.Image | None) -> str:
-        """The image as ``data:image/png;base64,...``, large images scaled down; empty for None or above the total."""
+        """Return the image as ``data:image/png;base64,...``, large images scaled down; empty for None or above the
+        total."""
         if image is None:
             return ""
         if max(image.size) > LARGEST_PICTURE:
@@ -129,7 +130,7 @@ class Pictures:
 
 
 def shaded(ids: Iterable[int] | np.ndarray, block: int, width: int = 0, by_rank: bool = False) -> Image.Image:
-    """An image with one pixel per id, colored by the id within its block, in rows of ``width`` (0: one row).
+    """Return an image with one pixel per id, colored by the id within its block, in rows of ``width`` (0: one row).
 
     Args:
         ids: 0 to block - 1.

@@ -101,7 +101,7 @@ def render(content: dict[str, Any]) -> str:
 
 
 def title(plain: dict[str, Any]) -> str:
-    """The title: the shares of targets by modality, and the length of the sequences."""
+    """Return the title: the shares of targets by modality, and the length of the sequences."""
     targets, length = plain["targets"], plain["data"]["seq_len"]
     if not targets:
         return f"The sequences of {length} positions have no targets"
@@ -111,7 +111,7 @@ def title(plain: dict[str, Any]) -> str:
 
 
 def standfirst(plain: dict[str, Any]) -> list[str]:
-    """The one or two sentences below the title."""
+    """Return the one or two sentences below the title."""
     first = (
         f"Read: the first {plain['sequences']:,} of the run's {plural(plain['run_sequences'], 'sequence')}, with"
         f" {plural(sum(plain['targets'].values()), 'target')};"
@@ -144,7 +144,7 @@ def _about_epochs(plain: dict[str, Any]) -> str:
 def _sequences(
     run: RunConfig, data: TokenDataModule, decoder: IdDecoder | None, plain: dict[str, Any], shown: int
 ) -> dict[str, Any]:
-    """The sequences of the page, from the batch that the batch builder makes."""
+    """Return the sequences of the page, from the batch that the batch builder makes."""
     layout, order = data.builder.layout, data.order
     pictures = Pictures(PICTURE_BYTES)
     dial = run.data.dial if "dial" in run.data.family else None
@@ -192,7 +192,7 @@ def _facts(view: SequenceView, length: int) -> list[str]:
 
 
 def _head(data: TokenDataModule, decoder: IdDecoder | None, content: Content) -> tuple[str, str]:
-    """The label of a document with its index in the source, and the part of its caption that was cut."""
+    """Return the label of a document with its index in the source, and the part of its caption that was cut."""
     kind, item = content.kind, content.item
     if kind == "image":
         return f"Image of pair {item:,}", ""

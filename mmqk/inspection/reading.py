@@ -80,13 +80,14 @@ def read(run: RunConfig, data: TokenDataModule, tokens: int, grid: int = 0) -> d
 
 
 def documents(rows: list[Row]) -> Iterator[np.ndarray]:
-    """The ids of every document in these rows."""
+    """Yield the ids of every document in these rows."""
     for row in rows:
         yield from np.split(row.ids, row.starts[1:])
 
 
 def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
-    """Offsets of the contexts of the n-gram model: earlier tokens; the parent (dial); the token above (images)."""
+    """Return the offsets of the contexts of the n-gram model: earlier tokens; the parent (dial); the token above
+    (images)."""
     if "dial" in run.data.family:
         dial = run.data.dial
         return [CONTEXT, *{(dial.lag[m] * (dial.grid.get(m, 0) or 1),): None for m in dial.names}]
@@ -94,7 +95,8 @@ def contexts(run: RunConfig, grid: int) -> list[tuple[int, ...]]:
 
 
 def _targets(rows: list[Row], layout: Layout) -> tuple[dict[str, int], dict[str, float]]:
-    """Number of targets by modality, and their mean -log p under the source; empty if the source has no p."""
+    """Return the number of targets by modality, and their mean -log p under the source; empty if the source has
+    no p."""
     modality = layout.modality(np.concatenate([np.delete(row.ids, row.starts) for row in rows]))
     of_modality = {name: modality == m for m, name in enumerate(layout.vocab_sizes)}
     counts = {name: int(mask.sum()) for name, mask in of_modality.items() if mask.any()}
@@ -154,7 +156,7 @@ def _folders(run: RunConfig) -> dict[str, Path]:
 
 
 def _dropped(run: RunConfig, data: TokenDataModule) -> dict[str, dict[str, int]]:
-    """Number of samples that are missing from a source, by kind and reason."""
+    """Return the number of samples that are missing from a source, by kind and reason."""
     dropped = {k: read_header(f)["dropped"] for k, f in _folders(run).items() if is_token_folder(f)}
     if data.skipped:  # samples skipped in the sequences read so far
         dropped["pair"] = dict(Counter(data.skipped.values()))

@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 def statistics_rows(plain: dict[str, Any]) -> list[Row]:
-    """The table of statistics: label, note, and one cell per modality."""
+    """Return the table of statistics: label, note, and one cell per modality."""
     names = list(plain["modalities"])
 
     def row(label: str, note: str, cell: Callable[[str, dict[str, Any]], str]) -> Row:
@@ -46,7 +46,7 @@ def statistics_rows(plain: dict[str, Any]) -> list[Row]:
 
 
 def step_rows(plain: dict[str, Any]) -> list[Row]:
-    """The table of estimates by amount of data and length of context."""
+    """Return the table of estimates by amount of data and length of context."""
     statistics = plain["modalities"]
     rows: list[Row] = []
     for label, divisor in (("a hundredth", 100), ("a tenth", 10), ("all", 1)):
@@ -67,14 +67,14 @@ def step_rows(plain: dict[str, Any]) -> list[Row]:
 
 
 def dial_rows(plain: dict[str, Any]) -> list[Row]:
-    """The table of the dial: one row per statistic."""
+    """Return the table of the dial: one row per statistic."""
     table = plain["dial"]["table"] if "dial" in plain else []
     keys = [key for key in (table[0] if table else {}) if key != "modality"]
     return [{"label": key, "cells": [_value(entry[key]) for entry in table]} for key in keys]
 
 
 def table_lines(names: list[str], rows: list[Row]) -> list[str]:
-    """The table as text for a terminal."""
+    """Return the table as text for a terminal."""
     cells = [["", *names], *([row["label"], *row["cells"]] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     lines = [

@@ -107,7 +107,8 @@ class Viewer:
     def view(
         self, batch: TokenBatch, b: int, originals: Mapping[int, Image.Image | None] | None = None
     ) -> SequenceView:
-        """The view of sequence ``b`` of a batch with document numbers; ``originals`` are images by document."""
+        """Return the view of sequence ``b`` of a batch with document numbers; ``originals`` are images by
+        document."""
         assert batch.document_BT is not None
         ids_T, document_T = batch.ids_BT[b].numpy(), batch.document_BT[b].numpy()
         modality_T, valid_T = batch.modality_BT[b].numpy(), batch.valid_BT[b].numpy()
@@ -171,14 +172,14 @@ class Viewer:
         return words
 
     def _lane(self, shown_T: np.ndarray, ids_T: np.ndarray) -> list[str]:
-        """The tokens by modality; special tokens are dark."""
+        """Return the tokens by modality; special tokens are dark."""
         runs = ((s, e, PADDING if m < 0 else self.colors[self.names[m]]) for s, e, m in _runs(shown_T))
         special_T = np.isin(ids_T, list(self._specials)) & (shown_T >= 0)
         dark = ((s, e, INK) for s, e, special in _runs(special_T) if special)
         return [_rect(start, end, 0, 14, color) for start, end, color in (*runs, *dark)]
 
     def _targets(self, masked_T: np.ndarray, trained_T: np.ndarray, target_T: np.ndarray) -> list[str]:
-        """The targets by modality; a target of weight 0 is a thin line."""
+        """Return the targets by modality; a target of weight 0 is a thin line."""
         rects = []
         for start, end, state in _runs(np.where(masked_T, 2 * target_T + trained_T, -1)):
             if state >= 0:
@@ -199,7 +200,7 @@ def _svg(width: int, height: int, content: Sequence[str], label: str) -> str:
 
 
 def _edges(document_T: np.ndarray) -> list[str]:
-    """A dark line with light edges at the beginning of each document but the first."""
+    """Return a dark line with light edges at the beginning of each document but the first."""
     starts = [x for x in np.flatnonzero(np.diff(document_T) != 0) + 1 if document_T[x] >= 0]
     place = 'x1="{0}" x2="{0}" y1="0" y2="30"'
     return [
@@ -214,7 +215,7 @@ def _rect(start: int, end: int, y: int, height: int, color: str) -> str:
 
 
 def _runs(values: np.ndarray | Sequence[int]) -> list[tuple[int, int, int]]:
-    """(start, end, value) of every run of equal values."""
+    """Return (start, end, value) of every run of equal values."""
     values = np.asarray(values).astype(int)
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return [(s, e, int(values[s])) for s, e in pairwise(edges) if e > s]

@@ -108,7 +108,7 @@ def _ids(config: ModelConfig, tokenizer: bool) -> list[str]:
 
 
 def _losses(run: Path, step: int, modalities: list[str]) -> list[str]:
-    """The newest losses up to the checkpoint."""
+    """Return the newest losses up to the checkpoint."""
     newest: dict[str, tuple[int, float]] = {}
     for line in read_metrics(run / METRICS_NAME):
         if line["step"] <= step:
@@ -141,7 +141,7 @@ def _data(data: dict[str, Any], identity: dict[str, Any]) -> list[str]:
 
 
 def _sources(folder: Path, hashed: str) -> list[str]:
-    """The packages in the manifest of a folder, if the run was trained on this content of the folder."""
+    """Return the packages in the manifest of a folder, if the run was trained on this content of the folder."""
     try:
         return (
             list(load_manifest(folder).about.get("sources") or []) if manifest_hash(folder) == hashed else []

@@ -24,7 +24,7 @@ CHECKPOINT = "checkpoints/step00000000.ckpt"
 
 
 def read_huggingface(folder: Path) -> PreTrainedModel:
-    """The model in a folder of `save_pretrained`, in the dtype of its config.
+    """Return the model in a folder of `save_pretrained`, in the dtype of its config.
 
     Raises:
         UserError: the architecture is unknown, files are damaged or missing, or transformers is not installed.
@@ -67,7 +67,7 @@ def read_huggingface(folder: Path) -> PreTrainedModel:
 
 
 def read_run(checkpoint: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Configuration and weights of a checkpoint of mmqk, mapped from the file, in their dtype.
+    """Return the configuration and weights of a checkpoint of mmqk, mapped from the file, in their dtype.
 
     Raises:
         UserError: the file is damaged or not a checkpoint, or no Hugging Face layout fits the model.

@@ -14,7 +14,7 @@ _IMAGE_PREFIX = "IMGIMG"  # of image tokens in Chameleon's vocabulary_map
 
 
 def vocab_sizes_of(config: Any, vocab_size: int, given: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Number of ids by modality: as given, as stored, or from Chameleon's vocabulary.
+    """Return the number of ids by modality: as given, as stored, or from Chameleon's vocabulary.
 
     Raises:
         UserError: the sizes do not add up to the vocabulary, or the image ids have gaps.
@@ -62,7 +62,7 @@ def _by_vocabulary(vocabulary: Mapping[str, int], vocab_size: int) -> dict[str, 
 
 
 def chameleon_vocabulary(vocab_sizes: Mapping[str, int]) -> dict[str, int]:
-    """A vocabulary_map with the names of the image tokens only, in the order of the ids of block `image`.
+    """Return a vocabulary_map with the names of the image tokens only, in the order of the ids of block `image`.
 
     Chameleon spells the number in letters: code 12 is IMGIMGBCZ.
     """

@@ -47,7 +47,7 @@ IMAGE_TOKENIZER = "model.vqmodel."  # of Chameleon; an EarlyFusionTransformer ha
 
 
 def hf_name(name: str, architecture: str, config: ModelConfig) -> str:
-    """The Hugging Face name of the parameter `name` of a model of `config` in the layout of `architecture`."""
+    """Return the Hugging Face name of the parameter `name` of a model of `config` in the layout of `architecture`."""
     module, _, parameter = name.rpartition(".")
     if module in _MODEL:
         return f"{_MODEL[module]}.{parameter}"

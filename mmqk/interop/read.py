@@ -39,7 +39,7 @@ _GATES: dict[str, MlpKind] = {
 def from_transformers(
     hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = None
 ) -> EarlyFusionTransformer:
-    """The same model with the same weights, in their dtype and mode (training or evaluation).
+    """Return the same model with the same weights, in their dtype and mode (training or evaluation).
 
     Args:
         hf_model: A ChameleonForConditionalGeneration, LlamaForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
@@ -60,7 +60,7 @@ def from_transformers(
 
 
 def adopt(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = None) -> EarlyFusionTransformer:
-    """`from_transformers` without a copy: the result shares its weights with `hf_model`."""
+    """Return `from_transformers` without a copy: the result shares its weights with `hf_model`."""
     architecture = type(hf_model).__name__
     if architecture not in READ:
         raise UserError(f"{architecture} is not an architecture that mmqk reads: use {', '.join(READ)}.")
@@ -84,7 +84,7 @@ def adopt(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = Non
 def weights_of(
     hf_weights: Mapping[str, Tensor], architecture: str, model: EarlyFusionTransformer
 ) -> dict[str, Tensor]:
-    """The Hugging Face tensors under the names and in the shapes of `model`.
+    """Return the Hugging Face tensors under the names and in the shapes of `model`.
 
     Raises:
         UserError: a tensor is missing, has another size, or has no counterpart.
@@ -113,7 +113,7 @@ def weights_of(
 
 
 def config_of(hf_model: PreTrainedModel, vocab_sizes: Mapping[str, int] | None = None) -> ModelConfig:
-    """The `ModelConfig` that is equivalent to `hf_model.config`.
+    """Return the `ModelConfig` that is equivalent to `hf_model.config`.
 
     Raises:
         UserError: a field that cannot be represented.
@@ -181,7 +181,7 @@ def _scale(value: float, head_dim: int) -> str | float:
 
 
 def _layers(architecture: str, c: Any) -> dict[str, Any]:
-    """Windows and rotary positions: Gemma 3 has other frequencies in windowed layers."""
+    """Return the windows and rotary positions: Gemma 3 has other frequencies in windowed layers."""
     # The other classes ignore layer_types and sliding_window.
     named = c.layer_types if architecture in (QWEN3, GEMMA2, GEMMA3) else None
     kinds = list(named or ["full_attention"] * c.num_hidden_layers)
@@ -209,7 +209,7 @@ def _layers(architecture: str, c: Any) -> dict[str, Any]:
 
 
 def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
-    """(window, global_every) for these layer types."""
+    """Return (window, global_every) for these layer types."""
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise no_counterpart("layer_types", kind, "layers must be full_attention or sliding_attention")
@@ -229,7 +229,7 @@ def _windows(kinds: list[str], c: Any) -> tuple[int, int]:
 
 
 def _rope(field: str, parameters: Mapping[str, Any]) -> tuple[float, RopeScalingConfig]:
-    """Theta and scaling of a `rope_parameters` of transformers 5."""
+    """Return the theta and scaling of a `rope_parameters` of transformers 5."""
     kind, theta = parameters["rope_type"], float(parameters["rope_theta"])
     if kind not in ("default", "linear", "llama3"):
         raise no_counterpart(f"{field}.rope_type", kind, "use default, linear or llama3")
@@ -273,5 +273,5 @@ def _check_tensors(hf_weights: Mapping[str, Tensor]) -> None:
 
 
 def no_counterpart(field: str, value: object, why: str) -> UserError:
-    """The error for a field without a counterpart."""
+    """Return the error for a field without a counterpart."""
     return UserError(f"The model's config.{field} is {value!r}, which mmqk cannot represent: {why}.")

@@ -27,7 +27,7 @@ _VQ = {
 
 
 def to_transformers(model: EarlyFusionTransformer) -> PreTrainedModel:
-    """The model as a Hugging Face model, with the same weights in their dtype and the same mode.
+    """Return the model as a Hugging Face model, with the same weights in their dtype and the same mode.
 
     | layout    | for a model with                                                                          |
     | --------- | ----------------------------------------------------------------------------------------- |
@@ -49,7 +49,7 @@ def to_transformers(model: EarlyFusionTransformer) -> PreTrainedModel:
 
 
 def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """The Hugging Face model of `config`, sharing the tensors `weights` (under mmqk's names)."""
+    """Return the Hugging Face model of `config`, sharing the tensors `weights` (under mmqk's names)."""
     architecture = architecture_of(config)
     transformers = import_transformers()
     hf_config = getattr(transformers, architecture).config_class(**_fields(architecture, config))
@@ -73,7 +73,7 @@ def build(config: ModelConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel
 
 
 def architecture_of(config: ModelConfig) -> str:
-    """The Hugging Face class with the layout of `config`.
+    """Return the Hugging Face class with the layout of `config`.
 
     Raises:
         UserError: no class fits; the message names the field.
@@ -135,7 +135,7 @@ def architecture_of(config: ModelConfig) -> str:
 
 
 def _fields(architecture: str, config: ModelConfig) -> dict[str, Any]:
-    """Arguments of the configuration of `architecture`."""
+    """Return the arguments of the configuration of `architecture`."""
     fields: dict[str, Any] = {
         "architectures": [architecture],
         "vocab_size": config.vocab_size,
@@ -183,7 +183,7 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
 
 
 def import_transformers() -> Any:
-    """The transformers package.
+    """Return the transformers package.
 
     Raises:
         UserError: it is not installed.

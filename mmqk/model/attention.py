@@ -120,7 +120,7 @@ class Attention(nn.Module):
         return x_BGTK if repeat == 1 else x_BGTK.repeat_interleave(repeat, dim=1)
 
     def extra_repr(self) -> str:
-        """Heads, scale, kind, cap, window and backend."""
+        """Return the heads, scale, kind, cap, window and backend."""
         return (
             f"n_heads={self.n_heads}, kv_heads={self.kv_heads}, scale={self.scale:g}, kind={self.kind}, "
             f"softcap={self.softcap}, window={self.window}, backend={self.backend}"
@@ -128,12 +128,13 @@ class Attention(nn.Module):
 
 
 def value_init_scale(config: ModelConfig) -> float:
-    """Factor on the initial size of W_v and of the first matrices of the MLP, by `config.deep_norm`."""
+    """Return the factor on the initial size of W_v and of the first matrices of the MLP, by `config.deep_norm`."""
     return (8 * config.n_layers) ** -0.25 if config.deep_norm else 1.0
 
 
 def output_init_scale(config: ModelConfig, layer: int) -> float:
-    """Factor on the initial size of a sublayer's last matrix, by `config.output_init` or `config.deep_norm`."""
+    """Return the factor on the initial size of a sublayer's last matrix, by `config.output_init` or
+    `config.deep_norm`."""
     if config.deep_norm:
         return value_init_scale(config)
     return {"plain": 1.0, "total": (2 * config.n_layers) ** -0.5, "depth": (2 * (layer + 1)) ** -0.5}[

@@ -36,7 +36,8 @@ class RowStats(NamedTuple):
 def kernel_name(
     backend: str, device: str, dtype: torch.dtype, masked: bool = False, dropout: float = 0.0
 ) -> str:
-    """Name of the one kernel that computes attention: math, flex, or SDPA's flash, efficient, cudnn or math.
+    """Return the name of the one kernel that computes attention: math, flex, or SDPA's flash, efficient, cudnn or
+    math.
 
     `sdpa` uses flash, and on a GPU efficient with a mask or in fp32. torch prefers cuDNN's kernel on Hopper, and it
     may be faster; mmqk uses it only as `sdpa_cudnn`. Its backward pass has given NaN where a row's log-sum-exp is
@@ -81,7 +82,7 @@ def _sdpa(backend: str, device: str, dtype: torch.dtype, masked: bool, dropout: 
 def mask_of(
     backend: str, T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None
 ) -> Any:
-    """The attention mask in the backend's format; all layers with this window share it.
+    """Return the attention mask in the backend's format; all layers with this window share it.
 
     Args:
         backend: One of `BACKENDS`.
@@ -109,7 +110,7 @@ def mask_of(
 def documents_of(
     config: ModelConfig, separate: bool, modality_BT: Tensor | None, document_BT: Tensor | None
 ) -> Tensor | None:
-    """The document numbers that the attention of a layer stays inside.
+    """Return the document numbers that the attention of a layer stays inside.
 
     Args:
         config: Of the model.
@@ -126,7 +127,7 @@ def documents_of(
 
 
 def visible_keys(T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None) -> Tensor:
-    """Whether query T attends to key S: (T, S), or (B, 1, T, S) with documents."""
+    """Return whether query T attends to key S: (T, S), or (B, 1, T, S) with documents."""
     visible_TS = torch.ones(T, T, dtype=torch.bool, device=device).tril()
     if window:
         visible_TS = visible_TS.triu(1 - window)

@@ -361,7 +361,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "ModelConfig":
-        """The configuration with this `dataclasses.asdict`; TypeError for an unknown field."""
+        """Return the configuration with this `dataclasses.asdict`; TypeError for an unknown field."""
         nested = {"qk_norm": QKNormConfig, "per_modality": PerModalityConfig, "rope_scaling": RopeScalingConfig}
         return cls(
             **{name: nested[name](**value) if name in nested else value for name, value in stored.items()}
@@ -404,15 +404,15 @@ class ModelConfig:
         return {"rsqrt": self.head_dim**-0.5, "inverse": 1 / self.head_dim, "none": 1.0}[self.attn_scale]
 
     def window_of(self, layer: int) -> int:
-        """Tokens that a query of this layer attends to, itself included; 0 for all."""
+        """Return the tokens that a query of this layer attends to, itself included; 0 for all."""
         return 0 if self.global_every and (layer + 1) % self.global_every == 0 else self.window
 
     def separates(self, layer: int) -> bool:
-        """Whether the weights of this layer and its attention are separate for each modality."""
+        """Return whether the weights of this layer and its attention are separate for each modality."""
         return layer < self.separate_first or layer >= self.n_layers - self.separate_last
 
     def reach_of(self, layer: int) -> tuple[int, bool]:
-        """`window_of` and `separates`: layers for which they are equal share one attention mask."""
+        """Return `window_of` and `separates`: layers for which they are equal share one attention mask."""
         return self.window_of(layer), self.separates(layer)
 
 

@@ -34,7 +34,7 @@ def flex_rows(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention, and the softmax statistics of each row.
+    """Return the attention, and the softmax statistics of each row.
 
     Returns:
         out_BHTK; max_BHT, the largest raw logit of each row (fp32, after the scale and before the cap; recovered
@@ -58,7 +58,7 @@ def flex_rows(
 
 
 def uncapped(capped: Tensor, softcap: float | None) -> Tensor:
-    """The raw logit of a capped one, at most `SATURATED` caps."""
+    """Return the raw logit of a capped one, at most `SATURATED` caps."""
     if softcap is None:
         return capped
     # The kernel computes in base 2: rounding may give a value just above the cap.
@@ -66,7 +66,7 @@ def uncapped(capped: Tensor, softcap: float | None) -> Tensor:
 
 
 def cap(softcap: float) -> Callable[..., Tensor]:
-    """`softcap * tanh(logit / softcap)`."""
+    """Return `softcap * tanh(logit / softcap)`."""
 
     def capped(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -75,7 +75,7 @@ def cap(softcap: float) -> Callable[..., Tensor]:
 
 
 def flex_mask(T: int, device: torch.device, window: int = 0, document_BT: Tensor | None = None) -> BlockMask:
-    """The attention mask, with the blocks of 128 x 128 tokens that the kernel may skip."""
+    """Return the attention mask, with the blocks of 128 x 128 tokens that the kernel may skip."""
     if document_BT is None:
         return _same_for_all(T, device, window)
     causal = sees(window)
@@ -94,7 +94,7 @@ def _same_for_all(T: int, device: torch.device, window: int) -> BlockMask:
 
 @cache
 def sees(window: int) -> Callable[..., Tensor]:
-    """A mask function: a query attends to `window` tokens, itself included, or with 0 to all earlier ones."""
+    """Return a mask function: a query attends to `window` tokens, itself included, or with 0 to all earlier ones."""
 
     def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key

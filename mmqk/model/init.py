@@ -12,7 +12,7 @@ _STD_OF_CUT_NORMAL = 0.87962566103423978  # standard deviation of a unit normal 
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator that depends on `seed` and the parameter's name only."""
+    """Return a CPU generator that depends on `seed` and the parameter's name only."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 

@@ -52,7 +52,7 @@ class SigmaLinear(Linear):
         self.register_buffer("v", torch.zeros(d_in))
 
     def sigma(self) -> Tensor:
-        """The estimate of the largest singular value, differentiable in W."""
+        """Return the estimate of the largest singular value, differentiable in W."""
         with torch.autocast(self.weight.device.type, enabled=False):
             wide = at_least_fp32(self.weight)
             return at_least_fp32(self.u) @ (wide @ at_least_fp32(self.v))
@@ -65,7 +65,7 @@ class SigmaLinear(Linear):
         return F.linear(x, weight)
 
     def extra_repr(self) -> str:
-        """Widths and the initial value of gamma."""
+        """Return the widths and the initial value of gamma."""
         return f"{super().extra_repr()}, gamma starts at {'sigma(W)' if self.keep else 1}"
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class SigmaLinear(Linear):
 
 
 def _direction(vector: Tensor, before: Tensor) -> Tensor:
-    """`vector` at length 1, or `before` if its length is zero or not finite."""
+    """Return `vector` at length 1, or `before` if its length is zero or not finite."""
     length = vector.norm()
     return torch.where((length > TINY) & length.isfinite(), vector / length, before)
 
@@ -108,7 +108,7 @@ def power_step(model: nn.Module) -> None:
 
 
 def linear(config: ModelConfig, d_in: int, d_out: int, init_scale: float = 1.0) -> Linear:
-    """A matrix of a block, by `config.weight_reparam`."""
+    """Return a matrix of a block, by `config.weight_reparam`."""
     if config.weight_reparam == "none":
         return Linear(d_in, d_out, init_scale)
     return SigmaLinear(d_in, d_out, init_scale, keep=config.reparam_gamma == "sigma")
@@ -139,10 +139,10 @@ class ByModality(nn.Module):
 
 
 def untied(make: Callable[[], nn.Module], config: ModelConfig, untie: bool) -> nn.Module:
-    """The layer of `make`, or a copy of it for every modality."""
+    """Return the layer of `make`, or a copy of it for every modality."""
     return ByModality(make, len(config.vocab_sizes)) if untie else make()
 
 
 def through(layer: nn.Module, x: Tensor, modality_BT: Tensor | None, *more: Tensor) -> Tensor:
-    """`layer(x, *more)`; if the layer has copies, each token uses the copy of its modality."""
+    """Return `layer(x, *more)`; if the layer has copies, each token uses the copy of its modality."""
     return layer(x, modality_BT, *more) if isinstance(layer, ByModality) else layer(x, *more)

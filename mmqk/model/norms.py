@@ -16,7 +16,7 @@ from .config import ModelConfig, QKNormConfig
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` in fp32, or unchanged in fp64."""
+    """Return `x` in fp32, or unchanged in fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -59,17 +59,18 @@ class Norm(nn.Module):
         raise NotImplementedError
 
     def mean(self, wide: Tensor) -> Tensor:
-        """Mean over the normalized axes, keepdim; unlike torch's, its gradient is divided before it is expanded."""
+        """Return the mean over the normalized axes, keepdim; unlike torch's, its gradient is divided before it is
+        expanded."""
         return wide.sum(self.axes, keepdim=True) / math.prod(self.shape)
 
     def gain(self) -> Tensor | None:
-        """The factor on the normalized input; None for none."""
+        """Return the factor on the normalized input; None for none."""
         if self.weight is None or not self.offset:
             return self.weight
         return self.offset + at_least_fp32(self.weight)  # in bf16, rounding the sum would lose the weight
 
     def longest(self) -> Tensor:
-        """Upper bound on the L2 norm of the output of one head, for any input."""
+        """Return the upper bound on the L2 norm of the output of one head, for any input."""
         gain = self.gain()
         unit = math.prod(self.shape) ** 0.5
         length = torch.tensor(unit) if gain is None else unit * gain.abs().max()
@@ -84,7 +85,7 @@ class Norm(nn.Module):
             return (y if self.bias is None else y + self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Normalized shape, epsilon, gain and bias."""
+        """Return the normalized shape, epsilon, gain and bias."""
         gain = "none" if self.weight is None else f"{'1 + ' if self.offset else ''}{tuple(self.weight.shape)}"
         return f"{self.shape}, eps={self.eps}, gain={gain}, bias={self.bias is not None}"
 
@@ -142,7 +143,7 @@ class L2Norm(Norm):
         return self.weight.clamp_max(math.log(self.maximum)).exp()
 
     def extra_repr(self) -> str:
-        """The fields of `Norm`, and the scale."""
+        """Return the fields of `Norm`, and the scale."""
         scale = self.fixed if self.weight is None else "learned"
         return f"{super().extra_repr()}, scale={scale}, maximum={self.maximum}"
 
@@ -165,7 +166,7 @@ class LayerScale(nn.Module):
             return (self.weight * at_least_fp32(x)).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Width and first value."""
+        """Return the width and first value."""
         return f"{self.weight.numel()}, initial={self.initial['weight']:g}"
 
 
@@ -182,7 +183,7 @@ class ResidualGate(nn.Module):
         self.initial = {"weight": 0.0}
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
-        """The new stream; the result has the dtype of `x`."""
+        """Return the new stream; the result has the dtype of `x`."""
         with torch.autocast(x.device.type, enabled=False):
             w = at_least_fp32(self.weight) / self.temperature
             b = torch.sigmoid(w)
@@ -190,12 +191,12 @@ class ResidualGate(nn.Module):
             return (a * at_least_fp32(x) + b * at_least_fp32(branch)).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Width and temperature."""
+        """Return the width and temperature."""
         return f"{self.weight.numel()}, temperature={self.temperature:g}"
 
 
 def stream_norm(config: ModelConfig, gain_init: float = 1.0, width: int | None = None) -> Norm:
-    """A norm over the model width, or another one, by `config.norm` and its fields."""
+    """Return a norm over the model width, or another one, by `config.norm` and its fields."""
     kind = RMSNorm if config.norm == "rms" else LayerNorm
     return kind(
         (width or config.d_model,),
@@ -207,7 +208,7 @@ def stream_norm(config: ModelConfig, gain_init: float = 1.0, width: int | None =
 
 
 def qk_norm(config: QKNormConfig, heads: int, head_dim: int, role: str) -> nn.Module:
-    """The norm of queries, keys or values (role q, k or v), whose last axes are heads and head_dim."""
+    """Return the norm of queries, keys or values (role q, k or v), whose last axes are heads and head_dim."""
     if config.kind == "none" or (role == "v" and not config.normalize_v):
         return nn.Identity()
     if config.kind == "l2":

@@ -14,7 +14,8 @@ Rope = tuple[Tensor, Tensor]  # cosine and signed sine of every position's angle
 def rope_tables(
     T: int, K: int, theta: float, device: torch.device, scaling: RopeScalingConfig | None = None, heads: int = 1
 ) -> Rope:
-    """Cosine and signed sine of every position's angles, fp32, (T, 1, K) each (RoFormer, arXiv 2104.09864).
+    """Return the cosine and signed sine of every position's angles, fp32, (T, 1, K) each (RoFormer, arXiv
+    2104.09864).
 
     Channel i pairs with i + K/2 (the half-split layout of Hugging Face's Llama); pair i rotates by
     `position * theta^(-2i/K)`. The sine is negative in the first half, which `apply_rope` relies on.

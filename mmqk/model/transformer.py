@@ -26,7 +26,7 @@ Sink = Callable[[str, int, Tensor], None]  # receives (site, layer, tensor) duri
 
 
 def modality_of_ids(ids_BT: Tensor, vocab_sizes: Mapping[str, int]) -> Tensor:
-    """Modality number of each id: the index of its block of ids. Same shape as `ids_BT`, int64."""
+    """Return the modality number of each id: the index of its block of ids. Same shape as `ids_BT`, int64."""
     modality_BT = torch.zeros_like(ids_BT)
     start = 0
     for size in list(vocab_sizes.values())[:-1]:
@@ -119,7 +119,7 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None = None, tap: Tap = no_tap
     ) -> tuple[Tensor, RowStats | None]:
-        """`x + dropout(scale(post(sublayer(pre(x)))))` for attention, then for the MLP.
+        """Return `x + dropout(scale(post(sublayer(pre(x)))))` for attention, then for the MLP.
 
         `residual_gate` replaces the sum; `deep_norm` scales `x` and normalizes the sum.
 
@@ -132,7 +132,7 @@ class Block(nn.Module):
     def compute(
         self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None, tap: Tap
     ) -> tuple[Tensor, RowStats | None]:
-        """The eager arithmetic of `forward`."""
+        """Return the eager arithmetic of `forward`."""
         in_BTD = self._scaled(through(self.attn_pre_norm, x_BTD, modality_BT), self.input_scale)
         out_BTD, row_stats = self.attention(in_BTD, rope, mask, modality_BT, tap)
         out_BTD = through(self.attn_post_norm, out_BTD, modality_BT)
@@ -183,7 +183,7 @@ class Embedding(nn.Embedding):
 
 
 def capped(logits_BTV: Tensor, softcap: float | None) -> Tensor:
-    """`softcap * tanh(logits / softcap)` in fp32, or fp64 for fp64 logits (Gemma 2, arXiv 2408.00118)."""
+    """Return `softcap * tanh(logits / softcap)` in fp32, or fp64 for fp64 logits (Gemma 2, arXiv 2408.00118)."""
     wide_BTV = at_least_fp32(logits_BTV)
     return wide_BTV if softcap is None else softcap * torch.tanh(wide_BTV / softcap)
 
@@ -238,7 +238,7 @@ class EarlyFusionTransformer(nn.Module):
         row_stats: list[RowStats] | None = None,
         output: Literal["logits", "raw_logits", "hidden"] = "logits",
     ) -> Tensor:
-        """Logits of the next token at every position.
+        """Return the logits of the next token at every position.
 
         Args:
             ids_BT: int64 ids of the joint vocabulary.
@@ -330,7 +330,7 @@ class EarlyFusionTransformer(nn.Module):
                 holder.backend = before
 
     def extra_repr(self) -> str:
-        """The fields of the configuration that differ from their defaults."""
+        """Return the fields of the configuration that differ from their defaults."""
         changed = [
             f"{f.name}={getattr(self.config, f.name)}"
             for f in fields(self.config)

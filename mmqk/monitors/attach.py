@@ -169,7 +169,8 @@ class Watch:
         self._probe_and_write(*call)
 
     def _due(self, previous: int) -> bool:
-        """Whether the step passed a multiple of N; with several optimizers a trainer's step number skips some."""
+        """Return whether the step passed a multiple of N; with several optimizers a trainer's step number skips
+        some."""
         every, done = self.every_n_steps, self.steps - self._started
         if not every:
             return False
@@ -263,7 +264,8 @@ class Watch:
         return probe
 
     def _modality_and_sources(self, inputs: Inputs) -> tuple[Tensor, list[frozenset[str] | None]]:
-        """Modality (B, T), and candidates for the inputs that it describes, most likely first; None is any input."""
+        """Return the modality (B, T), and candidates for the inputs that it describes, most likely first; None is any
+        input."""
         ids = find_ids(inputs)
         sources: list[frozenset[str] | None] = [] if ids is None else [frozenset({ids[0]})]
         if self.modalities.ranges is not None:
@@ -322,11 +324,11 @@ class Watch:
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def _on_any_rank(self, flag: bool) -> bool:
-        """Whether the flag is true on any rank."""
+        """Return whether the flag is true on any rank."""
         return flag if world_size() == 1 else bool(summed(torch.tensor(float(flag), device=self._device)))
 
     def _synchronized_time(self) -> float:
-        """Time in seconds, after all work of the device."""
+        """Return the time in seconds, after all work of the device."""
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
         return time.perf_counter()

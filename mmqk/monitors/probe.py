@@ -35,7 +35,7 @@ Reach = tuple[int, bool]  # `ModelConfig.reach_of` a layer
 
 
 def pairs_of(config: ModelConfig, batch: TokenBatch, collective: bool = False) -> dict[Reach, Pairs]:
-    """The visible pairs of query and key, for each distinct `ModelConfig.reach_of` of the model's layers."""
+    """Return the visible pairs of query and key, for each distinct `ModelConfig.reach_of` of the model's layers."""
     return {
         reach: Pairs(
             batch.modality_BT,
@@ -59,7 +59,8 @@ def probe(
     matrices: bool = False,
     channels: bool = False,
 ) -> Probe:
-    """Every statistic of docs/statistics.md that one forward over ``batch`` can measure, by layer and modality.
+    """Return every statistic of docs/statistics.md that one forward over ``batch`` can measure, by layer and
+    modality.
 
     The modality is that of the input token; for attention logits, those of query and key; for the output softmax,
     that of the target.
@@ -111,7 +112,7 @@ def probe(
 
 
 def block_matrices(model: EarlyFusionTransformer) -> Iterator[tuple[str, list[str], int, Tensor]]:
-    """Name, modality (empty without a copy per modality), layer and weight of each matrix of the blocks."""
+    """Yield the name, modality (empty without a copy per modality), layer and weight of each matrix of the blocks."""
     for layer, block in enumerate(model.blocks):
         for path, module in block.named_modules():
             if isinstance(module, nn.Linear):
@@ -163,7 +164,8 @@ def _weights(model: EarlyFusionTransformer, collector: Collector) -> None:
 
 @torch.no_grad()
 def sigma_ratio(block: nn.Module) -> Tensor:
-    """The smallest ratio of sigma to the largest singular value over the σReparam matrices of a block; 1 is exact."""
+    """Return the smallest ratio of sigma to the largest singular value over the σReparam matrices of a block; 1 is
+    exact."""
     matrices = [m for m in block.modules() if isinstance(m, SigmaLinear)]
     ratios = [m.sigma().float() / torch.linalg.matrix_norm(m.weight.float(), 2) for m in matrices]
     return torch.stack(ratios).min()
@@ -171,7 +173,7 @@ def sigma_ratio(block: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def logit_bound(model: EarlyFusionTransformer, layer: int) -> Tensor:
-    """Upper bound on the attention logits of this layer under QK-Norm, for any input.
+    """Return the upper bound on the attention logits of this layer under QK-Norm, for any input.
 
     It is the scale times the largest norm of a query times that of a key (`Norm.longest`): with RMS over a head and
     gains g, ``|g_q|_max |g_k|_max sqrt(head_dim)`` at the usual scale. RoPE does not change norms.

@@ -57,7 +57,7 @@ class Probe:
         self.add(tags, raw, lambda raw: (raw["sum"] / raw["count"], raw["count"]))
 
     def merged(self) -> Probe:
-        """The probe of all ranks together; a collective call. Every rank must have probed the same tags."""
+        """Return the probe of all ranks together; a collective call. Every rank must have probed the same tags."""
         if (world := world_size()) == 1:
             return self
         for part in self.parts:
@@ -73,7 +73,7 @@ class Probe:
         return self
 
     def flat(self) -> dict[str, float]:
-        """``{tag: number}``, with one transfer to the host."""
+        """Return ``{tag: number}``, with one transfer to the host."""
         if not self.parts:
             return {}
         finished = [part.finish(part.raw) for part in self.parts]

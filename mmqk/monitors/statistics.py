@@ -58,7 +58,7 @@ class Statistic:
         return tuple(form for pattern in self.patterns for form in _forms(pattern))
 
     def matches(self, tag: str) -> str | None:
-        """The form that the tag matches, or None."""
+        """Return the form that the tag matches, or None."""
         return next((form for form in self.forms if _regex(form).fullmatch(tag)), None)
 
 
@@ -127,7 +127,7 @@ CHANNELED = ("attn_out", "mlp_out", "resid")
 
 
 def sizes(size: str) -> tuple[str, ...]:
-    """The patterns of one size of every matrix."""
+    """Return the patterns of one size of every matrix."""
     return tuple(f"{matrix.replace('SIZE', size)}/layerNN" for matrix in MATRICES)
 
 

@@ -65,7 +65,8 @@ class NormCallback(TrainerCallback):
 
 
 def _calling_trainer() -> Any:
-    """The Trainer that called the callback, from the call stack because it is not an argument; None without one."""
+    """Return the Trainer that called the callback, from the call stack because it is not an argument; None without
+    one."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

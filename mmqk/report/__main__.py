@@ -28,7 +28,7 @@ examples:
 
 
 def default_name(folders: Sequence[Path]) -> str:
-    """The default name of a report on these folders."""
+    """Return the default name of a report on these folders."""
     names = list(dict.fromkeys(folder.resolve().name.removesuffix(".zip") for folder in folders))
     return "-".join(names) if len(names) <= 3 else f"{names[0]}-and-{len(names) - 1}-others"
 

@@ -49,5 +49,5 @@ def compared(study: Study, rows: list[dict[str, Any]]) -> str:
 
 
 def as_text(value: Any) -> str:
-    """The value of a field in a table."""
+    """Return the value of a field in a table."""
     return "–" if value is None else value if isinstance(value, str) else json.dumps(value)

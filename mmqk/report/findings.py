@@ -32,7 +32,7 @@ MARKS = {
 
 
 def lead(study: Study, verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
-    """(verdicts in the title, verdicts in the sentences below it)."""
+    """Return (verdicts in the title, verdicts in the sentences below it)."""
     by_id = {v.claim.id: v for v in verdicts}
     named = study.report.get("headline")
     first = [by_id[i] for i in ([named] if isinstance(named, str) else named or []) if i in by_id]
@@ -44,13 +44,13 @@ def lead(study: Study, verdicts: Sequence[Verdict]) -> tuple[list[Verdict], list
 
 
 def headline(study: Study, verdicts: Sequence[Verdict]) -> str:
-    """The title of the page."""
+    """Return the title of the page."""
     leading, _ = lead(study, verdicts)
     return "; ".join(finding(study, v).rstrip(".") for v in leading) or _plain_headline(study)
 
 
 def finding(study: Study, verdict: Verdict) -> str:
-    """One sentence: the measured effect with interval and n; by the template of the claim, if it has one."""
+    """Return one sentence: the measured effect with interval and n; by the template of the claim, if it has one."""
     claim, effect = verdict.claim, verdict.effect
     if verdict.verdict == "not run":
         return f"{claim.id} was not run: {capital(claim.statement).rstrip('.')}."
@@ -70,7 +70,7 @@ def finding(study: Study, verdict: Verdict) -> str:
 
 
 def _measured(study: Study, verdict: Verdict, effect: AnyEffect) -> str:
-    """The measured effect of a decided claim, without a full stop."""
+    """Return the measured effect of a decided claim, without a full stop."""
     claim, words = verdict.claim, effect_in_words(verdict)
     template = claim.finding.get(verdict.verdict)
     # A template of the grid names the interval.
@@ -115,7 +115,7 @@ def _lower(sentence: str) -> str:
 
 
 def _tail(verdict: Verdict) -> str:
-    """What the effect means for the claim."""
+    """Return what the effect means for the claim."""
     threshold, equivalence = _threshold(verdict), verdict.claim.test == "equivalence"
     return {
         "reproduced": f", no difference as large as {threshold}" if equivalence else "",
@@ -134,7 +134,7 @@ def _because(verdict: Verdict) -> str:
 
 
 def effect_in_words(verdict: Verdict) -> dict[str, str]:
-    """The values for the template of a finding: ratio, difference, size, low, high, n and seeds.
+    """Return the values for the template of a finding: ratio, difference, size, low, high, n and seeds.
 
     Numbers have the precision of the interval. The size of a difference is positive if its sign is the claimed one;
     for an equivalence it is always positive.
@@ -164,7 +164,7 @@ def effect_in_words(verdict: Verdict) -> dict[str, str]:
 
 
 def _linear(effect: AnyEffect, way: float, unit: str, sign: str) -> tuple[str, str, str]:
-    """(difference with unit, low, high with unit), multiplied by ``way``: 1 or -1."""
+    """Return (difference with unit, low, high with unit), multiplied by ``way``: 1 or -1."""
     ends = sorted((way * effect.low, way * effect.high)) if effect.has_interval else [math.nan, math.nan]
     places = decimals((ends[1] - ends[0]) / 2)
     value, low, high = (
@@ -178,7 +178,7 @@ def _exp(value: float) -> float:
 
 
 def effect_and_medians(study: Study, verdict: Verdict) -> tuple[str, str]:
-    """The cell of the verdict table: (effect with interval, or empty; medians by arm)."""
+    """Return the cell of the verdict table: (effect with interval, or empty; medians by arm)."""
     if verdict.verdict == "not run":
         return "", "Not run."
     values = [f"{number(v)} ({study.label(arm)})" for arm, v in verdict.medians.items()]
@@ -193,19 +193,19 @@ def effect_and_medians(study: Study, verdict: Verdict) -> tuple[str, str]:
 
 
 def _medians(verdict: Verdict) -> str:
-    """The metric, with ", medians" if the numbers by arm are medians of several runs; effects are means."""
+    """Return the metric, with ", medians" if the numbers by arm are medians of several runs; effects are means."""
     return capital(verdict.metric.label.removeprefix("AUROC of the ")) + (
         ", medians" if _several(verdict) else ""
     )
 
 
 def _several(verdict: Verdict) -> bool:
-    """Whether the numbers by arm are medians of several runs."""
+    """Return whether the numbers by arm are medians of several runs."""
     return not verdict.counts and len(verdict.runs) > len(verdict.medians)
 
 
 def about_numbers(verdicts: Sequence[Verdict]) -> str:
-    """How the effects, intervals and numbers by arm of the verdict table are computed."""
+    """Return how the effects, intervals and numbers by arm of the verdict table are computed."""
     effects = [v for v in verdicts if v.claim.decided and v.effect is not None]
     means = [v for v in effects if isinstance(v.effect, Effect)]
     parts = []
@@ -236,7 +236,7 @@ def _threshold(verdict: Verdict) -> str:
 
 
 def threshold_in_words(verdict: Verdict) -> str:
-    """The smallest effect of interest, e.g. ``a factor of 2``; empty for a claim without a verdict."""
+    """Return the smallest effect of interest, e.g. ``a factor of 2``; empty for a claim without a verdict."""
     return _threshold(verdict) if verdict.claim.decided else ""
 
 
@@ -275,7 +275,7 @@ def _of_replays(study: Study, verdict: ReplayVerdict) -> str:
 
 
 def cannot_tell(study: Study, verdicts: Sequence[Verdict]) -> list[str]:
-    """What these runs cannot show: the sentences of the grid, then those that follow from the runs."""
+    """Return what these runs cannot show: the sentences of the grid, then those that follow from the runs."""
     written = study.report.get("cannot_tell") or ()
     items = [written] if isinstance(written, str) else [str(item) for item in written]
     for verdict in verdicts:

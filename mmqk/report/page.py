@@ -91,7 +91,7 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path) ->
 
 
 def _files(findings: Findings) -> dict[str, str | bytes]:
-    """The files of the report by name."""
+    """Return the files of the report by name."""
     study = findings.study
     nodes = fork_tree(study)
     claims = {v.claim.id: claim_figure(study, v) for v in findings.verdicts}
@@ -140,7 +140,7 @@ ABOUT_DATA = (
 def page_content(
     findings: Findings, drawn: Drawn, nodes: Sequence[Node], ranked: Ranking | None = None
 ) -> dict[str, Any]:
-    """The values of all templates, as plain data."""
+    """Return the values of all templates, as plain data."""
     study, verdicts = findings.study, findings.verdicts
     brush = Brush.of(study)
     views = {figure.name: _view(study, brush, figure) for figure in drawn.all}
@@ -218,14 +218,15 @@ def page_content(
 
 
 def _titles(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
-    """The title in parts, each with a link to the source of its numbers."""
+    """Return the title in parts, each with a link to the source of its numbers."""
     leading, _ = lead(study, verdicts)
     parts = [{"text": finding(study, v).rstrip("."), "href": f"#claim-{slug(v.claim.id)}"} for v in leading]
     return parts or [{"text": headline(study, verdicts), "href": "#runs"}]
 
 
 def _question(study: Study, verdicts: Sequence[Verdict]) -> str:
-    """The question of the page: that of the grid, or whether the leading claims hold; the title without claims."""
+    """Return the question of the page: that of the grid, or whether the leading claims hold; the title without
+    claims."""
     named = study.report.get("question")
     if named:
         return named if isinstance(named, str) else " ".join(map(str, named))
@@ -235,7 +236,7 @@ def _question(study: Study, verdicts: Sequence[Verdict]) -> str:
 
 
 def _uncapitalized(text: str) -> str:
-    """Text that may follow other words: a capital stays in a name such as QK-Norm."""
+    """Return the text that may follow other words: a capital stays in a name such as QK-Norm."""
     first = text.split(" ", 1)[0]
     return text if any(map(str.isupper, first[1:])) else text[:1].lower() + text[1:]
 
@@ -253,13 +254,13 @@ def _standfirst(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, str
 
 
 def _unrun(verdicts: Sequence[Verdict]) -> list[str]:
-    """Ids of the claims that are not run, if they are too many for a card each."""
+    """Return the ids of the claims that are not run, if they are too many for a card each."""
     ids = [v.claim.id for v in verdicts if v.verdict == "not run"]
     return ids if len(ids) > FEW_UNRUN else []
 
 
 def _view(study: Study, brush: Brush, figure: Figure) -> dict[str, Any]:
-    """The values of a figure for the template."""
+    """Return the values of a figure for the template."""
     wide = any(isinstance(panel, Panel) and panel.height for panel in figure.panels)
     return {
         "name": figure.name,
@@ -337,7 +338,7 @@ def _kicker(study: Study) -> str:
 
 
 def _about_losses(cells: Sequence[str]) -> str:
-    """The note on a table's losses: held out or, with a star, means of the last training steps."""
+    """Return the note on a table's losses: held out or, with a star, means of the last training steps."""
     measured = [cell for cell in cells if cell != DASH]
     means = [cell for cell in measured if cell.endswith("*")]
     if not means:
@@ -361,7 +362,7 @@ def _about_learning(study: Study) -> str:
 
 
 def _commands(findings: Findings) -> list[str]:
-    """The commands that make the runs and the page."""
+    """Return the commands that make the runs and the page."""
     study = findings.study
     # An absolute path is valid on one machine only.
     folders = [

@@ -34,7 +34,7 @@ ABOUT = (
 
 
 def ranking_rows(study: Study, ranking: Ranking) -> list[dict[str, Any]]:
-    """The rows of the table, the arms without a remedy last."""
+    """Return the rows of the table, the arms without a remedy last."""
     return [_row(study, ranking, row) for row in [*ranking.rows, *ranking.controls]]
 
 
@@ -69,7 +69,8 @@ def _row(study: Study, ranking: Ranking, row: Ranked) -> dict[str, Any]:
 
 
 def interval(effect: Effect | None, ratio: bool = False) -> str:
-    """``-0.031 (-0.052 to -0.010)``; of a logarithm ``×1.20 (1.15 to 1.25)``."""
+    """Return a difference with its interval: ``-0.031 (-0.052 to -0.010)``; of a logarithm ``×1.20 (1.15 to
+    1.25)``."""
     if effect is None:
         return DASH
     if not math.isfinite(effect.value):
@@ -83,7 +84,8 @@ def interval(effect: Effect | None, ratio: bool = False) -> str:
 
 
 def ranking_figure(study: Study, ranking: Ranking) -> Figure:
-    """Loss difference against learning-rate sensitivity and against time per step, with the Pareto front marked."""
+    """Draw the loss difference against learning-rate sensitivity and against time per step, with the Pareto front
+    marked."""
     shown = [
         row
         for row in ranking.rows
@@ -135,7 +137,7 @@ def _panel(
 
 
 def ranking_csv(study: Study, ranking: Ranking) -> str:
-    """The numbers of the table with 6 digits, one row per arm."""
+    """Return the numbers of the table with 6 digits, one row per arm."""
     out = io.StringIO()
     growth = [f"growth_{m}" for m in study.modalities]
     writer = csv.writer(out, lineterminator="\n")

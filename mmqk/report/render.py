@@ -48,12 +48,12 @@ def render(name: str, content: Mapping[str, Any]) -> str:
 
 
 def css() -> str:
-    """The style sheet of the page."""
+    """Return the style sheet of the page."""
     return _joined("vendor/uPlot.min.css", "page.css")
 
 
 def scripts() -> str:
-    """The script of the page, after the library that draws its charts."""
+    """Return the script of the page, after the library that draws its charts."""
     return _joined("vendor/uPlot.iife.min.js", "page.js")
 
 
@@ -62,12 +62,12 @@ def _joined(*files: str) -> str:
 
 
 def themed(svg: str) -> str:
-    """A drawing with the page's colors for ink, grid and paper, which differ in dark mode."""
+    """Return a drawing with the page's colors for ink, grid and paper, which differ in dark mode."""
     return _NEUTRAL.sub(lambda match: f"{match[1]}: var(--{_VARIABLES[match[2]]})", svg)
 
 
 def shade(color: str) -> str:
-    """The color of an arm on the page: black becomes white in dark mode."""
+    """Return the color of an arm on the page: black becomes white in dark mode."""
     return f"var(--{_VARIABLES[color]})" if color in _VARIABLES else color
 
 
@@ -83,20 +83,20 @@ def markdown(text: object) -> str:
 
 
 def code(text: object) -> Raw:
-    """Text as a code span, also inside a table. The fence is longer than any run of backticks in it."""
+    """Return the text as a code span, also inside a table. The fence is longer than any run of backticks in it."""
     plain = _one_line(text).replace("|", "\\|")
     fence = "`" * (_longest(plain) + 1)
     return Raw(f"{fence} {plain} {fence}" if "`" in plain else f"{fence}{plain}{fence}")
 
 
 def fenced(text: object) -> Raw:
-    """Lines as a code block."""
+    """Return the lines as a code block."""
     fence = "`" * max(3, _longest(str(text)) + 1)
     return Raw(f"{fence}\n{text}\n{fence}")
 
 
 def _one_line(text: object) -> str:
-    """Text without line breaks and without an indent that would make it a code block."""
+    """Return the text without line breaks and without an indent that would make it a code block."""
     plain = str(text)
     if _BREAK.search(plain):
         plain = " ".join(line.strip() for line in plain.splitlines())
@@ -104,17 +104,17 @@ def _one_line(text: object) -> str:
 
 
 def _longest(text: str) -> int:
-    """Length of the longest sequence of backticks."""
+    """Return the length of the longest sequence of backticks."""
     return max(map(len, re.findall("`+", text)), default=0)
 
 
 def linked(text: object, href: str) -> Markup:
-    """Text with its numbers as links."""
+    """Return the text with its numbers as links."""
     return _with_links(str(text), _NUMBER, lambda number: href) if href else escape(str(text))
 
 
 def claims(text: object, ids: Mapping[str, str]) -> Markup:
-    """Text with the names of claims as links to their sections."""
+    """Return the text with the names of claims as links to their sections."""
     if not ids:
         return escape(str(text))
     names = "|".join(re.escape(name) for name in sorted(ids, key=len, reverse=True))
@@ -124,7 +124,7 @@ def claims(text: object, ids: Mapping[str, str]) -> Markup:
 
 
 def _with_links(text: str, pattern: re.Pattern[str], href_of: Callable[[str], str]) -> Markup:
-    """Escaped text in which each match of a pattern is a link."""
+    """Return the escaped text in which each match of a pattern is a link."""
     out, last = Markup(), 0
     for match in pattern.finditer(text):
         out += escape(text[last : match.start()])

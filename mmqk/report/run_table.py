@@ -19,12 +19,12 @@ ROLE_WORDS = {
 
 
 def anchor(run: Run) -> str:
-    """The id of a run's row."""
+    """Return the id of a run's row."""
     return f"run-{slug(run.name)}"
 
 
 def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
-    """One row per run, also for runs that have not started; a run that two arms share has one row."""
+    """Return one row per run, also for runs that have not started; a run that two arms share has one row."""
     arms_of: defaultdict[str, list[str]] = defaultdict(list)
     by_arm: defaultdict[str, list[Run]] = defaultdict(list)
     for run in study.runs:
@@ -83,7 +83,8 @@ def run_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def tokens(run: Run) -> int:
-    """Tokens that the run read after its fork: steps × sequences per step × length of a sequence; 0 if unknown."""
+    """Return the tokens that the run read after its fork: steps × sequences per step × length of a sequence; 0 if
+    unknown."""
     size, length = run.setting("data.batch_size"), run.setting("data.seq_len")
     if not isinstance(size, int) or not isinstance(length, int):
         return 0
@@ -93,7 +94,7 @@ def tokens(run: Run) -> int:
 
 
 def totals(study: Study) -> str:
-    """One sentence on all runs: how many ended with each status, time and tokens."""
+    """Return one sentence on all runs: how many ended with each status, time and tokens."""
     runs = list({run.name: run for run in study.runs}.values())
     by_status = Counter(run.status.status for run in runs)
     parts = [f"{n} {status}" for status, n in sorted(by_status.items(), key=lambda pair: (-pair[1], pair[0]))]
@@ -110,7 +111,7 @@ def totals(study: Study) -> str:
 
 
 def _role(run: Run) -> str:
-    """The purpose of a run that is not in a verdict; empty for the others."""
+    """Return the purpose of a run that is not in a verdict; empty for the others."""
     if run.role != "replay":
         return ROLE_WORDS.get(run.role, "")
     replay = run.replay or {}
@@ -120,7 +121,7 @@ def _role(run: Run) -> str:
 
 
 def _alarms(run: Run) -> str:
-    """The number of alarms by name, and the step of the first."""
+    """Return the number of alarms by name, and the step of the first."""
     if not run.alarms:
         return ""
     counts = Counter(alarm.name.replace("_", " ") for alarm in run.alarms)

@@ -28,7 +28,7 @@ WORDS = {
 
 
 def single(study: Study) -> dict[str, Any] | None:
-    """The content for a study of one run without claims; None for any other study."""
+    """Return the content for a study of one run without claims; None for any other study."""
     runs = list({run.name: run for run in study.runs}.values())
     if len(runs) != 1 or study.claims or study.missing:
         return None
@@ -66,7 +66,7 @@ def single(study: Study) -> dict[str, Any] | None:
 
 
 def settings(run: Run) -> list[tuple[str, str, str]]:
-    """The fields that differ from their defaults: name, value and default."""
+    """Return the fields that differ from their defaults: name, value and default."""
     from mmqk.config.parse import defaults  # jsonargparse, which other pages do not need
 
     default = defaults()

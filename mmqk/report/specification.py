@@ -21,7 +21,7 @@ COLUMN = 0.8
 
 
 def specification_figure(study: Study, made: Sequence[Specification]) -> Figure | None:
-    """The effect under every choice with its 95 % interval: a column for each metric, a color for each claim."""
+    """Draw the effect under every choice with its 95 % interval: a column for each metric, a color for each claim."""
     if not made:
         return None
     claims = {claim.id: claim for claim in study.claims}
@@ -61,7 +61,7 @@ def specification_figure(study: Study, made: Sequence[Specification]) -> Figure 
 
 
 def specification_csv(made: Sequence[Specification]) -> str:
-    """The choices and their effects (log ratios) with 6 digits, one row per specification."""
+    """Return the choices and their effects (log ratios) with 6 digits, one row per specification."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["claim", "metric", "window", "runs", "seeds", "effect", "low", "high"])

@@ -29,7 +29,7 @@ MOST_LINKS, MOST_ARMS = 24, 4
 
 
 def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One row per claim, with the values of its section: what was registered, and the result of each run."""
+    """Return one row per claim, with the values of its section: what was registered, and the result of each run."""
     rows = []
     for verdict in verdicts:
         claim, threshold = verdict.claim, threshold_in_words(verdict)
@@ -75,7 +75,7 @@ def verdict_rows(study: Study, verdicts: Sequence[Verdict]) -> list[dict[str, An
 
 
 def _run_links(study: Study, verdict: Verdict) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Links to the runs of a claim by arm; one link to its section if there are too many."""
+    """Return the links to the runs of a claim by arm; one link to its section if there are too many."""
     runs, arms = claim_runs(study, verdict), claim_arms(study, verdict)
     if len(runs) > MOST_LINKS or len(arms) > MOST_ARMS:
         section = {"seed": verdict.claim.id, "anchor": f"claim-{slug(verdict.claim.id)}"}
@@ -87,13 +87,13 @@ def _run_links(study: Study, verdict: Verdict) -> list[tuple[str, list[dict[str,
 
 
 def used_marks(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """The marks in the table, with their meaning."""
+    """Return the marks in the table, with their meaning."""
     used = {v.claim.source_access for v in verdicts}
     return [(mark, meaning) for mark, meaning in MARKS.items() if mark in used]
 
 
 def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
-    """One row per arm and modality: the first and final loss, and whether the runs learned."""
+    """Return one row per arm and modality: the first and final loss, and whether the runs learned."""
     rows = []
     for arm in study.arms:
         runs = [run for run in study.ended(arm) if run.tags]
@@ -129,7 +129,7 @@ def arm_rows(study: Study, colors: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def data_rows(study: Study) -> list[dict[str, Any]]:
-    """How predictable the tokens are: one row per modality and kind of data that its arms read."""
+    """Return how predictable the tokens are: one row per modality and kind of data that its arms read."""
     import pandas as pd  # slow to import
 
     rows = []
@@ -171,7 +171,7 @@ def _share(value: Any) -> str:
 
 
 def environment(study: Study) -> list[tuple[str, str]]:
-    """Versions, machine, precision and code of the runs; every value if the runs differ."""
+    """Return the versions, machine, precision and code of the runs; every value if the runs differ."""
     texts: dict[str, Callable[[Run], str]] = {
         "Versions": lambda run: _pairs(run.details.get("versions")),
         "Machine": lambda run: _pairs(run.details.get("machine")),

@@ -101,7 +101,7 @@ def load_image(content: bytes, size: int, fit: Fit = "crop", max_pixels: int = M
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """The image as RGB; transparent parts become white."""
+    """Return the image as RGB; transparent parts become white."""
     if not image.has_transparency_data:
         return image.convert("RGB")
     rgba = image.convert("RGBA")
@@ -109,7 +109,7 @@ def on_white(image: Image.Image) -> Image.Image:
 
 
 def _decoded(image: Image.Image, size: int, fit: Fit, max_pixels: int) -> Image.Image:
-    """The image with its Exif orientation applied, in a mode that can be filtered: L, LA, RGB or RGBA."""
+    """Return the image with its Exif orientation applied, in a mode that can be filtered: L, LA, RGB or RGBA."""
     width, height = image.size
     if max(width * height, _tile_pixels(image)) > max_pixels:
         raise Dropped(TOO_LARGE)

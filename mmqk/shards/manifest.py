@@ -40,12 +40,12 @@ class Manifest:
     about: dict[str, Any]
 
     def count(self, split: str) -> int:
-        """Number of samples in a split."""
+        """Return the number of samples in a split."""
         return sum(shard.samples for shard in self.splits[split])
 
 
 def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file."""
+    """Return the hex sha256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -79,13 +79,13 @@ def load_manifest(folder: Path | str) -> Manifest:
 
 
 def manifest_hash(folder: Path | str) -> str:
-    """Hash of a folder's samples: 10 hex digits over split, file, count and sha256 of every shard."""
+    """Return the hash of a folder's samples: 10 hex digits over split, file, count and sha256 of every shard."""
     manifest = load_manifest(folder)
     return identity_hash({split: [asdict(s) for s in shards] for split, shards in manifest.splits.items()})
 
 
 def checked_shards(folder: Path | str, split: str) -> list[tuple[Path, Shard]]:
-    """The files of a split, after a comparison with the manifest.
+    """Return the files of a split, after a comparison with the manifest.
 
     Raises:
         UserError: the manifest lacks the split, or a shard is missing or differs from the manifest.

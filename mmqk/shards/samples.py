@@ -173,7 +173,7 @@ def json_of(sample: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def _image_files(images: list[Any], sample: Mapping[str, bytes]) -> dict[int, bytes]:
-    """Image files by their index in the lists."""
+    """Return the image files by their index in the lists."""
     places = [place for place, image in enumerate(images) if image is not None]
     numbers = {field: int(m[1]) for field in sample if (m := _NUMBERED.fullmatch(field))}
     # Three ways to match indices with fields; a match must use every file exactly once.

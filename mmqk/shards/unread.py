@@ -50,7 +50,7 @@ class ReasonCounts:
             examples += [source + name for name in names[: EXAMPLES - len(examples)]]
 
     def by_count(self) -> dict[str, int]:
-        """The counts, the largest first."""
+        """Return the counts, the largest first."""
         return dict(sorted(self.counts.items(), key=lambda item: (-item[1], item[0])))
 
     def reason_lines(self) -> Iterator[str]:
@@ -73,7 +73,8 @@ class Unread(ReasonCounts):
             yield self.key_rule()
 
     def key_rule(self) -> str:
-        """A sentence that explains the key of a file with a second dot in its name and suggests another name."""
+        """Return a sentence that explains the key of a file with a second dot in its name and suggests another
+        name."""
         path = printable(self.examples[DOTTED][0].rpartition(": ")[2])
         folder, slash, name = path.rpartition("/")
         key, _, rest = name.partition(".")
@@ -85,8 +86,8 @@ class Unread(ReasonCounts):
 
 
 def printable(text: str) -> str:
-    """The text without control characters, as a name in an archive may contain terminal commands; a long text without
-    its middle."""
+    """Return the text without control characters, as a name in an archive may contain terminal commands; a long text
+    without its middle."""
     if len(text) > LONGEST_SHOWN:
         text = f"{text[: LONGEST_SHOWN // 2]}...{text[-LONGEST_SHOWN // 2 :]}"
     return "".join(c if c.isprintable() else "?" for c in text)

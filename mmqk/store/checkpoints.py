@@ -30,18 +30,18 @@ class DamagedError(ValueError):
 
 
 def checkpoint_name(step: int) -> str:
-    """``step00000500.ckpt``"""
+    """Return the file name of a step's checkpoint: ``step00000500.ckpt``."""
     return f"step{step:08d}.ckpt"
 
 
 def named_step(path: Path) -> int | None:
-    """The step in a checkpoint's file name; None for any other name."""
+    """Return the step in a checkpoint's file name; None for any other name."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint from `checkpoints_in`.
+    """Return the step in the name of a checkpoint from `checkpoints_in`.
 
     Raises:
         ValueError: the name is not a checkpoint's.
@@ -53,12 +53,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Files with a checkpoint's name, oldest first; their content is not checked."""
+    """Return the files with a checkpoint's name, oldest first; their content is not checked."""
     return sorted((path for path in folder.glob("step*.ckpt") if named_step(path) is not None), key=step_of)
 
 
 def strays_in(folder: Path) -> list[Path]:
-    """Files that end in .ckpt but do not have the name of a checkpoint of mmqk, sorted."""
+    """Return the files that end in .ckpt but do not have the name of a checkpoint of mmqk, sorted."""
     return sorted(p for p in folder.glob("*.ckpt") if named_step(p) is None and not _KEPT.fullmatch(p.name))
 
 
@@ -118,7 +118,7 @@ def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
 
 
 def has_digest(path: Path, footer: bytes | None = None) -> bool:
-    """Whether a file ends in a digest. If it does, the digest is checked, which reads the whole file.
+    """Return whether a file ends in a digest. If it does, the digest is checked, which reads the whole file.
 
     Args:
         path: the file.

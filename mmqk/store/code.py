@@ -40,13 +40,13 @@ LEAVES = (
 
 
 def lists(file: str, names: Iterable[str]) -> bool:
-    """Whether a file of mmqk (`model/norms.py`) is one of these files or lies in one of these folders."""
+    """Return whether a file of mmqk (`model/norms.py`) is one of these files or lies in one of these folders."""
     return any(file == name or file.startswith(f"{name}/") for name in names)
 
 
 @cache
 def code_hash(package: Path = PACKAGE) -> str:
-    """Hash of the files of `DECIDES` as they were at the first call (10 hex digits)."""
+    """Return the hash of the files of `DECIDES` as they were at the first call (10 hex digits)."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package).as_posix()
@@ -58,7 +58,7 @@ def code_hash(package: Path = PACKAGE) -> str:
 
 
 def same_code(a: str | None, b: str | None, listed: Path = EQUIVALENT) -> bool:
-    """Whether two code hashes are equal or listed as equivalent, directly or through other hashes."""
+    """Return whether two code hashes are equal or listed as equivalent, directly or through other hashes."""
     if a == b:
         return a is not None
     classes: list[set[str]] = []

@@ -58,7 +58,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def with_dashes(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The command line with ``name=value`` as ``--name=value``, if the parser has that option or its group.
+    """Return the command line with ``name=value`` as ``--name=value``, if the parser has that option or its group.
 
     The value of an option, as in ``--config a=b.yaml``, is not changed.
     """
@@ -76,7 +76,7 @@ def with_dashes(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
 
 
 def disk_sentence(error: OSError) -> str:
-    """A sentence that names the file of a disk error, says what is wrong, and says what to do."""
+    """Return a sentence that names the file of a disk error, says what is wrong, and says what to do."""
     path = error.filename if isinstance(error.filename, str | os.PathLike) else "A file"
     # The message of an error in a loader worker ends with the original error.
     reason = error.strerror or (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -178,7 +178,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """The content of a file; see `open_regular`."""
+    """Return the content of a file; see `open_regular`."""
     with naming(Path(path)), open_regular(path) as file:
         return file.read()
 
@@ -200,7 +200,7 @@ def parse_json(text: bytes | str) -> Any:
 def read_json(
     path: Path, shape: Mapping[str, Shape] | None = None, advice: str = RESTORE, most: int = MOST_BYTES
 ) -> dict[str, Any] | None:
-    """The JSON object in ``path``, or None if the file does not exist.
+    """Return the JSON object in ``path``, or None if the file does not exist.
 
     Args:
         path: the file.
@@ -263,7 +263,7 @@ def _unlike(value: Any, kind: Any, where: str) -> str:
 
 
 def _reason(error: ValueError) -> str:
-    """Why a file is not JSON, in a few words."""
+    """Return why a file is not JSON, in a few words."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not text"
     if isinstance(error, json.JSONDecodeError):
@@ -310,7 +310,7 @@ def _check_levels(value: Any) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether ``path`` is a temporary file of a killed `write_atomic`."""
+    """Return whether ``path`` is a temporary file of a killed `write_atomic`."""
     return path.name.startswith(".") and path.name.endswith(TEMPORARY_SUFFIX)
 
 

@@ -86,7 +86,7 @@ class Status:
 
 
 def read_status(folder: Path) -> Status | None:
-    """The status of a run folder, or None if it has none.
+    """Return the status of a run folder, or None if it has none.
 
     Raises:
         DamagedFile: status.json exists but cannot be read.
@@ -109,7 +109,7 @@ def read_status(folder: Path) -> Status | None:
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
-    """The record in ``run.json`` of a run folder, or None if there is none.
+    """Return the record in ``run.json`` of a run folder, or None if there is none.
 
     Raises:
         DamagedFile: run.json exists but cannot be read.
@@ -118,7 +118,8 @@ def read_run(folder: Path) -> dict[str, Any] | None:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The run folders at and up to three levels below ``folder``: those with a run.json or metrics.jsonl, sorted.
+    """Return the run folders at and up to three levels below ``folder``: those with a run.json or metrics.jsonl,
+    sorted.
 
     Raises:
         UserError: the folder has no run.
@@ -225,7 +226,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def status(self) -> Status:
-        """The run's status; "running" at step 0 if none was written yet."""
+        """Return the run's status; "running" at step 0 if none was written yet."""
         return read_status(self.path) or Status("running")
 
     def set_status(self, status: str, step: int, reason: str = "") -> None:
@@ -240,7 +241,7 @@ class RunFolder:
             self._write_status(status, step, reason)
 
     def last_status(self, status: str, step: int, reason: str) -> bool:
-        """`set_status` for a process that exits right after: no other thread can write a status after it.
+        """Write the last status of a process that then exits: no other thread can write a status after it.
 
         Returns False and writes nothing if the run has finished.
 
@@ -329,7 +330,7 @@ def mark_ended(path: Path, status: str, step: int, reason: str, before: Status |
 
 
 def _check(path: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The run record of this identity in ``path``, or None if a new run may start in it."""
+    """Return the run record of this identity in ``path``, or None if a new run may start in it."""
     try:
         names = {p.name for p in path.iterdir() if not is_temporary(p)}
     except FileNotFoundError:

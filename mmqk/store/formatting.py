@@ -17,24 +17,24 @@ _ABSOLUTE = re.compile(r"""(?<![\w.:/<>~\-\]])/(?:[^\s/'"`,;:()\[\]{}<>]+/)+[^\s
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds as m:ss; a negative time is 0:00."""
+    """Return the minutes and seconds as m:ss; a negative time is 0:00."""
     whole = max(0, round(seconds))
     return f"{whole // 60}:{whole % 60:02d}"
 
 
 def plain(value: float, digits: int = 3) -> str:
-    """A number with this many significant digits and no exponent: ``0.17``, ``45.6``, ``123,000``."""
+    """Return a number with this many significant digits and no exponent: ``0.17``, ``45.6``, ``123,000``."""
     text = f"{value:.{digits}g}"
     return f"{float(text):,.0f}" if "e+" in text else text
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """A share of 1 in per cent: ``0.17 %``, ``160 %``; ``less than 0.01 %`` instead of a power of ten."""
+    """Return a share of 1 in per cent: ``0.17 %``, ``160 %``; ``less than 0.01 %`` instead of a power of ten."""
     return "less than 0.01 %" if 0 < share < 1e-4 else f"{plain(100 * share, digits)} %"
 
 
 def dashboards(folder: str | os.PathLike[str]) -> str:
-    """The command that opens the dashboards of a folder of runs.
+    """Return the command that opens the dashboards of a folder of runs.
 
     By default TensorBoard samples 1,000 steps of a series, which can drop a spike of one step. The command sets a
     large number: 0 means all according to TensorBoard's help, but shows nothing in version 2.21.
@@ -46,7 +46,7 @@ def dashboards(folder: str | os.PathLike[str]) -> str:
 
 
 def relative(path: str | os.PathLike[str]) -> str:
-    """A path as pages print it: relative to the shipped files, the repository or the current folder.
+    """Return a path as pages print it: relative to the shipped files, the repository or the current folder.
 
     Any other absolute path starts at its last folder named configs, runs, reports or data, or else is only
     its name. A relative path is not changed.
@@ -62,13 +62,14 @@ def relative(path: str | os.PathLike[str]) -> str:
 
 
 def relative_word(word: str) -> str:
-    """A word of a command line, such as ``--out=/home/me/runs/a``, with its path made `relative`."""
+    """Return a word of a command line, such as ``--out=/home/me/runs/a``, with its path made `relative`."""
     flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     return f"{flag}{equals}{relative(value) if value.startswith('/') else without_roots(value)}"
 
 
 def without_roots(value: Any) -> Any:
-    """Plain data with every absolute path in its strings made `relative`; SVG and data URLs are not changed."""
+    """Return the plain data with every absolute path in its strings made `relative`; SVG and data URLs are not
+    changed."""
     if isinstance(value, str):
         if value.startswith(("<svg", "data:")) or not _ABSOLUTE.search(value):
             return value

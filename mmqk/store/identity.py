@@ -21,12 +21,12 @@ def canonical(obj: Any) -> str:
 
 
 def identity_hash(record: Mapping[str, Any]) -> str:
-    """The first 10 hex digits of the sha256 of the canonical record."""
+    """Return the first 10 hex digits of the sha256 of the canonical record."""
     return hashlib.sha256(canonical(record).encode()).hexdigest()[:HASH_DIGITS]
 
 
 def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Dotted names of the fields in which two records differ, sorted; a field that only one has counts."""
+    """Return the dotted names of the fields in which two records differ, sorted; a field that only one has counts."""
     flat_a, flat_b = flatten(json.loads(canonical(a))), flatten(json.loads(canonical(b)))
     absent = object()
     return sorted(
@@ -37,7 +37,7 @@ def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping by dotted name; an empty mapping counts as a value."""
+    """Return the nested mappings as one mapping by dotted name; an empty mapping counts as a value."""
     flat: dict[str, Any] = {}
     for key, value in record.items():
         name = f"{prefix}{key}"
@@ -54,5 +54,5 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def hash_fraction(content: bytes) -> float:
-    """A number in [0, 1) from the content alone; it decides which samples are held out."""
+    """Return a number in [0, 1) from the content alone; it decides which samples are held out."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64

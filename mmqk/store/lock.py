@@ -85,7 +85,7 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a living process trains in ``folder`` (False for a folder without a lock file)."""
+    """Return whether a living process trains in ``folder`` (False for a folder without a lock file)."""
     path = folder / LOCK_NAME
     if _held_here(path):
         return True

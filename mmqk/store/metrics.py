@@ -89,7 +89,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a metrics file by rising step, each ``{"step": int, tag: float}``; empty without a file.
+    """Return the records of a metrics file by rising step, each ``{"step": int, tag: float}``; empty without a file.
 
     The lines of one step are merged, and later values win. A line that cannot be read is skipped.
     """
@@ -107,7 +107,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def last_metrics(
     path: str | os.PathLike[str], having: str | None = None, tail_bytes: int = 65536
 ) -> dict[str, Any]:
-    """The last complete record of a metrics file (with the tag ``having``, if given), read from the file's end.
+    """Return the last complete record of a metrics file (with the tag ``having``, if given), read from the file's
+    end.
 
     Empty when there is none in the last ``tail_bytes``.
     """
@@ -125,19 +126,19 @@ def last_metrics(
 
 
 def with_floats(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of `parse_line` with the strings "nan", "inf" and "-inf" as numbers."""
+    """Return a record of `parse_line` with the strings "nan", "inf" and "-inf" as numbers."""
     return {k: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}
 
 
 def as_json(value: float) -> float | str:
-    """A number for JSON: a string if it is not finite."""
+    """Return a number for JSON: a string if it is not finite."""
     if math.isfinite(value):
         return value
     return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
 
 
 def from_json(value: float | str) -> float:
-    """The inverse of `as_json`.
+    """Return the inverse of `as_json`.
 
     Raises:
         ValueError: a string other than "nan", "inf" and "-inf".
@@ -146,7 +147,7 @@ def from_json(value: float | str) -> float:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, with numbers as in JSON; None if the line is damaged."""
+    """Return the record in a line, with numbers as in JSON; None if the line is damaged."""
     try:
         record = parse_json(line)
     except ValueError:
@@ -155,7 +156,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def is_record(record: Any) -> bool:
-    """Whether this is an object with a valid step."""
+    """Return whether this is an object with a valid step."""
     return isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < LAST_STEP
 
 

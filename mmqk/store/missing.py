@@ -27,7 +27,7 @@ class Written:
         self._read = {name: (0, hashlib.sha256()) for name in RECORDS}
 
     def now(self) -> dict[str, dict[str, Any]]:
-        """``{"bytes": length, "sha256": hex digits}`` by file name; a missing file counts as empty."""
+        """Return ``{"bytes": length, "sha256": hex digits}`` by file name; a missing file counts as empty."""
         by_name = {}
         for name, (length, digest) in self._read.items():
             path = self._folder / name
@@ -43,7 +43,8 @@ class Written:
 
 
 def lost_steps(present: Iterable[int], first: int, last: int) -> str:
-    """A sentence that names the steps from ``first`` to ``last`` without a line in metrics.jsonl; empty if none."""
+    """Return a sentence that names the steps from ``first`` to ``last`` without a line in metrics.jsonl; empty if
+    none."""
     missing = sorted(set(range(first, last + 1)) - set(present)) if last > first else []
     if not missing:
         return ""
@@ -60,7 +61,7 @@ def lost_steps(present: Iterable[int], first: int, last: int) -> str:
 
 
 def lost_alarms(counted: Mapping[tuple[int, str], float], stored: Iterable[tuple[int, str]]) -> str:
-    """A sentence if alarms.jsonl lacks alarms that metrics.jsonl counts; else empty.
+    """Return a sentence if alarms.jsonl lacks alarms that metrics.jsonl counts; else empty.
 
     Args:
         counted: the value of ``alarm/<name>`` in metrics.jsonl, by step and name of the alarm.
@@ -72,7 +73,8 @@ def lost_alarms(counted: Mapping[tuple[int, str], float], stored: Iterable[tuple
 
 
 def examine(folder: Path, first: int, step: int, written: Mapping[str, Any] | None) -> list[str]:
-    """One sentence for each file with missing lines up to a checkpoint; copies damaged lines to ``<file>.damaged``.
+    """Return one sentence for each file with missing lines up to a checkpoint; copies damaged lines to
+    ``<file>.damaged``.
 
     Args:
         folder: the run folder.

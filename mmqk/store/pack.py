@@ -84,7 +84,8 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
 
 
 def _thinned(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
-    """A metrics file without the values that no report reads of long series, and n of each series that lost some.
+    """Return a metrics file without the values that no report reads of long series, and n of each series that lost
+    some.
 
     Such a series keeps its first value, every n-th after it, and those that are not finite (text in JSON).
     """
@@ -107,7 +108,7 @@ def _thinned(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
 
 
 def _small(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
-    """A metrics file with only the series that a report reads, rounded, and both facts."""
+    """Return a metrics file with only the series that a report reads, rounded, and both facts."""
     lines = []
     for line in metrics.splitlines(keepends=True):
         if record := parse_line(line):
@@ -132,7 +133,7 @@ def _reported(name: str) -> bool:
 
 
 def unpacked(path: Path) -> Path:
-    """The folder of a pack's runs, unpacked for this process; any other path is returned unchanged.
+    """Return the folder of a pack's runs, unpacked for this process; any other path is returned unchanged.
 
     Raises:
         UserError: the file is not a pack, or is damaged.

@@ -20,7 +20,8 @@ GRIDS = ("configs/ablations", "configs/claims", "configs/failures")
 
 
 def find_file(path: str | Path) -> Path:
-    """A relative path, in the working directory or else among the shipped files; unchanged if it is in neither."""
+    """Return a relative path, in the working directory or else among the shipped files; unchanged if it is in
+    neither."""
     path = Path(path)
     shipped = SHIPPED / path
     here = path.is_absolute() or path.exists() or path.parts[:1] == () or path.parts[0] not in FOLDERS
@@ -28,13 +29,15 @@ def find_file(path: str | Path) -> Path:
 
 
 def named_config(name: str, folders: Sequence[str] = CONFIGS) -> Path | None:
-    """The shipped file of a name (``demo``, ``recipes/olmo2``) or of a path (``configs/demo.yaml``), if it exists."""
+    """Return the shipped file of a name (``demo``, ``recipes/olmo2``) or of a path (``configs/demo.yaml``), if it
+    exists."""
     named = (SHIPPED / folder / f"{name}.yaml" for folder in folders)
     return next((path for path in (find_file(name), *named) if path.is_file()), None)
 
 
 def _config(value: str, folders: Sequence[str]) -> str:
-    """The value of ``--config``: the path of a file that exists, or the value itself if it is JSON or a path."""
+    """Return the value of ``--config``: the path of a file that exists, or the value itself if it is JSON or a
+    path."""
     if value.lstrip().startswith("{"):
         return value
     if file := named_config(value, folders):
@@ -48,14 +51,15 @@ def _config(value: str, folders: Sequence[str]) -> str:
 
 
 def shipped_names(folders: Sequence[str]) -> list[str]:
-    """The names of the shipped files in these folders and, for configs, of the recipes."""
+    """Return the names of the shipped files in these folders and, for configs, of the recipes."""
     roots = [SHIPPED / folder for folder in folders]
     files = [(root, path) for root in roots for path in (*root.glob("*.yaml"), *root.glob("recipes/*.yaml"))]
     return sorted(path.relative_to(root).with_suffix("").as_posix() for root, path in files)
 
 
 def with_configs(argv: Sequence[str], folders: Sequence[str] = CONFIGS) -> list[str]:
-    """A command line with the path of each ``--config``; a first word without dashes and ``=`` is a config too.
+    """Return a command line with the path of each ``--config``; a first word without dashes and ``=`` is a config
+    too.
 
     ``demo optim.lr=0.01`` becomes ``--config path/to/configs/demo.yaml optim.lr=0.01``.
 

@@ -59,7 +59,7 @@ def tag(statistic: str, *modalities: str, layer: int | None = None, head: int | 
 
 
 def parse_tag(text: str) -> Tag:
-    """The parts of ``text``, the inverse of `tag`.
+    """Return the parts of ``text``, the inverse of `tag`.
 
     Raises:
         ValueError: ``text`` is not a tag.
@@ -79,7 +79,7 @@ def parse_tag(text: str) -> Tag:
 
 @lru_cache(maxsize=65536)
 def parsed_tag(name: str) -> Tag:
-    """The parts of a tag; a name that is not a tag becomes the statistic."""
+    """Return the parts of a tag; a name that is not a tag becomes the statistic."""
     try:
         return parse_tag(name)
     except ValueError:

@@ -7,7 +7,7 @@ from mmqk.store.tags import tag
 
 
 def parse_vocab_sizes(text: str) -> dict[str, int]:
-    """Number of ids by modality, in the order of the ids.
+    """Return the number of ids by modality, in the order of the ids.
 
     Raises:
         UserError: the text has another form, or a name is invalid in a tag.

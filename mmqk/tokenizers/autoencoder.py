@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 
 def encoder(stages: int) -> Any:
-    """The first `stages` stages of ConvNeXt-atto (Liu et al., 2201.03545): (B, 3, S, S) to a list of feature maps.
+    """Return the first `stages` stages of ConvNeXt-atto (Liu et al., 2201.03545): (B, 3, S, S) to a list of feature
+    maps.
 
     The last map is (B, C, S/stride, S/stride). The stride is 4 after one stage and doubles with each further stage.
     """

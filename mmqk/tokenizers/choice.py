@@ -52,7 +52,7 @@ def add_data_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def selection_of(args: argparse.Namespace) -> Selection:
-    """The `Selection` of a command line with `add_data_arguments`.
+    """Return the `Selection` of a command line with `add_data_arguments`.
 
     Raises:
         UserError: a number is out of range.
@@ -66,7 +66,7 @@ def selection_of(args: argparse.Namespace) -> Selection:
 
 
 def spread(total: int, most: int) -> np.ndarray:
-    """Ascending indices of at most `most` of `total` samples: a random one from each of `most` equal parts.
+    """Return ascending indices of at most `most` of `total` samples: a random one from each of `most` equal parts.
 
     A pure function of the arguments. A fixed stride would select images of one vendor where those of three alternate.
     """
@@ -77,11 +77,11 @@ def spread(total: int, most: int) -> np.ndarray:
 
 
 def summary(read: int, total: int, what: str) -> str:
-    """``200 of 1,000 samples read``."""
+    """Return how much was read: ``200 of 1,000 samples read``."""
     return f"{read:,} of {total:,} {what} read" if read < total else f"{read:,} {what} read"
 
 
 def dropped_summary(dropped: Counter[str]) -> str:
-    """``, 3 dropped (no caption: 1, no image file: 2)``; empty without drops."""
+    """Return what was dropped: ``, 3 dropped (no caption: 1, no image file: 2)``; empty without drops."""
     reasons = ", ".join(f"{reason}: {n:,}" for reason, n in sorted(dropped.items()))
     return f", {dropped.total():,} dropped ({reasons})" if dropped else ""

@@ -15,7 +15,7 @@ TRAIN_COMMAND = "python -m mmqk.tokenizers.train"
 
 
 def existing_file(folder: Path | str, name: str) -> Path:
-    """The path of one tokenizer file.
+    """Return the path of one tokenizer file.
 
     Raises:
         UserError: the folder has no such file.
@@ -29,7 +29,7 @@ def existing_file(folder: Path | str, name: str) -> Path:
 
 
 def damaged(path: Path, why: object) -> UserError:
-    """The error for a tokenizer file that exists but cannot be used."""
+    """Return the error for a tokenizer file that exists but cannot be used."""
     reason = " ".join(str(why).split()).rstrip(".")
     return UserError(
         f"The tokenizer file {path} cannot be used ({reason}): restore it or train it again with"
@@ -38,7 +38,7 @@ def damaged(path: Path, why: object) -> UserError:
 
 
 def tokenizers_hash(folder: Path | str) -> str:
-    """Hash of the bytes of both files (10 hex digits); part of the name of a token cache.
+    """Return the hash of the bytes of both files (10 hex digits); part of the name of a token cache.
 
     Raises:
         UserError: one of the files is missing.

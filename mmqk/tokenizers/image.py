@@ -73,21 +73,21 @@ class ImageTokenizer(nn.Module):
         return tokenizer.eval().requires_grad_(False)
 
     def to_bytes(self) -> bytes:
-        """The content of `image.safetensors`: weights in fp16, the configuration in the metadata."""
+        """Return the content of `image.safetensors`: weights in fp16, the configuration in the metadata."""
         weights = {name: w.detach().cpu().half().contiguous() for name, w in self.state_dict().items()}
         # A single key: safetensors writes several in any order, and equal tokenizers must give equal bytes.
         about = json.dumps({"format": FORMAT, "config": asdict(self.config)})
         return save(weights, {METADATA_KEY: about})
 
     def features(self, images_BCHW: Tensor) -> Tensor:
-        """Vectors before quantization, (B, D, G, G); pixels are in [0, 1]."""
+        """Return the vectors before quantization, (B, D, G, G); pixels are in [0, 1]."""
         h_BCHW = self.encoder(images_BCHW * 2 - 1)[-1]
         # The norm fixes the scale of the vectors. It has no weights, because the projection has them.
         h_BHWC = h_BCHW.permute(0, 2, 3, 1)
         return self.project(F.layer_norm(h_BHWC, h_BHWC.shape[-1:]).permute(0, 3, 1, 2))
 
     def quantize(self, z_BDHW: Tensor) -> Tensor:
-        """Nearest code by Euclidean distance, row-major, (B, N) int64."""
+        """Return the nearest code by Euclidean distance, row-major, (B, N) int64."""
         z_BND = z_BDHW.flatten(2).transpose(1, 2)
         # |z - c|^2 without |z|^2, which is equal for all codes; in chunks, to bound memory
         squares_V, codes_DV = self.codebook_VD.square().sum(1), self.codebook_VD.T
@@ -96,7 +96,7 @@ class ImageTokenizer(nn.Module):
 
     @torch.no_grad()
     def encode(self, images_BCHW: Tensor) -> Tensor:
-        """Codes of images with pixels in [0, 1]: (B, N) int64, row-major.
+        """Return the codes of images with pixels in [0, 1]: (B, N) int64, row-major.
 
         Raises:
             UserError: the images are not (B, 3, image_size, image_size) in floating point.
@@ -115,7 +115,7 @@ class ImageTokenizer(nn.Module):
 
     @torch.no_grad()
     def decode(self, codes_BN: Tensor) -> Tensor:
-        """Images of codes: (B, 3, image_size, image_size), fp32 in [0, 1].
+        """Return the images of codes: (B, 3, image_size, image_size), fp32 in [0, 1].
 
         Raises:
             UserError: the codes are not (B, N), or outside 0 to size - 1.

@@ -65,7 +65,7 @@ class ImageTokenizerConfig:
 
 
 def read_config(folder: Path | str) -> ImageTokenizerConfig:
-    """The configuration stored in a folder's `image.safetensors`, without its weights.
+    """Return the configuration stored in a folder's `image.safetensors`, without its weights.
 
     Raises:
         UserError: the file is missing, damaged, or not an image tokenizer.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def psnr(images_BCHW: Tensor, reconstructions_BCHW: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio of each image, dB, shape (B,), for pixels in [0, 1]."""
+    """Return the peak signal-to-noise ratio of each image, dB, shape (B,), for pixels in [0, 1]."""
     mse_B = (images_BCHW - reconstructions_BCHW).square().flatten(1).mean(1)
     return -10 * mse_B.clamp_min(1e-10).log10()
 
@@ -40,7 +40,7 @@ class TokenStatistics:
 
 
 def token_statistics(ids: Tensor, size: int) -> TokenStatistics:
-    """Statistics of ids 0 to size - 1, any shape."""
+    """Return the statistics of ids 0 to size - 1, any shape."""
     counts = torch.bincount(ids.flatten(), minlength=size).double()
     p = counts[counts > 0] / counts.sum()
     return TokenStatistics(int(counts.sum()), len(p), float(-(p * p.log()).sum()))

@@ -70,7 +70,7 @@ class Measures:
 
 
 def reconstruct(tokenizer: ImageTokenizer, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (B, N) and reconstructions of uint8 images."""
+    """Return the codes (B, N) and reconstructions of uint8 images."""
     codes_BN = tokenizer.encode(images_BCHW.float() / 255)
     return codes_BN, tokenizer.decode(codes_BN)
 
@@ -137,7 +137,7 @@ def contact_sheet(held_out_BCHW: Tensor, tokenizers: Path) -> Image.Image:
 
 
 def page(m: Measures, args: argparse.Namespace, source: Source, documents: Documents, read: list[str]) -> str:
-    """The page as Markdown; `read` has the summaries of data that was not used as a whole."""
+    """Return the page as Markdown; `read` has the summaries of data that was not used as a whole."""
     image, words = ImageTokenizer.load(args.tokenizers), TextTokenizer.load(args.tokenizers)
     lines = "\n".join
     n, codes = image.config.grid**2, m.codes
@@ -213,13 +213,13 @@ def _about(source: Source, val_fraction: float) -> str:
 
 
 def _flags(args: argparse.Namespace) -> str:
-    """The flags of this command line that differ from the defaults."""
+    """Return the flags of this command line that differ from the defaults."""
     flags = _differing(parser(), {name: value for name, value in vars(args).items() if name != "out"})
     return " " + shlex.join(flags) if flags else ""
 
 
 def _training(args: argparse.Namespace, c: ImageTokenizerConfig, text_size: int) -> str:
-    """The command that trains tokenizers of this shape on this data."""
+    """Return the command that trains tokenizers of this shape on this data."""
     width = None if c.decoder_width == 20 * c.stride else c.decoder_width
     shape = {"codes": c.codes, "image_size": c.image_size, "grid": c.grid, "decoder_width": width}
     flags = _differing(train.parser(), vars(args) | shape | {"text_size": text_size, "out": args.tokenizers})
@@ -228,7 +228,7 @@ def _training(args: argparse.Namespace, c: ImageTokenizerConfig, text_size: int)
 
 
 def _differing(p: argparse.ArgumentParser, given: dict[str, Any]) -> list[str]:
-    """The flags of `given` that `p` has with another default."""
+    """Return the flags of `given` that `p` has with another default."""
     flags = []
     for name, default in vars(p.parse_args([])).items():
         if name in given and given[name] != default:
@@ -242,7 +242,7 @@ def _hashes(source: Source, documents: Documents) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     p = OneSentenceParser(
         prog=COMMAND,
         description="Measure the tokenizers and write their page. Give the data and --val-fraction of the training.",

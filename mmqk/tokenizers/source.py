@@ -55,7 +55,7 @@ class PairFolder:
         self.manifest = load_manifest(folder)
 
     def images(self, size: int) -> Images:
-        """The images of both splits, or an evenly spread sample of them.
+        """Return the images of both splits, or an evenly spread sample of them.
 
         Raises:
             UserError: a split is missing or empty, a shard is damaged, or an image has another size.
@@ -65,7 +65,7 @@ class PairFolder:
         return Images(train, val, summary(read, total, "images") if read < total else "")
 
     def split_images(self, split: str, size: int) -> Tensor:
-        """The images of one split, (B, 3, size, size) uint8; errors as `images`."""
+        """Return the images of one split, (B, 3, size, size) uint8; errors as `images`."""
         chosen: set[int] | None = None
         for place, pair in enumerate(read_pairs(self.folder, split)):
             if chosen is None:  # only here, because read_pairs raises for a missing split
@@ -85,13 +85,13 @@ class PairFolder:
         return torch.from_numpy(pixels[:count])
 
     def captions(self) -> tuple[list[str], str]:
-        """Captions of the train split and a summary, empty if all were used."""
+        """Return the captions of the train split and a summary, empty if all were used."""
         captions = [pair.caption for pair in read_pairs(self.folder, "train")]
         n, selected = len(captions), [captions[i] for i in spread(len(captions), self.selection.captions)]
         return selected, summary(len(selected), n, "captions") if len(selected) < n else ""
 
     def identity(self) -> str:
-        """Hash of the manifest, 10 hex digits."""
+        """Return the hash of the manifest, 10 hex digits."""
         return manifest_hash(self.folder)
 
 
@@ -113,7 +113,7 @@ class Tars:
         return sum(map(len, self.indexes))
 
     def images(self, size: int) -> Images:
-        """Images of samples spread evenly over all shards; one per interleaved document.
+        """Return the images of samples spread evenly over all shards; one per interleaved document.
 
         Raises:
             UserError: a shard is damaged, no image can be used, or none falls into one of the splits.
@@ -144,7 +144,7 @@ class Tars:
         return Images(torch.from_numpy(pixels[:n_train]), torch.from_numpy(pixels[val_start:]), read)
 
     def captions(self) -> tuple[list[str], str]:
-        """Texts of training samples spread evenly over all shards, and a summary.
+        """Return the texts of training samples spread evenly over all shards, and a summary.
 
         Raises:
             UserError: a shard is damaged, or no sample has a text.
@@ -174,7 +174,8 @@ class Tars:
             yield turn, self.indexes[shard].read(place)
 
     def identity(self) -> str:
-        """Hash of the names, lengths and sample counts of the shards (not of their content), 10 hex digits."""
+        """Return the hash of the names, lengths and sample counts of the shards (not of their content), 10 hex
+        digits."""
         shards = [[index.path.name, index.length, len(index)] for index in self.indexes]
         return identity_hash({"shards": shards})
 
@@ -208,7 +209,7 @@ Source = PairFolder | Tars
 
 
 def open_source(shards: Sequence[str | Path] | str | Path, selection: Selection | None = None) -> Source:
-    """A folder with a manifest, or patterns of tars.
+    """Return a folder with a manifest, or patterns of tars.
 
     Raises:
         UserError: a pattern names no file, or the folder has no manifest.
@@ -224,7 +225,7 @@ def open_source(shards: Sequence[str | Path] | str | Path, selection: Selection 
 
 
 def parts_of(sample: Mapping[str, bytes], caption_field: str | None) -> tuple[bytes, list[bytes], list[str]]:
-    """Identity, image files and texts of a pair or of an interleaved document.
+    """Return the identity, image files and texts of a pair or of an interleaved document.
 
     The identity decides the split by the rule of `python -m mmqk.data.tokenize`, so both hold out the same samples.
 
@@ -244,7 +245,7 @@ def parts_of(sample: Mapping[str, bytes], caption_field: str | None) -> tuple[by
 
 
 def images_at_once(config: ImageTokenizerConfig) -> int:
-    """Images to encode or decode at once, to bound memory: 256 of 64 px, or 2**25 distances to codes."""
+    """Return the images to encode or decode at once, to bound memory: 256 of 64 px, or 2**25 distances to codes."""
     pixels = 256 * 64**2 // config.image_size**2
     distances = 2**25 // (config.grid**2 * config.codes)
     return max(1, min(pixels, distances))

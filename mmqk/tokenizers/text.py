@@ -66,13 +66,13 @@ class TextTokenizer:
         return trained
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, each from 0 to size - 1."""
+        """Return the ids of a text, each from 0 to size - 1."""
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; bytes that are not UTF-8 (part of a character) become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 (part of a character) become U+FFFD."""
         return self._tokenizer.decode([int(i) for i in ids])
 
     def to_json(self) -> str:
-        """The content of `text.json`."""
+        """Return the content of `text.json`."""
         return self._tokenizer.to_str(pretty=False) + "\n"

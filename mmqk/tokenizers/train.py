@@ -42,7 +42,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     p = OneSentenceParser(
         prog="python -m mmqk.tokenizers.train",
         description="Train the text tokenizer and the image tokenizer of the joint vocabulary.",
@@ -147,7 +147,7 @@ def train_image(images: Images, args: argparse.Namespace) -> ImageTokenizer:
 
 
 def _images(source: Source, args: argparse.Namespace) -> Images:
-    """The images of both splits.
+    """Return the images of both splits.
 
     Raises:
         UserError: the shards are missing or damaged, or have fewer vectors than the codebook has codes.

@@ -48,7 +48,7 @@ class JointVocabulary:
 
     @classmethod
     def load(cls, folder: Path | str) -> JointVocabulary:
-        """The vocabulary of the two tokenizers in a folder; reads only their sizes.
+        """Return the vocabulary of the two tokenizers in a folder; reads only their sizes.
 
         Raises:
             UserError: a tokenizer file is missing or damaged.
@@ -78,11 +78,11 @@ class JointVocabulary:
         return len(SPECIALS) + self.text_size
 
     def text(self, ids: Ids) -> Ids:
-        """Text tokenizer ids to joint ids."""
+        """Return the text tokenizer ids to joint ids."""
         return _shift(ids, len(SPECIALS))
 
     def image(self, codes: Ids) -> Ids:
-        """Image codes to joint ids."""
+        """Return the image codes to joint ids."""
         return _shift(codes, self.image_offset)
 
     def text_ids(self, joint: Ids) -> Ids:

@@ -62,7 +62,7 @@ class VQTrainingConfig:
         check_fields(self, "")
 
     def dead_count(self, config: ImageTokenizerConfig) -> float:
-        """The moving count (vectors per step) below which a code is replaced.
+        """Return the moving count (vectors per step) below which a code is replaced.
 
         A fixed count would replace every code of a large codebook at every step: evenly used, 8,192 codes have a
         count of 1 each on batches of 8,192 vectors.
@@ -70,12 +70,12 @@ class VQTrainingConfig:
         return min(self.dead_below, self.dead_share * self.vectors(config) / config.codes)
 
     def vectors(self, config: ImageTokenizerConfig) -> int:
-        """Vectors in a batch; k-means starts the codebook from them."""
+        """Return the vectors in a batch; k-means starts the codebook from them."""
         return self.batch_size * config.grid**2
 
 
 def quantizer_class() -> type[nn.Module]:
-    """`VectorQuantize` of vector-quantize-pytorch.
+    """Return `VectorQuantize` of vector-quantize-pytorch.
 
     Raises:
         UserError: the extra `[vq]` is not installed.
@@ -90,7 +90,7 @@ def quantizer_class() -> type[nn.Module]:
 
 
 def vector_quantizer(config: ImageTokenizerConfig, training: VQTrainingConfig) -> nn.Module:
-    """The quantizer of an image tokenizer in training; raises as `quantizer_class`."""
+    """Return the quantizer of an image tokenizer in training; raises as `quantizer_class`."""
     return quantizer_class()(
         dim=config.code_dim,
         codebook_size=config.codes,
@@ -173,7 +173,7 @@ class VQModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
     def export(self) -> ImageTokenizer:
-        """The trained tokenizer with its codebook, in evaluation mode."""
+        """Return the trained tokenizer with its codebook, in evaluation mode."""
         quantizer: Any = self.quantizer
         self.model.codebook_VD.copy_(quantizer.codebook.detach())
         return self.model.to(memory_format=torch.contiguous_format).eval().requires_grad_(False)

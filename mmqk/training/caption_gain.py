@@ -65,7 +65,7 @@ def partners(captions: Sequence[Hashable]) -> list[int]:
 
 @torch.no_grad()
 def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder) -> CaptionGain:
-    """Image loss with true and with exchanged captions, over every held-out pair.
+    """Return the image loss with true and with exchanged captions, over every held-out pair.
 
     Args:
         model: A model of the builder's vocabulary.
@@ -93,7 +93,7 @@ def caption_gain(model: EarlyFusionTransformer, builder: SequenceBuilder) -> Cap
 
 
 def summary(true_N: Tensor, shuffled_N: Tensor, captions: Sequence[Hashable]) -> CaptionGain:
-    """The result for N images, in nats per code, averaged by caption first; needs 2 distinct captions."""
+    """Return the result for N images, in nats per code, averaged by caption first; needs 2 distinct captions."""
     true_C, shuffled_C = mean_by_caption(true_N, captions), mean_by_caption(shuffled_N, captions)
     difference_C = shuffled_C - true_C
     n = len(difference_C)
@@ -110,7 +110,7 @@ def summary(true_N: Tensor, shuffled_N: Tensor, captions: Sequence[Hashable]) ->
 
 
 def mean_by_caption(values_N: Tensor, captions: Sequence[Hashable]) -> Tensor:
-    """The mean of each distinct caption's values (C,), in order of first appearance."""
+    """Return the mean of each distinct caption's values (C,), in order of first appearance."""
     number = {caption: c for c, caption in enumerate(dict.fromkeys(captions))}
     place_N = torch.tensor([number[caption] for caption in captions])
     sums_C = values_N.new_zeros(len(number)).index_add(0, place_N, values_N)

@@ -27,18 +27,18 @@ def shard(model: EarlyFusionTransformer, mesh: Any) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the parameters are sharded."""
+    """Return whether the parameters are sharded."""
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The unsharded tensor, in every process; a collective call if `tensor` is sharded."""
+    """Return the unsharded tensor, in every process; a collective call if `tensor` is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def whole_model(model: EarlyFusionTransformer, backend: str) -> EarlyFusionTransformer:
-    """The model, or an unsharded copy in every process if it is sharded; then a collective call."""
+    """Return the model, or an unsharded copy in every process if it is sharded; then a collective call."""
     if not is_sharded(model):
         return model
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -72,7 +72,7 @@ class Sharded(ModelParallelStrategy):
             super().setup_environment()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The unsharded state on the first rank, empty on the others."""
+        """Return the unsharded state on the first rank, empty on the others."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -119,7 +119,7 @@ class Sharded(ModelParallelStrategy):
         }
 
     def _names(self, optimizer: Any) -> list[str]:
-        """Names of the parameters in the order of the optimizer's state dict."""
+        """Return the names of the parameters in the order of the optimizer's state dict."""
         assert self.model is not None
         names = {p: name for name, p in self.model.named_parameters()}
         return [names[p] for group in optimizer.param_groups for p in group["params"]]

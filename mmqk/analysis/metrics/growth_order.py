@@ -46,7 +46,8 @@ class Growth:
 
 
 def growth_order(run: Run) -> list[Growth]:
-    """The series that grew to more than twice their reference, or fell below half of it, in the order of the step.
+    """Return the series that grew to more than twice their reference, or fell below half of it, in the order of the
+    step.
 
     The reference is the value at the first probe at or after the end of the learning-rate warm-up. If the run has no
     recorded warm-up, as with `mmqk.monitors.attach`, the reference is the value at the first probe. A series counts

@@ -19,7 +19,8 @@ LATE_SHARE = 0.5
 
 
 def window_means(run: Run, modality: str) -> Series:
-    """(last step, mean training loss) of each complete window of 500 steps, over the steps that have this loss."""
+    """Return (last step, mean training loss) of each complete window of 500 steps, over the steps that have this
+    loss."""
     steps, values = run.series(f"loss/{modality}")
     windows = (steps - 1) // WINDOW_STEPS
     complete = [w for w in np.unique(windows) if w >= 0 and (w + 1) * WINDOW_STEPS <= run.last_step]
@@ -28,7 +29,7 @@ def window_means(run: Run, modality: str) -> Series:
 
 
 def failure_step(run: Run) -> int | None:
-    """The step at which the run failed for good; None if it did not.
+    """Return the step at which the run failed for good; None if it did not.
 
     The earlier of two steps: the divergence (`divergence_step`), and the end of the first window of 500 steps from
     which on, up to the end of the run and in at least two windows, the mean loss of a trained modality exceeds its
@@ -48,7 +49,8 @@ def failure_step(run: Run) -> int | None:
 
 
 def late_failure(run: Run, modality: str | None = None) -> float:
-    """1 if the run failed for good (`failure_step`) after it had improved for at least half of its life, else 0.
+    """Return 1 if the run failed for good (`failure_step`) after it had improved for at least half of its life, else
+    0.
 
     It improved until its best window of 500 steps; of several trained modalities the earliest best window counts. NaN
     for a run that was stopped early for another reason.
@@ -65,7 +67,7 @@ def late_failure(run: Run, modality: str | None = None) -> float:
 
 
 def time_of_failure(run: Run, modality: str | None = None) -> float:
-    """`failure_step` as a share of the configured run length; 1 for a run that completed without failure.
+    """Return `failure_step` as a share of the configured run length; 1 for a run that completed without failure.
 
     Its mean over runs is the restricted mean time to failure. NaN for a run that was stopped for another reason.
     """

@@ -34,7 +34,7 @@ class FinalLoss:
 
 
 def final_loss(run: Run, modality: str, series: str = "loss") -> FinalLoss:
-    """The final loss of a modality: on held-out data if the run completed and measured it at its last step.
+    """Return the final loss of a modality: on held-out data if the run completed and measured it at its last step.
 
     With ``series`` "excess" it is the loss minus the floor.
     """
@@ -48,18 +48,19 @@ def final_loss(run: Run, modality: str, series: str = "loss") -> FinalLoss:
 
 
 def log_z_series(run: Run, modality: str | None = None) -> Series:
-    """Mean log Z of the output softmax on held-out data by step, in nats."""
+    """Return the mean log Z of the output softmax on held-out data by step, in nats."""
     return run.series(f"val_log_z/{modality}")
 
 
 def final_log_z(run: Run, modality: str | None = None) -> float:
-    """The last value of `log_z_series`; infinite if it is not finite, NaN without one."""
+    """Return the last value of `log_z_series`; infinite if it is not finite, NaN without one."""
     values = log_z_series(run, modality)[1]
     return math.nan if not len(values) else float(values[-1]) if math.isfinite(values[-1]) else math.inf
 
 
 def initial_loss(run: Run, modality: str, series: str = "loss") -> float:
-    """The initial loss (or "excess") of a modality: on held-out data at step 0, else at the first training step."""
+    """Return the initial loss (or "excess") of a modality: on held-out data at step 0, else at the first training
+    step."""
     steps, values = run.series(f"val_{series}/{modality}")
     if len(steps) and steps[0] == 0:
         return float(values[0])
@@ -68,13 +69,14 @@ def initial_loss(run: Run, modality: str, series: str = "loss") -> float:
 
 
 def unigram_entropy(run: Run, modality: str) -> float:
-    """The held-out loss of a model that knows token frequencies and the form of a sequence; NaN if not measured."""
+    """Return the held-out loss of a model that knows token frequencies and the form of a sequence; NaN if not
+    measured."""
     values = run.series(f"val_unigram/{modality}")[1][:1]
     return float(values[0]) if len(values) else math.nan
 
 
 def best_loss(run: Run, modality: str) -> float:
-    """The lowest loss of the run: on held-out data after step 0, or a mean over 50 training steps."""
+    """Return the lowest loss of the run: on held-out data after step 0, or a mean over 50 training steps."""
     steps, held_out = run.series(f"val_loss/{modality}")
     training = run.series(f"loss/{modality}")[1]
     training = training[np.isfinite(training)]
@@ -85,7 +87,8 @@ def best_loss(run: Run, modality: str) -> float:
 
 
 def learned(run: Run, modality: str) -> bool:
-    """Whether the best loss is more than 0.1 nat below the unigram loss (if not measured: below the initial loss)."""
+    """Return whether the best loss is more than 0.1 nat below the unigram loss (if not measured: below the initial
+    loss)."""
     reference = unigram_entropy(run, modality)
     if math.isnan(reference):
         reference = initial_loss(run, modality)
@@ -93,7 +96,7 @@ def learned(run: Run, modality: str) -> bool:
 
 
 def is_trained(run: Run, modality: str) -> bool:
-    """Whether the run trains this modality: it has a loss, is part of the data mix, and has a weight above 0.
+    """Return whether the run trains this modality: it has a loss, is part of the data mix, and has a weight above 0.
 
     The special tokens around an image are text, but a mix of images alone does not train text. A mix with the dial or
     with token folders may contain any modality, because their modalities have any name.
@@ -109,16 +112,16 @@ def is_trained(run: Run, modality: str) -> bool:
 
 
 def trained_modalities(run: Run) -> tuple[str, ...]:
-    """The modalities that the run trains (`is_trained`), text first."""
+    """Return the modalities that the run trains (`is_trained`), text first."""
     names = {tag.modality for tag in run.tags.values() if tag.statistic == "loss" and tag.modality}
     return tuple(sorted((m for m in names if is_trained(run, m)), key=lambda m: (m != "text", m)))
 
 
 def has_floor(run: Run, modality: str) -> bool:
-    """Whether the run has an excess loss, which needs the floor of the data."""
+    """Return whether the run has an excess loss, which needs the floor of the data."""
     return bool(len(run.series(f"excess/{modality}")[0]) or len(run.series(f"val_excess/{modality}")[0]))
 
 
 def weight_of(run: Run, modality: str) -> float:
-    """The weight of the loss of a modality; 1 by default."""
+    """Return the weight of the loss of a modality; 1 by default."""
     return float(run.setting(f"loss.weights.{modality}", 1.0))

@@ -47,7 +47,7 @@ class _Quantity:
     worst: End
 
     def on_scale(self, value: float) -> float:
-        """The value on a linear scale, its logarithm on a log scale; NaN if it has no logarithm."""
+        """Return the value on a linear scale, its logarithm on a log scale; NaN if it has no logarithm."""
         if self.scale == "linear":
             return value
         return math.log(value) if value > 0 else math.nan
@@ -70,7 +70,7 @@ class Metric(_Quantity):
     counts_failures: bool = False
 
     def worst_seen(self, run: Run, modality: str | None) -> float:
-        """The worst finite value of the whole run; NaN without one."""
+        """Return the worst finite value of the whole run; NaN without one."""
         values = self.series(run, modality)[1]
         values = values[np.isfinite(values)]
         if not len(values):
@@ -97,7 +97,7 @@ class FamilyMetric(_Quantity):
         modality: str | None = None,
         planned: Collection[Mapping[str, Any]] = (),
     ) -> Measured:
-        """The number, or NaN with the reason.
+        """Return the number, or NaN with the reason.
 
         Args:
             runs: verdict runs of one family at one seed, without selection runs and replays.
@@ -115,12 +115,12 @@ class FamilyMetric(_Quantity):
         return self.compute(runs, modality)
 
     def measure(self, runs: Sequence[Run], modality: str | None = None) -> float:
-        """The number without the reason; NaN without a value."""
+        """Return the number without the reason; NaN without a value."""
         return self.measured(runs, modality).value
 
 
 def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
-    """A series of one value, the metric at the last step of the run, for a metric without a series."""
+    """Return a series of one value, the metric at the last step of the run, for a metric without a series."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return np.array([run.last_step]), np.array([measure(run, modality)])
@@ -129,10 +129,10 @@ def alone(measure: Callable[[Run, str | None], float]) -> BySeries:
 
 
 def warmup_steps(run: Run) -> int:
-    """Steps of learning-rate warm-up; 0 if not recorded."""
+    """Return the steps of learning-rate warm-up; 0 if not recorded."""
     return run.setting("optim.warmup_steps", 0)
 
 
 def planned_steps(run: Run) -> int:
-    """Configured length of the run in optimizer steps; if not recorded, its last step."""
+    """Return the configured length of the run in optimizer steps; if not recorded, its last step."""
     return run.setting("trainer.max_steps", 0) or run.last_step

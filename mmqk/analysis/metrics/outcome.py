@@ -55,7 +55,7 @@ class Outcome:
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
-    """The outcome of each run, relative to the other runs.
+    """Return the outcome of each run, relative to the other runs.
 
     Runs on the same data are compared over all seeds by the final held-out loss of each modality. If the floor is
     known, it is the excess loss, which differs from the loss by a constant.

@@ -20,7 +20,7 @@ FEWEST_PROBES = 3
 
 
 def _end(series: Series, worst: float) -> float:
-    """Median of the last three probes; ``worst`` if the last one is not finite, NaN without probes."""
+    """Return the median of the last three probes; ``worst`` if the last one is not finite, NaN without probes."""
     values = series[1][-LAST_PROBES:]
     if not len(values):
         return math.nan
@@ -30,23 +30,24 @@ def _end(series: Series, worst: float) -> float:
 
 
 def logit_series(run: Run, modality: str | None = None) -> Series:
-    """Largest absolute attention logit over layers, heads and modality pairs, by probe."""
+    """Return the largest absolute attention logit over layers, heads and modality pairs, by probe."""
     return run.combined("attn_logit_absmax", np.max, modality)
 
 
 def growth_series(run: Run, modality: str | None = None) -> Series:
-    """`logit_series` divided by its first value."""
+    """Return `logit_series` divided by its first value."""
     steps, values = logit_series(run, modality)
     return steps, values / values[:1] if len(values) else values
 
 
 def entropy_series(run: Run, modality: str | None = None) -> Series:
-    """Attention entropy of the layer with the lowest value, in nats, by probe."""
+    """Return the attention entropy of the layer with the lowest value, in nats, by probe."""
     return run.combined("attn_entropy", np.min, modality)
 
 
 def norm_series(statistic: str) -> BySeries:
-    """Mean of a norm by probe: over the tokens of each layer and modality, then over these with equal weight."""
+    """Return the mean of a norm by probe: over the tokens of each layer and modality, then over these with equal
+    weight."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return run.combined(statistic, np.mean, modality)
@@ -55,7 +56,8 @@ def norm_series(statistic: str) -> BySeries:
 
 
 def norm_product_series(run: Run, modality: str | None = None) -> Series:
-    """Product of mean query norm and mean key norm, by probe: the geometric mean over layers and modalities."""
+    """Return the product of mean query norm and mean key norm, by probe: the geometric mean over layers and
+    modalities."""
     (steps, q), (_, k) = (run.combined(name, _geometric_mean, modality) for name in ("q_norm", "k_norm"))
     return steps, q * k
 
@@ -66,7 +68,8 @@ def _geometric_mean(table: np.ma.MaskedArray, axis: int) -> np.ma.MaskedArray:
 
 
 def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
-    """Power of queries times power of keys over their alignment, by probe: the geometric mean over layers and pairs.
+    """Return the power of queries times power of keys over their alignment, by probe: the geometric mean over layers
+    and pairs.
 
     The mean squared logit is the product of the three. So if the logits of one run are larger than those of another
     and the ratio of this number is above 1, norms explain more than half of the growth.
@@ -77,7 +80,8 @@ def norms_over_alignment(run: Run, modality: str | None = None) -> Series:
 
 
 def deviation_series(variance: str) -> BySeries:
-    """Square root of a variance of logits by probe: its mean over heads, layers and modalities with equal weight."""
+    """Return the square root of a variance of logits by probe: its mean over heads, layers and modalities with equal
+    weight."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         steps, values = run.combined(variance, np.mean, modality)
@@ -87,7 +91,7 @@ def deviation_series(variance: str) -> BySeries:
 
 
 def logit_mean_series(run: Run, modality: str | None = None) -> Series:
-    """Root mean square over layers of the mean logit of a row, by probe."""
+    """Return the root mean square over layers of the mean logit of a row, by probe."""
     return run.combined("attn_logit_mean", _root_mean_square, modality)
 
 
@@ -97,7 +101,8 @@ def _root_mean_square(table: np.ma.MaskedArray, axis: int) -> np.ndarray:
 
 
 def mass_other_series(run: Run, modality: str | None = None) -> Series:
-    """Attention mass of queries on keys of other modalities, by probe: the mean over layers and query modalities."""
+    """Return the attention mass of queries on keys of other modalities, by probe: the mean over layers and query
+    modalities."""
     sums: dict[tuple[str, int | None], dict[int, float]] = {}
     for name, tag in run.tags.items():
         if tag.statistic != "attn_mass" or tag.head is not None or tag.pair is None:
@@ -114,12 +119,12 @@ def mass_other_series(run: Run, modality: str | None = None) -> Series:
 
 
 def attention_mass_other(run: Run, modality: str | None = None) -> float:
-    """`mass_other_series` at the end of the run, the median of the last three probes."""
+    """Return `mass_other_series` at the end of the run, the median of the last three probes."""
     return _end(mass_other_series(run, modality), -math.inf)
 
 
 def largest_attention_logit(run: Run, modality: str | None = None) -> float:
-    """`logit_series` at the end of the run, the median of the last three probes.
+    """Return `logit_series` at the end of the run, the median of the last three probes.
 
     For a run that diverged, the end is where it was stopped.
     """
@@ -127,14 +132,14 @@ def largest_attention_logit(run: Run, modality: str | None = None) -> float:
 
 
 def attention_entropy(run: Run, modality: str | None = None) -> float:
-    """`entropy_series` at the end of the run, the median of the last three probes."""
+    """Return `entropy_series` at the end of the run, the median of the last three probes."""
     return _end(entropy_series(run, modality), -math.inf)
 
 
 def norm_slope(
     run: Run, statistic: str, modality: str | None = None, start: float = SLOPE_FROM_SHARE, end: float = 1.0
 ) -> float:
-    """Growth rate of a norm: least-squares slope of its logarithm over the step, per 1,000 steps.
+    """Return the growth rate of a norm: least-squares slope of its logarithm over the step, per 1,000 steps.
 
     Args:
         run: the run.
@@ -163,7 +168,7 @@ def norm_slope(
 
 
 def probed(label: str, series: BySeries) -> Metric:
-    """A metric: the end of a series of probes, on the log scale."""
+    """Return a metric: the end of a series of probes, on the log scale."""
 
     def measure(run: Run, modality: str | None = None) -> float:
         return _end(series(run, modality), math.inf)
@@ -172,7 +177,7 @@ def probed(label: str, series: BySeries) -> Metric:
 
 
 def slope_of(label: str, statistic: str, start: float = SLOPE_FROM_SHARE, end: float = 1.0) -> Metric:
-    """A metric: `norm_slope` in a window."""
+    """Return a metric: `norm_slope` in a window."""
 
     def measure(run: Run, modality: str | None = None) -> float:
         return norm_slope(run, statistic, modality, start, end)

@@ -19,12 +19,12 @@ UNSTABLE_NATS = 0.1
 
 
 def learning_rate(run: Run) -> float:
-    """The peak learning rate of a run; NaN if not recorded."""
+    """Return the peak learning rate of a run; NaN if not recorded."""
     return axis_value(run, RATE)
 
 
 def axis_value(run: Run, axis: str) -> float:
-    """The value of a run on an axis, from its point or configuration; NaN if it is not a number."""
+    """Return the value of a run on an axis, from its point or configuration; NaN if it is not a number."""
     value = run.point.get(axis, run.setting(axis))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
@@ -47,7 +47,7 @@ class Ended:
 
 
 def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended], str]:
-    """The runs of a family by rising learning rate, and the reason if they cannot be compared.
+    """Return the runs of a family by rising learning rate, and the reason if they cannot be compared.
 
     The loss is the held-out loss, or its excess if every run has a floor. Without a modality it is the mean over the
     trained modalities, weighted as in the training loss.
@@ -95,7 +95,7 @@ def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended],
 
 
 def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """Mean over the learning rates of ``min(loss, loss at initialization) - lowest loss of the grid``.
+    """Return the mean over the learning rates of ``min(loss, loss at initialization) - lowest loss of the grid``.
 
     Wortsman et al. (arXiv 2309.14322, section 2.2), with equal weight for every learning rate. Infinite if no run
     ended below its loss at initialization, because the formula would give 0, the value of a perfect arm.
@@ -111,7 +111,7 @@ def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured
 
 
 def first_diverging_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """The lowest learning rate at which the run diverged (`divergence_step`).
+    """Return the lowest learning rate at which the run diverged (`divergence_step`).
 
     If no run diverged, the result is a bound (`Measured.towards` is 1): the next learning rate that the grid would
     have.
@@ -121,7 +121,7 @@ def first_diverging_lr(runs: Sequence[Run], modality: str | None = None) -> Meas
 
 
 def first_unstable_lr(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """The lowest unstable learning rate.
+    """Return the lowest unstable learning rate.
 
     A learning rate is unstable if the run diverged, or if it exceeds the best learning rate and its final loss
     exceeds the best one by more than 0.1 nat. Small models stall more often than they diverge. Below the best
@@ -154,7 +154,7 @@ FEWEST_DOSES = 3
 
 
 def dose_response(runs: Sequence[Run], measure: Callable[[Run], float], axis: str, slope: bool) -> Measured:
-    """How a number of each run of a family responds to one axis, at one seed.
+    """Return how a number of each run of a family responds to one axis, at one seed.
 
     Args:
         runs: at least three, one per value of the axis.

@@ -21,7 +21,7 @@ FEWEST_FITTED = 3
 
 
 def model_size(run: Run) -> float:
-    """Parameters of the blocks' matrices (attention and MLP), without embeddings, head, gains and biases.
+    """Return the parameters of the blocks' matrices (attention and MLP), without embeddings, head, gains and biases.
 
     Counted as by Wortsman et al., where 3 layers of width 256 have 2.4M. Of matrices with a copy per modality, one
     copy counts, because a token passes through one. NaN if the configuration does not define the size.
@@ -117,13 +117,13 @@ def _one(rate: float, by_size: dict[float, tuple[int, float]]) -> tuple[Extrapol
 
 
 def fit_quadratic(sizes: Sequence[float], values: Sequence[float]) -> Callable[[ArrayLike], NDArray[np.float64]]:
-    """The least-squares quadratic of log value in log size, as a function of size."""
+    """Return the least-squares quadratic of log value in log size, as a function of size."""
     curve = np.polynomial.Polynomial.fit(np.log(sizes), np.log(values), 2)
     return lambda at: np.exp(curve(np.log(at)))
 
 
 def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Measured:
-    """Ratio of the predicted to the actual largest logit of the held-out largest model.
+    """Return the ratio of the predicted to the actual largest logit of the held-out largest model.
 
     Of several learning rates, the ratio farthest from 1.
     """

@@ -21,7 +21,8 @@ WARNINGS = ("spike", "spike_median", "stall", "growth", "collapse")
 
 
 def spike_score(run: Run, modality: str | None = None) -> float:
-    """Percent of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); by default of all targets.
+    """Return the percent of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); by default of all
+    targets.
 
     A spike is at least 7 standard deviations above the mean of up to 1000 values before it. NaN with 100 steps or
     fewer.
@@ -30,12 +31,12 @@ def spike_score(run: Run, modality: str | None = None) -> float:
 
 
 def grad_norm_spike_score(run: Run, modality: str | None = None) -> float:
-    """`spike_score` of the global gradient norm; NaN for a modality."""
+    """Return `spike_score` of the global gradient norm; NaN for a modality."""
     return math.nan if modality else score_of(run.series("grad_norm")[1].tolist())
 
 
 def spike_rate(run: Run, modality: str | None = None) -> float:
-    """Spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); by default of all targets.
+    """Return the spikes per 10,000 steps (Qwen, arXiv 2608.30320, section 3.3); by default of all targets.
 
     A spike is a loss more than 0.1 nat above the median of the 201 steps around it. NaN with fewer than 201 steps.
     """
@@ -47,7 +48,7 @@ def _loss(modality: str | None) -> str:
 
 
 def divergence_step(run: Run) -> int | None:
-    """The optimizer step at which the run diverged, None if it did not.
+    """Return the optimizer step at which the run diverged, None if it did not.
 
     The first step at which `DivergenceRule` fires on the training excess (without a floor: the loss) of the trained
     modalities, or at which the run ended as diverged.
@@ -69,14 +70,15 @@ def divergence_step(run: Run) -> int | None:
 
 
 def diverged(run: Run, modality: str | None = None) -> float:
-    """1 if the run diverged, 0 if it completed, NaN if it did neither."""
+    """Return 1 if the run diverged, 0 if it completed, NaN if it did neither."""
     if divergence_step(run) is not None:
         return 1.0
     return 0.0 if run.status.status == "completed" else math.nan
 
 
 def time_of_divergence(run: Run, modality: str | None = None) -> float:
-    """`divergence_step` as a share of the configured run length; 1 for a run that completed without divergence.
+    """Return `divergence_step` as a share of the configured run length; 1 for a run that completed without
+    divergence.
 
     Its mean over runs is thus the restricted mean time to divergence. NaN for a run that was stopped early for
     another reason.
@@ -88,7 +90,7 @@ def time_of_divergence(run: Run, modality: str | None = None) -> float:
 
 
 def alarms(run: Run) -> list[Alarm]:
-    """The recorded alarms of the run; without an alarm file, the alarms that the rules give for its metrics.
+    """Return the recorded alarms of the run; without an alarm file, the alarms that the rules give for its metrics.
 
     A fork without an alarm file has no alarms, because the rules would need the history of its parent.
     """
@@ -99,7 +101,7 @@ def alarms(run: Run) -> list[Alarm]:
 
 
 def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> float:
-    """Optimizer steps from the first warning to the divergence.
+    """Return the optimizer steps from the first warning to the divergence.
 
     Args:
         run: the run.
@@ -118,7 +120,7 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
 
 
 def first_warning(run: Run, modality: str | None = None, names: Collection[str] = WARNINGS) -> int | None:
-    """The step of the first alarm with one of these names; None without one."""
+    """Return the step of the first alarm with one of these names; None without one."""
     steps = [alarm.step for alarm in alarms(run) if alarm.name in names and _is_of(alarm, modality)]
     return min(steps, default=None)
 

@@ -47,7 +47,7 @@ from mmqk.store import UserError
 
 
 def _loss(label: str, name: str) -> Metric:
-    """A metric: the final value of a loss of a modality."""
+    """Return a metric: the final value of a loss of a modality."""
 
     def measure(run: Run, modality: str | None = None) -> float:
         return final_loss(run, modality or "", name).value
@@ -59,7 +59,7 @@ def _loss(label: str, name: str) -> Metric:
 
 
 def _of_failures(label: str, unit: str, measure: Callable[[Run, str | None], float], worst: End) -> Metric:
-    """A metric without a series; the value of a diverged run is exact, not a bound."""
+    """Return a metric without a series; the value of a diverged run is exact, not a bound."""
     return Metric(label, unit, "linear", worst, measure, alone(measure), counts_failures=True)
 
 
@@ -127,7 +127,7 @@ _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 
 @cache
 def find_metric(name: str) -> tuple[Metric | FamilyMetric, str | None]:
-    """The metric and the modality that a claim names.
+    """Return the metric and the modality that a claim names.
 
     ``q_norm/image``; ``alarm_lead_time(growth)/text``, for one kind of warning; ``dose_response(q_norm/image)`` or
     ``dose_response(q_norm/image, data.dial.entropy.image)``, for a metric of a run along an axis.

@@ -57,7 +57,7 @@ class Columns:
 
 
 def read_columns(path: str | os.PathLike[str]) -> Columns:
-    """The columns of a metrics file, without lines that cannot be read; no columns without a file."""
+    """Return the columns of a metrics file, without lines that cannot be read; no columns without a file."""
     try:
         lines = read_regular(path).splitlines()
     except OSError:

@@ -103,7 +103,7 @@ class Run:
         return config if isinstance(config, Mapping) else self.identity
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """The value of a dotted field of the configuration, e.g. ``loss.weights.image``."""
+        """Return the value of a dotted field of the configuration, e.g. ``loss.weights.image``."""
         value: Any = self.config
         for part in name.split("."):
             if not isinstance(value, Mapping) or part not in value:
@@ -182,7 +182,7 @@ class Run:
         return self._columns.last_step
 
     def series(self, tag: str) -> Series:
-        """(steps, values) of one series; both empty if the run does not have it."""
+        """Return (steps, values) of one series; both empty if the run does not have it."""
         return self._columns.series.get(tag, EMPTY)
 
     def combined(
@@ -192,7 +192,7 @@ class Run:
         modality: str | None = None,
         layer: int | None = None,
     ) -> Series:
-        """A statistic reduced over layers (and key modalities), by step.
+        """Return a statistic reduced over layers (and key modalities), by step.
 
         Args:
             statistic: e.g. ``attn_logit_absmax``.
@@ -241,7 +241,7 @@ def _parsed(name: str) -> Tag | None:
 
 
 def load_runs(folder: str | Path) -> list[Run]:
-    """All runs under ``folder``: an ablation folder, an arm folder, or a run folder.
+    """Return all runs under ``folder``: an ablation folder, an arm folder, or a run folder.
 
     If the folder has an ``ablation.json``, these are the listed runs that have a folder, in the listed order.
     Otherwise they are all folders with a ``run.json`` or ``metrics.jsonl``, up to three levels down.
@@ -263,7 +263,7 @@ def load_runs(folder: str | Path) -> list[Run]:
 
 
 def _names(path: Path, root: Path) -> tuple[str, str, int]:
-    """(name, arm, seed) of a run that no ablation.json lists."""
+    """Return (name, arm, seed) of a run that no ablation.json lists."""
     path, root = path.resolve(), root.resolve()
     parts = path.relative_to(root).parts or (path.name,)
     match = _SEED.fullmatch(path.name)
@@ -280,7 +280,8 @@ def _seed_of_record(path: Path) -> int:
 
 
 def _noted(read: Callable[[], _T | None], notes: list[str], missing: str = "") -> _T | None:
-    """The result of ``read``. Returns None and adds a note if the file is damaged or, with ``missing``, missing."""
+    """Return the result of ``read``. Returns None and adds a note if the file is damaged or, with ``missing``,
+    missing."""
     try:
         record = read()
     except DamagedFile as damaged:
@@ -321,7 +322,7 @@ def _load(path: Path, name: str, arm: str, seed: int, entry: Mapping[str, Any] |
 
 
 def _fork_of(forked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Parent and step from the content of fork.json."""
+    """Return the parent and step from the content of fork.json."""
     parent = forked.get("parent")
     if parent is None:
         return None

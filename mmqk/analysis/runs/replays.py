@@ -80,7 +80,7 @@ class ReplayVerdict:
 
 
 def replay_verdicts(runs: Iterable[Run]) -> list[ReplayVerdict]:
-    """A verdict for every run with replays among ``runs``, in their order."""
+    """Return a verdict for every run with replays among ``runs``, in their order."""
     runs = list(runs)
     by_name = {run.name: run for run in runs}
     replays: dict[str, list[Run]] = {}
@@ -115,7 +115,7 @@ def _verdict(name: str, original: Run | None, replays: Sequence[Run]) -> ReplayV
 def _not_judged(
     original: Run | None, replays: Sequence[Run], rows: Sequence[Times], unfinished: Sequence[Run]
 ) -> str:
-    """Why the replays cannot be judged; empty if they can."""
+    """Return why the replays cannot be judged; empty if they can."""
     if unfinished:
         return f"{len(unfinished)} of {plural(len(replays), 'replay')} have not finished."
     control = next((run for run in replays if _replay(run)["numerics"] == CONTROL), None)
@@ -160,7 +160,7 @@ def _shows_numerics(row: Mapping[str, Times]) -> bool:
 
 
 def _not_dynamics(row: Mapping[str, Times]) -> str:
-    """Why the replays of one depth contradict dynamics; empty if they do not."""
+    """Return why the replays of one depth contradict dynamics; empty if they do not."""
     survived = [
         f"{times.survived} of {times.count} {name} replays survived"
         for name, times in row.items()

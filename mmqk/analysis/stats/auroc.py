@@ -61,7 +61,7 @@ class Auroc:
         return self.interval(1 - CONFIDENCE)[1]
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """The interval at confidence 1 - alpha."""
+        """Return the interval at confidence 1 - alpha."""
         if not self.has_interval:
             return math.nan, math.nan
         z, trials = float(special.ndtri(1 - alpha / 2)), self._trials
@@ -75,7 +75,8 @@ class Auroc:
         return low, high
 
     def p_at(self, threshold: float) -> float:
-        """Two-sided p-value of a true AUROC of ``threshold``, at which the interval at confidence 1 - p ends."""
+        """Return the two-sided p-value of a true AUROC of ``threshold``, at which the interval at confidence 1 - p
+        ends."""
         if not self.has_interval or not 0 < threshold < 1:
             return math.nan
         if self._trials:
@@ -97,7 +98,7 @@ def auroc(
     strata: Sequence[Hashable] | None = None,
     fewest: int = FEWEST_OF_EACH,
 ) -> Auroc:
-    """The AUROC over the pairs within strata, with equal weight for every pair.
+    """Return the AUROC over the pairs within strata, with equal weight for every pair.
 
     The interval comes from a jackknife over runs (failures and survivors separately), on the logit scale; in one
     stratum this is DeLong's variance. If the scores separate the runs perfectly, that variance is 0. Then the
@@ -123,7 +124,7 @@ def auroc_difference(
     failed: Sequence[bool],
     strata: Sequence[Hashable] | None = None,
 ) -> tuple[float, float, float]:
-    """(AUROC of ``scores`` minus AUROC of ``others``, low, high) with the 95 % jackknife interval."""
+    """Return (AUROC of ``scores`` minus AUROC of ``others``, low, high) with the 95 % jackknife interval."""
     wins, allowed = _pairs(scores, failed, strata)
     other_wins, _ = _pairs(others, failed, strata)
     if not allowed.any():
@@ -136,7 +137,7 @@ def auroc_difference(
 def _pairs(
     scores: Sequence[float], failed: Sequence[bool], strata: Sequence[Hashable] | None
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """(1 for a win, 0.5 for a tie, else 0; whether both runs are in one stratum), [failure, survivor]."""
+    """Return (1 for a win, 0.5 for a tie, else 0; whether both runs are in one stratum), [failure, survivor]."""
     x, failure = np.asarray(scores, dtype=np.float64), np.asarray(failed, dtype=bool)
     names = [0] * len(x) if strata is None else list(strata)
     if not len(x) == len(failure) == len(names):
@@ -166,7 +167,7 @@ def _summary(wins: NDArray[np.float64], allowed: NDArray[np.bool_], fewest: int)
 
 
 def _jackknife_error(wins: NDArray[np.float64], allowed: NDArray[np.bool_]) -> float:
-    """Jackknife standard error of ``wins.sum() / allowed.sum()``, over failures and over survivors."""
+    """Return the jackknife standard error of ``wins.sum() / allowed.sum()``, over failures and over survivors."""
     total, pairs, variance = wins.sum(), allowed.sum(), 0.0
     for axis in (1, 0):
         n = allowed.sum(axis=axis)

@@ -75,30 +75,31 @@ class Effect:
         return self.interval(1 - CONFIDENCE)[1]
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """The interval at confidence 1 - alpha."""
+        """Return the interval at confidence 1 - alpha."""
         half = quantile_t(1 - alpha / 2, self.df) * self.error
         return self.value - half, self.value + half
 
     def p_at(self, threshold: float) -> float:
-        """Two-sided p-value of a true effect of ``threshold``, at which the interval at confidence 1 - p ends."""
+        """Return the two-sided p-value of a true effect of ``threshold``, at which the interval at confidence 1 - p
+        ends."""
         distance = abs(self.value - threshold)
         if self.error == 0:
             return float(distance == 0)
         return float(2 * special.stdtr(self.df, -distance / self.error))
 
     def beyond(self, alpha: float, power: float = POWER) -> float:
-        """How far beyond a threshold the true effect must lie, so that the interval at confidence 1 - alpha excludes
-        the threshold with this power; NaN without a spread."""
+        """Return how far beyond a threshold the true effect must lie, so that the interval at confidence 1 - alpha
+        excludes the threshold with this power; NaN without a spread."""
         return (quantile_t(1 - alpha / 2, self.df) + quantile_t(power, self.df)) * self.error
 
 
 def quantile_t(p: float, df: float) -> float:
-    """Quantile of Student's t."""
+    """Return the quantile of Student's t."""
     return float(special.stdtrit(df, p))
 
 
 def pooled_spread(outcomes: Mapping[str, Sequence[float]]) -> Spread | None:
-    """The pooled spread of the outcomes by arm, without arms that have fewer than two seeds.
+    """Return the pooled spread of the outcomes by arm, without arms that have fewer than two seeds.
 
     Returns None if no arm has two seeds.
     """
@@ -129,7 +130,7 @@ def paired_effect(
     spread: Spread | None,
     share_history: bool = False,
 ) -> Effect | None:
-    """Treatment - control over the shared seeds; None if there are none.
+    """Return the treatment - control over the shared seeds; None if there are none.
 
     The interval treats the two means as independent, although the arms share data order and initial weights: a paired
     interval would have only n - 1 degrees of freedom. If the outcomes of a seed are positively correlated between

@@ -23,18 +23,18 @@ _TIE = 1e-9
 
 
 def fisher(a: int, n: int, b: int, m: int) -> float:
-    """Two-sided p-value of Fisher's exact test: ``a`` of ``n`` against ``b`` of ``m``."""
+    """Return the two-sided p-value of Fisher's exact test: ``a`` of ``n`` against ``b`` of ``m``."""
     return float(stats.fisher_exact([[a, n - a], [b, m - b]]).pvalue)
 
 
 def clopper_pearson(count: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Exact interval of a share, from ``count`` of ``n`` runs."""
+    """Return the exact interval of a share, from ``count`` of ``n`` runs."""
     low, high = stats.binomtest(count, n).proportion_ci(confidence)
     return float(low), float(high)
 
 
 def sign_flip(differences: Sequence[float] | NDArray[np.float64]) -> float:
-    """Two-sided p-value of the exact sign-flip test for paired differences that are symmetric about 0.
+    """Return the two-sided p-value of the exact sign-flip test for paired differences that are symmetric about 0.
 
     The share of all 2^n sign patterns whose sum is at least as far from 0 as the observed sum; NaN above
     `MOST_FLIPPED` differences.
@@ -77,7 +77,7 @@ def _p_above(n: int, m: int, delta: float) -> NDArray[np.float64]:
 
 
 def _binomial(n: int, shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Binomial probabilities, [share, count]."""
+    """Return the binomial probabilities, [share, count]."""
     return np.asarray(stats.binom.pmf(np.arange(n + 1), n, shares[:, None]))
 
 
@@ -124,18 +124,18 @@ class Counts:
         return self.interval(0.05)[1]
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """The exact interval at confidence 1 - alpha."""
+        """Return the exact interval at confidence 1 - alpha."""
         low = _edge(self.a, self.n_treatment, self.b, self.m, alpha / 2)
         return low, -_edge(self.b, self.m, self.a, self.n_treatment, alpha / 2)
 
     def p_at(self, threshold: float) -> float:
-        """Two-sided p-value of a true difference of ``threshold``."""
+        """Return the two-sided p-value of a true difference of ``threshold``."""
         above = _p_above(self.n_treatment, self.m, threshold)[self.a, self.b]
         below = _p_above(self.m, self.n_treatment, -threshold)[self.b, self.a]
         return float(min(1.0, 2 * min(above, below)))
 
     def detectable(self, threshold: float, alpha: float, power: float) -> float:
-        """The smallest true difference above ``threshold`` that is significant with this power, or NaN.
+        """Return the smallest true difference above ``threshold`` that is significant with this power, or NaN.
 
         The share of the control is the observed one. For a threshold below 0 the arms swap and the sign is reversed.
         """
@@ -153,8 +153,8 @@ class Counts:
 
 @lru_cache(maxsize=4096)
 def _edge(a: int, n: int, b: int, m: int, tail: float) -> float:
-    """Lower end of the interval: the largest difference that the one-sided test rejects at ``tail``; -1 if it rejects
-    none."""
+    """Return the lower end of the interval: the largest difference that the one-sided test rejects at ``tail``; -1 if
+    it rejects none."""
     low, high = -1.0, 1.0
     for _ in range(24):
         middle = (low + high) / 2

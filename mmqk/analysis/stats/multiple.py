@@ -44,7 +44,7 @@ class Adjusted:
 
 
 def holm(p_values: Sequence[float]) -> list[tuple[float, float]]:
-    """(level, adjusted p-value) of each p-value, in order; a hypothesis is rejected if p is at most its level.
+    """Return (level, adjusted p-value) of each p-value, in order; a hypothesis is rejected if p is at most its level.
 
     Hypotheses after the step at which the procedure stops get the level of that step.
     """
@@ -58,7 +58,7 @@ def holm(p_values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def benjamini_hochberg(p_values: Sequence[float]) -> list[tuple[float, float]]:
-    """(level, adjusted p-value) of each p-value, in order; the level is at most 5 %."""
+    """Return (level, adjusted p-value) of each p-value, in order; the level is at most 5 %."""
     adjusted = stats.false_discovery_control(p_values).tolist() if len(p_values) else []
     discoveries = max(1, sum(p <= DISCOVERY_LEVEL for p in adjusted))
     level = min(FAMILY_LEVEL, DISCOVERY_LEVEL * discoveries / max(1, len(adjusted)))
@@ -80,8 +80,8 @@ def _smallest(first: int, last: int) -> NDArray[np.float64]:
 
 
 def p_over_looks(p: float, first: int, last: int) -> float:
-    """The p-value of one look, corrected for all registered looks: with ``first`` seeds and with each further seed up
-    to ``last``. At least p, and at most the Bonferroni correction."""
+    """Return the p-value of one look, corrected for all registered looks: with ``first`` seeds and with each further
+    seed up to ``last``. At least p, and at most the Bonferroni correction."""
     if last <= first:
         return p
     below = int(np.searchsorted(_smallest(first, last), p, side="right"))
@@ -91,7 +91,7 @@ def p_over_looks(p: float, first: int, last: int) -> float:
 
 @lru_cache(maxsize=1024)
 def level_of_look(alpha: float, first: int, last: int) -> float:
-    """The nominal level of each look for a total error of ``alpha`` over all looks."""
+    """Return the nominal level of each look for a total error of ``alpha`` over all looks."""
     if last <= first:
         return alpha
     low, high = 0.0, alpha

@@ -130,7 +130,7 @@ def assess(study: Study, claim: Claim) -> Assessment:
 
 
 def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
-    """(whether the effect is on the claimed side, the nearest threshold, p-value of a true effect there)."""
+    """Return (whether the effect is on the claimed side, the nearest threshold, p-value of a true effect there)."""
     nearest = min(claim.thresholds, key=lambda threshold: abs(effect.value - threshold))
     if claim.test == "equivalence":
         # One one-sided test per threshold; the nearer threshold gives the larger p-value.
@@ -145,7 +145,7 @@ def _flipped(effect: Effect, threshold: float) -> float:
 
 
 def _registered(compared: Compared) -> str:
-    """Why the runs differ from the registered ones; empty if they do not."""
+    """Return why the runs differ from the registered ones; empty if they do not."""
     claim = compared.claim
     for members in compared.groups.values():
         done = len(members.all)
@@ -175,7 +175,7 @@ def _measured(outcomes: Outcomes, effect: Effect | None) -> str:
 
 
 def _without(unmeasured: Sequence[str]) -> str:
-    """The runs without a value, the first two by name; empty if all have one."""
+    """Return the runs without a value, the first two by name; empty if all have one."""
     if not unmeasured:
         return ""
     more = len(unmeasured) - MOST_NAMED
@@ -184,7 +184,7 @@ def _without(unmeasured: Sequence[str]) -> str:
 
 
 def _bounded(claim: Claim, outcomes: Outcomes, effect: Effect, holds: bool) -> str:
-    """Why the unknown values of failed runs could change the verdict; empty if they could not."""
+    """Return why the unknown values of failed runs could change the verdict; empty if they could not."""
     # Directions in which the true effect may differ, and the direction that would cross the threshold.
     towards = {way for way in outcomes.bounds.get(claim.treatment, {}).values()}
     towards |= {-way for way in outcomes.bounds.get(claim.control, {}).values()}
@@ -255,7 +255,7 @@ def _predicted(compared: Compared) -> Assessment:
 
 
 def _counts(claim: Claim, run: Run) -> bool | None:
-    """Whether the run diverged or reached the value of the claim; None if its value was not measured.
+    """Return whether the run diverged or reached the value of the claim; None if its value was not measured.
 
     A metric whose value of a diverged run is exact decides alone."""
     if run.lost:

@@ -15,7 +15,7 @@ MOST_CONFIRMATORY = 6
 
 
 def claim_metric(claim: Claim) -> Metric | FamilyMetric:
-    """The metric of a claim; for a count, the share of runs; for a prediction, the AUROC."""
+    """Return the metric of a claim; for a count, the share of runs; for a prediction, the AUROC."""
     metric, modality = find_metric(claim.metric)
     if modality:
         metric = replace(metric, label=f"{metric.label} ({modality})")
@@ -55,7 +55,7 @@ def check_claims(
 
 
 def by_family(claims: Iterable[Claim], status: str) -> dict[str, list[Claim]]:
-    """The claims with this status by their `Claim.alpha_family`."""
+    """Return the claims with this status by their `Claim.alpha_family`."""
     families: dict[str, list[Claim]] = {}
     for claim in claims:
         if claim.status == status and not claim.not_run:
@@ -143,10 +143,10 @@ def _check_prediction(claim: Claim, metric: Metric | FamilyMetric, where: str) -
 
 
 def at(point: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    """Whether a point of the axes has these values."""
+    """Return whether a point of the axes has these values."""
     return all(name in point and point[name] == value for name, value in values.items())
 
 
 def point_label(point: Mapping[str, Any]) -> str:
-    """``optim.lr: 0.01, model.n_layers: 2``."""
+    """Return a point as text: ``optim.lr: 0.01, model.n_layers: 2``."""
     return ", ".join(f"{name}: {value}" for name, value in point.items())

@@ -39,7 +39,7 @@ class Findings:
 
 
 def read(folders: Iterable[str | Path]) -> Findings:
-    """The findings of several folders or packs; a run that is in more than one of them counts once.
+    """Return the findings of several folders or packs; a run that is in more than one of them counts once.
 
     Raises:
         UserError: a folder has no runs, or a record cannot be read.
@@ -167,7 +167,7 @@ def _join(parts: Sequence[tuple[Study, tuple[Verdict, ...], tuple[ReplayVerdict,
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, with a number appended to repeated ones."""
+    """Return the names, with a number appended to repeated ones."""
     distinct: list[str] = []
     for name in names:
         numbered = (f"{name}-{number}" for number in itertools.count(2))

@@ -60,13 +60,13 @@ class Outcomes:
     unmeasured: list[str] = field(default_factory=list)
 
     def measured(self, name: str) -> list[float]:
-        """The values of a group that are not bounds; the spread uses only these."""
+        """Return the values of a group that are not bounds; the spread uses only these."""
         bounds = self.bounds.get(name, {})
         return [value for seed, value in self.values[name].items() if seed not in bounds]
 
 
 def group(study: Study, claim: Claim, name: str) -> Group:
-    """The group that a claim calls ``name``."""
+    """Return the group that a claim calls ``name``."""
     arms = study.arms_of(name, claim.at)
     by_seed: dict[int, tuple[Run, ...]] = {}
     for arm in arms:
@@ -100,12 +100,13 @@ class Compared:
 
 
 def compare(study: Study, claim: Claim) -> Compared:
-    """The groups that a claim compares."""
+    """Return the groups that a claim compares."""
     return Compared(study, claim, {name: group(study, claim, name) for name in claim.compared})
 
 
 def share_history(treatment: Group, control: Group) -> bool:
-    """Whether the runs of each seed are equal until a fork: forks of one checkpoint, or a fork and its parent."""
+    """Return whether the runs of each seed are equal until a fork: forks of one checkpoint, or a fork and its
+    parent."""
     both = [
         (treatment.runs[seed], control.runs[seed]) for seed in treatment.runs.keys() & control.runs.keys()
     ]
@@ -120,20 +121,20 @@ def _forked(a: Run, b: Run) -> bool:
 
 
 def lost_of(runs: Iterable[Run]) -> str:
-    """Which numbers of these runs are missing; empty if none are."""
+    """Return which numbers of these runs are missing; empty if none are."""
     return "; ".join(dict.fromkeys(sentence for run in runs for sentence in run.lost))
 
 
 @once_per_run
 def metric_value(run: Run, name: str) -> float:
-    """A metric of a run."""
+    """Return a metric of a run."""
     metric, modality = find_metric(name)
     assert isinstance(metric, Metric)
     return metric.measure(run, modality)
 
 
 def measure(groups: Mapping[str, Group], name: str) -> Outcomes:
-    """The metric ``name`` for every group and seed."""
+    """Return the metric ``name`` for every group and seed."""
     metric, modality = find_metric(name)
     outcomes = Outcomes()
     observed: list[float] = []
@@ -172,7 +173,8 @@ def measure(groups: Mapping[str, Group], name: str) -> Outcomes:
 
 
 def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:
-    """The direction of the true value from its substitute (1 higher, -1 lower); 0 if the value was measured."""
+    """Return the direction of the true value from its substitute (1 higher, -1 lower); 0 if the value was
+    measured."""
     if math.isinf(value):
         return 1 if value > 0 else -1
     if isinstance(metric, FamilyMetric) or metric.counts_failures:
@@ -182,7 +184,8 @@ def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> 
 
 
 def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[float]]:
-    """Outcomes for the spread over seeds: of the compared groups and of every other arm of their block and point.
+    """Return the outcomes for the spread over seeds: of the compared groups and of every other arm of their block and
+    point.
 
     Of several arms whose runs are identical until a fork, only the first is used.
     """
@@ -206,7 +209,7 @@ def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[fl
 
 
 def _origin(run: Run, runs: Mapping[str, Run]) -> str:
-    """The name of the run at the start of a chain of forks; for a run that is no fork, its own name."""
+    """Return the name of the run at the start of a chain of forks; for a run that is no fork, its own name."""
     name = run.name
     for _ in runs:
         parent = (runs[name].fork or {}).get("parent") if name in runs else None
@@ -217,6 +220,6 @@ def _origin(run: Run, runs: Mapping[str, Run]) -> str:
 
 
 def middle(values: Iterable[float]) -> float:
-    """The median of the values that are not NaN; NaN if all are."""
+    """Return the median of the values that are not NaN; NaN if all are."""
     numbers = [value for value in values if not math.isnan(value)]
     return statistics.median(numbers) if numbers else math.nan

@@ -79,7 +79,8 @@ def regime_reached(compared: Compared) -> Control:
 
 
 def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
-    """Groups of runs in which one must have learned: each run, or the runs of a seed over the learning rates."""
+    """Return the groups of runs in which one must have learned: each run, or the runs of a seed over the learning
+    rates."""
     units: dict[Any, list[Run]] = {}
     for place, run in enumerate(runs):
         other_axes = tuple(sorted((name, str(v)) for name, v in run.point.items() if name != RATE))
@@ -126,7 +127,7 @@ def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control
 
 
 def _pairs(first: Group, second: Group) -> list[tuple[Run, Run]]:
-    """Pairs of runs with the same seed; if the groups share no seed, one pair of their first runs."""
+    """Return the pairs of runs with the same seed; if the groups share no seed, one pair of their first runs."""
     shared = first.runs.keys() & second.runs.keys()
     if not shared:
         return [(first.all[0], second.all[0])]
@@ -289,6 +290,6 @@ def _apart(compared: Compared, choices: Mapping[str, BestRate]) -> list[Control]
 
 
 def selection_runs_complete(compared: Compared) -> Control | None:
-    """A failed check if numbers of the selection runs are missing, else None."""
+    """Return a failed check if numbers of the selection runs are missing, else None."""
     lost = lost_of(run for arm in compared.arms for run in compared.study.selection(arm))
     return Control("selection runs are complete", False, lost) if lost else None

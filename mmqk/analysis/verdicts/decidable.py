@@ -37,7 +37,7 @@ def check_decidable(claims: Sequence[Claim], jobs: Iterable[Job], where: object)
 
 
 def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
-    """A warning for each claim with too few planned seeds for a verdict; seeds can be added later."""
+    """Return a warning for each claim with too few planned seeds for a verdict; seeds can be added later."""
     planned = [job for job in jobs if job.role == "verdict"]
     warnings = []
     for claim in claims:
@@ -56,7 +56,7 @@ def few_seeds(claims: Sequence[Claim], jobs: Iterable[Job]) -> list[str]:
 
 
 def _why_not(claim: Claim, by_id: Mapping[str, Claim], jobs: Sequence[Job], above: tuple[str, ...]) -> str:
-    """Why no result could support the claim, and what to do; empty if one could."""
+    """Return why no result could support the claim, and what to do; empty if one could."""
     if claim.test == "prediction":
         return _predicted(claim, jobs)
     treatment, control = (_runs(claim, name, jobs) for name in (claim.treatment, claim.control))
@@ -100,7 +100,7 @@ def _never_passes(
 
 
 def _runs(claim: Claim, name: str, jobs: Iterable[Job]) -> list[Job]:
-    """The planned runs of an arm, or of a family at the point of the claim."""
+    """Return the planned runs of an arm, or of a family at the point of the claim."""
     jobs = list(jobs)
     return [job for job in jobs if job.arm == name] or [
         job for job in jobs if job.family.name == name and at(job.point, claim.at)
@@ -108,7 +108,7 @@ def _runs(claim: Claim, name: str, jobs: Iterable[Job]) -> list[Job]:
 
 
 def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs: Iterable[Job]) -> str:
-    """Why the planned seeds give no interval; an effect is a mean over the seeds that both arms have."""
+    """Return why the planned seeds give no interval; an effect is a mean over the seeds that both arms have."""
     both = {job.seed for job in treatment} & {job.seed for job in control}
     arms = f"{claim.treatment} and {claim.control}"
     if treatment and control and not both:
@@ -123,7 +123,7 @@ def _seeds(claim: Claim, treatment: Sequence[Job], control: Sequence[Job], jobs:
 
 
 def _predicted(claim: Claim, jobs: Sequence[Job]) -> str:
-    """Why the planned runs of the arms are too few for an AUROC."""
+    """Return why the planned runs of the arms are too few for an AUROC."""
     n, needed = sum(len(_runs(claim, name, jobs)) for name in claim.arms), 2 * FEWEST_OF_EACH
     if n >= needed:
         return ""
@@ -131,7 +131,7 @@ def _predicted(claim: Claim, jobs: Sequence[Job]) -> str:
 
 
 def _counted(claim: Claim, n: int, m: int) -> str:
-    """Why no count of ``n`` treatment runs and ``m`` control runs exceeds min_effect with p at most 0.05."""
+    """Return why no count of ``n`` treatment runs and ``m`` control runs exceeds min_effect with p at most 0.05."""
     if not n or not m:
         return ""
     most = Counts(n, n, 0, m) if claim.sign > 0 else Counts(0, n, m, m)

@@ -44,7 +44,7 @@ class Pattern:
 
 
 def patterns(study: Study, verdicts: Sequence[Verdict]) -> list[Pattern]:
-    """The verdict of every hypothesis of the grid, in its order."""
+    """Return the verdict of every hypothesis of the grid, in its order."""
     of_claims = {verdict.claim.id: possible_states(verdict) for verdict in verdicts}
     results = []
     for hypothesis in study.hypotheses:
@@ -61,7 +61,7 @@ def patterns(study: Study, verdicts: Sequence[Verdict]) -> list[Pattern]:
 
 
 def possible_states(verdict: Verdict) -> tuple[str, ...]:
-    """The states in which the 95 % interval of an effect has a part.
+    """Return the states in which the 95 % interval of an effect has a part.
 
     Empty if a check failed, if the effect has no interval, or if it is a bound because a run diverged.
     """
@@ -79,7 +79,7 @@ def possible_states(verdict: Verdict) -> tuple[str, ...]:
 
 
 def prediction_verdict(predicted: str, possible: Sequence[str]) -> PatternVerdict:
-    """The verdict of one prediction (a key of `PREDICTIONS`)."""
+    """Return the verdict of one prediction (a key of `PREDICTIONS`)."""
     allowed = PREDICTIONS[predicted]
     if not possible or (set(possible) & allowed and set(possible) - allowed):
         return "not told apart"

@@ -55,7 +55,7 @@ class BestRate:
 
 @once_per_run
 def value_of(run: Run, metric: str) -> float:
-    """The value in one run of the metric that chooses the rate.
+    """Return the value in one run of the metric that chooses the rate.
 
     Infinite at the bad end of the metric if the run diverged or has no finite value. A metric by modality that is
     named without a modality is the mean over the trained modalities.
@@ -74,7 +74,7 @@ def _high_is_bad(metric: str) -> bool:
 
 
 def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
-    """The best learning rate of the finished selection runs of one arm; None if no rate has a finite mean.
+    """Return the best learning rate of the finished selection runs of one arm; None if no rate has a finite mean.
 
     The rate with the best mean over seeds wins; of rates with equal means, the lowest.
     """
@@ -93,7 +93,7 @@ def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
 
 
 def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[Sequence[float]]) -> bool:
-    """Whether the selection runs show that the best rates of two arms differ.
+    """Return whether the selection runs show that the best rates of two arms differ.
 
     Tests the sum of the losses of both arms if they exchange their rates (`BestRate.loss`) against its standard
     error. The spread over seeds is pooled over the selection runs and ``verdict_values``.
@@ -122,10 +122,10 @@ def distinguishable(first: BestRate, second: BestRate, verdict_values: Sequence[
 
 
 def metric_of(study: Study, arm: StudyArm) -> str:
-    """The metric that chose the learning rate of an arm."""
+    """Return the metric that chose the learning rate of an arm."""
     return study.rate_metrics.get(arm.name) or study.rate_metrics.get("") or RATE_METRIC
 
 
 def chosen(study: Study, arm: StudyArm) -> BestRate | None:
-    """The choice of an arm; None without finished selection runs."""
+    """Return the choice of an arm; None without finished selection runs."""
     return choose(study.selection(arm), metric_of(study, arm))

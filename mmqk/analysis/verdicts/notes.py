@@ -24,7 +24,7 @@ ALIKE = 0.01
 
 
 def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: float) -> list[str]:
-    """The p-value; with several claims or looks also the adjusted p-value and the interval that decides."""
+    """Return the p-value; with several claims or looks also the adjusted p-value and the interval that decides."""
     # The note of the claim may already start with this word.
     hypothesis = claim.status == "exploratory" and not claim.note.lower().startswith("exploratory")
     notes = ["Exploratory: a hypothesis to test with new runs, not a result."] if hypothesis else []
@@ -44,7 +44,8 @@ def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: 
 
 
 def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
-    """Spread over seeds and the method of the interval; for counts, the share of each arm with its exact interval."""
+    """Return the spread over seeds and the method of the interval; for counts, the share of each arm with its exact
+    interval."""
     if isinstance(effect, Counts):
         arms = [(effect.a, effect.n_treatment), (effect.b, effect.m)]
         shares = [f"{count} of {n} ({100 * low:.0f} to {100 * high:.0f} %)"
@@ -78,7 +79,7 @@ def about_spread(spread: Spread | None, effect: AnyEffect | None) -> list[str]:
 
 
 def about_seeds(claim: Claim, effect: AnyEffect | None, sign_flip: float) -> list[str]:
-    """The p-value of the exact sign-flip test, or the number of seeds that is too small for it."""
+    """Return the p-value of the exact sign-flip test, or the number of seeds that is too small for it."""
     if not isinstance(effect, Effect) or not effect.has_interval:
         return []
     if math.isfinite(sign_flip):
@@ -89,7 +90,8 @@ def about_seeds(claim: Claim, effect: AnyEffect | None, sign_flip: float) -> lis
 
 
 def about_power(claim: Claim, size: str) -> str:
-    """The true effect that these seeds show with 80 % power; for an equivalence, the min_effect they support."""
+    """Return the true effect that these seeds show with 80 % power; for an equivalence, the min_effect they
+    support."""
     if not size:
         return ""
     if claim.test == "equivalence":
@@ -98,7 +100,8 @@ def about_power(claim: Claim, size: str) -> str:
 
 
 def trained_targets(run: Run) -> float:
-    """Mean number of trained targets per optimizer step over all ranks, counted in the sequences of the run.
+    """Return the mean number of trained targets per optimizer step over all ranks, counted in the sequences of the
+    run.
 
     NaN if the run did not count them. Modalities that are not trained do not count.
     """
@@ -107,7 +110,7 @@ def trained_targets(run: Run) -> float:
 
 
 def about_targets(groups: Iterable[Group]) -> list[str]:
-    """Trained targets per step of each arm, if the arms differ in them or in the trained modalities.
+    """Return the trained targets per step of each arm, if the arms differ in them or in the trained modalities.
 
     Empty if a run did not count them.
     """
@@ -129,7 +132,7 @@ def about_targets(groups: Iterable[Group]) -> list[str]:
 
 
 def _interval_text(claim: Claim, low: float, high: float) -> tuple[str, str]:
-    """The ends of an interval as text: ratios, or differences with their unit."""
+    """Return the ends of an interval as text: ratios, or differences with their unit."""
     metric = claim_metric(claim)
     if metric.scale == "log":
         return number(math.exp(low)), number(math.exp(high))

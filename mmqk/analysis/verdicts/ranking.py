@@ -84,7 +84,7 @@ class Ranking:
 
 
 def ranking(study: Study) -> Ranking | None:
-    """The ranking that the grid names; None without one, or if no arm and its control have finished runs."""
+    """Return the ranking that the grid names; None without one, or if no arm and its control have finished runs."""
     named = study.report.get("ranking") or ()
     names = [named] if isinstance(named, str) else [str(name) for name in named]
     controls = {_backend(study, study.arms[name]): name for name in names if name in study.arms}
@@ -113,7 +113,8 @@ def ranking(study: Study) -> Ranking | None:
 
 
 def pareto_front(rows: Iterable[Ranked]) -> frozenset[str]:
-    """The arms that no other arm dominates, with a lower loss difference or sensitivity and no higher other value."""
+    """Return the arms that no other arm dominates, with a lower loss difference or sensitivity and no higher other
+    value."""
     points = {row.arm: (row.difference.value, row.sensitivity) for row in rows if row.difference}
     return frozenset(
         arm
@@ -139,7 +140,7 @@ class _Outcomes:
 
 
 def _outcomes(study: Study, arm: str) -> _Outcomes:
-    """The loss and the logarithm of the largest logit by seed."""
+    """Return the loss and the logarithm of the largest logit by seed."""
     metric, runs = metric_of(study, study.arms[arm]), study.finished(arm)
     logit = METRICS["largest_attention_logit"]
     return _Outcomes(
@@ -188,20 +189,21 @@ def _ranked(
 
 
 def _effect(treatment: Mapping[int, float], control: Mapping[int, float], spread: Spread | None) -> Effect | None:
-    """`paired_effect`, infinite and without an interval if a run of the treatment diverged."""
+    """Return `paired_effect`, infinite and without an interval if a run of the treatment diverged."""
     if not all(map(math.isfinite, treatment.values())):
         return Effect(math.inf, math.nan, len(treatment), 0.0, "two arms")
     return paired_effect(treatment, control, spread)
 
 
 def _sensitivity(runs: Sequence[Run]) -> float:
-    """Mean over the seeds of the selection runs."""
+    """Return the mean over the seeds of the selection runs."""
     seeds = sorted({run.seed for run in runs})
     return float(np.mean([lr_sensitivity([r for r in runs if r.seed == seed]).value for seed in seeds]))
 
 
 def _growth(runs: Sequence[Run], modality: str) -> float:
-    """Ratio of the last-layer output norm at the end to that at the start, geometric mean; infinite if not finite."""
+    """Return the ratio of the last-layer output norm at the end to that at the start, geometric mean; infinite if not
+    finite."""
     logs = []
     for run in runs:
         _, values = METRICS["final_norm"].series(run, modality)
@@ -212,7 +214,7 @@ def _growth(runs: Sequence[Run], modality: str) -> float:
 
 
 def time_ratio(runs: Sequence[Run], against: Sequence[Run]) -> Effect | None:
-    """Logarithm of the ratio of the time per step to that of the runs ``against``.
+    """Return the logarithm of the ratio of the time per step to that of the runs ``against``.
 
     Each run counts with its median over the steps. None with fewer than two runs on a side, and if the machines
     differ. Machines count as equal if their system, processor type, number of cores and device agree, because a

@@ -45,7 +45,7 @@ class Specification:
 
 
 def _window(share: float) -> Callable[[Run, Metric, str | None], float]:
-    """The geometric mean of a series over the probes after warm-up in the last ``share`` of the run."""
+    """Return the geometric mean of a series over the probes after warm-up in the last ``share`` of the run."""
 
     def measure(run: Run, metric: Metric, modality: str | None) -> float:
         steps, values = metric.series(run, modality)
@@ -74,7 +74,7 @@ RUNS: Mapping[str, Callable[[Run, Sequence[str]], bool]] = {
 
 
 def specifications(study: Study) -> list[Specification]:
-    """Every specification with an interval; a choice of runs that equals an earlier one is left out."""
+    """Return every specification with an interval; a choice of runs that equals an earlier one is left out."""
     named = study.report.get("specification") or []
     named = [named] if isinstance(named, str) else named
     return [made for claim in study.claims if claim.id in named for made in _of_claim(study, claim)]

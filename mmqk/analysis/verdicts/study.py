@@ -104,37 +104,37 @@ class Study:
         return tuple(name for name in names if name in have)
 
     def arms_of(self, name: str, point: Mapping[str, Any] | None = None) -> tuple[StudyArm, ...]:
-        """The arm with this name, or the arms of the family with this name at the given point."""
+        """Return the arm with this name, or the arms of the family with this name at the given point."""
         if name in self.arms:
             return (self.arms[name],)
         return tuple(a for a in self.arms.values() if a.family == name and at(a.point, point or {}))
 
     def of_arm(self, arm: str) -> tuple[Run, ...]:
-        """The verdict runs of an arm by seed, without selection runs and replays."""
+        """Return the verdict runs of an arm by seed, without selection runs and replays."""
         of_arm = (run for run in self.runs if run.arm == arm and run.role == "verdict")
         return tuple(sorted(of_arm, key=lambda run: run.seed))
 
     def finished(self, arm: str) -> tuple[Run, ...]:
-        """The verdict runs that completed or diverged; only these count."""
+        """Return the verdict runs that completed or diverged; only these count."""
         return tuple(run for run in self.of_arm(arm) if run.status.finished)
 
     def ended(self, arm: str) -> tuple[Run, ...]:
-        """The finished runs, or all verdict runs if none has finished."""
+        """Return the finished runs, or all verdict runs if none has finished."""
         return self.finished(arm) or self.of_arm(arm)
 
     def selection(self, arm: StudyArm) -> tuple[Run, ...]:
-        """The selection runs for the learning rate of an arm; they count in no verdict."""
+        """Return the selection runs for the learning rate of an arm; they count in no verdict."""
         of_family = (run for run in self.runs if run.role == "selection" and run.family == arm.family)
         return tuple(run for run in of_family if {**run.point, RATE: 0} == {**arm.point, RATE: 0})
 
     def label(self, arm: str) -> str:
-        """The label of an arm or a family."""
+        """Return the label of an arm or a family."""
         entry = self.arms.get(arm) or self.families.get(arm)
         return entry.label if entry else arm
 
 
 def load_study(folder: str | Path) -> Study:
-    """The study of a folder. Without a grid it has runs and arms only.
+    """Return the study of a folder. Without a grid it has runs and arms only.
 
     Raises:
         UserError: the folder has no runs, or its ablation.json cannot be read or is invalid.
@@ -150,7 +150,7 @@ def load_study(folder: str | Path) -> Study:
 
 
 def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], where: object = None) -> Study:
-    """The study of these runs by the record of an ablation; ``where`` names the record in error messages.
+    """Return the study of these runs by the record of an ablation; ``where`` names the record in error messages.
 
     Raises:
         UserError: a claim is invalid.
@@ -195,7 +195,7 @@ def study_of(folder: Path, ablation: Mapping[str, Any], runs: Sequence[Run], whe
 
 
 def _families(named: Mapping[str, Any]) -> dict[str, StudyArm]:
-    """The arms as the grid names them; a fork inherits the settings of its parent."""
+    """Return the arms as the grid names them; a fork inherits the settings of its parent."""
     families: dict[str, StudyArm] = {}
     for name, value in named.items():
         value = value or {}
@@ -212,7 +212,7 @@ def _families(named: Mapping[str, Any]) -> dict[str, StudyArm]:
 
 
 def _arms(families: Mapping[str, StudyArm], planned: Sequence[Mapping[str, Any]]) -> dict[str, StudyArm]:
-    """The arms that run, one for each point of a family, in the order of the families."""
+    """Return the arms that run, one for each point of a family, in the order of the families."""
     arms: dict[str, StudyArm] = {}
     for family in families.values():
         entries = [entry for entry in planned if (entry.get("family") or entry["arm"]) == family.name]

@@ -62,7 +62,7 @@ class Verdict(Assessment):
         return claim_metric(self.claim)
 
     def as_record(self) -> dict[str, Any]:
-        """The entry in verdicts.json; missing numbers are null."""
+        """Return the entry in verdicts.json; missing numbers are null."""
         effect, adjusted, claim = self.effect, self.adjusted, self.claim
         with_interval = effect if effect is not None and effect.has_interval else None
         return {
@@ -93,7 +93,8 @@ class Verdict(Assessment):
 
 
 def judge(study: Study) -> list[Verdict]:
-    """The verdict of every claim of the study in the order of the grid; entries with the status control get none."""
+    """Return the verdict of every claim of the study in the order of the grid; entries with the status control get
+    none."""
     claims = [claim for claim in study.claims if claim.status != "control"]
     assessed = {claim.id: assess(study, claim) for claim in claims}
     adjusted = _adjust(claims, assessed)
@@ -110,7 +111,7 @@ def judge(study: Study) -> list[Verdict]:
 
 
 def _adjust(claims: list[Claim], assessed: Mapping[str, Assessment]) -> dict[str, Adjusted]:
-    """The level of every decided claim; undecidable claims of a family count in its correction."""
+    """Return the level of every decided claim; undecidable claims of a family count in its correction."""
     adjusted: dict[str, Adjusted] = {}
     for status, method, rule in (
         ("confirmatory", "Holm", holm),
@@ -167,7 +168,8 @@ def _judge(
 
 
 def _inconclusive(assessment: Assessment, adjusted: Adjusted, controls: tuple[Control, ...]) -> str:
-    """Why the claim is inconclusive; empty if the assessment, the corrected level and the controls decide it."""
+    """Return why the claim is inconclusive; empty if the assessment, the corrected level and the controls
+    decide it."""
     claim, effect = assessment.claim, assessment.effect
     if assessment.open or effect is None:
         return assessment.open
@@ -198,7 +200,7 @@ def _inconclusive(assessment: Assessment, adjusted: Adjusted, controls: tuple[Co
 def _named_controls(
     study: Study, claim: Claim, others: Mapping[str, Verdict], assessed: Mapping[str, Assessment]
 ) -> list[Control]:
-    """The results of the controls that the claim names: other claims, or entries with the status control."""
+    """Return the results of the controls that the claim names: other claims, or entries with the status control."""
     controls = []
     for key in LEANS:
         name, other = key.replace("_", " "), getattr(claim, key)
@@ -216,14 +218,14 @@ def _named_controls(
 
 
 def _fails_positive(verdict: Verdict) -> str:
-    """Why a claim fails as a positive control; empty if it was reproduced and is not an equivalence."""
+    """Return why a claim fails as a positive control; empty if it was reproduced and is not an equivalence."""
     if verdict.verdict != "reproduced":
         return verdict.verdict
     return "an equivalence shows no effect" if verdict.claim.test == "equivalence" else ""
 
 
 def _fails_negative(verdict: Verdict, assessment: Assessment) -> str:
-    """Why a claim fails as a negative control; empty if it passes.
+    """Return why a claim fails as a negative control; empty if it passes.
 
     The whole 95 % interval must lie short of the smallest effect of interest, and all checks must pass. An
     inconclusive claim is therefore not enough.
@@ -252,7 +254,7 @@ def _detectable(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted) -> f
 
 
 def detectable_in_words(verdict: Verdict) -> str:
-    """The true effect at which these seeds reproduce the claim with 80 % power; empty if unknown."""
+    """Return the true effect at which these seeds reproduce the claim with 80 % power; empty if unknown."""
     size = verdict.detectable
     if not verdict.claim.decided or not math.isfinite(size):
         return ""

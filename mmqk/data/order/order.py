@@ -48,7 +48,7 @@ class Windows(IndexedCache):
         return self._epochs.n
 
     def _make(self, epoch: int) -> int:
-        """Offset of the windows of an epoch, so that a document is not always cut at the same place."""
+        """Return the offset of the windows of an epoch, so that a document is not always cut at the same place."""
         return int(random_stream(self.seed, TEXT_OFFSET, epoch).integers(self.length))
 
     def row(self, nth: int) -> Row:
@@ -135,7 +135,7 @@ class TrainingOrder:
                 self._orders[kind] = Epochs(len(self._pieces.get(kind, store)), seed, STREAMS[kind])
 
     def _lengths(self, kind: str) -> np.ndarray:
-        """Tokens of each item of a kind in a row."""
+        """Return the tokens of each item of a kind in a row."""
         if kind == "pair":
             return self.builder.pair_lengths()
         if kind == "image":
@@ -156,12 +156,12 @@ class TrainingOrder:
         return {kind: len(order) for kind, order in orders.items() if not isinstance(order, DialRows)}
 
     def is_fresh(self, index: int) -> bool:
-        """Whether row ``index`` belongs to the first epoch of its kind, so that its documents are new."""
+        """Return whether row ``index`` belongs to the first epoch of its kind, so that its documents are new."""
         slot, nth = self.mixture.draw(index)
         return nth < self.rows_of_an_epoch.get(kind_of(slot), nth + 1)
 
     def contents(self, index: int) -> list[Content]:
-        """The documents of row ``index`` in order; empty for text windows and the dial."""
+        """Return the documents of row ``index`` in order; empty for text windows and the dial."""
         slot, nth = self.mixture.draw(index)
         kind = kind_of(slot)
         if kind not in self._orders:
@@ -194,7 +194,7 @@ VALIDATION_CYCLE = ("pair", "pair", "pair", "text", "interleaved", "tokens")
 
 
 def validation_rows(builder: SequenceBuilder, n: int, dial: Dial | None = None) -> list[Row]:
-    """The fixed validation sequences, which are equal for every arm and seed and never packed.
+    """Return the fixed validation sequences, which are equal for every arm and seed and never packed.
 
     Returns fewer than ``n`` rows if a kind has too few, so that the shares of the kinds do not change.
 

@@ -17,7 +17,7 @@ VARIETY = 16
 
 
 def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
-    """The lengths of each row: random lengths while the row has much room, then best fit.
+    """Return the lengths of each row: random lengths while the row has much room, then best fit.
 
     Best fit alone (Ding et al., 2404.10830) would join documents of equal length, which are similar: two in three
     rows of the shipped pairs would have captions of one length.
@@ -50,7 +50,8 @@ def fit(lengths_N: np.ndarray, room: int) -> list[np.ndarray]:
 def _combination(
     left: np.ndarray, places: np.ndarray, counts: np.ndarray, room: int, random: np.random.Generator
 ) -> dict[int, int]:
-    """Numbers of documents by length in one row. ``places`` are the summed counts of the remaining lengths."""
+    """Return the numbers of documents by length in one row. ``places`` are the summed counts of the remaining
+    lengths."""
     row: dict[int, int] = {}
     space = room
     while space >= 2 * left[-1]:
@@ -99,7 +100,7 @@ class Packing(IndexedCache):
         return len(self._ends_R)
 
     def _make(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(order of the rows, document of every slot, rank of every document) of an epoch."""
+        """Return (order of the rows, document of every slot, rank of every document) of an epoch."""
         random = random_stream(self.seed, self.stream, epoch)
         shuffled_N = random.permutation(len(self._lengths_N))
         by_length = shuffled_N[np.argsort(self._lengths_N[shuffled_N], kind="stable")]
@@ -109,7 +110,7 @@ class Packing(IndexedCache):
         return random.permutation(len(self._ends_R)), document_of_slot, rank_N
 
     def items(self, nth: int) -> list[int]:
-        """The documents of row ``nth`` of the endless order, in random order within the row."""
+        """Return the documents of row ``nth`` of the endless order, in random order within the row."""
         epoch, place = divmod(nth, len(self))
         order_R, document_of_slot, rank_N = self._kept(epoch)
         r = int(order_R[place])

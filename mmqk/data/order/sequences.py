@@ -90,7 +90,7 @@ class SequenceBuilder:
         return float((pairs.lengths_N - pairs.image_tokens - 1 > self.caption_room).mean())
 
     def pair(self, item: int, image_first: bool, caption: int | None = None) -> Row:
-        """An image and its caption, or the caption of another item."""
+        """Return an image and its caption, or the caption of another item."""
         image, words = self._pair(item)
         if caption is not None:
             words = self._pair(caption)[1]
@@ -98,11 +98,11 @@ class SequenceBuilder:
         return Row(np.concatenate([self._bos, *body, [self.layout.eos]]))
 
     def pair_lengths(self) -> np.ndarray:
-        """Tokens of every pair's row, cut as in `pair`."""
+        """Return the tokens of every pair's row, cut as in `pair`."""
         return np.minimum(self.stores["pair"].lengths_N + 1, self.seq_len)
 
     def image(self, item: int) -> Row:
-        """The image of a pair alone."""
+        """Return the image of a pair alone."""
         return Row(np.concatenate([self._bos, self._pair(item)[0], [self.layout.eos]]))
 
     @property
@@ -111,11 +111,11 @@ class SequenceBuilder:
         return self.seq_len - len(self._bos)
 
     def window(self, kind: str, start: int) -> Row:
-        """A window over all documents, concatenated, from position ``start``."""
+        """Return a window over all documents, concatenated, from position ``start``."""
         return Row(np.concatenate([self._bos, self.stores[kind].stream(start, self.room)]))
 
     def piece(self, kind: str, piece: np.ndarray) -> Row:
-        """Tokens ``start`` to ``end`` of a document; piece is (document, start, end)."""
+        """Return the tokens ``start`` to ``end`` of a document; piece is (document, start, end)."""
         document, start, end = piece
         return Row(np.concatenate([self._bos, self.stores[kind][document][start:end]]))
 

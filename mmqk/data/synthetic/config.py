@@ -96,25 +96,25 @@ class DialConfig:
         return tuple(self.vocabulary)
 
     def unigram(self, m: str) -> tuple[int, float]:
-        """Vocabulary and skew of a modality."""
+        """Return the vocabulary and skew of a modality."""
         return self.vocabulary[m], float(self.skew[m])
 
     def inner(self, m: str) -> Coupling:
-        """The coupling of parents and children inside a modality."""
+        """Return the coupling of parents and children inside a modality."""
         return coupling(self.unigram(m), self.unigram(m), self.language, _INNER)
 
     def tie(self, before: str, after: str) -> Coupling:
-        """The coupling of the roots of two consecutive modalities."""
+        """Return the coupling of the roots of two consecutive modalities."""
         return coupling(self.unigram(before), self.unigram(after), self.language, _TIE)
 
     def entropy_interval(self, m: str) -> tuple[float, float]:
-        """Least and greatest feasible ``entropy`` of a modality, nats."""
+        """Return the least and greatest feasible ``entropy`` of a modality, nats."""
         high = unigram_entropy(zipf(*self.unigram(m)))
         low = high - self.inner(m).greatest
         return (low if low > 1e-5 else 0.0), high  # rounding of uniform vocabularies
 
     def greatest_mutual_information(self) -> tuple[float, str]:
-        """The greatest feasible ``mutual_information``, nats, and the condition that sets it, in words."""
+        """Return the greatest feasible ``mutual_information``, nats, and the condition that sets it, in words."""
         best, given = math.inf, ""
         for before, after in pairwise(self.names):
             ties = self.ties(before, after)
@@ -123,11 +123,11 @@ class DialConfig:
         return (best, given) if given else (0.0, "with a single modality ")
 
     def ties(self, before: str, after: str) -> int:
-        """Number of tied roots of two consecutive modalities."""
+        """Return the number of tied roots of two consecutive modalities."""
         return min(len(self.levels(m)[0].child) for m in (before, after))
 
     def levels(self, m: str) -> list[Level]:
-        """The forest of a modality."""
+        """Return the forest of a modality."""
         return forest(self.tokens[m], self.lag[m], self.grid.get(m, 0))
 
 
@@ -155,7 +155,7 @@ class Level(NamedTuple):
 
 @lru_cache(maxsize=64)
 def forest(tokens: int, lag: int, width: int) -> list[Level]:
-    """Parents of the tokens of a modality, by depth; roots first.
+    """Return the parents of the tokens of a modality, by depth; roots first.
 
     In a grid the parent is above, except in the first rows. So all other tokens have one distance to the parent,
     ``lag`` times the width, and attention is equally useful for each of them. The first rows have parents to the

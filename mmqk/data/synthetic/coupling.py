@@ -35,7 +35,7 @@ def zipf(vocabulary: int, skew: float) -> np.ndarray:
 
 
 def unigram_entropy(units_V: np.ndarray) -> float:
-    """Entropy of a unigram, nats."""
+    """Return the entropy of a unigram, nats."""
     p_V = units_V / UNITS
     return float(-(p_V * np.log(p_V)).sum())
 
@@ -69,7 +69,7 @@ class Coupling:
         self.greatest = self.information(1.0)
 
     def information(self, rho: float) -> float:
-        """Mutual information of J, nats; convex and increasing in ρ, 0 at ρ = 0."""
+        """Return the mutual information of J, nats; convex and increasing in ρ, 0 at ρ = 0."""
         # All pairs with N = 0 have J / (π_a π_b) = 1 − ρ, so no sum runs over V² pairs.
         ratio_S = rho * self._coupled_S / self._product_S + (1 - rho)
         outside = (1 - rho) * (1 - self._product_S.sum())
@@ -77,11 +77,11 @@ class Coupling:
         return float((self._product_S * ratio_S * np.log(ratio_S)).sum() + rest)
 
     def draw_b(self, place_N: np.ndarray) -> np.ndarray:
-        """The tokens of b whose intervals contain these numbers of [0, 1)."""
+        """Return the tokens of b whose intervals contain these numbers of [0, 1)."""
         return self._quantile_b(place_N)
 
     def solve(self, information: float) -> float:
-        """The ρ of a mutual information between 0 and ``greatest``, nats, exact to the last bit."""
+        """Return the ρ of a mutual information between 0 and ``greatest``, nats, exact to the last bit."""
         if information <= 0:
             return 0.0
         if information >= self.greatest:
@@ -102,7 +102,7 @@ def _intervals(units_V: np.ndarray, order_V: np.ndarray) -> tuple[np.ndarray, np
 
 @lru_cache(maxsize=8)
 def coupling(a: tuple[int, float], b: tuple[int, float], language: int, role: int) -> Coupling:
-    """The coupling of two (vocabulary, skew) in the random orders of (language, role).
+    """Return the coupling of two (vocabulary, skew) in the random orders of (language, role).
 
     Equal arguments give equal orders, so two modalities with equal vocabulary, skew and entropy do not differ.
     """
@@ -151,7 +151,7 @@ class Edge:
         self._width_V = coupling.high_a_V - coupling.low_a_V - 0.5 / UNITS
 
     def draw(self, parent_N: np.ndarray, uniform_N: np.ndarray) -> np.ndarray:
-        """Children of parents, from one uniform number of [0, 1) each."""
+        """Return the children of parents, from one uniform number of [0, 1) each."""
         if self.rho == 0:
             return self.coupling.draw_b(uniform_N)
         place_N = uniform_N * (1 / self.rho)

@@ -116,7 +116,7 @@ class Dial:
         return _Tie(before.roots_T[:n], after.roots_T[:n], edge)
 
     def documents(self, seed: int, first: int, count: int) -> np.ndarray:
-        """Documents ``first`` to ``first + count - 1`` of a seed: ids_NT, int64.
+        """Return the documents ``first`` to ``first + count - 1`` of a seed: ids_NT, int64.
 
         Each is a function of (config, seed, number). The same number with another ``order`` has the same tokens.
         Documents are drawn and cached 512 at a time, so consecutive numbers are fast.
@@ -154,7 +154,8 @@ class Dial:
         return ids_NT
 
     def log_prob(self, ids_NT: np.ndarray) -> np.ndarray:
-        """Log-probability of each token given all earlier tokens of its document, nats: float64, at most 0.
+        """Return the log-probability of each token given all earlier tokens of its document, nats: float64, at most
+        0.
 
         Exact; −inf for an impossible token. If documents come in both orders, the first token reveals the order, and
         its log-probability includes −ln 2.
@@ -194,7 +195,7 @@ class Dial:
         return nats_NT
 
     def floors(self) -> dict[str, float]:
-        """Floor by modality, nats per token: the mean of −`log_prob` over all documents."""
+        """Return the floor by modality, nats per token: the mean of −`log_prob` over all documents."""
         first, last = self._modalities[0].name, self._modalities[-1].name
         backward = self._backward_share
         order = math.log(2) if backward == 0.5 else 0.0
@@ -208,7 +209,7 @@ class Dial:
         return floors
 
     def describe(self, training_tokens: int) -> list[dict[str, str | int | float]]:
-        """One table row of statistics per modality; entropies in nats per token.
+        """Return one table row of statistics per modality; entropies in nats per token.
 
         Keys: modality; vocabulary; skew; unigram entropy; entropy (of a token given its parent); predictability
         (the difference); lag; tokens; token share; redundancy inside (mutual information of the tokens of the
@@ -243,7 +244,7 @@ class Dial:
         return rows
 
     def unlearnable(self, training_tokens: int) -> list[str]:
-        """A sentence on each distribution that a run of this many tokens is too short to learn.
+        """Return a sentence on each distribution that a run of this many tokens is too short to learn.
 
         Too short: the average transition occurs fewer than 100 times (see `SEEN`). Distributions with less than
         0.1 nat of mutual information are left out.

@@ -30,7 +30,7 @@ FORMAT = 3
 
 
 def source_hash(folder: Path, kind: str) -> str:
-    """Hash of the samples of a source, a folder of shards or of tokens (10 hex digits).
+    """Return the hash of the samples of a source, a folder of shards or of tokens (10 hex digits).
 
     Raises:
         UserError: the folder is neither.

@@ -84,12 +84,12 @@ class Layout:
         return [i for name in SPECIAL_NAMES if (i := getattr(self, name)) is not None]
 
     def modality(self, ids: np.ndarray) -> np.ndarray:
-        """The number of the block of each id, int64."""
+        """Return the number of the block of each id, int64."""
         return np.searchsorted(self.edges[1:-1], ids, side="right").astype(np.int64)
 
 
 def layout_of(tokenizers: Path | str) -> Layout:
-    """The layout of mmqk's own tokenizers in a folder.
+    """Return the layout of mmqk's own tokenizers in a folder.
 
     Raises:
         UserError: a tokenizer file is missing or damaged.
@@ -204,13 +204,13 @@ class TokenStore:
         return int(self.lengths_N.sum())
 
     def __getitem__(self, n: int) -> np.ndarray:
-        """Ids of document n, int64."""
+        """Return the ids of document n, int64."""
         part = int(np.searchsorted(self._first, n, side="right")) - 1
         start = self._starts_N[n]
         return self.parts[part][start : start + self.lengths_N[n]].astype(np.int64)
 
     def stream(self, start: int, n: int) -> np.ndarray:
-        """Ids ``start`` to ``start + n`` of all documents end to end, int64; fewer at the end."""
+        """Return the ids ``start`` to ``start + n`` of all documents end to end, int64; fewer at the end."""
         ids = []
         part = int(np.searchsorted(self._places, start, side="right")) - 1
         while n > 0 and part < len(self.parts):
@@ -281,7 +281,7 @@ class MatchedFiles:
             self._kept = read_json(self._path) or {}
 
     def holds(self, path: Path, sha256: str) -> bool:
-        """Whether the file matched this hash and has not changed since; records its state."""
+        """Return whether the file matched this hash and has not changed since; records its state."""
         about = path.stat()
         state = [sha256, about.st_size, about.st_mtime_ns, about.st_ino]
         self._new[str(path)] = state
@@ -298,7 +298,7 @@ class MatchedFiles:
 def _read_part(
     stem: Path, part: Mapping[str, Any], layout: Layout, matched: MatchedFiles | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and lengths of a part, after a comparison with tokens.json."""
+    """Return the ids and lengths of a part, after a comparison with tokens.json."""
     paths = [Path(f"{stem}.{what}.npy") for what in ("ids", "lengths")]
     try:
         for path in paths:
@@ -328,7 +328,7 @@ def _read_part(
 
 
 def read_header(folder: Path | str) -> dict[str, Any]:
-    """The content of tokens.json, after a check of its form.
+    """Return the content of tokens.json, after a check of its form.
 
     Raises:
         UserError: the file is missing, damaged, or of another format.
@@ -367,12 +367,13 @@ def _is_part(part: Mapping[str, Any]) -> bool:
 
 
 def is_token_folder(folder: Path | str) -> bool:
-    """Whether the folder has a tokens.json."""
+    """Return whether the folder has a tokens.json."""
     return (Path(folder) / TOKENS).exists()
 
 
 def tokens_hash(folder: Path | str) -> str:
-    """Identity of a folder's documents: 10 hex digits over kind, layout, and every part's counts and sha256."""
+    """Return the identity of a folder's documents: 10 hex digits over kind, layout, and every part's counts and
+    sha256."""
     record = read_header(folder)
     identity = {name: record[name] for name in ("kind", "layout", "splits")}
     return identity_hash({**identity, "modalities": list(record["layout"]["vocab_sizes"])})

@@ -55,7 +55,7 @@ class Account:
         self._state_N[number] = 1
 
     def is_unusable(self, number: int) -> bool:
-        """Whether the sample is known to be unusable."""
+        """Return whether the sample is known to be unusable."""
         return bool(self._state_N[number] > 1)
 
     def skip(self, number: int, reason: str, name: str) -> None:
@@ -84,7 +84,7 @@ class Account:
         return int((self._state_N > 0).sum())
 
     def reasons(self, start: int, end: int) -> dict[int, str]:
-        """Why each skipped sample in ``start`` to ``end`` is unusable, by its offset from ``start``."""
+        """Return why each skipped sample in ``start`` to ``end`` is unusable, by its offset from ``start``."""
         state_N = self._state_N[start:end].numpy()
         return {
             i: REASONS[c] if (c := int(state_N[i]) - 2) < len(REASONS) else "another reason"
@@ -141,7 +141,7 @@ class OnlinePairs:
         return read_config(self.tokenizers).grid ** 2 + 2
 
     def unread(self) -> list[str]:
-        """Lines to print about files in the shards that belong to no pair; empty if all were read."""
+        """Return the lines to print about files in the shards that belong to no pair; empty if all were read."""
         unread = Unread()
         for shard in self.shards:
             unread.take(shard.unread, f"{shard.path.name}: ")
@@ -154,7 +154,7 @@ class OnlinePairs:
         return {self._name(i): reason for i, reason in reasons_N.items()}
 
     def __getitem__(self, n: int) -> np.ndarray:
-        """Ids of document n, or of the next one that can be used.
+        """Return the ids of document n, or of the next one that can be used.
 
         Raises:
             UserError: too many samples, or all of the split, have no readable image or caption.
@@ -219,7 +219,8 @@ def open_online(shards: str, tokenizers: Path, cache: Path, val_fraction: float)
 
 
 def online_hash(shards: str, cache: Path) -> str:
-    """Identity of the samples (10 hex digits): the manifest's, or a hash of the tars' names, sizes and content.
+    """Return the identity of the samples (10 hex digits): the manifest's, or a hash of the tars' names, sizes and
+    content.
 
     Args:
         shards: as for `open_online`.
@@ -252,13 +253,13 @@ class _StoredIndex:
 
 
 def _samples_of(shards: Sequence[TarIndex]) -> np.ndarray:
-    """Shard and sample of every sample: (N, 2)."""
+    """Return the shard and sample of every sample: (N, 2)."""
     places = [np.stack([np.full(len(t), s), np.arange(len(t))], axis=1) for s, t in enumerate(shards)]
     return np.concatenate([np.zeros((0, 2), dtype=np.int64), *places])
 
 
 def _of_manifest(folder: Path, split: str, cache: Path) -> list[TarIndex]:
-    """The shards of a split. Each is compared with the manifest once, and again after the shard changes."""
+    """Return the shards of a split. Each is compared with the manifest once, and again after the shard changes."""
     indices = []
     shards = load_manifest(folder).splits.get(split, ())
     stored = [_load(folder / shard.file, cache) for shard in shards]
@@ -279,7 +280,7 @@ def _of_manifest(folder: Path, split: str, cache: Path) -> list[TarIndex]:
 
 
 def _index(path: Path, cache: Path) -> _StoredIndex:
-    """The index of a shard, from the cache if possible: indexing a large shard takes seconds or minutes."""
+    """Return the index of a shard, from the cache if possible: indexing a large shard takes seconds or minutes."""
     if (stored := _load(path, cache)) is None:
         stored = _read(path)
         _save(stored, cache)
@@ -287,7 +288,8 @@ def _index(path: Path, cache: Path) -> _StoredIndex:
 
 
 def _place(path: Path, cache: Path) -> Path:
-    """The file that stores the index of a shard; its name depends on the shard's path, size and modification time."""
+    """Return the file that stores the index of a shard; its name depends on the shard's path, size and modification
+    time."""
     about = path.stat()
     name = f"{path.resolve()}/{about.st_size}/{about.st_mtime_ns}"
     return cache / "index" / f"{hashlib.sha256(name.encode()).hexdigest()[:20]}.npz"

@@ -44,7 +44,7 @@ class ShuffledPairs:
         return len(self._pairs)
 
     def __getitem__(self, n: int) -> np.ndarray:
-        """Ids of document n, int64."""
+        """Return the ids of document n, int64."""
         caption = self._pairs[int(self.caption_of_N[n])][self.image_tokens :]
         return np.concatenate([self._pairs[n][: self.image_tokens], caption])
 
@@ -68,5 +68,5 @@ class Captions:
         return len(self._pairs)
 
     def __getitem__(self, n: int) -> np.ndarray:
-        """Ids of document n, int64."""
+        """Return the ids of document n, int64."""
         return self._pairs[n][self._removed :]

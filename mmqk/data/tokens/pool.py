@@ -102,7 +102,7 @@ def _in_this_process(encoder: Encoder, shards: Sequence[ShardPart], handle: Hand
 
 
 def _final(counts_3: np.ndarray, result: tuple[str, Any]) -> tuple[float, float, float]:
-    """The counts of a processed shard; an unreadable shard counts as read and has no samples."""
+    """Return the counts of a processed shard; an unreadable shard counts as read and has no samples."""
     return (counts_3[0], counts_3[1], 1.0) if result[0] == "done" else (0.0, 0.0, 1.0)
 
 
@@ -200,7 +200,7 @@ class ShardProgress:
             self.progress.show(*self.state(counts_N3))
 
     def state(self, counts_N3: np.ndarray) -> tuple[str, float | None, float]:
-        """The text of the display, the bytes read, and the total bytes."""
+        """Return the text of the display, the bytes read, and the total bytes."""
         parts, total = [f"{len(self._records)} of {self._total} shards"], float(self._sizes_N.sum())
         if self._first is None:
             return " · ".join([*parts, "starting"]), None, total

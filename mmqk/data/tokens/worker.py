@@ -68,7 +68,7 @@ class ShardPart:
 
 
 def split_of(identity: bytes, val_fraction: float) -> str:
-    """The split of a document; equal content falls into the same split in every shard."""
+    """Return the split of a document; equal content falls into the same split in every shard."""
     return "val" if hash_fraction(identity) < val_fraction else "train"
 
 
@@ -129,7 +129,7 @@ class Encoder:
         }
 
     def _loaded(self, place: Place) -> str | Image.Image:
-        """A text unchanged, or an image decoded."""
+        """Return a text unchanged, or an image decoded."""
         if isinstance(place, str):
             return place
         return load_image(place, self.documents.image_size, self.job.fit, self.job.max_pixels)

@@ -60,5 +60,5 @@ class Adapter:
         return [(re.compile(site.module), site) for site in self.sites]
 
     def at(self, path: str) -> list[Site]:
-        """The sites at the module with this path."""
+        """Return the sites at the module with this path."""
         return [site for pattern, site in self._patterns if pattern.fullmatch(path)]

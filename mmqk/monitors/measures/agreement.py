@@ -49,7 +49,7 @@ class HalfProducts:
         return HalfProducts(self.cross_MM + other.cross_MM, self.noise + other.noise)
 
     def agreement(self) -> Agreement:
-        """Cosine, signal and noise of the modalities over these parameters."""
+        """Return the cosine, signal and noise of the modalities over these parameters."""
         signal = self.cross_MM.diagonal()
         length = signal.clamp_min(0).sqrt()
         cosine = (self.cross_MM + self.cross_MM.T) / 2 / (length[:, None] * length)
@@ -58,7 +58,7 @@ class HalfProducts:
 
 
 def half_products(halves: Sequence[tuple[Gradients, Gradients]]) -> HalfProducts:
-    """Products across halves of one group of parameters, in fp64.
+    """Return the products across halves of one group of parameters, in fp64.
 
     Args:
         halves: for each modality its gradients on half A and on half B, each normalized by its own half's targets.
@@ -70,7 +70,7 @@ def half_products(halves: Sequence[tuple[Gradients, Gradients]]) -> HalfProducts
 
 
 def _flat(half: Gradients, halves: Sequence[tuple[Gradients, Gradients]]) -> Tensor:
-    """All gradients in one vector; 0 for parameters that the loss does not depend on."""
+    """Return all gradients in one vector; 0 for parameters that the loss does not depend on."""
     parts = []
     for i, gradient in enumerate(half):
         if gradient is None:

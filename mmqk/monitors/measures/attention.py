@@ -63,7 +63,8 @@ class AttentionStatistics:
 
 
 def exceeded_by_one_in_a_thousand(tail_NP: Tensor, count_P: Tensor) -> Tensor:
-    """(P,): for each of P kinds of pairs, the logit that one in a thousand of its ``count_P`` pairs reaches."""
+    """Return (P,): for each of P kinds of pairs, the logit that one in a thousand of its ``count_P`` pairs
+    reaches."""
     place_P = (count_P * TAIL).round().clamp(min=1, max=len(tail_NP)).long() - 1
     return tail_NP.sort(dim=0, descending=True).values.gather(0, place_P[None])[0]
 
@@ -76,7 +77,7 @@ def attention_statistics(
     softcap: float | None = None,
     sink_H: Tensor | None = None,
 ) -> AttentionStatistics:
-    """Exact statistics of the attention logits ``scale * q.k`` over every visible pair.
+    """Return the exact statistics of the attention logits ``scale * q.k`` over every visible pair.
 
     Args:
         q_BHTK: queries of the dot product, after QK-Norm and RoPE.
@@ -131,7 +132,7 @@ def attention_statistics(
 
 
 def _largest(values_N: Tensor, n: int) -> Tensor:
-    """The n largest values (or all) in descending order, exactly.
+    """Return the n largest values (or all) in descending order, exactly.
 
     They are in the n groups with the largest maxima, so that few values have to be sorted.
     """
@@ -143,7 +144,7 @@ def _largest(values_N: Tensor, n: int) -> Tensor:
 
 
 def _merged(parts: list[Tensor], n: int, none: Tensor) -> Tensor:
-    """The n largest values of the parts in descending order, padded with -inf if other ranks have more."""
+    """Return the n largest values of the parts in descending order, padded with -inf if other ranks have more."""
     if len(parts) == 1 and len(parts[0]) == n:
         return parts[0]
     return torch.cat([*parts, none.expand(n)]).topk(n).values
@@ -152,8 +153,8 @@ def _merged(parts: list[Tensor], n: int, none: Tensor) -> Tensor:
 def _rows(
     logits_HBCS: Tensor, chunk: Chunk, softcap: float | None, sink_H: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The F statistics of every row (`AttentionStatistics`), sums of squared logits by block, the weights up to a
-    factor of the whole matrix, and the weight of the sink.
+    """Return the F statistics of every row (`AttentionStatistics`), sums of squared logits by block, the weights up to
+    a factor of the whole matrix, and the weight of the sink.
 
     It overwrites the logits and makes few passes over the T x T values, which take most of a probe's time.
     """
@@ -202,7 +203,8 @@ def _rows(
 
 
 def key_shares(over_HBT: Tensor) -> Tensor:
-    """(H, B, T, 1): each row's weight on all its keys, divided by the largest of its matrix, so that none underflows.
+    """Return (H, B, T, 1): each row's weight on all its keys, divided by the largest of its matrix, so that none
+    underflows.
 
     ``over_HBT`` is log Z of the keys minus the logit of the sink.
     """
@@ -211,7 +213,7 @@ def key_shares(over_HBT: Tensor) -> Tensor:
 
 
 def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Tensor:
-    """(H, B): ``(tr W W^T)^2 / |W W^T|^2``; off-diagonal blocks of the symmetric product count twice.
+    """Return (H, B): ``(tr W W^T)^2 / |W W^T|^2``; off-diagonal blocks of the symmetric product count twice.
 
     A row without visible keys must be 0. `reach` is `Pairs.reach`.
     """
@@ -224,5 +226,5 @@ def participation(weight_HBTS: Tensor, reach: Sequence[tuple[slice, int]]) -> Te
 
 
 def _by_query(sums_HBMC: Tensor, queries_MBC: Tensor) -> Tensor:
-    """(M, M, H): sums of each key modality, by query modality."""
+    """Return (M, M, H): sums of each key modality, by query modality."""
     return torch.where(queries_MBC[:, None, :, None], sums_HBMC, 0.0).sum((2, 4)).transpose(1, 2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def channel_sums(x_BTD: Tensor, selected_MBT: Tensor) -> dict[str, Tensor]:
-    """Sums over the selected tokens for `channel_statistics`; the sums of several batches can be added.
+    """Return the sums over the selected tokens for `channel_statistics`; the sums of several batches can be added.
 
     Returns:
         ``square_MD``, the sum of x^2 by channel; ``kurtosis_M``, the sum over tokens of their kurtosis; ``count_M``.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def gradient_and_product(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradient g of a loss and the product ``H g`` with its Hessian, one tensor for each parameter.
+    """Return the gradient g of a loss and the product ``H g`` with its Hessian, one tensor for each parameter.
 
     ``H g`` is the gradient of ``g.g / 2``, by a second backward pass. Parameters that the loss does not depend on get
     zeros. ``.grad`` is not written.
@@ -28,7 +28,7 @@ def gradient_and_product(loss: Tensor, parameters: Sequence[Tensor]) -> tuple[li
 def curvature(
     gradients: Sequence[Tensor], products: Sequence[Tensor], scales: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """``g.S H g / g.g``, S the diagonal matrix of the scales; without them ``g.H g / g.g``. NaN if g is 0.
+    """Return ``g.S H g / g.g``, S the diagonal matrix of the scales; without them ``g.H g / g.g``. NaN if g is 0.
 
     Gradient descent with a learning rate above 2 / curvature overshoots along its gradient; Adam does with S its
     preconditioner (`adam_scale`).
@@ -42,7 +42,7 @@ def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 
 
 def adam_scale(second_moment: Tensor, step: int | Tensor, betas: tuple[float, float], eps: float) -> Tensor:
-    """Diagonal of Adam's preconditioner, ``(1 - b1) / (1 + b1) / (1 - b1^t) / (sqrt(v_hat) + eps)``.
+    """Return the diagonal of Adam's preconditioner, ``(1 - b1) / (1 + b1) / (1 - b1^t) / (sqrt(v_hat) + eps)``.
 
     See arXiv 2506.04805. A quadratic loss is stable under Adam while the largest eigenvalue of its preconditioned
     Hessian is below 2 / lr.

@@ -38,7 +38,7 @@ class LogitGrowth:
     visible: Tensor
 
     def parts(self) -> dict[str, Tensor]:
-        """Natural logarithms, means over heads, (M, M); NaN without a pair.
+        """Return the natural logarithms, means over heads, (M, M); NaN without a pair.
 
         ``log E[z^2] = 2 log scale + q_power + k_power + alignment + masked``, exactly, z the raw visible logit.
 
@@ -62,7 +62,8 @@ class LogitGrowth:
 def logit_growth(
     q_BHTK: Tensor, k_BHSK: Tensor, token_MBT: Tensor, pairs: Pairs, visible_sq_MMH: Tensor
 ) -> LogitGrowth:
-    """Second moments of the queries and keys of the dot product (after QK-Norm and RoPE), without its scale.
+    """Return the second moments of the queries and keys of the dot product (after QK-Norm and RoPE), without its
+    scale.
 
     Args:
         q_BHTK: queries.
@@ -89,12 +90,12 @@ def logit_growth(
 
 
 def _by_modality(x_BHTK: Tensor, token_MBT: Tensor) -> Tensor:
-    """(M, B, H, T, K), 0 at the tokens of other modalities; no product, which would keep their NaN."""
+    """Return (M, B, H, T, K), 0 at the tokens of other modalities; no product, which would keep their NaN."""
     return torch.where(token_MBT[:, :, None, :, None], x_BHTK.float(), 0.0)
 
 
 def _second_moments(x_BHTK: Tensor, token_MBT: Tensor) -> Tensor:
-    """(M, B, H, K, K), uncentered sums."""
+    """Return (M, B, H, K, K), uncentered sums."""
     # `_by_modality` with bit operations, as in `Mask`, which takes a third of the time.
     keep_MB1T1 = -token_MBT.int()[:, :, None, :, None]
     masked_MBHTK = (x_BHTK.float().contiguous().view(torch.int32) & keep_MB1T1).view(torch.float32)
@@ -102,7 +103,7 @@ def _second_moments(x_BHTK: Tensor, token_MBT: Tensor) -> Tensor:
 
 
 def common_mode(k_BHSK: Tensor, token_MBT: Tensor) -> Sums:
-    """Share of the mean key in the keys' squared length, by modality.
+    """Return the share of the mean key in the keys' squared length, by modality.
 
     ``|mean k|^2 / mean |k|^2`` over the tokens of a modality, for each sequence and head: 1 if all keys are equal,
     1/n for n random keys. The mean key shifts the logits of a whole block of a row by one number.
@@ -127,7 +128,7 @@ def attention_rank(
     reach: Sequence[tuple[slice, int]] | None = None,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """Participation ratio of the singular values of each attention matrix, (H, B).
+    """Return the participation ratio of the singular values of each attention matrix, (H, B).
 
     ``(sum s^2)^2 / sum s^4``: between 1 (every query attends to the same keys in the same way) and T. Low entropy
     with a high rank is benign (each token attends to a different one); with a low rank it is collapse (Qi et al.

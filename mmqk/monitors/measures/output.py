@@ -39,7 +39,7 @@ class OutputStatistics:
 def output_statistics(
     logits_BTV: Tensor, target_modality_BT: Tensor, selected_MBT: Tensor, vocab_sizes: Mapping[str, int]
 ) -> OutputStatistics:
-    """Statistics of the logits as the loss sees them (after the final softcap).
+    """Return the statistics of the logits as the loss sees them (after the final softcap).
 
     Args:
         logits_BTV: in fp32.
@@ -62,5 +62,5 @@ def output_statistics(
 
 
 def _log_z(logits_BTV: Tensor) -> Tensor:
-    """`logsumexp` in half the time, since log_softmax is one fused pass."""
+    """Return `logsumexp` in half the time, since log_softmax is one fused pass."""
     return logits_BTV.amax(-1) - torch.log_softmax(logits_BTV, -1).amax(-1)

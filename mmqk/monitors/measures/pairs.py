@@ -26,7 +26,8 @@ ROW_BLOCKS, FEWEST_ROWS = 8, 32  # largest number of slices in `Pairs.reach`, an
 
 
 def visible_pairs(valid_BT: Tensor, document_BT: Tensor | None = None, window: int = 0) -> Tensor:
-    """(B, T, S) bool: visible pairs of causal attention, without those of padding; ``window`` 0 is no window."""
+    """Return (B, T, S) bool: visible pairs of causal attention, without those of padding; ``window`` 0 is no
+    window."""
     causal = visible_keys(valid_BT.shape[1], valid_BT.device, window, document_BT)
     return (causal & valid_BT[:, None, :, None] & valid_BT[:, None, None, :])[:, 0]
 

@@ -29,7 +29,7 @@ class Absorption:
 
 
 def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption:
-    """Rounding error of adding y in bf16, for inputs of any precision; x is rounded to bf16 first.
+    """Return the rounding error of adding y in bf16, for inputs of any precision; x is rounded to bf16 first.
 
     Args:
         x_BTD: residual stream before the addition.
@@ -50,7 +50,8 @@ def absorption(x_BTD: Tensor, y_BTD: Tensor, selected_MBT: Tensor) -> Absorption
 
 
 def below_epsilon(second_moment: Tensor, step: int | Tensor, beta2: float, eps: float) -> Tensor:
-    """Share of a tensor's elements whose ``sqrt(v_hat)`` is below Adam's epsilon, which then sets their step size.
+    """Return the share of a tensor's elements whose ``sqrt(v_hat)`` is below Adam's epsilon, which then sets their
+    step size.
 
     Args:
         second_moment: Adam's v, before bias correction.
@@ -65,8 +66,10 @@ def below_epsilon(second_moment: Tensor, step: int | Tensor, beta2: float, eps: 
 def gradient_over_second_moment(
     gradient: Tensor, second_moment: Tensor, step: int | Tensor, beta2: float, eps: float
 ) -> Tensor:
-    """``sqrt(mean(g^2 / max(v_hat, eps^2)))`` over a tensor's elements: 1 in the first step, and far above 1 if v is
-    much smaller than the current squared gradient (Wortsman et al. 2023, arXiv 2304.13013, Algorithm 2).
+    """Return ``sqrt(mean(g^2 / max(v_hat, eps^2)))``, the mean over a tensor's elements.
+
+    It is 1 in the first step, and far above 1 if v is much smaller than the current squared gradient (Wortsman et al.
+    2023, arXiv 2304.13013, Algorithm 2).
 
     Args:
         gradient: the gradient of the latest update, after clipping.
@@ -80,6 +83,7 @@ def gradient_over_second_moment(
 
 
 def update_size(before: Tensor, after: Tensor, lr: float) -> tuple[Tensor, Tensor]:
-    """RMS of one update, divided by the learning rate (1 for a pure sign step of Adam) and by the parameter's RMS."""
+    """Return the RMS of one update, divided by the learning rate (1 for a pure sign step of Adam) and by the
+    parameter's RMS."""
     step_rms = (after.float() - before.float()).square().mean().sqrt()
     return step_rms / lr, step_rms / before.float().square().mean().sqrt()

@@ -29,13 +29,13 @@ class Sums:
 
 
 def selection(modality_BT: Tensor, valid_BT: Tensor, n_modalities: int) -> Tensor:
-    """(M, B, T) bool: the valid tokens of each modality. A token has at most one modality."""
+    """Return (M, B, T) bool: the valid tokens of each modality. A token has at most one modality."""
     modality_M11 = torch.arange(n_modalities, device=modality_BT.device)[:, None, None]
     return (modality_BT == modality_M11) & valid_BT
 
 
 def sums(values_BHT: Tensor, selected_MBT: Tensor) -> Sums:
-    """Count and sum by modality of one number for each head and token (a missing H is one head)."""
+    """Return the count and sum by modality of one number for each head and token (a missing H is one head)."""
     values = values_BHT.float() if values_BHT.ndim == 3 else values_BHT.float()[:, None]
     selected_MBHT = selected_MBT[:, :, None].expand(-1, -1, values.shape[1], -1)
     # torch.where, since a product would spread a NaN from another modality's token.
@@ -46,5 +46,6 @@ def sums(values_BHT: Tensor, selected_MBT: Tensor) -> Sums:
 
 
 def sum_of_squares(matrices: Tensor) -> Tensor:
-    """Sum of squares of each matrix (last two axes), without a copy; row by row, which is more accurate in fp32."""
+    """Return the sum of squares of each matrix (last two axes), without a copy; row by row, which is more accurate in
+    fp32."""
     return torch.linalg.vector_norm(matrices, dim=-1).square().sum(-1)

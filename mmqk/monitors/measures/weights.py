@@ -13,7 +13,7 @@ from mmqk.monitors.measures.reduce import Sums
 
 @torch.no_grad()
 def matrix_sizes(weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Frobenius norm, spectral norm and stable rank of a matrix, in fp32.
+    """Return the Frobenius norm, spectral norm and stable rank of a matrix, in fp32.
 
     The stable rank is ``|W|_F^2 / |W|_2^2``: at most the rank, and near 1 if one direction dominates (Rudelson and
     Vershynin 2007; it falls before failures in arXiv 2602.01734). It is NaN for a matrix of zeros. The spectral norm
@@ -31,7 +31,8 @@ def matrix_sizes(weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def product_change_entropy(
     q_HKD: Tensor, k_GKD: Tensor, earlier_q_HKD: Tensor, earlier_k_GKD: Tensor
 ) -> Sums:
-    """Spectral entropy of the first-order change of ``W_q W_k^T`` of each head, in nats; count and sum over heads.
+    """Return the spectral entropy of the first-order change of ``W_q W_k^T`` of each head, in nats; count and sum
+    over heads.
 
     The change is ``D2 = dW_q W_k^T + W_q dW_k^T`` at the earlier matrices, (D, D) and of rank at most 2 K, and the
     entropy is ``-sum p log p`` with ``p = s^2 / sum s^2`` of its singular values s (arXiv 2606.28116, section 3.4;

@@ -57,12 +57,12 @@ class Call:
     weights_BHTS: Tensor | None = None
 
     def expanded(self, tensor_BGSK: Tensor) -> Tensor:
-        """Keys or values (B, H, S, K): each key head repeated for every query head that shares it."""
+        """Return the keys or values (B, H, S, K): each key head repeated for every query head that shares it."""
         times = self.q_BHTK.shape[1] // tensor_BGSK.shape[1]
         return tensor_BGSK if times == 1 else tensor_BGSK.repeat_interleave(times, 1)
 
     def softmax_input(self, head: int, rows: slice = slice(None)) -> Tensor:
-        """Input of one head's softmax, before the mask: fp32, (B, T, S)."""
+        """Return the input of one head's softmax, before the mask: fp32, (B, T, S)."""
         q, k = self.q_BHTK[rows, head].float(), self.expanded(self.k_BGSK)[rows, head].float()
         z_BTS = self.scale * q @ k.transpose(-1, -2)
         if self.softcap is not None:
@@ -70,7 +70,8 @@ class Call:
         return z_BTS if self.score_mod is None else self.score_mod(z_BTS, head)
 
     def softmax(self, z_BTS: Tensor, head: int) -> Tensor:
-        """Weights of one head's keys from the masked input of its softmax; with a sink they sum to less than 1."""
+        """Return the weights of one head's keys from the masked input of its softmax; with a sink they sum to less
+        than 1."""
         if self.sink_H is None:
             return z_BTS.softmax(-1)
         sink_BT1 = self.sink_H[head].float().expand(*z_BTS.shape[:-1], 1)
@@ -95,12 +96,12 @@ class Call:
 
 
 def of_head(tensor: Tensor, head: int) -> Tensor:
-    """One head, (B or 1, T, S), of a tensor that broadcasts to (B, H, T, S)."""
+    """Return one head, (B or 1, T, S), of a tensor that broadcasts to (B, H, T, S)."""
     return tensor[:, head if tensor.shape[1] > 1 else 0]
 
 
 def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """(1, 1, T, S), aligned to the upper left corner as torch's ``is_causal``."""
+    """Return (1, 1, T, S), aligned to the upper left corner as torch's ``is_causal``."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril()[None, None]
 
 

@@ -44,13 +44,13 @@ _PRODUCT = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
 
 
 def clean(path: str) -> str:
-    """A module's path without the parts of wrappers."""
+    """Return a module's path without the parts of wrappers."""
     return _WRAPPERS.sub("", path).lstrip(".")
 
 
 @cache
 def reader_of(func: Any) -> Callable[..., Call] | None:
-    """The function of `calls` that reads this torch function; None if it is not an attention function."""
+    """Return the function of `calls` that reads this torch function; None if it is not an attention function."""
     if func is F.scaled_dot_product_attention:
         return calls.of_sdpa
     if isinstance(func, torch._ops.HigherOrderOperator) and func.name() == "flex_attention":
@@ -182,7 +182,8 @@ class Capture(TorchFunctionMode):
         return q, k
 
     def _torch_attention(self, args: Any, kwargs: Any) -> Any:
-        """`nn.MultiheadAttention`, whose function calls the fused kernel only if the weights are not requested."""
+        """Return `nn.MultiheadAttention`, whose function calls the fused kernel only if the weights are not
+        requested."""
         sdpa = F.scaled_dot_product_attention
         origins = self._call_origins(args, kwargs)
         out_origins: list[Origin | None] = []
@@ -200,7 +201,8 @@ class Capture(TorchFunctionMode):
         return out
 
     def wrapped(self, forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-        """An attention function of transformers that is also measured; ``run`` is `_run_eager` or `_run_flash`."""
+        """Return an attention function of transformers that is also measured; ``run`` is `_run_eager` or
+        `_run_flash`."""
 
         def measured(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.paths.get(module, self._running[-1][0])
@@ -241,7 +243,7 @@ class Capture(TorchFunctionMode):
     # After the forward
 
     def layers(self) -> Layers:
-        """Layers with and without measured attention."""
+        """Return the layers with and without measured attention."""
         calls = [record for record in self.measurement.records if record.is_call]
         return find_layers(
             [call.path for call in calls if call.not_measured is None and not call.cross],
@@ -257,7 +259,7 @@ class Capture(TorchFunctionMode):
 def _run_eager(
     rows: int, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Call | NotMeasured]:
-    """Output and call of an ``eager_attention_forward``, with the weights that it returns."""
+    """Return the output and call of an ``eager_attention_forward``, with the weights that it returns."""
     out = forward(module, *args, **kwargs)
     try:
         named = by_name(forward, (module, *args), kwargs)

@@ -83,14 +83,14 @@ class LastCall:
 
 
 def _wrappers(compiled: Any) -> Iterator[Any]:
-    """The wrappers that `LastCall.wrap` put around a compiled forward, outermost first."""
+    """Yield the wrappers that `LastCall.wrap` put around a compiled forward, outermost first."""
     while hasattr(compiled, "last_call"):
         yield compiled
         compiled = compiled.inner
 
 
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the names of the function's parameters; raises TypeError if they do not fit."""
+    """Return the arguments by the names of the function's parameters; raises TypeError if they do not fit."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -100,7 +100,7 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a forward by name."""
+    """Return the arguments of a forward by name."""
     module = unwrapped(model)
     while (inner := vars(module)["_modules"].get(_WRAPPER)) is not None:
         module = unwrapped(inner)
@@ -111,7 +111,7 @@ def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of nested mappings, sequences and dataclasses, with its innermost name."""
+    """Yield every tensor of nested mappings, sequences and dataclasses, with its innermost name."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -126,7 +126,8 @@ def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def find_ids(inputs: Inputs) -> tuple[str, Tensor] | None:
-    """Name and tensor (B, T) of the token ids: the input with a usual name, else the only integer matrix."""
+    """Return the name and tensor (B, T) of the token ids: the input with a usual name, else the only integer
+    matrix."""
     matrices = [
         (name, x)
         for name, x in tensors(inputs)
@@ -151,7 +152,7 @@ def batch_size(inputs: Inputs) -> int:
 
 
 def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | None:
-    """The input that marks the padding of the inputs ``source``; None if there is none.
+    """Return the input that marks the padding of the inputs ``source``; None if there is none.
 
     It is decoder_attention_mask for decoder_input_ids and labels, attention_mask for the token ids, and
     NAME_attention_mask for another input NAME or NAME_ids.
@@ -167,7 +168,7 @@ def padding_mask(inputs: Inputs, source: Collection[str] | None) -> Tensor | Non
 
 
 def first_rows(value: Any, B: int, rows: int, dtype: torch.dtype | None = None) -> Any:
-    """The first ``rows`` of ``B`` sequences, in nested mappings, sequences and dataclasses.
+    """Return the first ``rows`` of ``B`` sequences, in nested mappings, sequences and dataclasses.
 
     A tensor is sliced on its first axis if that has B entries; integers with three axes (positions in height, width
     and time) on their second. ``dtype`` replaces half precision.
@@ -247,7 +248,7 @@ class Modalities:
                 raise UserError(f"modality: {error}") from error
 
     def of(self, inputs: Inputs) -> Tensor:
-        """Modality numbers, (B, T)."""
+        """Return the modality numbers, (B, T)."""
         if self.function is not None:
             modality_BT = self.function(inputs)
             if not isinstance(modality_BT, Tensor) or modality_BT.ndim != 2:
@@ -264,7 +265,7 @@ class Modalities:
         return self.of_ids(ids[1])
 
     def of_ids(self, ids: Tensor) -> Tensor:
-        """Modality numbers of ids of any shape, by the ranges."""
+        """Return the modality numbers of ids of any shape, by the ranges."""
         assert self.ranges is not None
         number = torch.zeros_like(ids, dtype=torch.long)
         for m, name in enumerate(self.names):

@@ -15,8 +15,8 @@ from mmqk.monitors.probe import evaluation_mode
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile, DistributedDataParallel and DataParallel; FSDP1's wrapper gathers the weights
-    and stays."""
+    """Return the module inside torch.compile, DistributedDataParallel and DataParallel; FSDP1's wrapper gathers the
+    weights and stays."""
     while True:
         inner = vars(module)["_modules"].get("_orig_mod")
         if inner is None and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):

@@ -12,7 +12,8 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
 def layer_of(path: str) -> tuple[str, int] | None:
-    """Path before its first integer, and the integer: ("model.layers", 3) for model.layers.3.self_attn; or None."""
+    """Return the path before its first integer, and the integer: ("model.layers", 3) for model.layers.3.self_attn; or
+    None."""
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -21,7 +22,8 @@ def layer_of(path: str) -> tuple[str, int] | None:
 
 
 def block_of(path: str) -> str:
-    """Path up to its last integer: stages.0.blocks.1 for stages.0.blocks.1.attn; the path if it has no integer."""
+    """Return the path up to its last integer: stages.0.blocks.1 for stages.0.blocks.1.attn; the path if it has no
+    integer."""
     parts = path.split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts) - 1)
     return ".".join(parts[: last + 1])
@@ -44,7 +46,8 @@ class Layers:
 
 
 def layer_numbers(paths: Sequence[str]) -> list[int]:
-    """The layer number of each call: the first integer of its path; if two are equal, the position in call order."""
+    """Return the layer number of each call: the first integer of its path; if two are equal, the position in call
+    order."""
     layers = [layer_of(path) for path in paths]
     numbers = [layer[1] for layer in layers if layer is not None]
     return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
@@ -59,7 +62,7 @@ def find_layers(
     softmaxes: Collection[str],
     products: Collection[str],
 ) -> Layers:
-    """The layers that have attention, and those whose attention was not measured.
+    """Return the layers that have attention, and those whose attention was not measured.
 
     A layer has attention that was not measured if one of its calls was not, or if one of its modules made no call
     but has the type of a module that made one, is named attention, or computes token-by-token products or softmaxes.

@@ -44,7 +44,8 @@ def add_matrices(probe: Probe, root: nn.Module, calls: Sequence[tuple[int, str]]
 
 
 def _prefixes(calls: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Number and path of each layer: up to the first integer if it differs for all calls, else to the last."""
+    """Return the number and path of each layer: up to the first integer if it differs for all calls, else to the
+    last."""
     layers = [layer_of(path) for _, path in calls]
     whole = [f"{layer[0]}.{layer[1]}".lstrip(".") for layer in layers if layer is not None]
     if len(set(whole)) < len(calls):

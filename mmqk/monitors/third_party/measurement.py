@@ -90,11 +90,11 @@ class Measurement:
     # Sides of a tensor
 
     def may_be_main(self, origin: Origin | None) -> bool:
-        """Whether a tensor may have the main side's tokens; True if its origin is unknown."""
+        """Return whether a tensor may have the main side's tokens; True if its origin is unknown."""
         return origin is None or self.main.inputs is None or self.main.inputs <= origin.inputs
 
     def is_stream(self, x: Tensor, origin: Origin | None) -> bool:
-        """Whether a tensor is (B, T, D) of the main side's tokens."""
+        """Return whether a tensor is (B, T, D) of the main side's tokens."""
         fits = x.ndim == 3 and x.shape[:2] == self.modality_BT.shape and x.is_floating_point()
         return fits and origin is not None and self.may_be_main(origin)
 
@@ -106,7 +106,7 @@ class Measurement:
                 side.set_ids(ids)
 
     def _sides_of(self, call: Call | NotMeasured, origins: CallOrigins) -> tuple[Side, Side]:
-        """The sides of the queries and of the keys.
+        """Return the sides of the queries and of the keys.
 
         Raises:
             OtherTokens: the tokens belong to no declared side.
@@ -249,7 +249,7 @@ class Measurement:
             collector.weights(layer, call.softmax_input, q.shape[1], pairs)
 
     def _wrong_weights(self, call: Call, pairs: Pairs) -> str | None:
-        """A reason if the weights that the call returned are not the softmax of its logits; else None."""
+        """Return a reason if the weights that the call returned are not the softmax of its logits; else None."""
         if call.weights_BHTS is None:
             return None
         visible_TS = pairs.visible_BTS[0]
@@ -305,11 +305,11 @@ class Measurement:
             self.main.collector.final(stream.final)
 
     def main_sites(self) -> list[tuple[int, str]]:
-        """Number in `records` and path of each measured self-attention call of the main side."""
+        """Return the number in `records` and path of each measured self-attention call of the main side."""
         return [(i, record.path) for i, record in enumerate(self.records) if record.number in self.main_calls]
 
     def finished(self) -> Probe:
-        """The probe of all sides, with the layer numbers in the tags."""
+        """Return the probe of all sides, with the layer numbers in the tags."""
         probe = self.main.collector.probe
         for side in self.sides[1:]:
             probe.parts += side.collector.probe.parts if side.modality_BT is not None else []
@@ -322,7 +322,8 @@ class Measurement:
         return probe
 
     def _layer_numbers(self) -> list[int]:
-        """The layer number of each record: of its call, else of a measured call in its layer, else from its path."""
+        """Return the layer number of each record: of its call, else of a measured call in its layer, else from its
+        path."""
         measured = [r for r in self.records if r.is_call and r.not_measured is None and not r.cross]
         numbers = layer_numbers([record.path for record in measured])
         by_call = {record.number: n for record, n in zip(measured, numbers, strict=True)}

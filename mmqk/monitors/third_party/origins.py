@@ -72,7 +72,7 @@ class Origins:
                 self._of.setdefault(x, NO_INPUTS)
 
     def of(self, value: Any) -> Origin | None:
-        """The origin of a tensor; None if no traced torch function returned it."""
+        """Return the origin of a tensor; None if no traced torch function returned it."""
         if isinstance(value, nn.Parameter):
             return NO_INPUTS
         return self._of.get(value) if isinstance(value, Tensor) else None
@@ -109,7 +109,7 @@ class Origins:
             self._of[base] = origin
 
     def _combined(self, name: str, arguments: list[Tensor], out: Tensor) -> Origin | None:
-        """The origin of ``out`` from those of the tensor arguments; None if no argument determines it."""
+        """Return the origin of ``out`` from those of the tensor arguments; None if no argument determines it."""
         origins = [(x, self.of(x)) for x in arguments]
         with_inputs = [(x, origin) for x, origin in origins if origin is not None and origin.inputs]
         if not with_inputs:
@@ -130,7 +130,7 @@ class Origins:
 
 
 def flat(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists and dicts."""
+    """Yield the tensors of nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):

@@ -15,7 +15,7 @@ from mmqk.monitors.third_party.inputs import Inputs, tensors
 
 
 def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> Tensor | None:
-    """The logits (B, T, V) in a forward's output, or None.
+    """Return the logits (B, T, V) in a forward's output, or None.
 
     It is the tensor named ``logits``, or one whose last axis has as many entries as an embedding has rows.
 
@@ -38,7 +38,7 @@ def find_logits(output: Any, shape: torch.Size, least: int, root: nn.Module) -> 
 
 
 def targets_of(output: Any, inputs: Inputs, valid_BT: Tensor) -> Tensor:
-    """(B, T) bool: positions with a next token that is not padding and, in transformers, has a label."""
+    """Return (B, T) bool: positions with a next token that is not padding and, in transformers, has a label."""
     target_mask_BT = valid_BT & valid_BT.roll(-1, 1)
     if type(output).__module__.partition(".")[0] == "transformers":
         for name, x in tensors(inputs):

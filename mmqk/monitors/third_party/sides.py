@@ -73,7 +73,7 @@ class Side:
         return Collector(self.names, *self.tokens)
 
     def has(self, origin: Origin | None) -> bool:
-        """Whether a tensor of this origin has its tokens."""
+        """Return whether a tensor of this origin has its tokens."""
         return origin is not None and bool(self.inputs) and self.inputs <= origin.inputs  # type: ignore[operator]
 
     def set_ids(self, ids: Tensor) -> None:
@@ -88,7 +88,7 @@ class Side:
 
 
 def check_sides(sides: Sides, names: Sequence[str]) -> dict[str, tuple[str, Modalities | None]]:
-    """The declared sides by name: the input's name, and its modalities.
+    """Return the declared sides by name: the input's name, and its modalities.
 
     Raises:
         UserError: a name is not a valid tag or is the name of a modality, or a value is not the name of an input.
@@ -113,7 +113,7 @@ def check_sides(sides: Sides, names: Sequence[str]) -> dict[str, tuple[str, Moda
 def sides_of_batch(
     declared: Mapping[str, tuple[str, Modalities | None]], inputs: Inputs, main: Side, device: torch.device
 ) -> list[Side]:
-    """The declared sides for one batch.
+    """Return the declared sides for one batch.
 
     Raises:
         UserError: an input that the forward does not get, or that ``modality`` already describes.
@@ -137,7 +137,7 @@ def sides_of_batch(
 
 
 def joined(of_q: Side, of_k: Side) -> Side:
-    """The tokens of both sides concatenated, the queries first; the modality of a key is raised by M_q."""
+    """Return the tokens of both sides concatenated, the queries first; the modality of a key is raised by M_q."""
     (modality_BT, valid_BT), (modality_BS, valid_BS) = of_q.tokens, of_k.tokens
     if len(modality_BT) != len(modality_BS):
         raise NotMeasured(f"it has {len(modality_BT)} query sequences but {len(modality_BS)} key sequences")
@@ -158,7 +158,7 @@ def joined(of_q: Side, of_k: Side) -> Side:
 
 
 def padded_call(call: Call) -> Call:
-    """The call over the T + S tokens of both sides: q is 0 at key tokens, k and v are 0 at query tokens."""
+    """Return the call over the T + S tokens of both sides: q is 0 at key tokens, k and v are 0 at query tokens."""
     T, S, device = call.q_BHTK.shape[2], call.k_BGSK.shape[2], call.q_BHTK.device
     mask = torch.ones(1, 1, T, S, dtype=torch.bool, device=device) if call.mask is None else call.mask
     mask = mask.expand(*mask.shape[:2], T, S)
@@ -180,13 +180,13 @@ def padded_call(call: Call) -> Call:
 
 
 def _corner(x: Tensor) -> Tensor:
-    """(..., T, S) as the upper right corner of (..., T + S, T + S); 0 elsewhere."""
+    """Place (..., T, S) in the upper right corner of zeros (..., T + S, T + S)."""
     T, S = x.shape[-2:]
     return F.pad(x, (T, 0, 0, S))
 
 
 def cross_part(part: StatisticPart, q_names: Sequence[str], k_names: Sequence[str]) -> StatisticPart:
-    """The statistics as ``cross_...``, without those of pairs that do not occur in cross-attention."""
+    """Return the statistics as ``cross_...``, without those of pairs that do not occur in cross-attention."""
     is_cross = [_is_cross(name, q_names, k_names) for name in part.tags]
     finish: Callable = part.finish
 

@@ -80,12 +80,12 @@ class Stream:
         return self._final[0] if self._final is not None and calls and self._final[1] == calls[-1] else None
 
     def terms_of(self, x: Tensor) -> tuple[Term, ...]:
-        """The terms that sum to the tensor; a single term if no addition that made it was traced."""
+        """Return the terms that sum to the tensor; a single term if no addition that made it was traced."""
         origin = self.origins.of(x)
         return self._terms.get(x) or (Term(None, 0 if origin is None else origin.call),)
 
     def before(self, func: Any, args: Any) -> Any:
-        """The terms and value that an in-place addition overwrites, to pass to `trace`."""
+        """Return the terms and value that an in-place addition overwrites, to pass to `trace`."""
         if getattr(func, "__name__", "") not in ("add_", "__iadd__") or len(args) < 2:
             return None
         x = args[0]
@@ -184,7 +184,7 @@ def _count(terms: tuple[Term, ...]) -> int:
 
 
 def _expanded(term: Term, input_term: Term) -> list[Term]:
-    """The parts of a term if the layer's input is one of them, else the term."""
+    """Return the parts of a term if the layer's input is one of them, else the term."""
     if term is input_term or not term.parts:
         return [term]
     parts = [inner for part in term.parts for inner in _expanded(part, input_term)]

@@ -20,7 +20,8 @@ def summary_line(
     step_seconds: Sequence[float],
     every_n_steps: int,
 ) -> str:
-    """The line: layers with measured attention, tokens by modality, cost of a probe, and calls without statistics.
+    """Return the line: layers with measured attention, tokens by modality, cost of a probe, and calls without
+    statistics.
 
     Args:
         layers: layers with and without measured attention.
@@ -100,7 +101,7 @@ def _layers_part(layers: Layers, records: Sequence[SiteRecord]) -> str:
 
 
 def _notes(records: Sequence[SiteRecord]) -> list[str]:
-    """A note for each reason why calls or their weights were not measured, and one for cross-attention."""
+    """Return a note for each reason why calls or their weights were not measured, and one for cross-attention."""
     paths: dict[str, list[str]] = {}
     for record in records:
         if record.not_measured is not None:

@@ -20,7 +20,8 @@ from mmqk.monitors.measures.reduce import selection
 def first_bad_site(
     model: EarlyFusionTransformer, batch: TokenBatch, loss: Callable[[Sink], Tensor] | None = None
 ) -> str | None:
-    """The first site with a NaN or an infinity, such as ``attn_logits of layer 3, at image tokens, is infinite``.
+    """Return the first site with a NaN or an infinity, such as ``attn_logits of layer 3, at image tokens, is
+    infinite``.
 
     It checks in this order: the weights, the sites of a forward (`EarlyFusionTransformer.forward` lists them) with
     the attention logits by query, and the loss; then, if ``loss`` is given, the gradients at the sites from last to
@@ -61,7 +62,7 @@ def first_bad_site(
 
 
 def first_bad_state(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | None:
-    """The first weight, or tensor of an optimizer's state, with a NaN or an infinity; None if all are finite.
+    """Return the first weight, or tensor of an optimizer's state, with a NaN or an infinity; None if all are finite.
 
     It synchronizes with the host once.
     """
@@ -134,14 +135,15 @@ class _Sites:
         self.first_bad = f"{site}{of_layer}, at {tokens} tokens, is {'NaN' if has_nan else 'infinite'}"
 
     def _logits(self, final_BTD: Tensor) -> Iterator[Tensor]:
-        """The output logits of each sequence."""
+        """Yield the output logits of each sequence."""
         for b in range(len(final_BTD)):
             row = slice(b, b + 1)
             hidden_1TD = through(self.model.final_norm, final_BTD[row], self.batch.modality_BT[row])
             yield self.model.head(hidden_1TD)
 
     def _attention_logits(self, layer: int, k_BHTK: Tensor) -> Iterator[Tensor]:
-        """The visible attention logits of each sequence: finite queries and keys may have an infinite product."""
+        """Yield the visible attention logits of each sequence: finite queries and keys may have an infinite
+        product."""
         assert self.q_BHTK is not None
         batch, config = self.batch, self.model.config
         document_BT = documents_of(config, config.separates(layer), batch.modality_BT, batch.document_BT)

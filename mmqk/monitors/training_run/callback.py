@@ -165,7 +165,7 @@ class RunMonitor(L.Callback):
 
 
 def flat(probes: list[Probe]) -> dict[str, float]:
-    """The numbers of all probes by tag."""
+    """Return the numbers of all probes by tag."""
     return {name: value for one in probes for name, value in one.flat().items()}
 
 

@@ -16,7 +16,8 @@ from mmqk.monitors.probe import evaluation_mode
 
 
 def batch_loss(model: EarlyFusionTransformer, batch: TokenBatch, weights_M: Tensor, z_loss: float) -> Tensor:
-    """The training loss of a batch over its own trained targets, by operations that can be differentiated twice.
+    """Return the training loss of a batch over its own trained targets, by operations that can be differentiated
+    twice.
 
     It runs eagerly and with dense attention, in evaluation mode (so without dropout) and outside autocast.
 
@@ -46,7 +47,7 @@ def gradient_curvature(
     z_loss: float,
     optimizer: Optimizer | None = None,
 ) -> dict[str, float]:
-    """`curvature` along the gradient of `batch_loss`, as tags; empty without a trained target.
+    """Return `curvature` along the gradient of `batch_loss`, as tags; empty without a trained target.
 
     ``curvature_adam`` is the curvature of the preconditioned loss. It needs Adam's second moment of every parameter,
     so it is left out before the first step, with split or sharded moments, and with another optimizer. It costs a
@@ -75,7 +76,7 @@ def gradient_curvature(
 
 @torch.no_grad()
 def _adam_scales(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor] | None:
-    """`adam_scale` of each parameter, or None if one has no second moment of its shape."""
+    """Return `adam_scale` of each parameter, or None if one has no second moment of its shape."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     scales = []
     for p in parameters:

@@ -25,7 +25,7 @@ LossParts = Callable[[TokenBatch], Tensor]
 def gradient_agreement(
     model: EarlyFusionTransformer, batch: TokenBatch, loss_parts: LossParts
 ) -> dict[str, float]:
-    """Cosine, signal and noise of the modalities' gradients by layer and over all parameters, as tags.
+    """Return the cosine, signal and noise of the modalities' gradients by layer and over all parameters, as tags.
 
     The halves are the even and the odd sequences of all ranks together; every rank has a batch of the same size. The
     call runs in evaluation mode (so without dropout), does not write ``.grad``, and is collective on several ranks.
@@ -95,7 +95,7 @@ def _layer(name: str) -> int | None:
 
 
 def _by_tag(products: dict[int | None, HalfProducts], names: list[str]) -> dict[str, float]:
-    """Agreement of each layer and, without a layer in the tag, of all parameters."""
+    """Return the agreement of each layer and, without a layer in the tag, of all parameters."""
     total = sum(list(products.values())[1:], next(iter(products.values())))
     groups = {layer: product for layer, product in products.items() if layer is not None} | {None: total}
     by_tag: dict[str, Tensor] = {}

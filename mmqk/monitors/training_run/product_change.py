@@ -27,7 +27,7 @@ class ProductChange:
 
     @torch.no_grad()
     def measure(self, model: EarlyFusionTransformer) -> Probe:
-        """The change since the previous call. It does not change the model."""
+        """Return the change since the previous call. It does not change the model."""
         probe, head_dim = Probe(sequences=0), model.config.head_dim
         weights = {
             tag(name, *modality, layer=layer): weight.detach().unflatten(0, (-1, head_dim))

@@ -127,7 +127,7 @@ class StepMonitor:
     # After a step
 
     def after_step(self) -> dict[str, float]:
-        """The numbers by tag of the window that ends with this step; empty if none ends."""
+        """Return the numbers by tag of the window that ends with this step; empty if none ends."""
         if self.window is None or not self._in_window:
             return {}
         self.window.settle()
@@ -157,7 +157,7 @@ class StepMonitor:
         return sizes
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the open window; empty without one."""
+        """Return the state of the open window; empty without one."""
         return {} if self.window is None or not self.window.steps else {"window": self.window.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

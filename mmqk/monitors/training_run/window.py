@@ -22,7 +22,8 @@ _FORMER_NAMES = {"there_M": "present_M", "_old": "_earlier_moment", "_own": "_mo
 
 
 def watched_matrices(model: EarlyFusionTransformer) -> dict[tuple[str, int], list[nn.Parameter]]:
-    """The weights of W_q and W_k in each layer: one, or one for each modality; under σReparam the raw weight."""
+    """Return the weights of W_q and W_k in each layer: one, or one for each modality; under σReparam the raw
+    weight."""
     return {
         (name, layer): [
             cast(nn.Parameter, m.weight)
@@ -160,7 +161,8 @@ class BudgetWindow:
         self._squares = []
 
     def values(self) -> dict[str, float]:
-        """The window's sums by tag, over all copies of a layer's matrix, for modalities with a part in the loss."""
+        """Return the window's sums by tag, over all copies of a layer's matrix, for modalities with a part in the
+        loss."""
         present_M = [] if self.present_M is None else self.present_M.tolist()
         present = [m for m, has_part in enumerate(present_M) if has_part]
         values: dict[str, Tensor] = {}
@@ -181,7 +183,7 @@ class BudgetWindow:
         return dict(zip(values, numbers, strict=True)) | {"budget_window": self.steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state between two steps."""
+        """Return the state between two steps."""
         state = {"steps": self.steps, "clip_sum": self.clip_sum, "present_M": self.present_M}
         return state | {"budgets": [dict(vars(b)) for b in self.budgets]}
 
@@ -200,7 +202,7 @@ class BudgetWindow:
 
 
 def _clipped_lr(update: AdamUpdate, gradient: Tensor) -> Tensor:
-    """The learning rate of `AdamVariant` with ``update_clip``, which scales both the step and the decay."""
+    """Return the learning rate of `AdamVariant` with ``update_clip``, which scales both the step and the decay."""
     second = update.second_moment.double() / (1 - update.betas[1] ** update.step)
     rms = (gradient.double().square() / second.clamp_min(update.eps**2)).mean().sqrt()
     return update.lr / rms.clamp_min(1.0)
@@ -211,5 +213,5 @@ def _sum(values: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The value with its tensors on the device."""
+    """Return the value with its tensors on the device."""
     return tree_map_only(Tensor, lambda x: x.to(device), value)

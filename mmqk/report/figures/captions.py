@@ -20,12 +20,12 @@ LOGIT = METRICS["largest_attention_logit"].measure
 
 
 def loss_series(modality: str, width: int) -> Callable[[Run], Series]:
-    """A function that returns the training loss of a run as means over ``width`` steps."""
+    """Return a function that returns the training loss of a run as means over ``width`` steps."""
     return lambda run: binned(run.series(f"loss/{modality}"), width)
 
 
 def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], Series]:
-    """A function that returns a statistic of a run, reduced over layers, without its non-finite values."""
+    """Return a function that returns a statistic of a run, reduced over layers, without its non-finite values."""
 
     def series(run: Run) -> Series:
         steps, values = run.combined(statistic, reduce, modality)
@@ -36,14 +36,14 @@ def reduced(statistic: str, reduce: Callable, modality: str) -> Callable[[Run], 
 
 
 def at_end(study: Study, arm: str, measure: Callable, modality: str | None = None) -> float:
-    """A metric of an arm: the median over its finished runs, or over all its runs if none has finished."""
+    """Return a metric of an arm: the median over its finished runs, or over all its runs if none has finished."""
     return middle(measure(run, modality) for run in study.ended(arm))
 
 
 def listed_ends(
     study: Study, arms: Collection[str], measure: Callable, modality: str | None = None
 ) -> list[str]:
-    """Each arm's value at the end, with the arm's label if the study has several arms."""
+    """Return each arm's value at the end, with the arm's label if the study has several arms."""
     values = [number(at_end(study, arm, measure, modality)) for arm in arms]
     if len(values) == 1 and len(study.arms) == 1:
         return values
@@ -51,17 +51,17 @@ def listed_ends(
 
 
 def verb(study: Study, arms: Collection[str]) -> str:
-    """``ended`` if every arm has finished runs, else ``was last``."""
+    """Return ``ended`` if every arm has finished runs, else ``was last``."""
     return "ended" if all(study.finished(arm) for arm in arms) else "was last"
 
 
 def of_medians(study: Study, arms: Collection[str], before: str = "; medians over runs") -> str:
-    """``before`` if a number of an arm is the median of several runs, else an empty string."""
+    """Return ``before`` if a number of an arm is the median of several runs, else an empty string."""
     return before if any(len(study.ended(arm)) > 1 for arm in arms) else ""
 
 
 def by_logit(study: Study, arms: Sequence[str]) -> list[str]:
-    """Arms by their largest logit, highest first."""
+    """Return the arms by their largest logit, highest first."""
     ends = {arm: at_end(study, arm, LOGIT) for arm in arms}
     return sorted(arms, key=lambda arm: (math.isnan(ends[arm]), -ends[arm]))
 
@@ -69,7 +69,8 @@ def by_logit(study: Study, arms: Sequence[str]) -> list[str]:
 def ends_by_modality(
     study: Study, arms: Sequence[str], measure: Callable, noun: str, form: Callable[[float], str]
 ) -> str:
-    """``between 1 (a) and 2 (b) for text tokens; at 3 for image tokens``; empty if no value is finite."""
+    """Return the range by modality: ``between 1 (a) and 2 (b) for text tokens; at 3 for image tokens``; empty if no value
+    is finite."""
     parts = []
     for modality in study.modalities:
         ends = {arm: at_end(study, arm, measure, modality) for arm in arms}
@@ -83,14 +84,14 @@ def ends_by_modality(
 
 
 def logit_reading(study: Study, measured: Sequence[str]) -> str:
-    """The final logits of the arms that measured them, without a full stop."""
+    """Return the final logits of the arms that measured them, without a full stop."""
     if not measured:
         return "Attention logits were not measured"
     return f"The largest attention logit {verb(study, measured)} at {listed(listed_ends(study, measured, LOGIT))}"
 
 
 def hero_reading(study: Study, arms: Sequence[str]) -> str:
-    """The final logits, and how much final losses differ: logits at different losses are hard to compare."""
+    """Return the final logits, and how much final losses differ: logits at different losses are hard to compare."""
     arms = by_logit(study, arms)
     measured = [arm for arm in arms if not math.isnan(at_end(study, arm, LOGIT))]
     if len(arms) > MANY_ARMS:
@@ -122,7 +123,7 @@ def hero_reading(study: Study, arms: Sequence[str]) -> str:
 
 
 def seeds_caption(study: Study, arms: Sequence[str]) -> str:
-    """The meaning of thin and thick lines."""
+    """Return the meaning of thin and thick lines."""
     counts = {len(study.of_arm(arm)) for arm in arms}
     if counts == {1}:
         return "One run per arm."
@@ -133,7 +134,7 @@ def seeds_caption(study: Study, arms: Sequence[str]) -> str:
 
 
 def untrained(study: Study, arms: Sequence[str]) -> list[str]:
-    """A sentence for each arm and modality whose loss is measured but not trained."""
+    """Return a sentence for each arm and modality whose loss is measured but not trained."""
     return [
         f"In “{study.label(arm)}” the {modality} loss is measured but not trained."
         for arm in arms

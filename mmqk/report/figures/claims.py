@@ -24,20 +24,20 @@ JOINED = "#c3c9cf"
 
 
 def claim_arms(study: Study, verdict: Verdict) -> tuple[str, ...]:
-    """The arms that a claim compares and that have runs in the verdict; a family is replaced by its arms."""
+    """Return the arms that a claim compares and that have runs in the verdict; a family is replaced by its arms."""
     named = [arm.name for name in verdict.claim.compared for arm in study.arms_of(name, verdict.claim.at)]
     used = {run.arm for run in study.runs if run.name in set(verdict.runs)}
     return tuple(arm for arm in dict.fromkeys(named) if arm in used)
 
 
 def claim_runs(study: Study, verdict: Verdict) -> list[Run]:
-    """The runs of a verdict, by arm and seed."""
+    """Return the runs of a verdict, by arm and seed."""
     names = set(verdict.runs)
     return [run for arm in claim_arms(study, verdict) for run in study.of_arm(arm) if run.name in names]
 
 
 def claim_figure(study: Study, verdict: Verdict) -> Figure | None:
-    """The curves of a claim's metric, one line per run, beside the result of each run."""
+    """Draw the curves of a claim's metric, one line per run, beside the result of each run."""
     arms, runs = claim_arms(study, verdict), claim_runs(study, verdict)
     metric, modality = find_metric(verdict.claim.metric)
     if not runs:
@@ -106,7 +106,7 @@ def _reading(verdict: Verdict, label: str, arms: Sequence[str], study: Study) ->
 def _caption(
     verdict: Verdict, runs: Sequence[Run], points: int, panels: Sequence[Panel], family: bool
 ) -> str:
-    """The content of the panels: the curves if present, then the result of each run."""
+    """Return the content of the panels: the curves if present, then the result of each run."""
     decided = verdict.claim.decided
     sentences = [f"The {plural(len(runs), 'run')} that the {'verdict counts' if decided else 'claim shows'}."]
     curves, ends = (
@@ -132,7 +132,8 @@ def _caption(
 
 
 def _by_seed(study: Study, arms: Sequence[str], runs: Sequence[Run], verdict: Verdict) -> Panel | None:
-    """One dot per run over its arm, the arms of a seed joined; of a family metric one dot per family and seed."""
+    """Return one dot per run over its arm, the arms of a seed joined; of a family metric one dot per family and
+    seed."""
     metric, modality = find_metric(verdict.claim.metric)
     dots: list[tuple[str, str, int, float, str, str]] = []  # place, arm, seed, value, run, marker
     if isinstance(metric, FamilyMetric):
@@ -175,7 +176,7 @@ def _tick(label: str) -> str:
 
 
 def _of_family(study: Study, verdict: Verdict, runs: Sequence[Run], seed: int) -> float:
-    """The value of a family at one seed in the verdict; NaN if a planned point is missing."""
+    """Return the value of a family at one seed in the verdict; NaN if a planned point is missing."""
     metric, modality = find_metric(verdict.claim.metric)
     assert isinstance(metric, FamilyMetric)
     points = [arm.point for arm in study.arms_of(runs[0].family, verdict.claim.at)]
@@ -183,7 +184,7 @@ def _of_family(study: Study, verdict: Verdict, runs: Sequence[Run], seed: int) -
 
 
 def outcome_rows(study: Study, verdict: Verdict) -> tuple[list[int], list[dict[str, Any]]]:
-    """(seeds, one row per arm): the result of each run of a claim, by seed.
+    """Return (seeds, one row per arm): the result of each run of a claim, by seed.
 
     For a family metric: one row per family with its number, then one row per arm with its final losses.
     """

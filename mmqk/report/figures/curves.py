@@ -20,12 +20,12 @@ COLUMNS = 160
 
 
 def points_a_line(lines: int) -> int:
-    """How many points each of ``lines`` lines may have."""
+    """Return how many points each of ``lines`` lines may have."""
     return min(POINTS, max(FEWEST, ALL_POINTS // max(lines, 1)))
 
 
 def thinned(series: Series, points: int) -> Series:
-    """A series of at most ``points`` points: the lowest and the highest of each interval, and both ends.
+    """Return a series of at most ``points`` points: the lowest and the highest of each interval, and both ends.
 
     Spikes stay and nothing is averaged.
     """
@@ -56,14 +56,14 @@ def binned(series: Series, width: int) -> Series:
 
 
 def bin_width(study: Study, points: int = POINTS) -> int:
-    """How many steps a point of a per-step curve averages; the same for the whole study."""
+    """Return how many steps a point of a per-step curve averages; the same for the whole study."""
     return max(1, math.ceil(max((run.last_step for run in study.runs), default=1) / points))
 
 
 def arm_lines(
     study: Study, arms: Sequence[str], modality: str, series: Callable[[Run], Series], points: int = POINTS
 ) -> tuple[Line, ...]:
-    """A thin line per run and the median of each arm, up to the last step that all its runs reached.
+    """Return a thin line per run and the median of each arm, up to the last step that all its runs reached.
 
     Each line has at most ``points`` points: the lowest and highest of every interval.
     """
@@ -96,7 +96,7 @@ def _as_line(steps: NDArray, values: NDArray, points: int) -> tuple[NDArray, NDA
 
 
 def median_over(series: Sequence[Series]) -> Series:
-    """The median of several series at their common steps."""
+    """Return the median of several series at their common steps."""
     if not series:
         return EMPTY
     steps = series[0][0]
@@ -109,7 +109,7 @@ def median_over(series: Sequence[Series]) -> Series:
 
 
 def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line, ...]:
-    """The bound of QK-Norm on the logits, √head_dim·g² with the gains g of each step, largest over layers."""
+    """Return the bound of QK-Norm on the logits, √head_dim·g² with the gains g of each step, largest over layers."""
     lines = []
     for arm in arms:
         series = [run.combined("attn_logit_bound", np.max) for run in study.of_arm(arm)]
@@ -120,7 +120,7 @@ def bound_lines(study: Study, arms: Sequence[str], modality: str) -> tuple[Line,
 
 
 def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[NDArray, NDArray] | None:
-    """(steps, values of shape (L, steps)): a statistic's largest value by layer, median over an arm's seeds.
+    """Return (steps, values of shape (L, steps)): a statistic's largest value by layer, median over an arm's seeds.
 
     The steps are those at which every seed has a measurement; None if there is no such step. The median is over the
     seeds that measured the layer at that step, NaN if none did.
@@ -160,7 +160,7 @@ def layer_map(study: Study, arm: str, statistic: str, modality: str) -> tuple[ND
 
 
 def _columns(steps: NDArray, values_LS: NDArray) -> tuple[NDArray, NDArray]:
-    """At most `COLUMNS` columns, each the largest of several, at the last of their steps."""
+    """Return at most `COLUMNS` columns, each the largest of several, at the last of their steps."""
     if len(steps) <= COLUMNS:
         return steps, values_LS
     parts = np.array_split(np.arange(len(steps)), COLUMNS)

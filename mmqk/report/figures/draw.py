@@ -38,7 +38,7 @@ class Brush:
 
     @classmethod
     def of(cls, study: Study) -> Brush:
-        """The brush of a study."""
+        """Return the brush of a study."""
         return cls(arm_colors(study), modality_styles(study))
 
 
@@ -176,7 +176,7 @@ def _draw_heat(axes: Axes, panel: HeatMap, heat: tuple[float, float]) -> None:
 
 
 def limits(row: Sequence[Panel], panel: Panel) -> tuple[float, float] | None:
-    """The y-range of a panel: panels of a row share it, so that modalities can be compared."""
+    """Return the y-range of a panel: panels of a row share it, so that modalities can be compared."""
     panels = [p for p in row if p.shared] if panel.shared else [panel]
     log, top = panels[0].log, panels[0].top
     values = _finite([line.values for p in panels for line in p.lines], above=0 if log else -math.inf)
@@ -192,7 +192,7 @@ def limits(row: Sequence[Panel], panel: Panel) -> tuple[float, float] | None:
 
 
 def heat_range(figure: Figure) -> tuple[float, float]:
-    """One color scale for the heat maps of a figure."""
+    """Return one color scale for the heat maps of a figure."""
     values = _finite([panel.values for panel in figure.panels if isinstance(panel, HeatMap)], above=0)
     low, high = (float(values.min()), float(values.max())) if len(values) else (1.0, 10.0)
     return low, max(high, low * 1.01)

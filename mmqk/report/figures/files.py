@@ -34,7 +34,7 @@ _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
 def svg_panels(brush: Brush, figure: Figure) -> list[list[str]]:
-    """Every panel, row by row, as an SVG element for a page, with unique ids."""
+    """Return every panel, row by row, as an SVG element for a page, with unique ids."""
     rows: list[list[str]] = []
     with matplotlib.rc_context(RC):
         for r, row in enumerate(figure.rows):
@@ -74,7 +74,7 @@ def _frame(canvas: Canvas, panel: Panel | HeatMap) -> None:
 
 
 def figure_files(brush: Brush, figure: Figure) -> dict[str, bytes]:
-    """The figure as files: {"png": ..., "svg": ...}."""
+    """Return the figure as files: {"png": ..., "svg": ...}."""
     with matplotlib.rc_context(RC):
         canvas, out = _canvas(brush, figure), io.BytesIO()
         canvas.set_dpi(DPI)
@@ -87,7 +87,7 @@ def figure_files(brush: Brush, figure: Figure) -> dict[str, bytes]:
 
 
 def _canvas(brush: Brush, figure: Figure) -> Canvas:
-    """All panels, below the title of the figure, which is drawn as the title of the legend."""
+    """Return all panels, below the title of the figure, which is drawn as the title of the legend."""
     columns = max(len(row) for row in figure.rows)
     width = 5.2 * max(columns, 2)
     title = textwrap.wrap(figure.reading, int(width * 8.7))
@@ -115,7 +115,7 @@ def _canvas(brush: Brush, figure: Figure) -> Canvas:
 
 
 def _legend_columns(keys: Sequence[Key], width: float) -> int:
-    """Columns of a legend: as many as fit into ``width`` inches, one at least."""
+    """Return the columns of a legend: as many as fit into ``width`` inches, one at least."""
     for columns in range(max(2, int(width / 3.4)), 1, -1):
         rows = -(-len(keys) // columns)
         longest = [max(len(key.label) for key in keys[i : i + rows]) for i in range(0, len(keys), rows or 1)]
@@ -132,7 +132,8 @@ def _handle(key: Key) -> Line2D:
 
 
 def _svg(canvas: Canvas, prefix: str, label: str) -> str:
-    """A figure as SVG with an ``aria-label``; its ids begin with ``prefix``, which makes them unique on a page."""
+    """Return a figure as SVG with an ``aria-label``; its ids begin with ``prefix``, which makes them unique on a
+    page."""
     out = io.StringIO()
     canvas.savefig(out, format="svg", metadata=_NO_METADATA)
     svg = out.getvalue().replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)

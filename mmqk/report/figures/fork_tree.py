@@ -47,7 +47,7 @@ class Node:
 
 
 def fork_tree(study: Study) -> list[Node]:
-    """Every tree with a fork: each run after its parent, forks of one run by step."""
+    """Return every tree with a fork: each run after its parent, forks of one run by step."""
     runs = list({run.name: run for run in study.runs if run.role != "replay"}.values())
     by_parent: dict[str, list[Run]] = {}
     for run in runs:
@@ -79,7 +79,8 @@ def _step(run: Run) -> int:
 
 
 def _parent_name(run: Run, runs: Sequence[Run]) -> str:
-    """The name of a fork's parent among the runs, by folder or by id; otherwise the name that the fork records."""
+    """Return the name of a fork's parent among the runs, by folder or by id; otherwise the name that the fork
+    records."""
     parents = [p for p in ((run.fork or {}).get("parent"), run.forked.get("parent")) if p]
     names = [str(p) for p in parents if isinstance(p, str)]
     ids = [str(p["id"]) for p in parents if isinstance(p, Mapping) and p.get("id")] + names
@@ -101,7 +102,7 @@ def _ends(path: str, end: str) -> bool:
 
 
 def _changes(run: Run) -> tuple[str, str]:
-    """(changed fields, remarks) of a fork."""
+    """Return (changed fields, remarks) of a fork."""
     record = run.forked
     changed = [
         f"{c.get('field')} {_short(c.get('from'))} → {_short(c.get('to'))}"
@@ -140,7 +141,7 @@ def _short(value: Any) -> str:
 
 
 def fork_figure(study: Study, nodes: Sequence[Node]) -> Figure | None:
-    """The fork trees over optimizer steps: one line per run, from its first to its last step."""
+    """Draw the fork trees over optimizer steps: one line per run, from its first to its last step."""
     if not nodes:
         return None
     drawn = nodes[:MOST_ROWS]

@@ -21,7 +21,8 @@ CALCULATED = {"bound": "QK-Norm bound", "fit": "fit"}
 
 
 def chart_data(study: Study, brush: Brush, figure: Figure) -> str:
-    """The panels of a figure as JSON; empty for a figure that stays as it is drawn: categories, labeled points."""
+    """Return the panels of a figure as JSON; empty for a figure that stays as it is drawn: categories, labeled
+    points."""
     if not all(isinstance(p, HeatMap) or not (p.ticks or p.height or p.right or p.labeled) for p in figure.panels):
         return ""
     return json.dumps(

@@ -40,7 +40,7 @@ BY_LAYER: dict[str, tuple[str, Callable]] = {
 
 
 def outcome_arms(study: Study) -> tuple[str, ...]:
-    """The arms that the grid selects with runs: its list of arms or families, or those of the first figure."""
+    """Return the arms that the grid selects with runs: its list of arms or families, or those of the first figure."""
     named = study.report.get("outcomes")
     if not named:
         return ()
@@ -50,14 +50,14 @@ def outcome_arms(study: Study) -> tuple[str, ...]:
 
 
 def outcome_figures(study: Study) -> list[Figure]:
-    """The curves over time and the end values by layer; empty if the grid does not ask for them."""
+    """Draw the curves over time and the end values by layer; empty if the grid does not ask for them."""
     if not outcome_arms(study):
         return []
     return [figure for figure in (over_time(study), by_layer(study)) if figure]
 
 
 def over_time(study: Study) -> Figure | None:
-    """One row for each outcome, one column for each modality, one line for each arm."""
+    """Draw one row for each outcome, one column for each modality, one line for each arm."""
     arms = outcome_arms(study)
     points = points_a_line(len(arms))
     width = bin_width(study, points)

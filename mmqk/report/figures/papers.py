@@ -34,7 +34,7 @@ Condition = Callable[[Study, list[Run]], bool]
 
 
 def paper_figures(study: Study) -> list[Figure]:
-    """The figures that the grid names, then the others that the runs have the numbers for.
+    """Draw the figures that the grid names, then the others that the runs have the numbers for.
 
     Raises:
         UserError: the grid names a kind that is unknown, or arms that have no runs for it.
@@ -77,7 +77,7 @@ def _named(study: Study, entry: Any) -> Figure:
 
 
 def _with_names(figures: Sequence[Figure]) -> list[Figure]:
-    """The figures with unique file names, made from the published figures that they are like."""
+    """Return the figures with unique file names, made from the published figures that they are like."""
     named: dict[str, Figure] = {}
     for figure in figures:
         base = re.sub(r"[^a-z0-9]+", "-", (figure.like or figure.name).lower()).strip("-") or figure.name
@@ -89,13 +89,13 @@ def _with_names(figures: Sequence[Figure]) -> list[Figure]:
 
 
 def output_norm(study: Study, arms: Sequence[str], like: str) -> Figure | None:
-    """Output norm of the last layer by step: Chameleon Fig. 5a."""
+    """Draw the output norm of the last layer by step: Chameleon Fig. 5a."""
     figure = final_norm(study, tuple(arms))
     return figure and replace(figure, like=like)
 
 
 def training_loss(study: Study, arms: Sequence[str], like: str) -> Figure | None:
-    """Training loss by step, over all tokens and by modality: Chameleon Fig. 5b to 6c."""
+    """Draw the training loss by step, over all tokens and by modality: Chameleon Fig. 5b to 6c."""
     arms = tuple(arm for arm in arms if any(len(run.series("loss")[0]) for run in study.of_arm(arm)))
     runs = [run for arm in arms for run in study.of_arm(arm)]
     if not arms:
@@ -154,7 +154,7 @@ def training_loss(study: Study, arms: Sequence[str], like: str) -> Figure | None
 
 
 def _training(study: Study, arms: Sequence[str], modality: str) -> tuple[str, ...]:
-    """The arms that train on a modality."""
+    """Return the arms that train on a modality."""
     return tuple(arm for arm in arms if all(is_trained(run, modality) for run in study.of_arm(arm)))
 
 
@@ -167,7 +167,8 @@ def _end(study: Study, arm: str, tag: str) -> str:
 
 
 def _differ(study: Study, fields: Sequence[str], condition: Condition) -> tuple[str, ...]:
-    """Arms whose runs differ in these fields only; of several groups, the one with most arms of the first figure."""
+    """Return the arms whose runs differ in these fields only; of several groups, the one with most arms of the first
+    figure."""
     first = set(hero_arms(study))
     best: list[Run] = []
     rank: tuple[float, ...] = (-1,)
@@ -185,7 +186,7 @@ def _differ(study: Study, fields: Sequence[str], condition: Condition) -> tuple[
 
 
 def _vary(*blocks: Sequence[str]) -> Condition:
-    """Whether the runs differ in each of these blocks of fields."""
+    """Return whether the runs differ in each of these blocks of fields."""
 
     def condition(_study: Study, runs: list[Run]) -> bool:
         values = [{tuple(str(run.setting(f, "")) for f in fields) for run in runs} for fields in blocks]

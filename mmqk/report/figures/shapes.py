@@ -134,7 +134,7 @@ class Figure:
         return [panel for row in self.rows for panel in row]
 
     def csv(self) -> str:
-        """The plotted numbers, one per line, with the run: empty for a median, a bound or a fit."""
+        """Return the plotted numbers, one per line, with the run: empty for a median, a bound or a fit."""
         names = {panel.x for panel in self.panels if isinstance(panel, Panel)} or {"step"}
         x = names.pop() if len(names) == 1 else "x"
         out = io.StringIO()

@@ -45,13 +45,13 @@ FEW_RUNS = 40
 
 
 def figures(study: Study) -> list[Figure]:
-    """Every figure that the runs have numbers for, in the order of the page."""
+    """Draw every figure that the runs have numbers for, in the order of the page."""
     made = [hero(study), entropy(study), norms(study), final_norm(study), heat_map(study), shown(study)]
     return [figure for figure in made if figure is not None]
 
 
 def hero_arms(study: Study) -> tuple[str, ...]:
-    """Arms of the first figure: those of the grid or its claims; without a grid all arms."""
+    """Return the arms of the first figure: those of the grid or its claims; without a grid all arms."""
     if study.registered and study.hero:
         return study.hero
     have = {run.arm for run in study.runs if run.tags}
@@ -59,7 +59,7 @@ def hero_arms(study: Study) -> tuple[str, ...]:
 
 
 def leading_arms(study: Study) -> tuple[str, ...]:
-    """The arms of the later figures.
+    """Return the arms of the later figures.
 
     All `hero_arms` if they are few; otherwise the two ends of each family's axis, or the arms that have a color.
     """
@@ -79,13 +79,13 @@ def leading_arms(study: Study) -> tuple[str, ...]:
 
 
 def hero(study: Study) -> Figure | None:
-    """Loss and largest attention logit by modality."""
+    """Draw the loss and largest attention logit by modality."""
     arms = hero_arms(study)
     return _loss_and_logits(study, "hero", arms, hero_reading(study, arms))
 
 
 def shown(study: Study) -> Figure | None:
-    """`hero` for the arms that are shown without a verdict."""
+    """Draw `hero` for the arms that are shown without a verdict."""
     arms = study.shown
     if not arms:
         return None
@@ -155,7 +155,7 @@ def _loss_and_logits(study: Study, name: str, arms: Sequence[str], reading: str)
 
 
 def _runs_alone(panel: Panel) -> Panel:
-    """The panel without medians, which hide the runs if the arms are many."""
+    """Return the panel without medians, which hide the runs if the arms are many."""
     return replace(panel, lines=tuple(replace(li, alone=False) for li in panel.lines if li.role == "seed"))
 
 
@@ -167,21 +167,21 @@ def _probes(study: Study, arms: Sequence[str]) -> list[np.ndarray]:
 def few_lines(
     study: Study, arms: Sequence[str], modality: str, series: Callable[[Run], Series]
 ) -> tuple[Line, ...]:
-    """`arm_lines`, with medians only if the runs are many."""
+    """Return `arm_lines`, with medians only if the runs are many."""
     runs = sum(len(study.of_arm(arm)) for arm in arms)
     lines = arm_lines(study, arms, modality, series, points_a_line(runs))
     return lines if runs <= FEW_RUNS else tuple(line for line in lines if line.seed is None or line.alone)
 
 
 def lines_caption(study: Study, arms: Sequence[str]) -> str:
-    """The meaning of the lines of `few_lines`."""
+    """Return the meaning of the lines of `few_lines`."""
     if sum(len(study.of_arm(arm)) for arm in arms) <= FEW_RUNS:
         return seeds_caption(study, arms)
     return "Lines: medians over the runs of an arm; single runs are in the first figure."
 
 
 def entropy(study: Study) -> Figure | None:
-    """Attention entropy by query modality."""
+    """Draw the attention entropy by query modality."""
     arms = leading_arms(study)
     panels = [
         Panel(
@@ -205,7 +205,7 @@ def entropy(study: Study) -> Figure | None:
 
 
 def norms(study: Study) -> Figure | None:
-    """Query, key, value and residual norms by modality."""
+    """Draw the query, key, value and residual norms by modality."""
     arms = leading_arms(study)
     rows, growth = [], {}
     for statistic, symbol in NORMS.items():
@@ -246,7 +246,7 @@ def _changed_most(growth: dict[tuple[str, str, str], float]) -> tuple[str, str, 
 
 
 def final_norm(study: Study, arms: tuple[str, ...] = ()) -> Figure | None:
-    """Output norm of the last layer, L2 and RMS: Chameleon's Fig. 5a, by modality."""
+    """Draw the output norm of the last layer, L2 and RMS: Chameleon's Fig. 5a, by modality."""
     arms = arms or leading_arms(study)
     factor = _rms_factor(study, arms)
     row = tuple(
@@ -277,7 +277,7 @@ def final_norm(study: Study, arms: tuple[str, ...] = ()) -> Figure | None:
 
 
 def _rms_factor(study: Study, arms: Sequence[str]) -> float:
-    """RMS over L2, which is 1/√width; 0 if the arms differ in width."""
+    """Return the RMS over L2, which is 1/√width; 0 if the arms differ in width."""
     modalities = study.modalities
     ratios = [
         run.series(f"final_rms/{m}")[1] / run.series(f"final_norm/{m}")[1]
@@ -294,7 +294,7 @@ def _rms_factor(study: Study, arms: Sequence[str]) -> float:
 
 
 def heat_map(study: Study) -> Figure | None:
-    """The largest logit by layer and step, in the arms with the highest and the lowest final logit."""
+    """Draw the largest logit by layer and step, in the arms with the highest and the lowest final logit."""
     arms = leading_arms(study)
     ordered = [arm for arm in by_logit(study, arms) if not math.isnan(at_end(study, arm, LOGIT))]
     rows, parts = [], []

@@ -58,7 +58,7 @@ PALEST = 0.62
 
 
 def families(study: Study) -> dict[str, list[str]]:
-    """The arms by family, sorted by their points."""
+    """Return the arms by family, sorted by their points."""
     groups: dict[str, list[str]] = {}
     for arm in study.arms.values():
         groups.setdefault(arm.family or arm.name, []).append(arm.name)
@@ -72,7 +72,7 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def arm_colors(study: Study) -> dict[str, str]:
-    """One color per arm, the same on the whole page."""
+    """Return one color per arm, the same on the whole page."""
     groups = families(study)
     # The palette is small: the arms of the first figure and of the claims get its colors first.
     family_of = {arm: family for family, members in groups.items() for arm in members}
@@ -88,7 +88,7 @@ def arm_colors(study: Study) -> dict[str, str]:
 
 
 def _first(study: Study) -> list[str]:
-    """All arms; those of the first figure and of the claims come first."""
+    """Return all arms; those of the first figure and of the claims come first."""
     claimed = [arm.name for claim in study.claims for name in claim.compared for arm in study.arms_of(name)]
     return list(dict.fromkeys([*study.hero, *claimed, *study.shown, *study.arms]))
 
@@ -99,17 +99,17 @@ def _blend(color: str, white: float) -> str:
 
 
 def ramp(count: int) -> list[str]:
-    """``count`` colors for an ordered quantity, light to dark, readable on white."""
+    """Return ``count`` colors for an ordered quantity, light to dark, readable on white."""
     return [to_hex(colormaps["viridis_r"](0.12 + 0.88 * i / max(count - 1, 1))) for i in range(count)]
 
 
 def modality_styles(study: Study) -> dict[str, Any]:
-    """The line style of each modality."""
+    """Return the line style of each modality."""
     return {m: STYLES[i % len(STYLES)] for i, m in enumerate(study.modalities)}
 
 
 def legend(study: Study, arms: Sequence[str], modalities: Sequence[str] = ()) -> tuple[Key, ...]:
-    """The meaning of colors and dashes: one entry per arm, or per family if the arms are many."""
+    """Return the meaning of colors and dashes: one entry per arm, or per family if the arms are many."""
     colors = arm_colors(study)
     groups = {family: [arm for arm in members if arm in arms] for family, members in families(study).items()}
     of_family = {family: members for family, members in groups.items() if members}

@@ -75,7 +75,7 @@ def lr_sensitivity(study: Study, arms: Sequence[str], like: str) -> Figure | Non
 
 
 def _sensitivity(study: Study, groups: Sequence[Sweep], modality: str) -> tuple[Panel, str]:
-    """The panel of LR sensitivity against size, and a sentence on the largest size."""
+    """Return the panel of LR sensitivity against size, and a sentence on the largest size."""
     lines, ends = [], []
     sensitivity = FAMILY_METRICS["lr_sensitivity"].measure
     for color, sweep in zip(PALETTE, groups, strict=False):
@@ -108,7 +108,7 @@ def _sensitivity(study: Study, groups: Sequence[Sweep], modality: str) -> tuple[
 
 
 def _rates(study: Study, sweep: Sweep, size: float) -> set[float]:
-    """The learning rates of a sweep at a size, planned ones included."""
+    """Return the learning rates of a sweep at a size, planned ones included."""
     runs = sweep.at(size=size)
     families = {run.family for run in runs}
     planned = {arm.point.get(RATE["x"]) for arm in study.arms.values() if arm.family in families}
@@ -161,7 +161,7 @@ def loss_and_logit_by_lr(study: Study, arms: Sequence[str], like: str) -> Figure
 
 
 def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None:
-    """Largest attention logit against parameters: Wortsman Fig. 9.
+    """Draw the largest attention logit against parameters: Wortsman Fig. 9.
 
     One quadratic per learning rate, with the largest size held out. Needs four sizes: three for the fit.
     """
@@ -214,7 +214,7 @@ def logit_by_size(study: Study, arms: Sequence[str], like: str) -> Figure | None
 
 
 def _extrapolations(sweep: Sweep, lr: float) -> list[Extrapolation]:
-    """One extrapolation per seed that has every size."""
+    """Return one extrapolation per seed that has every size."""
     runs = [run for run in sweep.at(lr=lr) if run.status.finished]
     by_seed = [[run for run in runs if run.seed == seed] for seed in sorted({run.seed for run in runs})]
     fits = [fit for of_seed in by_seed for fit in extrapolate(of_seed)[0]]
@@ -222,7 +222,7 @@ def _extrapolations(sweep: Sweep, lr: float) -> list[Extrapolation]:
 
 
 def _over(runs: Iterable[Run], key: Value, value: Value, color: str) -> list[Line]:
-    """One point per run, × if it diverged, and the line of the medians."""
+    """Return one point per run, × if it diverged, and the line of the medians."""
     done = [run for run in runs if run.status.finished and math.isfinite(value(run))]
     lines = []
     if len({key(run) for run in done}) > 1:
@@ -274,7 +274,7 @@ def _arms(groups: Sequence[Sweep]) -> tuple[str, ...]:
 
 
 def _given(groups: Sequence[Sweep], what: str) -> str:
-    """A sentence on the value at which diverged runs are drawn; empty if no run diverged."""
+    """Return a sentence on the value at which diverged runs are drawn; empty if no run diverged."""
     diverged = any(run.status.status == "diverged" for sweep in groups for run in sweep.runs)
     return f" Diverged runs (×) are drawn at {what}." if diverged else ""
 

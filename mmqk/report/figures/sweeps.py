@@ -49,7 +49,7 @@ class Sweep:
         return sorted({model_size(run) for run in self.runs})
 
     def at(self, *, lr: float | None = None, size: float | None = None) -> list[Run]:
-        """The runs with this learning rate and this size; None matches all."""
+        """Return the runs with this learning rate and this size; None matches all."""
         return [
             run
             for run in self.runs
@@ -58,7 +58,8 @@ class Sweep:
 
 
 def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
-    """Runs grouped by their identity without the seed and the fields (or blocks of fields) ``apart_from``."""
+    """Return the runs grouped by their identity without the seed and the fields (or blocks of fields)
+    ``apart_from``."""
     groups: dict[str, list[Run]] = {}
     fields, blocks = {"seed", *apart_from}, tuple(f"{field}." for field in apart_from)
     for run in runs:
@@ -73,7 +74,8 @@ def alike(runs: Iterable[Run], apart_from: Sequence[str]) -> list[list[Run]]:
 
 
 def sweeps(study: Study, arms: Sequence[str] = ()) -> list[Sweep]:
-    """The groups with at least three learning rates, the largest first; only of ``arms`` (or families) if given."""
+    """Return the groups with at least three learning rates, the largest first; only of ``arms`` (or families) if
+    given."""
     runs = [
         run
         for run in study.runs
@@ -89,7 +91,8 @@ def sweeps(study: Study, arms: Sequence[str] = ()) -> list[Sweep]:
 
 
 def _labels(study: Study, groups: Sequence[Sequence[Run]]) -> list[str]:
-    """The label of each group: its only family, its only arm, or the fields in which it differs from the others."""
+    """Return the label of each group: its only family, its only arm, or the fields in which it differs from the
+    others."""
     labels = []
     settings = [flatten(group[0].identity) for group in groups]
     for group, fields in zip(groups, settings, strict=True):
@@ -112,7 +115,7 @@ def _labels(study: Study, groups: Sequence[Sequence[Run]]) -> list[str]:
 def medians(
     runs: Iterable[Run], key: Callable[[Run], float], value: Callable[[Run], float]
 ) -> dict[float, float]:
-    """The median of a value over the runs at each key, keys ascending."""
+    """Return the median of a value over the runs at each key, keys ascending."""
     by_key: dict[float, list[float]] = {}
     for run in runs:
         by_key.setdefault(key(run), []).append(value(run))

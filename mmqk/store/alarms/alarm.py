@@ -47,7 +47,7 @@ class Alarm:
         return ", ".join(part for part in (modality, layer, head) if part)
 
     def line(self) -> str:
-        """``step 120: growth: ...``"""
+        """Return the alarm as one line: ``step 120: growth: ...``."""
         return f"step {self.step}: {self.name}: {self.sentence}"
 
 
@@ -65,7 +65,7 @@ def append_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
 
 
 def read_alarms(folder: str | os.PathLike[str], after: int | None = None) -> list[Alarm]:
-    """The alarms of a run folder; empty without a file. Unreadable lines are skipped.
+    """Return the alarms of a run folder; empty without a file. Unreadable lines are skipped.
 
     Args:
         folder: the run folder.
@@ -97,7 +97,7 @@ def _encode(alarm: Alarm) -> bytes:
 
 
 def alarm_of_line(line: bytes) -> Alarm | None:
-    """The alarm in a line; None if the line is damaged."""
+    """Return the alarm in a line; None if the line is damaged."""
     try:
         record = parse_json(line)
         return Alarm(

@@ -90,7 +90,7 @@ class DivergenceRule:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a resume, as plain data."""
+        """Return the state for a resume, as plain data."""
         return {modality: asdict(series) for modality, series in self._series.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

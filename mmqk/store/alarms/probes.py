@@ -86,7 +86,8 @@ class Growth(Rule):
 
 
 def _line(points: list[list[float]]) -> tuple[float, float, float]:
-    """Least-squares slope, its standard error (inf below three points), and the line's value at the last point."""
+    """Return the least-squares slope, its standard error (inf below three points), and the line's value at the last
+    point."""
     n = len(points)
     if n < 3:
         return 0.0, math.inf, points[-1][1]

@@ -19,12 +19,12 @@ class Rule:
     on = False
 
     def begins(self, holds: bool) -> bool:
-        """Whether an alarm begins: the condition holds now and did not hold at the last value."""
+        """Return whether an alarm begins: the condition holds now and did not hold at the last value."""
         began, self.on = holds and not self.on, holds
         return began
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a resume, as plain data."""
+        """Return the state for a resume, as plain data."""
         values = {name: getattr(self, name) for name in self.STATE}
         return {
             k: v.state_dict() if hasattr(v, "state_dict") else copy.deepcopy(v) for k, v in values.items()

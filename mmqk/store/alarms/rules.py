@@ -78,7 +78,8 @@ class AlarmRules:
         return self.trained is None or modality is None or modality in self.trained
 
     def _finite(self, step: int, values: Mapping[str, float]) -> Alarm | None:
-        """An alarm that names the first non-finite series in the order of the forward pass, lowest layer first."""
+        """Return an alarm that names the first non-finite series in the order of the forward pass, lowest layer
+        first."""
         # log 0 = -inf is valid: the logits may all be 0.
         bad = [
             name
@@ -113,7 +114,7 @@ class AlarmRules:
         return began
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a resume, as plain data."""
+        """Return the state for a resume, as plain data."""
         return {
             "divergence": self._divergence.state_dict(),
             "diverged": sorted(self._diverged),
@@ -144,7 +145,7 @@ def alarms_of(
     max_steps: int = 0,
     trained: Iterable[str] | None = None,
 ) -> list[Alarm]:
-    """The alarms of a whole run from its `read_metrics`; equal to those during training."""
+    """Return the alarms of a whole run from its `read_metrics`; equal to those during training."""
     rules = AlarmRules(warmup_steps, max_steps, trained)
     return [
         alarm

@@ -37,7 +37,7 @@ class Window:
         insort(self._sorted, value)
 
     def quantile(self, share: float) -> float:
-        """The quantile, interpolated linearly."""
+        """Return the quantile, interpolated linearly."""
         at = share * (len(self._sorted) - 1)
         low = math.floor(at)
         high = min(low + 1, len(self._sorted) - 1)

@@ -112,7 +112,7 @@ class Matrices:
         self.done.scale[name] = factor if before is None else before * factor
 
     def account(self) -> Carried:
-        """The origin of every parameter, in the order of the models."""
+        """Return the origin of every parameter, in the order of the models."""
         done = self.done
         for name in self.new_values.keys() - done.from_name.keys():
             done.added.setdefault(name, "its first value")

@@ -38,7 +38,8 @@ class Sizes:
     count_M: Tensor
 
     def mean(self, of: str, modality: int | None) -> Tensor:
-        """Mean square by head, (H,), over the tokens of a modality, or over all for None or if it has none."""
+        """Return the mean square by head, (H,), over the tokens of a modality, or over all for None or if it has
+        none."""
         sums_MH = getattr(self, f"{of}_MH")
         if modality is None or not self.count_M[modality]:
             return sums_MH.sum(0) / self.count_M.sum()
@@ -46,13 +47,13 @@ class Sizes:
 
 
 def _parts(batch: TokenBatch) -> Iterator[tuple[int, TokenBatch]]:
-    """The batch in parts of `CHUNK` sequences, each with the number of its first sequence."""
+    """Yield the batch in parts of `CHUNK` sequences, each with the number of its first sequence."""
     for start in range(0, len(batch.ids_BT), CHUNK):
         yield start, batch._map(lambda t, s=start: t[s : s + CHUNK] if t.ndim else t)  # type: ignore[misc]
 
 
 def one_copy(norm: nn.Module) -> nn.Module:
-    """The norm, or the first of its copies: the copies differ in gain and bias only."""
+    """Return the norm, or the first of its copies: the copies differ in gain and bias only."""
     return norm.copies[0] if isinstance(norm, ByModality) else norm
 
 

@@ -99,7 +99,7 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
 
 
 def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Fields in which two configurations differ, without those that do not affect the result."""
+    """Return the fields in which two configurations differ, without those that do not affect the result."""
     parent = {"compile": False, **parent}  # an older configuration lacks the field
     a, b = flatten(parent), flatten(own)
     differing = differing_fields(parent, own)
@@ -114,7 +114,7 @@ def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def sentence(run: RunConfig, changed: list[dict[str, Any]], change: Change) -> str:
-    """The parent, the changed fields, and the distance between the two functions."""
+    """Return the parent, the changed fields, and the distance between the two functions."""
     fork = run.fork
     assert fork is not None
     parts = [f"{c['field']} {_yaml(c['to'])}" for c in changed]
@@ -164,7 +164,7 @@ def _record(
 
 
 def _folder_of(given: str) -> str:
-    """The run folder of ``--fork``, as given."""
+    """Return the run folder of ``--fork``, as given."""
     path = Path(given)
     return str(path.parent.parent) if path.suffix == ".ckpt" else given
 

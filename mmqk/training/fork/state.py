@@ -33,7 +33,7 @@ def optimizer_state(
     carried: Carried,
     lr: float,
 ) -> tuple[dict[str, Any], str]:
-    """The parent's moments under the fork's settings, and a sentence about the conversion.
+    """Return the parent's moments under the fork's settings, and a sentence about the conversion.
 
     A matrix scaled by c has gradients, and so moments, scaled by 1 / c. When the fork sets
     `optim.split_second_moment`, each modality starts with an equal part of the shared first moment and all of the
@@ -109,7 +109,7 @@ def _resplit(
 
 
 def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, groups: int) -> dict[str, Any]:
-    """The schedule at the parent's step, with the fork's peak."""
+    """Return the schedule at the parent's step, with the fork's peak."""
     return {
         **saved,
         "base_lrs": [config.lr] * groups,
@@ -151,7 +151,7 @@ def loops_state(
 
 
 def callback_state(saved: Mapping[str, Any], changed: Sequence[str], change: Change) -> dict[str, Any]:
-    """The state of the parent's callbacks, as far as it applies to the fork.
+    """Return the state of the parent's callbacks, as far as it applies to the fork.
 
     The divergence rule keeps the parent's initial loss and best median, so that the same thresholds hold for a fork,
     its parent and its siblings. It drops the best median and the last losses of a modality whose loss the change

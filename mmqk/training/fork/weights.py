@@ -58,7 +58,7 @@ FoldGain = Callable[[Tensor, int | None], str]
 
 
 def _copies(module: nn.Module) -> list[tuple[int | None, nn.Module]]:
-    """Each copy of a layer with its modality; the layer itself with None."""
+    """Return each copy of a layer with its modality; the layer itself with None."""
     return list(enumerate(module.copies)) if isinstance(module, ByModality) else [(None, module)]
 
 
@@ -169,7 +169,7 @@ class _Carrying(Matrices):
                 self.done.dropped[parameter] = absorbed_by if parameter.endswith("weight") else ""
 
     def _gain(self, name: str, parent: nn.Module, parent_copy: nn.Module, m: int | None) -> Tensor:
-        """Exact gain of the fork at this norm, (H, K) or (1, D): g * rms(n(x)) / rms(n'(x))."""
+        """Return the exact gain of the fork at this norm, (H, K) or (1, D): g * rms(n(x)) / rms(n'(x))."""
         sizes = self.sizes[name]
         ratio_H = (sizes.mean("plain", m) / sizes.mean("other", m).clamp_min(1e-30)).sqrt()
         shape = (len(ratio_H), self._width(name))
@@ -235,7 +235,7 @@ def _sign(x: Tensor) -> Tensor:
 
 
 def _alike(a: nn.Module, b: nn.Module) -> bool:
-    """Whether gain and bias have the same meaning in both norms; eps may differ."""
+    """Return whether gain and bias have the same meaning in both norms; eps may differ."""
     if not (isinstance(a, Norm) and isinstance(b, Norm)):
         return not isinstance(a, Norm) and not isinstance(b, Norm)
     if type(a) is not type(b) or a.shape != b.shape or a.offset != b.offset:

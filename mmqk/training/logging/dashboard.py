@@ -77,7 +77,7 @@ _WHOLE = {name for chart in _CHARTS if chart.reducer is None for name in chart.s
 
 
 def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The tags of the charts: statistics by layer are reduced over layers, as in ``q_norm/image/max``.
+    """Return the tags of the charts: statistics by layer are reduced over layers, as in ``q_norm/image/max``.
 
     At most 60 tags for two modalities; metrics.jsonl has all values.
     """
@@ -115,7 +115,8 @@ def run_of(name: str, modalities: tuple[str, ...]) -> tuple[str, str]:
 
 
 def custom_scalars(modalities: tuple[str, ...]) -> dict[str, dict[str, list]]:
-    """The layout of the custom-scalars page: one chart per statistic with all modalities, by the tags of `run_of`."""
+    """Return the layout of the custom-scalars page: one chart per statistic with all modalities, by the tags of
+    `run_of`."""
     keys = "|".join(modalities)
 
     def pattern(chart: Chart) -> str:

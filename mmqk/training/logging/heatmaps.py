@@ -75,7 +75,8 @@ class History:
         return [step for step, _ in self.probes]
 
     def mass(self, modalities: Sequence[str]) -> NDArray[np.float64]:
-        """Share of attention in the newest probe: (layers, query modalities, key modalities); NaN if absent."""
+        """Return the share of attention in the newest probe: (layers, query modalities, key modalities); NaN if
+        absent."""
         values = self.probes[-1][1] if self.probes else {}
         parsed = [(parsed_tag(name), value) for name, value in values.items()]
         masses = [(tag, value) for tag, value in parsed if tag.statistic == MASS and tag.pair is not None]
@@ -89,7 +90,8 @@ class History:
 
 
 def draw_heat_map(table: NDArray[np.float64], steps: Sequence[int], title: str, logarithmic: bool) -> bytes:
-    """A PNG: layers from bottom to top, probes from left to right, the color scale at the right; gray is NaN."""
+    """Return a PNG: layers from bottom to top, probes from left to right, the color scale at the right; gray is
+    NaN."""
     layers, columns = table.shape
     shown = np.where(np.isfinite(table), table, np.nan)
     if logarithmic:
@@ -120,7 +122,7 @@ def draw_heat_map(table: NDArray[np.float64], steps: Sequence[int], title: str, 
 
 
 def draw_mass(table: NDArray[np.float64], modalities: Sequence[str], title: str) -> bytes:
-    """A PNG with a matrix per layer: queries down, keys across; each row has the shares of attention."""
+    """Return a PNG with a matrix per layer: queries down, keys across; each row has the shares of attention."""
     cell, margin, label, per_row = 46, 18, 52, 6
     layers, n, _ = table.shape
     block = (label + n * cell + margin, margin + 16 + n * cell + margin)

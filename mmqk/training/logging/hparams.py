@@ -20,7 +20,7 @@ FIELDS = (
 
 
 def outcome(folder: Path, modalities: Sequence[str]) -> list[Any]:
-    """The summaries of a finished run; none for an interrupted run.
+    """Return the summaries of a finished run; none for an interrupted run.
 
     TensorBoard keeps the first row of a folder, so an interruption must not write one.
     """

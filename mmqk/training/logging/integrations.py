@@ -37,7 +37,7 @@ def last_logged(run: RunConfig) -> int:
 
 
 def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
-    """The loggers of ``run.logging`` other than TensorBoard, in the first process of a run.
+    """Return the loggers of ``run.logging`` other than TensorBoard, in the first process of a run.
 
     ``loggers.json`` stores the ids of the W&B run and the MLflow run, so that a resume continues them, and the last
     step that they may have. A resume repeats the steps after its checkpoint, and these are not logged twice. MLflow
@@ -216,7 +216,7 @@ _ADVICE = {
 
 
 def _title(run: RunConfig) -> str:
-    """The run folder with the folder above: arm and seed in an ablation."""
+    """Return the run folder with the folder above: arm and seed in an ablation."""
     return "/".join(run.out.resolve().parts[-2:])
 
 

@@ -58,7 +58,7 @@ class _Tap(Logger):
         pass
 
     def drain(self) -> list[tuple[int, dict[str, float]]]:
-        """The values logged since the last call, by rising step."""
+        """Return the values logged since the last call, by rising step."""
         logged, self._values = sorted(self._values.items()), {}
         return logged
 

@@ -71,7 +71,7 @@ def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
 
 
 def describe(settled: dict[str, Any]) -> str:
-    """`resolve_device` as one line."""
+    """Describe the result of `resolve_device` in one line."""
     more = [word for word in ("compiled", "recomputed") if settled[word]]
     if settled["compiled"] and settled["name"] == "cpu":
         more[0] += " (this can take minutes and gigabytes before step 1)"

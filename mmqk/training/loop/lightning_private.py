@@ -30,7 +30,7 @@ def start_process_group(strategy: ModelParallelStrategy) -> None:
 
 
 def raised_by_loading(error: BaseException) -> bool:
-    """Whether Lightning raised the error while it loaded a checkpoint: a frame is in its checkpoint_connector.
+    """Return whether Lightning raised the error while it loaded a checkpoint: a frame is in its checkpoint_connector.
 
     Lightning lets the errors of `load_state_dict` and of its own loops through unchanged.
     """

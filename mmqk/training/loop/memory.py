@@ -46,7 +46,8 @@ def check_memory(run: RunConfig, device: torch.device) -> None:
 
 
 def least_bytes(run: RunConfig) -> tuple[int, int]:
-    """Lower bounds in bytes: weights with gradients and moments, and the activations of a rank's backward pass."""
+    """Return the lower bounds in bytes: weights with gradients and moments, and the activations of a rank's backward
+    pass."""
     model = run.model
     size = 4 if run.trainer["precision"] == "32-true" else 2
     weight = 2 if run.trainer["precision"] == "bf16-true" else 4
@@ -67,7 +68,7 @@ def least_bytes(run: RunConfig) -> tuple[int, int]:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Number of parameters of the matrices, without gains and biases."""
+    """Return the number of parameters of the matrices, without gains and biases."""
     heads = model.n_heads + model.kv_heads
     attention = 2 * model.d_model * heads * model.head_dim
     mlp = (2 if model.mlp == "gelu" else 3) * model.d_model * model.mlp_width

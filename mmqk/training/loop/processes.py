@@ -107,7 +107,7 @@ class Ranks:
         return True, messages[0][1]
 
     def _exchange(self, message: Message) -> list[Message]:
-        """The messages of all processes, by rank."""
+        """Return the messages of all processes, by rank."""
         self._started = True
         if not self.several:
             return [message]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path | None:
-    """The newest valid checkpoint; drops later lines of metrics.jsonl, because their steps run again.
+    """Return the newest valid checkpoint; drops later lines of metrics.jsonl, because their steps run again.
 
     Newer checkpoints that cannot be used are renamed, each with a line on stderr.
 

@@ -157,7 +157,7 @@ def _nothing(*_: object) -> None:
 
 
 def _among_others() -> bool:
-    """Whether the environment suggests several processes per run; `Ranks` decides."""
+    """Return whether the environment suggests several processes per run; `Ranks` decides."""
     several = os.environ.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in os.environ
     return several or "LOCAL_RANK" in os.environ or "NODE_RANK" in os.environ
 

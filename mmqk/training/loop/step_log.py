@@ -84,7 +84,7 @@ class StepLog(L.Callback):
             self.flush(trainer, pl_module)
 
     def flushes(self, step: int, max_steps: int) -> bool:
-        """Whether to flush at ``step``."""
+        """Return whether to flush at ``step``."""
         return step == max_steps or any(step % n == 0 for n in self.flush_at)
 
     def flush(self, trainer: L.Trainer, pl_module: TrainingModule, alone: bool = False) -> None:
@@ -124,7 +124,7 @@ class StepLog(L.Callback):
         return self.rule.update(step, losses)
 
     def _where(self, step: int, pl_module: TrainingModule) -> str | None:
-        """The first bad site of a step; None if the forward pass cannot run again."""
+        """Return the first bad site of a step; None if the forward pass cannot run again."""
         accumulate = pl_module.trainer.accumulate_grad_batches
         with contextlib.suppress(RuntimeError):  # out of memory: the reason must still be written
             return pl_module.bad_site([(i, b) for i, b in self._batches if i // accumulate == step - 1])
@@ -146,7 +146,7 @@ class StepLog(L.Callback):
 
 
 def ends_step(trainer: L.Trainer, batch_idx: int) -> bool:
-    """Whether this micro-batch is the last of its optimizer step."""
+    """Return whether this micro-batch is the last of its optimizer step."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
 
 
@@ -197,7 +197,7 @@ class Checkpoints(L.Callback):
         self.saved, self._written = -1, Written(folder.parent)
 
     def state_dict(self) -> dict[str, Any]:
-        """The amount of data written so far, and the data lost: a resume checks them against the files."""
+        """Return the amount of data written so far, and the data lost: a resume checks them against the files."""
         lost = ""
         with contextlib.suppress(UserError):  # the resume reports a damaged file
             status = read_status(self.folder.parent)

@@ -31,7 +31,7 @@ def chunked_losses(
     by_modality: bool = False,
     compiled: bool = False,
 ) -> LossSums:
-    """`modality_losses` of these hidden states, with the logits of one chunk in memory at a time.
+    """Return `modality_losses` of these hidden states, with the logits of one chunk in memory at a time.
 
     The forward pass computes each chunk's logits once and turns them into gradients: of the hidden states,
     (B, T, D), and of the head, (V, D) in at least fp32. The weights and the z-loss must therefore be known, and only

@@ -97,13 +97,13 @@ def modality_losses(
 
 
 def selected_of(target_modality_BT: Tensor, target_mask_BT: Tensor, n_modalities: int) -> Tensor:
-    """Whether a target is a trained target of this modality: (B, T, M)."""
+    """Return whether a target is a trained target of this modality: (B, T, M)."""
     modality_M = torch.arange(n_modalities, device=target_modality_BT.device)
     return target_mask_BT[..., None] & (target_modality_BT[..., None] == modality_M)
 
 
 def sum_by_modality(ce_BT: Tensor, log_z_BT: Tensor, selected_BTM: Tensor) -> LossSums:
-    """Sums of cross-entropy and log Z over the selected targets; other targets are never read."""
+    """Return the sums of cross-entropy and log Z over the selected targets; other targets are never read."""
 
     def total_M(value_BT: Tensor) -> Tensor:
         return torch.where(selected_BTM, value_BT[..., None], 0.0).sum(dim=(0, 1))
@@ -117,7 +117,7 @@ def sum_by_modality(ce_BT: Tensor, log_z_BT: Tensor, selected_BTM: Tensor) -> Lo
 
 
 def total_loss(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Tensor | float) -> Tensor:
-    """`sum_m w_m (ce_m + z_loss * log_z_sq_m) / normalizer`, a scalar in nats.
+    """Return `sum_m w_m (ce_m + z_loss * log_z_sq_m) / normalizer`, a scalar in nats.
 
     Args:
         sums: The result of `modality_losses` or `chunked_losses`.
@@ -131,7 +131,7 @@ def total_loss(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Ten
 
 
 def loss_parts(sums: LossSums, weights_M: Tensor, z_loss: float, normalizer: Tensor | float) -> Tensor:
-    """The contribution of each modality's targets to `total_loss`, (M,), with the same normalizer."""
+    """Return the contribution of each modality's targets to `total_loss`, (M,), with the same normalizer."""
     objective = _objective(sums, weights_M, z_loss)
     parts_M = _weighted(sums, weights_M, z_loss) if objective is None else objective.parts_M
     if parts_M is None:
@@ -152,7 +152,7 @@ def _objective(sums: LossSums, weights_M: Tensor, z_loss: float) -> Objective | 
 
 
 def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
-    """Sums by target modality, (R, M), in fp32: count, cross-entropy and log Z.
+    """Return the sums by target modality, (R, M), in fp32: count, cross-entropy and log Z.
 
     If the probabilities of the tokens under the data source are known, a fourth row has the summed floor."""
     rows = [sums.count, sums.ce, sums.log_z]
@@ -164,7 +164,7 @@ def modality_sums(sums: LossSums, batch: TokenBatch) -> Tensor:
 
 
 def modality_means(sums_RM: list[list[float]], names: tuple[str, ...], prefix: str = "") -> dict[str, float]:
-    """Mean loss, log Z and excess loss by modality, as tags; a modality without a target has no key.
+    """Return the mean loss, log Z and excess loss by modality, as tags; a modality without a target has no key.
 
     The excess is the loss minus the floor of the same tokens.
     """

@@ -35,7 +35,7 @@ class AdamVariant(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update; if ``found_inf`` is set and true, no parameter changes."""
+        """Return one update; if ``found_inf`` is set and true, no parameter changes."""
         result = _call(closure)
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
@@ -92,7 +92,7 @@ class WithMuon(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of both; if ``found_inf`` is set and true, no parameter changes."""
+        """Return one update of both; if ``found_inf`` is set and true, no parameter changes."""
         result = _call(closure)
         found_inf = getattr(self, "found_inf", None)
         # A loaded state replaces groups and state of this optimizer; the two work on the same objects.
@@ -110,13 +110,13 @@ class WithMuon(optim.Optimizer):
 
 
 def _with_norm(x: Tensor, length: Tensor) -> Tensor:
-    """`x` with this Frobenius norm; 0 if `x` is 0."""
+    """Return `x` with this Frobenius norm; 0 if `x` is 0."""
     norm = x.norm()
     return x * torch.where(norm > 0, length / norm, 0.0)
 
 
 def _call(closure: Callable[[], Any] | None) -> Any:
-    """The loss of Lightning's closure, which computes the gradients."""
+    """Return the loss of Lightning's closure, which computes the gradients."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -124,5 +124,5 @@ def _call(closure: Callable[[], Any] | None) -> Any:
 
 
 def _unless(found_inf: Tensor | None, before: Tensor, after: Tensor) -> Tensor:
-    """``after``, or ``before`` if the flag is true; without a host synchronization."""
+    """Return ``after``, or ``before`` if the flag is true; without a host synchronization."""
     return after if found_inf is None else torch.where(found_inf.bool(), before, after)

@@ -97,7 +97,7 @@ class TrainingModule(L.LightningModule):
 
     @classmethod
     def of(cls, run: RunConfig) -> Self:
-        """The module of a run, with its activation checkpointing and compilation."""
+        """Return the module of a run, with its activation checkpointing and compilation."""
         module = cls(run.model, run.loss, run.optim, run.seed, run.backend)
         module.stored |= {"mmqk_run": run.record(), "mmqk_ranks": run.ranks}
         module.model.activation_checkpointing = run.activation_checkpointing
@@ -119,7 +119,7 @@ class TrainingModule(L.LightningModule):
             shard(self.model, self.device_mesh["data_parallel"])
 
     def whole_model(self) -> EarlyFusionTransformer:
-        """The trained model, unsharded; a collective call."""
+        """Return the trained model, unsharded; a collective call."""
         return whole_model(self.model, self.backend)
 
     # Loss ----------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class TrainingModule(L.LightningModule):
         model: EarlyFusionTransformer | None = None,
         row_stats: list[RowStats] | None = None,
     ) -> LossSums:
-        """Loss sums of `batch`, by target modality.
+        """Return the loss sums of `batch`, by target modality.
 
         Args:
             batch: Tokens and targets.
@@ -162,7 +162,7 @@ class TrainingModule(L.LightningModule):
         )
 
     def loss_weighting(self, batch: TokenBatch) -> tuple[Tensor, float, Tensor]:
-        """The weights, the z-loss coefficient and the normalizer of `total_loss` and `loss_parts`."""
+        """Return the weights, the z-loss coefficient and the normalizer of `total_loss` and `loss_parts`."""
         return self.loss_weights_M, self.loss_config.z_loss, batch.step_targets
 
     @property
@@ -195,7 +195,7 @@ class TrainingModule(L.LightningModule):
     # One step, in the order of the calls ---------------------------------------------------------------
 
     def training_step(self, batch: TokenBatch, index: int) -> Tensor:
-        """The loss of one micro-batch; its sums are added to those of the step."""
+        """Return the loss of one micro-batch; its sums are added to those of the step."""
         if self.model_config.residual_dropout or self.model_config.attn_dropout:
             self._seed_dropout(index)
         attributing = self.step_watch is not None and self.step_watch.attributing
@@ -210,7 +210,7 @@ class TrainingModule(L.LightningModule):
         return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
 
     def _training_losses(self, batch: TokenBatch, by_modality: bool) -> LossSums:
-        """`losses`, with the attention logits recorded for QK-Clip and the log."""
+        """Return `losses`, with the attention logits recorded for QK-Clip and the log."""
         if self.row_log is None:
             sink = None if self.qk_clip is None else self.qk_clip.sink(batch)
             return self.losses(batch, sink, by_modality)
@@ -314,7 +314,7 @@ class TrainingModule(L.LightningModule):
             power_step(self.model)
 
     def named_values(self, values: list[float]) -> dict[str, float]:
-        """The values of a `StepRecord` by tag."""
+        """Return the values of a `StepRecord` by tag."""
         remaining = iter(values)
         names, layers = self.model_config.modalities, self.model_config.n_layers
         tags = {"loss": next(remaining), "grad_norm": next(remaining)}
@@ -355,7 +355,8 @@ class TrainingModule(L.LightningModule):
 
     @torch.no_grad()
     def validation_losses(self, batches: Iterable[TokenBatch]) -> dict[str, float]:
-        """Loss and log Z by target modality over held-out batches, in the run's precision, as ``val_`` tags."""
+        """Return the loss and log Z by target modality over held-out batches, in the run's precision, as ``val_``
+        tags."""
         was_training = self.model.training
         self.model.eval()
         total_RM: Tensor | None = None
@@ -368,7 +369,7 @@ class TrainingModule(L.LightningModule):
         return modality_means(total_RM.tolist(), self.model_config.modalities, prefix="val_")
 
     def modality_loss_parts(self, batch: TokenBatch, model: EarlyFusionTransformer | None = None) -> Tensor:
-        """The loss of each modality's targets in ``batch``, (M,), in the run's precision.
+        """Return the loss of each modality's targets in ``batch``, (M,), in the run's precision.
 
         ``model`` keeps its mode, which decides about dropout; None is the trained model.
         """
@@ -378,7 +379,7 @@ class TrainingModule(L.LightningModule):
             return loss_parts(sums, *self.loss_weighting(batch))
 
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
-        """`first_bad_site` of a step whose gradient was not finite, from its numbered micro-batches.
+        """Return `first_bad_site` of a step whose gradient was not finite, from its numbered micro-batches.
 
         It uses the weights and dropout masks of that step; only the masks of compiled blocks differ.
         """

@@ -19,7 +19,7 @@ def orthogonalize(model: EarlyFusionTransformer) -> None:
 
 
 def orthogonal(weight: Tensor) -> Tensor:
-    """The orthogonal polar factor with the Frobenius norm of ``weight``; a matrix that is not finite stays."""
+    """Return the orthogonal polar factor with the Frobenius norm of ``weight``; a matrix that is not finite stays."""
     wide = weight.float()
     if not wide.isfinite().all():
         return weight

@@ -27,7 +27,7 @@ def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
 
 
 def decays(config: OptimConfig, model: nn.Module) -> set[Tensor]:
-    """The parameters with weight decay, chosen by their module, because gains may have two axes too.
+    """Return the parameters with weight decay, chosen by their module, because gains may have two axes too.
 
     Matrices are the weights of linear layers; a tied head counts as the embedding.
     """
@@ -42,19 +42,19 @@ def decays(config: OptimConfig, model: nn.Module) -> set[Tensor]:
 
 
 def block_matrices(model: nn.Module) -> set[Tensor]:
-    """The weights of the linear layers that a transformer's blocks have: not embedding and head."""
+    """Return the weights of the linear layers that a transformer's blocks have: not embedding and head."""
     blocks: nn.Module = getattr(model, "blocks", model)
     return {m.weight for m in blocks.modules() if isinstance(m, nn.Linear)}
 
 
 def _only(groups: list[dict[str, Any]], wanted: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
-    """The groups with the wanted parameters alone, without those that become empty."""
+    """Return the groups with the wanted parameters alone, without those that become empty."""
     parts = [{**group, "params": [p for p in group["params"] if wanted(p)]} for group in groups]
     return [part for part in parts if part["params"]]
 
 
 def make_optimizer(config: OptimConfig, model: nn.Module) -> optim.Optimizer:
-    """The optimizer of a run, with groups of parameters with and without weight decay."""
+    """Return the optimizer of a run, with groups of parameters with and without weight decay."""
     parameters, decaying = [p for p in model.parameters() if p.requires_grad], decays(config, model)
     # torch decays by lr_t * weight_decay; dividing by the peak leaves the schedule alone: s_t * weight_decay.
     decay = config.weight_decay / (config.lr if config.decay_mode == "independent" else 1.0)

@@ -33,7 +33,7 @@ def largest_logits(
     document_BT: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:
-    """The exact largest signed `scale * q.k` of each head over all visible pairs, in chunks of queries.
+    """Return the exact largest signed `scale * q.k` of each head over all visible pairs, in chunks of queries.
 
     Args:
         q_BHTK: Queries as they enter the dot product.
@@ -62,7 +62,7 @@ def largest_logits(
 
 
 def gamma_of(largest_H: Tensor, threshold: float) -> Tensor:
-    """`min(1, threshold / S_h)` (Kimi K2, arXiv 2507.20534).
+    """Return `min(1, threshold / S_h)` (Kimi K2, arXiv 2507.20534).
 
     It is 1 where S_h is not finite: the run diverges anyway, and weights of 0 or NaN would hide the cause.
     """
@@ -85,7 +85,7 @@ class QKClip:
         self._largest: dict[int, Tensor] = {}
 
     def sink(self, batch: TokenBatch) -> Callable[[str, int, Tensor], None]:
-        """A sink for a forward over `batch`; the maximum runs over all micro-batches of the step."""
+        """Return a sink for a forward over `batch`; the maximum runs over all micro-batches of the step."""
         queries: dict[int, Tensor] = {}
         scale, config = self.model.attn_scale_value, self.model.config
 
@@ -113,7 +113,7 @@ class QKClip:
         self._largest[layer] = largest_H if before_H is None else torch.maximum(before_H, largest_H)
 
     def measured(self) -> Tensor:
-        """The largest logit of each layer, then the smallest gamma of each layer: (2L,), on the device.
+        """Return the largest logit of each layer, then the smallest gamma of each layer: (2L,), on the device.
 
         The maximum runs over all ranks, so that all scale by the same factor; a collective call.
         """
@@ -124,7 +124,7 @@ class QKClip:
         return torch.cat([largest_LH.amax(1), gamma_of(largest_LH, self.threshold).amin(1)])
 
     def values(self, measured: list[float]) -> dict[str, float]:
-        """`QKClip.measured` by tag; a layer without a visible pair has no key."""
+        """Return `QKClip.measured` by tag; a layer without a visible pair has no key."""
         largest, gammas = measured[: len(measured) // 2], measured[len(measured) // 2 :]
         values: dict[str, float] = {}
         for layer, (logit, gamma) in enumerate(zip(largest, gammas, strict=True)):

@@ -52,7 +52,7 @@ class RowLog:
         return max_MLH.amax(0)
 
     def measured(self) -> Tensor:
-        """The largest logits, then the mean log-sum-exps, by layer and modality over all ranks: (2LM,).
+        """Return the largest logits, then the mean log-sum-exps, by layer and modality over all ranks: (2LM,).
 
         Clears the log; a collective call.
         """
@@ -62,7 +62,7 @@ class RowLog:
         return torch.cat([max_LM.flatten(), (sums[:-1] / sums[-1:]).flatten()])
 
     def values(self, measured: Sequence[float]) -> dict[str, float]:
-        """`measured` by tag; a modality without a query has no key."""
+        """Return `measured` by tag; a modality without a query has no key."""
         half, M = len(measured) // 2, len(self.modalities)
         tags: dict[str, float] = {}
         for i, (largest_logit, lse) in enumerate(zip(measured[:half], measured[half:], strict=True)):

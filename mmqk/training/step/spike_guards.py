@@ -71,7 +71,7 @@ class SkipStep(nn.Module):
 
     @torch.no_grad()
     def skips(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Whether to leave this update out, as a boolean tensor; adds the step to the window."""
+        """Return whether to leave this update out, as a boolean tensor; adds the step to the window."""
         value_2 = torch.stack([loss.float(), grad_norm.float()])
         filled_N = torch.arange(SKIP_WINDOW, device=self.window_2N.device) < self.count
         n = filled_N.sum().clamp_min(2)

@@ -89,7 +89,8 @@ class SplitAdamW(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update with the gradients of `backward`; a parameter without a gradient is unchanged, as in AdamW.
+        """Return one update with the gradients of `backward`; a parameter without a gradient is unchanged, as in
+        AdamW.
 
         If ``found_inf`` is set and true, no parameter changes; the moments may.
         """
