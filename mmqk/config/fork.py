@@ -42,7 +42,7 @@ class ForkConfig:
         given: the checkpoint or run folder on the command line; empty if only the parent is known.
         checkpoint: the file; None if it does not exist yet.
         skip_batches: number of batches (of an optimizer step) to skip before the first step.
-        noise: noise added to each weight matrix, as a share of its RMS.
+        noise: RMS of the noise added to each weight matrix, divided by the RMS of the matrix.
         seed: seed of that noise.
     """
 
@@ -83,7 +83,7 @@ def base_of(parent: Parent) -> dict[str, Any]:
 def read_parent(given: str, out: str | None = None) -> tuple[Path, Parent]:
     """Return the checkpoint of ``--fork``, a file or the newest of a run folder, and the run that wrote it.
 
-    An existing fork in ``out`` has recorded its checkpoint: the parent may have trained on or removed it.
+    An existing fork in ``out`` has recorded its checkpoint: since then the parent may have removed it.
 
     Raises:
         UserError: the checkpoint does not exist, cannot be read, or does not name its run.

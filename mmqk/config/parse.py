@@ -245,7 +245,7 @@ def _complete(parsed: Namespace, fork: ForkConfig | None = None) -> RunConfig:
 
 
 def _look_beside(files: list[str], data: Namespace) -> None:
-    """Set the relative folders of data that a config file names and that exist beside this file."""
+    """Resolve the relative data folders that a config file names, if they exist beside the file."""
     for file in files:
         named = (yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}).get("data") or {}
         for name in (*SOURCE_FIELDS.values(), "tokens", "tokenizers"):

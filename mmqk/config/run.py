@@ -25,7 +25,7 @@ SECTIONS: dict[str, type] = {
     "alarm": AlarmConfig,
 }
 
-# Fields that are newer than finished runs: at their default they are not part of a run's identity.
+# Fields that were added after runs had finished. At their default they are not part of a run's identity.
 NEWER = {
     "model": (
         "attn_gate", "attn_sink", "head_scale", "mlp_clamp", "mlp_norm", "residual_gate", "depth_scale", "embed_norm",

@@ -45,7 +45,7 @@ _KINDS = {
 
 
 def sentence_of(message: str, parser: ArgumentParser) -> str:
-    """jsonargparse's message as one sentence that names the field and the nearest known one."""
+    """Return jsonargparse's message as one sentence that names the field and the nearest known one."""
     flat = " ".join(message.split())
     if named := re.search(r'Parser key "(trainer\.\w+)".*class_path', flat):
         return class_path_sentence(named[1])

@@ -193,7 +193,7 @@ class MonitorConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When a run writes checkpoints, and which it keeps.
+    """When a run writes checkpoints, and which ones it keeps.
 
     Args:
         every_n_steps: optimizer steps between two checkpoints; 0 writes only the last one.

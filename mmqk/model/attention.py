@@ -64,7 +64,8 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, rope: Rope, mask: Any, modality_BT: Tensor | None = None, tap: Tap = no_tap
     ) -> tuple[Tensor, RowStats | None]:
-        """Self-attention over `x_BTD`; `rope` comes from `rope_tables` and `mask` from `mask_of`, for T tokens.
+        """Compute self-attention over `x_BTD`. `rope` comes from `rope_tables` and `mask` from `mask_of`, for T
+        tokens.
 
         Returns:
             out_BTD, and the `RowStats` of the backend or None.

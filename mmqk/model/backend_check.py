@@ -1,6 +1,6 @@
 """The names of the attention backends, and which attention each can compute. Needs no torch."""
 
-# Dense; torch's scaled_dot_product_attention with a chosen or a named kernel; FlexAttention.
+# Dense attention; torch's scaled_dot_product_attention, with torch's choice of kernel or a named one; FlexAttention.
 BACKENDS = ("math", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flex")
 BLOCK = 128  # tokens
 
@@ -15,7 +15,7 @@ def check_backend(
     tokens: int | None = None,
     sink: bool = False,
 ) -> None:
-    """Raise ValueError for an unknown backend, or one that cannot compute this attention on any device.
+    """Raise ValueError for a backend that is unknown or cannot compute this attention on any device.
 
     Args:
         backend: One of `BACKENDS`.
@@ -24,7 +24,7 @@ def check_backend(
         dropout: Probability of dropping an attention weight.
         masked: Whether a window, a document mask or a separated layer hides earlier keys.
         tokens: Tokens per sequence; None if unknown.
-        sink: Whether the softmax has a learned logit without a value.
+        sink: Whether the softmax has a learned logit that belongs to no key.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, but is {backend!r}.")

@@ -44,7 +44,7 @@ def kernel_name(
     very negative. Drifting logits reach that regime, and such a NaN would look like a divergence of the model.
 
     Raises:
-        ValueError: the named kernel does not exist on this device, or not for this dtype or dropout.
+        ValueError: the named kernel does not exist on this device, or does not support this dtype or dropout.
     """
     if backend == "math":
         return "math (dense, fp32)"
@@ -114,7 +114,7 @@ def documents_of(
 
     Args:
         config: Of the model.
-        separate: Whether they also differ between modalities (`config.separates`).
+        separate: Whether tokens of different modalities also count as different documents (`config.separates`).
         modality_BT: Modality number of each token; a number without a modality counts as 0.
         document_BT: Document number of each token; None is one document per row.
     """
@@ -169,7 +169,7 @@ def attention(
 
     Raises:
         TypeError: q, k and v differ in dtype, or do not have the autocast dtype.
-        ValueError: the backend cannot compute this attention, or not on this device.
+        ValueError: the backend cannot compute this attention, at all or on this device.
     """
     check_backend(backend, softcap, kind, dropout=dropout, masked=mask is not None, sink=sink_H is not None)
     _check_dtypes(q_BHTK, k_BHTK, v_BHTK)

@@ -24,7 +24,7 @@ class QKNormConfig:
         gain: none; shared (one gain over head_dim for all heads: Chameleon 7B, Qwen3); per_head (one gain for
             every head: OLMo 2); zero_centered (shared, `1 + w` with w from 0: Gemma 3, Qwen3-Next). With kind l2
             it is the learned scale: none (fixed), shared (one per layer) or per_head.
-        bias: Whether a LayerNorm has one (Chameleon does, ViT-22B does not).
+        bias: Whether a LayerNorm has a bias (Chameleon does, ViT-22B does not).
         eps: Added to the mean square (rms) or the variance (layer) under the root; the smallest length (l2).
         place: before_rope (Chameleon, Qwen3, OLMo 2) or after_rope (Llama 4).
         normalize_v: Normalize values in the same way (QKV-Norm, arXiv 2410.16682); with kind l2 without a scale.
@@ -78,7 +78,8 @@ class PerModalityConfig:
     equals the tied one until its first update.
 
     Attributes:
-        norms: Gains (and biases) of the norms around the sublayers and of the final norm.
+        norms: Whether each modality has its own gains (and biases) of the norms around the sublayers and of the final
+            norm.
         qk_norm: Gains (and biases) of QK-Norm.
         qk: W_q and W_k.
         mlp: The feed-forward network.
@@ -98,8 +99,8 @@ class RopeScalingConfig:
         kind: none; linear (all frequencies divided by the factor: Gemma 3); llama3 (only the low ones, with a smooth
             transition: Llama 3.1).
         factor: Divisor of the frequencies.
-        low_freq_factor: Wavelengths above `original_length` over this are divided (llama3).
-        high_freq_factor: Wavelengths below `original_length` over this are unchanged (llama3).
+        low_freq_factor: Wavelengths above `original_length / low_freq_factor` are divided by the factor (llama3).
+        high_freq_factor: Wavelengths below `original_length / high_freq_factor` are unchanged (llama3).
         original_length: Tokens per sequence in the original training (llama3).
     """
 
@@ -154,20 +155,20 @@ class ModelConfig:
             padding and other documents, so the same tokens in a longer row give different outputs.
         attn_gate: Factor sigmoid(W_g x) on attention's output, before W_o: none, element (one per channel:
             Qwen3-Next, arXiv 2505.06708) or head (one per head).
-        attn_sink: Whether each head has a learned logit in the softmax's denominator that no value belongs to
-            (gpt-oss), so that its weights add up to less than 1.
+        attn_sink: Whether each head has a learned logit that only adds to the softmax's denominator (gpt-oss), so
+            that the weights of its keys sum to less than 1.
         head_scale: Whether a learned factor multiplies each head's output (NormFormer, arXiv 2110.09456).
         weight_reparam: none, or sigma: matrices of the blocks are used as `gamma / sigma(W) * W`, sigma the largest
             singular value (σReparam, arXiv 2303.06296).
-        reparam_gamma: Initial value of gamma: sigma (that of W, so that the first forward equals the plain model's:
+        reparam_gamma: Initial value of gamma: sigma (sigma(W), so that the first forward equals the plain model's:
             the authors' PyTorch code, for vision and language) or one (their JAX code, for speech).
         mlp_clamp: Bound on the two factors of SwiGLU: gate at most this, up between minus this and this (gpt-oss: 7);
             null for none.
         mlp_norm: Whether a norm, of kind `norm`, stands before the last matrix of the MLP (NormFormer).
         residual_gate: Temperature of learned channel gates b of stream and branch, sqrt(1 - b^2) x + b f, with
             b = sigmoid(w / temperature) and w from 0 (Muse Spark: 0.3); null for the sum x + f.
-        depth_scale: Fixed factors that depend on depth: none; norm (each pre-norm's output over sqrt(layer + 1):
-            LayerNorm Scaling, arXiv 2502.05795) or branch (each branch over sqrt(2 n_layers): Granite's
+        depth_scale: Fixed factors that depend on depth: none; norm (each pre-norm's output is divided by sqrt(layer +
+            1): LayerNorm Scaling, arXiv 2502.05795) or branch (each branch is divided by sqrt(2 n_layers): Granite's
             residual_multiplier).
         deep_norm: Whether the residual stream is norm(alpha x + sublayer(x)) with alpha = (2 n_layers)^(1/4), without
             other norms around the sublayers and without a final norm. W_v, W_o and the matrices of the MLP start
@@ -177,7 +178,7 @@ class ModelConfig:
         layer_scale: Initial value of a learned factor on each channel of a sublayer's output (LayerScale, arXiv
             2103.17239); null for none.
         output_init: Initial size of the last matrix of each sublayer: plain; total (divided by sqrt(2 n_layers):
-            GPT-2, Spike No More) or depth (by sqrt(2 (layer + 1)): OLMo-core, DCLM).
+            GPT-2, Spike No More) or depth (divided by sqrt(2 (layer + 1)): OLMo-core, DCLM).
         embed_init: Factor on the initial size of a modality's embeddings, by name; 1 by default.
         embed_scale: Factor on a modality's embeddings in every forward, by name; 1 by default.
         embed_sqrt_d: Whether embeddings are multiplied by sqrt(d_model) in every forward (Gemma; Spike No More, arXiv
@@ -186,13 +187,14 @@ class ModelConfig:
         per_modality: Layers with one copy per modality.
         separate_first: Number of first layers that are separate for each modality: every weight has one copy per
             modality, and a token attends to tokens of its modality only (Uni-X, arXiv 2509.24365).
-        separate_last: The same for the last layers, without the final norm.
+        separate_last: Number of last layers that are separate in the same way; the final norm is not.
         tie_embeddings: Whether the head is the embedding matrix.
         window: Tokens that a query attends to, itself included, in windowed layers; 0 for all tokens in all layers.
         global_every: Every n-th layer attends to all tokens in spite of `window` (Gemma 2: 2, Gemma 3: 6); 0 for
             none.
         rope_theta: Base of the rotary position frequencies.
-        local_rope_theta: The same in windowed layers, without `rope_scaling`; null for `rope_theta` with it.
+        local_rope_theta: Base in windowed layers, without `rope_scaling`; null: they use `rope_theta` with
+            `rope_scaling`.
         rope_scaling: Scaling of the frequencies.
     """
 

@@ -1,4 +1,4 @@
-"""The arithmetic of attention in plain PyTorch: backend math, which every other kernel is tested against.
+"""The arithmetic of attention in plain PyTorch: backend math, the reference for tests of all other kernels.
 
 Shapes are in the names: B batch, T tokens (S the same tokens as keys), H heads, K head_dim.
 """
@@ -27,15 +27,16 @@ def dense_attention(
 
     `sink_H` adds `exp(sink)` to the denominator of each row of the softmax.
 
-    The arguments are those of `mmqk.model.backends.attention`. It computes in at least fp32; the output has the dtype
-    of the values.
+    The arguments are those of `mmqk.model.backends.attention`. The computation is in at least fp32; the output has
+    the dtype of the values.
     """
     with torch.autocast(q_BHTK.device.type, enabled=False):
         q, k, v = at_least_fp32(q_BHTK), at_least_fp32(k_BHTK), at_least_fp32(v_BHTK)
         logits_BHTS = (scale * q) @ k.transpose(-1, -2)
         if softcap is not None:
             logits_BHTS = softcap * torch.tanh(logits_BHTS / softcap)
-        # Adding -inf in place is one forward pass and no backward pass over the logits; masked_fill is one of each.
+        # Adding -inf in place costs one forward pass over the logits; masked_fill costs a forward and a backward
+        # pass.
         logits_BHTS += mask
         if sink_H is not None:
             sink_BHT1 = at_least_fp32(sink_H)[:, None, None].expand(*logits_BHTS.shape[:-1], 1)

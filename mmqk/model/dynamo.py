@@ -15,8 +15,8 @@ MOST_GRAPHS = 64
 def compile_blocks(model: EarlyFusionTransformer) -> None:
     """Compile the blocks, with one graph for equal blocks, and the final norm.
 
-    Names of parameters and modules do not change. A graph break is an error. Hooks on a block run; hooks on its
-    submodules run only if they were registered before. With a sink the blocks run eagerly.
+    Names of parameters and modules do not change. A graph break is an error. Hooks on a block run. Hooks on its
+    submodules run only if they were registered before compilation. With a sink the blocks run eagerly.
     """
     allow_many_graphs()
     blocks = [cast("Block", block) for block in model.blocks]
@@ -39,5 +39,6 @@ def keep_graphs() -> None:
 
     if config.donated_buffer:
         torch.compiler.reset()  # remove graphs that overwrite their inputs, which torch would otherwise reuse
-    # torch's disk cache (2.15) would also return such graphs, whose second backward pass is wrong.
+    # torch 2.15's disk cache could return graphs compiled with this setting elsewhere, whose second backward pass is
+    # wrong.
     config.donated_buffer, torch.compiler.config.cache_key_tag = False, "keep_graphs"

@@ -41,7 +41,7 @@ def flex_rows(
         from the capped logit, see `SATURATED`); lse_BHT, the log-sum-exp of its capped logits (fp32). The last two
         have no gradient.
     """
-    # A compiled block includes it; otherwise it is compiled separately.
+    # In a compiled block it is part of the block's graph; otherwise it is compiled separately.
     fused: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     out_BHTK, aux = fused(
         q_BHTK,
@@ -58,10 +58,10 @@ def flex_rows(
 
 
 def uncapped(capped: Tensor, softcap: float | None) -> Tensor:
-    """Return the raw logit of a capped one, at most `SATURATED` caps."""
+    """Recover the raw logit from a capped logit; at most `SATURATED` caps."""
     if softcap is None:
         return capped
-    # The kernel computes in base 2: rounding may give a value just above the cap.
+    # The kernel computes in base 2, so rounding may give a value just above the cap.
     return softcap * torch.atanh((capped / softcap).clamp(-1.0, 1.0)).clamp(-SATURATED, SATURATED)
 
 

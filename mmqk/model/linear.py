@@ -30,9 +30,9 @@ class Linear(nn.Linear):
 class SigmaLinear(Linear):
     """`gamma / sigma(W) * W x`, sigma the largest singular value of W (σReparam, Zhai et al. 2023, arXiv 2303.06296).
 
-    sigma is `u^T W v` in fp32, which is never above the largest singular value. The forward pass does not change u
-    and v. They start as the leading singular vectors, and `POWER_STEPS` calls of `power_step` after every update
-    adapt them to W. Both are in the state dict, so a resumed run has the same sigma.
+    sigma is `u^T W v` in fp32, which never exceeds the largest singular value. The forward pass does not change u and
+    v. They start as the leading singular vectors, and `POWER_STEPS` calls of `power_step` after every update adapt
+    them to W. Both are in the state dict, so a resumed run has the same sigma.
 
     Args:
         d_in: Width of the input.

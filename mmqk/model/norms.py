@@ -3,8 +3,8 @@
 Rounding order: `(w * x_normalized).to(x.dtype)`, with the product in fp32 (OLMo 2, Gemma). Llama, Qwen3 and
 Chameleon round first, `w * x_normalized.to(x.dtype)`; in bf16 a quarter of the elements differ.
 
-The result has the dtype of the input. torch's norms return fp32 under CUDA autocast (not under CPU autocast):
-an arm with QK-Norm would compute attention in another precision than its control.
+The result has the dtype of the input. torch's norms return fp32 under CUDA autocast (not under CPU autocast): with
+them, an arm with QK-Norm would compute attention in another precision than its control.
 """
 
 import math
@@ -70,7 +70,7 @@ class Norm(nn.Module):
         return self.offset + at_least_fp32(self.weight)  # in bf16, rounding the sum would lose the weight
 
     def longest(self) -> Tensor:
-        """Return the upper bound on the L2 norm of the output of one head, for any input."""
+        """Return an upper bound on the L2 norm of the output of one head, for any input."""
         gain = self.gain()
         unit = math.prod(self.shape) ** 0.5
         length = torch.tensor(unit) if gain is None else unit * gain.abs().max()
@@ -173,7 +173,7 @@ class LayerScale(nn.Module):
 class ResidualGate(nn.Module):
     """`sqrt(1 - b^2) x + b f` with `b = sigmoid(w / temperature)` by channel (Muse Spark).
 
-    As there, 1 - b^2 is at least 1e-3.
+    As in Muse Spark, 1 - b^2 is at least 1e-3.
     """
 
     def __init__(self, width: int, temperature: float) -> None:
@@ -196,7 +196,7 @@ class ResidualGate(nn.Module):
 
 
 def stream_norm(config: ModelConfig, gain_init: float = 1.0, width: int | None = None) -> Norm:
-    """Return a norm over the model width, or another one, by `config.norm` and its fields."""
+    """Return a norm over the model width, or over ``width``, of the kind `config.norm`."""
     kind = RMSNorm if config.norm == "rms" else LayerNorm
     return kind(
         (width or config.d_model,),

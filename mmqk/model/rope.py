@@ -20,7 +20,8 @@ def rope_tables(
     Channel i pairs with i + K/2 (the half-split layout of Hugging Face's Llama); pair i rotates by
     `position * theta^(-2i/K)`. The sine is negative in the first half, which `apply_rope` relies on.
 
-    On a CPU they are (T, heads, K): a factor that is broadcast over heads takes three times as long on a CPU.
+    On a CPU the tables are (T, heads, K), because a factor that is broadcast over heads takes three times as long
+    there.
     """
     frequency = theta ** (torch.arange(0, K, 2, dtype=torch.float32, device=device) / -K)
     if scaling is not None and scaling.kind != "none":
@@ -37,7 +38,7 @@ def _scaled(frequency: Tensor, scaling: RopeScalingConfig) -> Tensor:
     slow = frequency / scaling.factor
     if scaling.kind == "linear":
         return slow
-    # Rotations of this pair within the length of the original training.
+    # Number of rotations of this pair within the length of the original training.
     turns = scaling.original_length * frequency / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)

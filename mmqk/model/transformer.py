@@ -81,8 +81,8 @@ class Block(nn.Module):
     ```
 
     Attributes:
-        run: `compute`, or its compiled version (`compile_blocks`). It is a function and not a submodule, so
-            compiling changes no parameter name, no copy of the model and no hook on the block.
+        run: `compute`, or its compiled version (`compile_blocks`). It is a function, not a submodule, so compiling
+            changes no parameter name, no copy of the model and no hook on the block.
     """
 
     def __init__(self, config: ModelConfig, backend: str, layer: int = 0) -> None:
@@ -256,8 +256,9 @@ class EarlyFusionTransformer(nn.Module):
                 output before the final norm; logits (B, T, V), in at least fp32, before the final softcap.
             row_stats: Receives the `RowStats` of each layer, from the first to the last; stays empty with a backend
                 that does not compute them.
-            output: logits, after the final softcap. raw_logits, before it, so that a compiled loss fuses cast and
-                softcap. hidden, the output of the final norm, (B, T, D), for a loss in chunks; the head does not run.
+            output: logits, after the final softcap. raw_logits, before the final softcap, so that a compiled loss
+                fuses cast and softcap. hidden, the output of the final norm, (B, T, D), for a loss in chunks; the
+                head does not run.
 
         Returns:
             logits_BTV in fp32 (fp64 in an fp64 model), with and without autocast; raw_logits in the dtype of the

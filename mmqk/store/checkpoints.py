@@ -26,7 +26,7 @@ _CHUNK = 1 << 20
 
 
 class DamagedError(ValueError):
-    """The content of a checkpoint does not match its sha256; the message continues "The checkpoint X"."""
+    """Raised when the content of a checkpoint does not match its sha256; its message continues "The checkpoint X"."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -63,7 +63,7 @@ def strays_in(folder: Path) -> list[Path]:
 
 
 class _Hashed:
-    """A file that is written sequentially, the sha256 of its bytes, and the error of a write."""
+    """A file that is written sequentially. It keeps the sha256 of its bytes, and the error of a failed write."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._digest = file, hashlib.sha256()
@@ -91,7 +91,7 @@ def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
 
     Args:
         path: replaced if it exists; its folder is created.
-        write: writes the content sequentially to the file that it gets.
+        write: writes the content sequentially to the file that it is called with.
 
     Raises:
         OSError: the file cannot be written, or its content differs when read back; ``path`` is then unchanged.

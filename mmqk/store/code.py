@@ -27,7 +27,7 @@ DECIDES = (
     "training/loop/device.py", "training/loop/processes.py", "training/loop/resume.py",
     "training/loop/step_log.py", "training/step",
 )  # fmt: skip
-# The other files that `mmqk.train` imports: they write, show or stop a run and compute none of its numbers. A file
+# The other files that `mmqk.train` imports. They write, show or stop a run, and compute none of its numbers. A file
 # that matches an entry of `DECIDES` and an entry here belongs to `DECIDES`.
 LEAVES = (
     "__init__.py", "analysis", "api.py", "data/__init__.py", "data/tokenize.py", "grid", "monitors/__init__.py",

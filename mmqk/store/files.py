@@ -232,7 +232,8 @@ def read_json(
 
 
 def misfit(value: Any, shape: Shape, where: str = "") -> str:
-    """Describe the first part of a value that does not have the expected shape, with its key; empty if all has."""
+    """Describe the first part of a value that does not have the expected shape, with its key; empty if every part has
+    it."""
     if isinstance(shape, tuple):
         misfits = [misfit(value, one, where) for one in shape]
         return "" if "" in misfits else misfits[-1]

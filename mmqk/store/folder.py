@@ -30,7 +30,7 @@ EXIT_CODES = {"completed": 0, "failed": 1, "diverged": 3, "interrupted": 130}
 STATUSES = ("running", *EXIT_CODES)
 FINISHED = ("completed", "diverged")
 
-# Files that may exist if a run was killed before it wrote run.json; the shell writes train.log.
+# Files that may exist if a run was killed before it wrote run.json; train.log is written by the user's shell.
 _BEFORE_RUN_JSON = {LOCK_NAME, STATUS_NAME, LOG_NAME}
 _FIELDS_NAMED = 5
 # How long a process that must exit waits for another thread to write the status.
@@ -197,7 +197,8 @@ class RunFolder:
                 (path / STATUS_NAME).unlink(missing_ok=True)
                 write_json(path / RUN_NAME, record)
             elif code not in record["code"].split("+") and not _finished(path):
-                # Other code trained the first part of this run, so no version of the code can reproduce the run.
+                # Another version of the code trained the first part of this run, so no version can reproduce the
+                # whole run.
                 record["code"] = f"{record['code']}+{code}"
                 write_json(path / RUN_NAME, record)
             for leftover in filter(is_temporary, path.iterdir()):

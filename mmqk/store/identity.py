@@ -11,7 +11,7 @@ HASH_DIGITS = 10
 
 
 def canonical(obj: Any) -> str:
-    """JSON with sorted keys and no spaces, so that equal values give equal text; tuples become lists.
+    """Return JSON with sorted keys and no spaces, so that equal values give equal text; tuples become lists.
 
     Raises:
         ValueError: a float is not finite.
@@ -26,7 +26,8 @@ def identity_hash(record: Mapping[str, Any]) -> str:
 
 
 def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Return the dotted names of the fields in which two records differ, sorted; a field that only one has counts."""
+    """Return the dotted names of the fields in which two records differ, sorted; a field that only one record has
+    counts too."""
     flat_a, flat_b = flatten(json.loads(canonical(a))), flatten(json.loads(canonical(b)))
     absent = object()
     return sorted(

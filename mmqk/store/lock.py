@@ -123,7 +123,7 @@ def _lock(path: Path, wait: bool) -> int:
 
 
 def _held_here(path: Path) -> bool:
-    # With stat, since opening and closing the file would drop the lock.
+    # This uses stat, because opening and closing the file would drop the lock.
     try:
         return _held.get(_file_key(os.stat(path))) == os.getpid()
     except OSError:

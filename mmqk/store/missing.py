@@ -27,7 +27,7 @@ class Written:
         self._read = {name: (0, hashlib.sha256()) for name in RECORDS}
 
     def now(self) -> dict[str, dict[str, Any]]:
-        """Return ``{"bytes": length, "sha256": hex digits}`` by file name; a missing file counts as empty."""
+        """Return ``{"bytes": length, "sha256": hex digits}`` by file name. A missing file counts as empty."""
         by_name = {}
         for name, (length, digest) in self._read.items():
             path = self._folder / name

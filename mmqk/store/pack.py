@@ -1,7 +1,8 @@
 """Packs: one zip file with what a report needs of a folder of runs.
 
 A pack has the records, metrics and alarms of every run, and the registration of the grid; not checkpoints and
-TensorBoard events. Two packs of the same runs are the same bytes, and the report of a pack is that of the folder.
+TensorBoard events. Two packs of the same runs are the same bytes, and the report of a pack equals the report of the
+folder.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ REPORTED = {
     "logit_alignment", "logit_k_power", "logit_q_power", "q_norm", "k_norm", "v_norm", "resid_norm", "final_norm",
     "final_rms", "tokens_per_s",
 }  # fmt: skip
-# Of another series with more values every n-th is packed.
+# Of any other series with more values than this, every n-th value is packed.
 MOST_VALUES = 1000
-# A small pack, which is for hundreds of runs, has so many digits of a value and so many decimals of a training loss.
+# Digits of a value, and decimals of a training loss, in a small pack, which is for hundreds of runs.
 FEW_DIGITS, LOSS_DECIMALS = 5, 3
 _DATE = (1980, 1, 1, 0, 0, 0)
 _LARGEST = 2**31  # bytes, unpacked
@@ -50,7 +51,7 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
     series.
 
     Args:
-        small: pack only those, with 5 digits; losses of training steps with 3 decimals.
+        small: pack only the statistics in `REPORTED`, with 5 digits; losses of training steps with 3 decimals.
 
     Raises:
         UserError: the folder has no runs.
@@ -84,8 +85,8 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
 
 
 def _thinned(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Return a metrics file without the values that no report reads of long series, and n of each series that lost
-    some.
+    """Return a metrics file without the values that no report reads of long series, and n for each series that lost
+    values.
 
     Such a series keeps its first value, every n-th after it, and those that are not finite (text in JSON).
     """
@@ -108,7 +109,7 @@ def _thinned(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
 
 
 def _small(metrics: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Return a metrics file with only the series that a report reads, rounded, and both facts."""
+    """Return a metrics file with only the series that a report reads, rounded, and a record of both."""
     lines = []
     for line in metrics.splitlines(keepends=True):
         if record := parse_line(line):

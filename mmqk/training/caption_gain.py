@@ -1,8 +1,8 @@
 """Measure whether captions lower the loss of image tokens: ``python -m mmqk.training.caption_gain --run FOLDER``.
 
-The image loss of a trained model on held-out pairs, caption first, with the true caption and with the caption
-of another emoji. If image codes had no information about the content, both losses would be equal.
-Several vendors draw one emoji and share its caption, so captions, not images, are the independent samples.
+Compute the image loss of a trained model on held-out pairs, caption first, with the true caption and with the caption
+of another emoji. If image codes had no information about the content, both losses would be equal. Several vendors
+draw one emoji and share its caption, so captions, not images, are the independent samples.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class CaptionGain:
-    """Image loss of held-out pairs, in nats per code: the mean over captions of the mean over a caption's images.
+    """Image loss of held-out pairs, in nats per code, averaged first over the images of a caption, then over
+    captions.
 
     Attributes:
         images, captions: Number of images and of their distinct captions.
@@ -45,9 +46,10 @@ class CaptionGain:
 
 
 def partners(captions: Sequence[Hashable]) -> list[int]:
-    """For each caption the index of a different one: the next one from half the list further on, cyclically.
+    """Return for each caption the index of a different caption: it searches from half the list further on,
+    cyclically.
 
-    Several drawings of one emoji share a caption, so a random order could pair an image with its own.
+    Several drawings of one emoji share a caption, so a random order could give an image its own caption.
 
     Raises:
         UserError: all captions are the same.
@@ -139,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(
             f"{run / 'run.json'} does not record the data of the run: name a run of python -m mmqk.train."
         ) from None
-    # Other tokenizers may have blocks of the same sizes: compare the hash.
+    # Compare the hash, because other tokenizers may have blocks of the same sizes.
     if (present := tokenizers_hash(tokenizers)) != trained_on:
         raise UserError(
             f"{run} was trained with other tokenizers ({trained_on}) than {tokenizers} has now ({present}):"

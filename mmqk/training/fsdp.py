@@ -32,13 +32,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the unsharded tensor, in every process; a collective call if `tensor` is sharded."""
+    """Return the unsharded tensor in every process. If `tensor` is sharded, this is a collective call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def whole_model(model: EarlyFusionTransformer, backend: str) -> EarlyFusionTransformer:
-    """Return the model, or an unsharded copy in every process if it is sharded; then a collective call."""
+    """Return the model, or an unsharded copy in every process if it is sharded. In that case this is a collective
+    call."""
     if not is_sharded(model):
         return model
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -105,7 +106,8 @@ class Sharded(ModelParallelStrategy):
             set_optimizer_state_dict(
                 self.model, optimizer, optim_state_dict=self._named(optimizer, saved), options=options
             )
-        # After the optimizer's state: loading it may take an optimizer step of size 0 to create the state.
+        # Load the weights after the optimizer's state, because loading that state may take an optimizer step of size
+        # 0.
         set_model_state_dict(self.model, content["state_dict"], options=options)
         return content
 

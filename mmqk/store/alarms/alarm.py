@@ -22,7 +22,7 @@ class Alarm:
 
     Attributes:
         name: one of `NAMES`.
-        step: optimizer step at which it began; an alarm that continues is not repeated.
+        step: optimizer step at which the alarm began; an alarm that continues is not repeated.
         tag: the series, with its modality and layer.
         value: the number that the rule compared: the value, or its median or slope, which the sentence names.
         threshold: the limit that the value crossed.
@@ -38,7 +38,8 @@ class Alarm:
 
     @property
     def where(self) -> str:
-        """Modality and layer in words: ``image, layer 3``, ``text to image, layer 3``; empty for a whole run."""
+        """Return the modality and layer in words: ``image, layer 3``, ``text to image, layer 3``; empty for a whole
+        run."""
         parsed = parse_tag(self.tag)
         pair = parsed.pair
         modality = f"{pair[0]} to {pair[1]}" if pair else parsed.modality

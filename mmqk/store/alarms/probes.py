@@ -28,12 +28,13 @@ GROWTH_ERRORS = 4.0
 GROWTH_FACTOR = 2.0
 GROWTH_LOGIT = 50.0
 
-# Without a published source: at a tenth of its entropy, attention has nearly one key per query.
+# Threshold without a published source: at a tenth of its entropy, attention has nearly one key per query.
 COLLAPSE_SHARE = 0.1
 
 
 class Growth(Rule):
-    """A norm or largest logit that has doubled since a fifth of the run and doubles again before its end.
+    """Rule: a norm or largest logit has doubled since a fifth of the run and will double again before the end of the
+    run.
 
     The rule starts at a fifth of the run, at the end of the warm-up or at step 100, whichever is latest. It fits a
     line by least squares to the logarithm of the last probes, five or more, over at least a twentieth of the run and
@@ -53,7 +54,7 @@ class Growth(Rule):
         self.points: list[list[float]] = []  # step, logarithm of the value
 
     def update(self, step: int, tag: str, value: float) -> Alarm | None:
-        """Add a value; returns an alarm if growth begins."""
+        """Add a value. Returns an alarm if growth begins."""
         if step < self.start or not math.isfinite(value) or value <= 0:
             return None
         if self.points and step - self.points[-1][0] < self.span / (4 * GROWTH_PROBES):
@@ -99,10 +100,10 @@ def _line(points: list[list[float]]) -> tuple[float, float, float]:
 
 
 class Collapse(Rule):
-    """Attention entropy below a tenth of its value at the start.
+    """Rule: the attention entropy is below a tenth of its value at the start.
 
-    Low entropy alone can be benign, if each query attends to a different key. It is collapse if the rank of the
-    layer's attention has fallen too, so the sentence gives the rank if it is measured.
+    Low entropy alone can be benign, if each query attends to a different key. It is a collapse only if the rank of
+    the layer's attention has fallen too, so the sentence gives the rank if it is measured.
     """
 
     STATE = ("first", "first_rank", "on")

@@ -15,16 +15,16 @@ from mmqk.store.formatting import plain
 # of the last 1000 values. The paper does not name the values of the standard deviation; here they are the same 1000.
 SPIKE_WINDOW = 1000
 SPIKE_STDS = 7.0
-# Without a published source: no spike before this many values.
+# Number of values before the first spike can be reported (no published source).
 SPIKE_FEWEST = 100
 
 # Spike rate of Qwen (arXiv 2608.30320, section 3.3): the loss exceeds its 201-step rolling median by more than 0.1.
 MEDIAN_WINDOW = 201
 ABOVE_MEDIAN_NATS = 0.1
-# Without a published source: this many standard deviations, if losses of healthy runs scatter by 0.1 nat.
+# Threshold in standard deviations if losses of healthy runs scatter by more than 0.1 nat (no published source).
 ABOVE_MEDIAN_STDS = 6.0
 
-# Without a published source: a run that improves by less than 0.05 nat in a fifth of its length has stalled.
+# A run that improves by less than 0.05 nat in a fifth of its length has stalled (no published source).
 STALL_MEDIAN = 50
 STALL_SHARE = 0.2
 STALL_FEWEST_STEPS = 200
@@ -35,7 +35,7 @@ STALL_ABOVE_NATS = 0.1
 
 
 class Spike(Rule):
-    """A value at least 7 standard deviations above the mean of the last 1000 values before it (OLMo 2).
+    """Rule: a value is at least 7 standard deviations above the mean of the last 1000 values before it (OLMo 2).
 
     The standard deviation is the sample one of the same values. The rule needs 100 values that are not all equal.
     Values that are not finite are skipped.
@@ -65,7 +65,7 @@ class Spike(Rule):
 
 
 class SpikeOfMedian(Rule):
-    """A loss more than 0.1 nat above the median of its last 201 values, this one included (Qwen).
+    """Rule: a loss is more than 0.1 nat above the median of its last 201 values, this one included (Qwen).
 
     The window must be full. It ends at this value; `spike_rate` uses a centered window. If healthy steps scatter by
     more than 0.1 nat, the threshold is 6 standard deviations, from the window's quartiles (no published source): with
@@ -96,7 +96,7 @@ class SpikeOfMedian(Rule):
 
 
 class Stall(Rule):
-    """A loss that stays above what a model without context reaches, and no longer improves.
+    """Rule: a loss stays above what a model without context reaches, and no longer improves.
 
     The median of the last 50 values has not fallen by 0.05 nat in a fifth of the run (in 200 steps at least; in
     1000 in a run without a set length), all after warm-up, and it lies above a ceiling: 0.1 nat of excess loss if the

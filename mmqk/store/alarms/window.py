@@ -49,7 +49,7 @@ class Window:
 
     @property
     def spread(self) -> float:
-        """Standard deviation estimated from the quartiles, which a few outliers do not change."""
+        """Return the standard deviation, estimated from the quartiles, which a few outliers do not change."""
         return (self.quantile(0.75) - self.quantile(0.25)) / QUARTILES_TO_STD
 
     def state_dict(self) -> list[float]:
@@ -59,7 +59,8 @@ class Window:
         self._order, self._sorted = deque(state), sorted(state)
 
 
-# Recompute the sums if the square of the value that leaves is this many times the sum of the other squares.
+# Recompute the sums if the square of the value that leaves the window is this many times the sum of the other
+# squares.
 RECOMPUTE_ABOVE = 1e6
 
 

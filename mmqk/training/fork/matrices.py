@@ -68,7 +68,7 @@ class Matrices:
     def fold(
         self, layers: list[str], gain: Tensor, side: Literal["rows", "columns"], m: int | None = None
     ) -> str:
-        """Scale rows or columns of matrices of the fork, in all copies or in that of modality ``m``."""
+        """Scale rows or columns of matrices of the fork, in all copies or in the copy of modality ``m``."""
         shape = (-1, 1) if side == "rows" else (1, -1)
         for layer in layers:
             for name in self._matrices_of(layer):

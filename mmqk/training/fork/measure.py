@@ -38,8 +38,8 @@ class Sizes:
     count_M: Tensor
 
     def mean(self, of: str, modality: int | None) -> Tensor:
-        """Return the mean square by head, (H,), over the tokens of a modality, or over all for None or if it has
-        none."""
+        """Return the mean square by head, (H,), over the tokens of a modality, or over all tokens if the modality is
+        None or has no tokens."""
         sums_MH = getattr(self, f"{of}_MH")
         if modality is None or not self.count_M[modality]:
             return sums_MH.sum(0) / self.count_M.sum()
@@ -66,7 +66,7 @@ def _normalized(norm: nn.Module, x: Tensor) -> Tensor:
 def sizes_at_norms(
     old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch
 ) -> dict[str, Sizes]:
-    """Sizes at every norm of the parent or the fork, by name of the norm, without padding.
+    """Measure the sizes at every norm of the parent or the fork, by name of the norm, without padding.
 
     Args:
         old: The parent; its forward pass runs.
@@ -157,7 +157,7 @@ def change_of_function(old: EarlyFusionTransformer, new: EarlyFusionTransformer,
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without dropout, inside the `with` block."""
+    """Set evaluation mode, without dropout, inside the `with` block."""
     was = [model.training for model in models]
     for model in models:
         model.eval()

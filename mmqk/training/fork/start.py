@@ -44,7 +44,7 @@ def make_fork(run: RunConfig, folder: Path, probe: TokenBatch) -> str:
         probe: Held-out sequences for measuring gains and comparing the two functions.
 
     Raises:
-        UserError: the parent's checkpoint is missing, damaged, or of another step than in the configuration.
+        UserError: the parent's checkpoint is missing, damaged, or has another step than the configuration names.
     """
     fork = run.fork
     assert fork is not None and fork.checkpoint is not None
@@ -107,7 +107,7 @@ def changes(parent: dict[str, Any], own: dict[str, Any]) -> list[dict[str, Any]]
         f
         for f in differing
         if not f.startswith(NOT_CHANGES)
-        # An empty mapping against one with entries: the entries are listed.
+        # If one mapping is empty and the other is not, list the entries.
         and not any(other.startswith(f"{f}.") for other in differing)
     ]
     return [{"field": field, "from": a.get(field), "to": b.get(field)} for field in fields]

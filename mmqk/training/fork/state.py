@@ -15,13 +15,14 @@ from mmqk.training.fork.matrices import Carried
 from mmqk.training.fork.measure import Change
 from mmqk.training.step.optimizers import lr_multiplier, make_optimizer
 
-# If the change raises a loss by more than this (nats), that is not a divergence: the loss history starts again.
+# If the change raises a loss by more than this (nats), the loss history starts again, because the rise is no
+# divergence.
 JUMP_NATS = 0.1
 SAME_DATA = ("data.val_", "data.batch_size")
 
 
 def _names_in_order(config: OptimConfig, model: EarlyFusionTransformer) -> tuple[list[str], dict[str, Any]]:
-    """Parameter names in the order of an optimizer's state, and that optimizer's state dict."""
+    """Return the parameter names in the order of an optimizer's state, and that optimizer's state dict."""
     optimizer, names = make_optimizer(config, model), {p: name for name, p in model.named_parameters()}
     return [names[p] for group in optimizer.param_groups for p in group["params"]], optimizer.state_dict()
 
@@ -33,7 +34,7 @@ def optimizer_state(
     carried: Carried,
     lr: float,
 ) -> tuple[dict[str, Any], str]:
-    """Return the parent's moments under the fork's settings, and a sentence about the conversion.
+    """Return the parent's moments converted to the fork's settings, and a sentence about the conversion.
 
     A matrix scaled by c has gradients, and so moments, scaled by 1 / c. When the fork sets
     `optim.split_second_moment`, each modality starts with an equal part of the shared first moment and all of the
@@ -119,14 +120,14 @@ def scheduler_state(saved: Mapping[str, Any], config: OptimConfig, lr: float, gr
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Learning rate of the update after ``step``."""
+    """Return the learning rate of the update after ``step``."""
     return config.lr * lr_multiplier(config, step, max_steps)
 
 
 def loops_state(
     saved: Mapping[str, Any], step: int, old: tuple[int, int], new: tuple[int, int], skip: int
 ) -> dict[str, Any]:
-    """Lightning's counters and the position in the data.
+    """Return Lightning's counters and the position in the data.
 
     Args:
         saved: ``loops`` of the parent.

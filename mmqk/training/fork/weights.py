@@ -8,8 +8,9 @@ g' = f * g * rms(n(x)) / rms(n'(x))      n, n'  normalization of parent and fork
                                          g, g'  gains; f  factor on q and k for another attention scale
 ```
 
-For an added norm, g = 1 and n(x) = x, so its gain is the measured RMS, by head if the gain is. A gain without a
-parameter in the fork is folded into the rows of the matrix before it or the columns of the matrix after it.
+For an added norm, g = 1 and n(x) = x, so its gain is the measured RMS; the RMS is measured by head if the norm has a
+gain for each head. A gain without a parameter in the fork is folded into the rows of the matrix before it or the
+columns of the matrix after it.
 
 Shapes: D model width, H heads, K head_dim.
 """
@@ -33,14 +34,15 @@ from mmqk.training.fork.measure import Sizes, evaluating, one_copy, sizes_at_nor
 
 @torch.no_grad()
 def carry(old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch) -> Carried:
-    """Fill the fork's model ``new`` from the parent's model ``old``; both in fp32 on the device of ``batch``."""
+    """Fill the fork's model ``new`` from the parent's model ``old``. Both are in fp32 on the device of ``batch``."""
     with evaluating(old):
         return _Carrying(old, new, batch).run()
 
 
 @torch.no_grad()
 def perturb(model: nn.Module, size: float, draw: int) -> None:
-    """Add noise of ``size`` times its RMS to every weight matrix; ``draw`` and the weight's name determine it."""
+    """Add noise of ``size`` times its RMS to every weight matrix. ``draw`` and the weight's name determine the
+    noise."""
     done = set()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight not in done:
@@ -53,7 +55,8 @@ def perturb(model: nn.Module, size: float, draw: int) -> None:
             weight.copy_(wide)
 
 
-# Folds a gain (H, K) without a parameter, of one modality or of all, into another parameter; returns a description.
+# Folds a gain (H, K) without a parameter, of one modality or of all, into another parameter, and returns a
+# description.
 FoldGain = Callable[[Tensor, int | None], str]
 
 
@@ -66,7 +69,7 @@ class _Carrying(Matrices):
     def __init__(self, old: EarlyFusionTransformer, new: EarlyFusionTransformer, batch: TokenBatch):
         super().__init__(old, new)
         self.sizes: dict[str, Sizes] = sizes_at_norms(old, new, batch)
-        # Factor on q and k for another scale of the attention logits; 1 unless kind l2 changed the scale.
+        # Return the factor on q and k for another scale of the attention logits; 1 unless kind l2 changed the scale.
         cosine = [c.qk_norm.kind == "l2" for c in (self.before, self.config)]
         ratio = self.before.attn_scale_value / self.config.attn_scale_value
         self.logit_factor = ratio**0.5 if cosine[0] != cosine[1] else 1.0
@@ -184,7 +187,7 @@ class _Carrying(Matrices):
     def _start_gain(
         self, prefix: str, copy: Norm, gain_HK: Tensor, other_H: Tensor, parent: nn.Module
     ) -> None:
-        """The gain in the shape of the norm; heads that share a gain are weighted by their sums of squares."""
+        """Return the gain in the shape of the norm. Heads that share a gain are weighted by their sums of squares."""
         assert copy.weight is not None
         shape = copy.weight.shape
         if shape.numel() == gain_HK.numel():
@@ -201,7 +204,7 @@ class _Carrying(Matrices):
             self.done.added.pop(f"{prefix}.weight")
 
     def _start_scale(self, prefix: str, copy: L2Norm, m: int | None) -> None:
-        """The learned scale of cosine attention: the logit of queries and keys of the measured lengths."""
+        """Set the learned scale of cosine attention to the logit of queries and keys with the measured lengths."""
         assert copy.weight is not None
         c, k_norm = self.config, prefix.split(".q_norm")[0] + ".k_norm"
         q_norm = k_norm.replace("k_norm", "q_norm")

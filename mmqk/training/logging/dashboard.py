@@ -9,12 +9,12 @@ import numpy as np
 
 from mmqk.store import parsed_tag
 
-# Each is NaN if one value is NaN; Python's max and min depend on the order then.
+# Each is NaN if one value is NaN. Python's max and min would depend on the order.
 REDUCERS: dict[str, Callable[[list[float]], Any]] = {"max": np.max, "min": np.min, "median": np.median}
 
 
 class Chart(NamedTuple):
-    """One chart of a page: all modalities, or pairs of them, of a statistic.
+    """One chart of a page: a statistic of all modalities, or of pairs of them.
 
     Attributes:
         title: Title, with the meaning of a rise where needed.
@@ -57,7 +57,7 @@ PAGES: dict[str, tuple[Chart, ...]] = {
         Chart("MLP output (max over layers)", ("mlp_out_norm",), "max"),
     ),
 }
-# Statistics without modalities, by layer and of the run.
+# Statistics without modalities: by layer, and of the whole run.
 OF_LAYER = {"attn_rank": "min", "qk_clip_logit": "max", "qk_clip_gamma": "min"}
 OF_RUN = ("loss", "grad_norm", "lr", "tokens_per_s", "alarms")
 RUN_PAGE = {
@@ -99,10 +99,10 @@ def over_layers(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def run_of(name: str, modalities: tuple[str, ...]) -> tuple[str, str]:
-    """TensorBoard's run, relative to the run folder, and tag of a series.
+    """Return TensorBoard's run, relative to the run folder, and the tag of a series.
 
-    TensorBoard colors curves by run and draws those of one tag in one chart. So each modality is a run, and text and
-    image have the same tag: ``q_norm/image/max`` is ``q_norm/max`` of the run ``image``, and
+    TensorBoard colors curves by run and draws the curves of one tag in one chart. So each modality is a run, and text
+    and image have the same tag: ``q_norm/image/max`` is ``q_norm/max`` of the run ``image``, and
     ``attn_logit_absmax/text-image/max``, from queries of text to keys of images, is
     ``attn_logit_absmax/to_image/max`` of the run ``text``. A series without modality stays in the run "".
     """

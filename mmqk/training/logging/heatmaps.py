@@ -55,7 +55,8 @@ class History:
         return True
 
     def heat_map(self, statistic: str, modality: str) -> NDArray[np.float64]:
-        """Table (layers, probes); NaN if a probe has no value, zero layers if no probe has one."""
+        """Return the table (layers, probes). A value is NaN if a probe has no value, zero layers if no probe has
+        one."""
         cells: dict[tuple[int, int], float] = {}
         for column, (_, values) in enumerate(self.probes):
             for name, value in values.items():
@@ -150,7 +151,7 @@ def draw_mass(table: NDArray[np.float64], modalities: Sequence[str], title: str)
 
 
 def _colored(share: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """RGB of numbers from 0 to 1; gray for NaN."""
+    """Return the RGB colors of numbers from 0 to 1; gray for NaN."""
     known = np.nan_to_num(share).clip(0, 1) * (len(_COLORS) - 1)
     low = np.minimum(known.astype(int), len(_COLORS) - 2)
     mixed = _COLORS[low] + (known - low)[..., None] * (_COLORS[low + 1] - _COLORS[low])
@@ -165,6 +166,6 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 def _png(picture: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    # The run waits for the image: PIL's default level takes several times as long.
+    # The run waits for the image, and PIL's default compression level takes several times as long.
     picture.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

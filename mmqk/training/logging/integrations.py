@@ -29,7 +29,8 @@ _MLFLOW_STATUS = {"completed": "FINISHED", "interrupted": "KILLED"}
 
 
 def last_logged(run: RunConfig) -> int:
-    """Last step in metrics.jsonl, -1 without one. Call it before a resume removes the steps after its checkpoint."""
+    """Return the last step in metrics.jsonl, or -1 if there is none. Call it before a resume removes the steps after
+    its checkpoint."""
     if not {"wandb", "mlflow"} & set(run.logging):
         return -1
     lines = read_metrics(run.out / METRICS_NAME)
@@ -41,7 +42,7 @@ def open_integrations(run: RunConfig, logged: int) -> list[Integration]:
 
     ``loggers.json`` stores the ids of the W&B run and the MLflow run, so that a resume continues them, and the last
     step that they may have. A resume repeats the steps after its checkpoint, and these are not logged twice. MLflow
-    returns its last step. W&B cannot in its offline mode: after a kill it lacks the steps that it had not written.
+    can report its last step. W&B in offline mode cannot, so after a kill it lacks the steps that were not written.
 
     Args:
         run: The resolved configuration.

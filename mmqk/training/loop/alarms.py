@@ -28,7 +28,7 @@ MOST_LINES = {"spike": 5, "spike_median": 5}
 
 
 class AlarmStop(Interrupted):
-    """An alarm stopped the run; a checkpoint of that step has been written."""
+    """Raised when an alarm stops the run, after a checkpoint of that step has been written."""
 
     def __init__(self, alarm: Alarm):
         super().__init__(signal.SIGINT)
@@ -66,7 +66,7 @@ class _Tap(Logger):
 class Alarms(L.Callback):
     """Passes every logged value through `AlarmRules`: the losses of each flush, the statistics of each probe.
 
-    It comes after the callbacks that log and before `Checkpoints`; its `tap` is one of the trainer's loggers. It
+    Place it after the callbacks that log and before `Checkpoints`. Its `tap` is one of the trainer's loggers. It
     reads logged values only and never synchronizes with the host.
 
     Args:

@@ -1,6 +1,6 @@
 """Settings of a process that make steps faster on a CPU; no number changes.
 
-Each function has its measurement: one thread of an Intel Xeon, torch 2.14.1, on a busy machine.
+The docstring of each function has a measurement: one thread of an Intel Xeon, torch 2.14.1, on a busy machine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def tune(device: torch.device) -> None:
 def keep_freed_memory() -> bool:
     """Let this process reuse the memory that it frees; return whether the C library supports it.
 
-    Only glibc does, for blocks below 1 GiB (32 MiB before 2.35); with macOS or musl nothing changes. The process
-    keeps its peak memory until it ends.
+    Only glibc supports it, for blocks below 1 GiB (32 MiB before 2.35); with macOS or musl nothing changes. The
+    process keeps its peak memory until it ends.
 
     Measured: a step of configs/demo.yaml has 6 to 78 page faults with it and 1,923 to 3,582 without (four processes
     each). ``python -m timeit "torch.ones(2**23)"``: 2.3 ms with it, 16.6 ms without. benchmarks/README.md compares
@@ -64,8 +64,8 @@ def keep_new_memory_as_it_is() -> None:
 def set_threads(threads: int) -> None:
     """Use this number of CPU threads; 0 leaves torch's choice. Lightning changes it when it starts processes.
 
-    Sums depend on the number, so a resumed run needs the same. Two runs with a thread each on two cores do 1.98 times
-    the steps per second of one (benchmarks/README.md).
+    Sums depend on the number of threads, so a resumed run needs the same number. On two cores, two runs with one
+    thread each take 1.98 times as many steps per second as one run (benchmarks/README.md).
     """
     if threads:
         torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def resolve_device(run: RunConfig, device: torch.device) -> dict[str, Any]:
-    """Device, attention kernels and compilation of the run, for its record.
+    """Return the device, attention kernels and compilation of the run, for its record.
 
     Raises:
         UserError: the device or the installation cannot run this configuration.

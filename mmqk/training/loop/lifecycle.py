@@ -18,14 +18,14 @@ from mmqk.training.step.module import TrainingModule
 class Lifecycle(L.Callback):
     """Writes status.json; at the first signal it writes a checkpoint and ends the run.
 
-    `Ending` receives the signals. It ends the process at once at a second one, or if no step has ended since the last
-    checkpoint, as while the first step compiles. If a program calls ``main``, no signal is handled, and Ctrl-C is
-    Python's KeyboardInterrupt: the run ends without a checkpoint.
+    `Ending` receives the signals. It ends the process at once at a second signal, or if no step has ended since the
+    last checkpoint (for example while the first step compiles). If a program calls ``main``, mmqk handles no signal:
+    Ctrl-C raises Python's KeyboardInterrupt, and the run ends without a checkpoint.
 
     All ranks end after the same step, even if only one received the signal. They exchange signals at a flush, which
     synchronizes with the device anyway.
 
-    It comes after `Checkpoints` in the list of callbacks.
+    Place it after `Checkpoints` in the list of callbacks.
 
     Args:
         folder: None in the processes that do not write.

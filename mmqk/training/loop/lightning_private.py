@@ -1,4 +1,4 @@
-"""Private parts of Lightning that mmqk uses, as read in Lightning 2.6.6. No other file of mmqk touches one."""
+"""Private parts of Lightning that mmqk uses, as read in Lightning 2.6.6. No other file of mmqk uses one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def skip_sigterm_broadcast(trainer: L.Trainer) -> None:
 
 
 def start_process_group(strategy: ModelParallelStrategy) -> None:
-    """Start the process group before `fit`; the public `setup_environment` needs a module, which comes later."""
+    """Start the process group before `fit`, because the public `setup_environment` needs a module, which does not
+    exist yet."""
     strategy._setup_distributed()
 
 

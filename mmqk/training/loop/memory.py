@@ -77,7 +77,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def memory_of(device: torch.device) -> int:
-    """Memory of a device in bytes; for a CPU that of the machine, or the limit of its container."""
+    """Return the memory of a device in bytes; for a CPU the memory of the machine, or the limit of its container."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -25,7 +25,8 @@ from mmqk.training.loop.signals import ENDING, Interrupted
 if TYPE_CHECKING:
     from mmqk.config import RunConfig
 
-# Reason not to train ("" if the run is finished, None if the process trains), checkpoint to resume from, signal.
+# (Reason not to train, checkpoint to resume from, signal). The reason is "" if the run is finished and None if the
+# process trains.
 Message = tuple[str | None, Path | None, int | None]
 
 
@@ -33,8 +34,8 @@ class Ranks:
     """All processes of a run; only the first writes to its folder. A context manager.
 
     Lightning (one command on one machine), srun or torchrun starts them. Every process prepares separately; in
-    `start` the first sends the checkpoint to all others. If the first leaves before `start`, because of an error or
-    because nothing is left to train, the others leave too.
+    `start` the first sends the checkpoint to all others. If the first process ends before `start`, because of an
+    error or because nothing is left to train, the others end too.
 
     Args:
         run: The resolved configuration.
@@ -76,14 +77,15 @@ class Ranks:
             environment.auto_requeue = False  # Lightning's requeue writes other checkpoints; see docs/cluster.md
         # Externally started processes may already wait for the first one; those of Lightning do not exist yet.
         self._awaited = environment.creates_processes_externally or run.trainer["num_nodes"] > 1
-        # No process waits for the first one before it has started the others, and those end with it.
+        # Before the first process has started the others, no process waits for it; those that it has started end with
+        # it.
         ENDING.prints = self.first
         ENDING.until(lambda: self._awaited or not self.first)
         skip_sigterm_broadcast(self.trainer)
 
     @property
     def first(self) -> bool:
-        """Whether this process writes to the run folder."""
+        """Return whether this process writes to the run folder."""
         return self.trainer.is_global_zero
 
     def start(self, resume_from: Path | None) -> tuple[bool, Path | None]:

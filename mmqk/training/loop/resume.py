@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path | None:
-    """Return the newest valid checkpoint; drops later lines of metrics.jsonl, because their steps run again.
+    """Return the newest valid checkpoint. Later lines of metrics.jsonl are dropped, because their steps run again.
 
     Newer checkpoints that cannot be used are renamed, each with a line on stderr.
 
@@ -46,7 +46,7 @@ def last_checkpoint(run: RunConfig, folder: RunFolder, first_step: int) -> Path 
         _examine(folder, first_step, step, content)
     if folder.metrics_path.exists():
         writer = MetricsWriter(folder.metrics_path)
-        # The run logs the values of its first step again.
+        # The resumed run logs the values of its first step again.
         writer.truncate_after(step if step > first_step else step - 1)
         writer.close()
     if folder.state == "resume":

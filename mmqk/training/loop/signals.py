@@ -36,13 +36,13 @@ class Interrupted(BaseException):
 
 
 class Ending:
-    """Ends this process at a signal; a second signal ends it at once, without saving.
+    """Ends this process at a signal. A second signal ends it at once, without saving.
 
     Attributes:
-        installed: Whether the handler is installed; not if a program calls `mmqk.train.main`.
+        installed: Whether the handler is installed; False if a program calls `mmqk.train.main`.
         signum: The first signal; None before it.
         folder: The run folder for the status; None if this process does not write.
-        step: Returns the step that a resume continues from.
+        step: Function that returns the step from which a resume continues.
         prints: Whether this process prints that it was interrupted.
     """
 
@@ -73,7 +73,8 @@ class Ending:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def until(self, to_save: Callable[[], bool]) -> None:
-        """After this call a signal ends the process at once unless ``to_save()`` is true; so does an earlier one."""
+        """After this call a signal ends the process at once unless ``to_save()`` is true; an earlier signal does the
+        same."""
         with self._lock:
             self._to_save = to_save
             if self.signum is not None and not to_save():
@@ -81,7 +82,8 @@ class Ending:
 
     @contextlib.contextmanager
     def of(self, folder: RunFolder) -> Iterator[None]:
-        """Record a signal in the status of ``folder`` inside the `with` block; after it the process ends anyway."""
+        """Inside the `with` block, record a signal in the status of ``folder``. After the block the process ends
+        anyway."""
         self.folder, self.step = folder, lambda: folder.status().step
         try:
             yield
@@ -157,7 +159,7 @@ def _nothing(*_: object) -> None:
 
 
 def _among_others() -> bool:
-    """Return whether the environment suggests several processes per run; `Ranks` decides."""
+    """Return whether the environment suggests several processes per run. `Ranks` makes the final decision."""
     several = os.environ.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in os.environ
     return several or "LOCAL_RANK" in os.environ or "NODE_RANK" in os.environ
 

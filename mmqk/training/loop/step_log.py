@@ -134,7 +134,7 @@ class StepLog(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         assert isinstance(pl_module, TrainingModule)
-        # The same error may occur again (a full disk, a lost device): the status must still be written.
+        # The same error may occur again (a full disk, a lost device), and the status must still be written.
         with contextlib.suppress(OSError, RuntimeError):
             self.flush(trainer, pl_module, alone=True)
 
@@ -186,7 +186,7 @@ class Validation(L.Callback):
 class Checkpoints(L.Callback):
     """Writes ``step00000500.ckpt`` completely or not at all, after a flush without divergence.
 
-    It removes an older checkpoint only after that, so that a run can always resume.
+    It removes an older checkpoint only after the new one is complete, so that a run can always resume.
 
     Attributes:
         saved: Step of the newest checkpoint, or the first step of this process.
@@ -216,7 +216,7 @@ class Checkpoints(L.Callback):
             self.save(trainer, pl_module)
 
     def save(self, trainer: L.Trainer, pl_module: TrainingModule) -> None:
-        """Write a checkpoint, unless the run has diverged, also by a weight or a moment that is not finite."""
+        """Write a checkpoint, unless the run has diverged or a weight or a moment is not finite."""
         self.step_log.flush(trainer, pl_module)
         if self.step_log.divergence is None:
             reason = first_of_ranks(first_bad_state(pl_module.model, trainer.optimizers))

@@ -78,7 +78,7 @@ def chunked_losses(
 
 
 class _Chunks(torch.autograd.Function):
-    """(objective_G, ce_N, log_z_N); the first is differentiable in the hidden states and the head."""
+    """(objective_G, ce_N, log_z_N); the first can be differentiated in the hidden states and the head."""
 
     @staticmethod
     def forward(
@@ -149,7 +149,7 @@ class _Chunks(torch.autograd.Function):
 def _terms(
     logits_CV: Tensor, index_C1: Tensor, weight_C1: Tensor, z_loss: float, softcap: float | None, train: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cross-entropy and log Z of a chunk, and the weighted gradient of its logits in their dtype."""
+    """Return the cross-entropy and log Z of a chunk, and the weighted gradient of its logits in their dtype."""
     raw, wide_CV = logits_CV.dtype, logits_CV.to(weight_C1.dtype)
     if softcap is not None:
         wide_CV = softcap * torch.tanh(wide_CV / softcap)
@@ -164,8 +164,8 @@ def _terms(
     ce_C, log_z_C = (largest_C - target_C) + log_sum_C, largest_C + log_sum_C
     if not train:
         return ce_C, log_z_C, None
-    # d ce = softmax - onehot, d log Z = softmax; in place, because these are the largest tensors here. The entry
-    # of the target is set last, so that all other entries take one pass over the chunk.
+    # d ce = softmax - onehot, d log Z = softmax. This runs in place, because these are the largest tensors here. The
+    # entry of the target is set last, so that all other entries take one pass over the chunk.
     scale_C1 = 1 + 2 * z_loss * log_z_C[:, None] if z_loss else torch.ones_like(weight_C1)
     target_C1 = (torch.expm1(-ce_C[:, None]) + (scale_C1 - 1) * torch.exp(-ce_C[:, None])) * weight_C1
     grad_CV = p_CV.mul_(scale_C1 * weight_C1)

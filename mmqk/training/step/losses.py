@@ -73,12 +73,13 @@ def modality_losses(
         log_z_grad: Whether log Z has a gradient. False makes a compiled backward pass cheaper when z_loss is 0.
 
     Returns:
-        Differentiable sums; nothing outside the mask reaches them.
+        Differentiable sums; nothing outside the mask affects them.
     """
     wide_BTV = capped(logits_BTV, softcap)
     index_BT1 = targets_BT.where(target_mask_BT, 0)[..., None]
     if torch.compiler.is_compiling():
-        # No gather: its backward pass scatters into a second tensor of this size, which inductor does not fuse.
+        # This avoids gather, whose backward pass scatters into a second tensor of this size; inductor does not fuse
+        # that.
         largest_BT1 = wide_BTV.detach().amax(-1, keepdim=True)
         shifted_BTV = wide_BTV - largest_BT1
         log_sum_BT = shifted_BTV.exp().sum(-1).log()

@@ -35,7 +35,7 @@ class AdamVariant(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return one update; if ``found_inf`` is set and true, no parameter changes."""
+        """Take one step. If ``found_inf`` is set and true, no parameter changes."""
         result = _call(closure)
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
@@ -92,7 +92,7 @@ class WithMuon(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return one update of both; if ``found_inf`` is set and true, no parameter changes."""
+        """Take one step of both optimizers. If ``found_inf`` is set and true, no parameter changes."""
         result = _call(closure)
         found_inf = getattr(self, "found_inf", None)
         # A loaded state replaces groups and state of this optimizer; the two work on the same objects.

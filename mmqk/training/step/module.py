@@ -62,8 +62,8 @@ class TrainingModule(L.LightningModule):
     Attributes:
         step_record: Record of the latest optimizer step; None after a callback has read it.
         step_watch: Receives the tensors of every step; None for none.
-        stored: Entries of its checkpoints. `mmqk.checkpoint` compares the configuration of the model on loading. Of a
-            run also its id and configuration, which a fork reads, and its processes (`RunConfig.ranks`).
+        stored: Entries of its checkpoints. `mmqk.checkpoint` compares the configuration of the model on loading. For
+            a run they also have its id and configuration, which a fork reads, and its processes (`RunConfig.ranks`).
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class TrainingModule(L.LightningModule):
             batch: Tokens and targets.
             sink: See `EarlyFusionTransformer.forward`.
             by_modality: Whether `loss_parts` will be called; it makes a chunked loss a little more expensive.
-            model: The model to evaluate; None is the trained one.
+            model: The model to evaluate; None for the trained model.
             row_stats: Receives the softmax statistics of each layer.
         """
         model = model or self.model
@@ -232,7 +232,7 @@ class TrainingModule(L.LightningModule):
             torch.cuda.manual_seed(seed)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """One backward pass of `loss`; with `SplitAdamW` one of each modality's part of it."""
+        """Run one backward pass of `loss`; with `SplitAdamW` one for each modality's part of the loss."""
         parts_M, self._loss_parts_M = self._loss_parts_M, None
         optimizer = self.trainer.optimizers[0]
         if isinstance(optimizer, SplitAdamW):
@@ -302,7 +302,7 @@ class TrainingModule(L.LightningModule):
         self.step_record = StepRecord(self.trainer.global_step + 1, lr, values)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """A hook of the optimizer: the remedies that change weights after an update."""
+        """Hook of the optimizer: apply the remedies that change weights after an update."""
         if self.step_watch is not None:
             self.step_watch.after_update(optimizer)
         if self.qk_clip is not None:
@@ -371,17 +371,17 @@ class TrainingModule(L.LightningModule):
     def modality_loss_parts(self, batch: TokenBatch, model: EarlyFusionTransformer | None = None) -> Tensor:
         """Return the loss of each modality's targets in ``batch``, (M,), in the run's precision.
 
-        ``model`` keeps its mode, which decides about dropout; None is the trained model.
+        ``model`` keeps its mode (training or evaluation), which decides about dropout; None is the trained model.
         """
         with self.trainer.precision_plugin.train_step_context():
-            # A sink makes the blocks run eagerly: each half of a batch would otherwise compile another graph.
+            # A sink makes the blocks run eagerly. Otherwise each half of a batch would compile another graph.
             sums = self.losses(batch, lambda *_: None, by_modality=True, model=model)
             return loss_parts(sums, *self.loss_weighting(batch))
 
     def bad_site(self, batches: Sequence[tuple[int, TokenBatch]]) -> str | None:
         """Return `first_bad_site` of a step whose gradient was not finite, from its numbered micro-batches.
 
-        It uses the weights and dropout masks of that step; only the masks of compiled blocks differ.
+        The forward pass uses the weights and dropout masks of that step; only the masks of compiled blocks differ.
         """
         from mmqk.monitors.training_run.bad_site import first_bad_site
 

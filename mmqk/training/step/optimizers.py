@@ -14,7 +14,7 @@ from mmqk.training.step.split_adam import SplitAdamW
 
 
 def lr_multiplier(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Learning rate of update ``step`` (from 0) of a run of ``max_steps`` as a share of the peak."""
+    """Return the learning rate of update ``step`` (from 0) of a run of ``max_steps`` divided by the peak."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     end = config.schedule_steps or max_steps
@@ -48,7 +48,7 @@ def block_matrices(model: nn.Module) -> set[Tensor]:
 
 
 def _only(groups: list[dict[str, Any]], wanted: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
-    """Return the groups with the wanted parameters alone, without those that become empty."""
+    """Return the groups with only the wanted parameters, without groups that become empty."""
     parts = [{**group, "params": [p for p in group["params"] if wanted(p)]} for group in groups]
     return [part for part in parts if part["params"]]
 

@@ -115,7 +115,7 @@ class QKClip:
     def measured(self) -> Tensor:
         """Return the largest logit of each layer, then the smallest gamma of each layer: (2L,), on the device.
 
-        The maximum runs over all ranks, so that all scale by the same factor; a collective call.
+        The maximum runs over all ranks, so that all ranks scale by the same factor. This is a collective call.
         """
         largest_LH = largest_of(
             torch.stack([self._largest[layer] for layer in range(len(self.model.blocks))])

@@ -38,7 +38,7 @@ class AdaGC(nn.Module):
 
     @torch.no_grad()
     def clip(self, gradients: Sequence[Tensor], norms: Sequence[Tensor], step: int) -> None:
-        """Clip the gradients in place; ``norms`` are theirs, ``step`` counts from 0."""
+        """Clip the gradients in place. ``norms`` are the gradients' norms; ``step`` counts from 0."""
         norm_P = torch.stack(list(norms)).to(self.gamma_P.dtype)
         if step < self.warmup:
             self.gamma_P.copy_(torch.minimum(self.gamma_P, norm_P))
@@ -71,7 +71,7 @@ class SkipStep(nn.Module):
 
     @torch.no_grad()
     def skips(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return whether to leave this update out, as a boolean tensor; adds the step to the window."""
+        """Return whether to leave this update out, as a boolean tensor, and add the step to the window."""
         value_2 = torch.stack([loss.float(), grad_norm.float()])
         filled_N = torch.arange(SKIP_WINDOW, device=self.window_2N.device) < self.count
         n = filled_N.sum().clamp_min(2)

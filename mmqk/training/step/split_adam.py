@@ -89,8 +89,7 @@ class SplitAdamW(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return one update with the gradients of `backward`; a parameter without a gradient is unchanged, as in
-        AdamW.
+        """Take one step with the gradients of `backward`. A parameter without a gradient is unchanged, as in AdamW.
 
         If ``found_inf`` is set and true, no parameter changes; the moments may.
         """
@@ -98,7 +97,7 @@ class SplitAdamW(optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        # The flag of torch's fused optimizers; like them without a host synchronization.
+        # This is the flag of torch's fused optimizers; as with them, nothing synchronizes with the host.
         found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for p in group["params"]:
