@@ -22,7 +22,7 @@ class ChosenRate:
 
     @property
     def edge(self) -> str:
-        """A sentence if the best learning rate is an end of the grid; empty otherwise."""
+        """Return a sentence if the best learning rate is an end of the grid; empty otherwise."""
         ends = {min(self.values): "smallest", max(self.values): "largest"}
         if len(self.values) < 2 or self.lr not in ends:
             return ""

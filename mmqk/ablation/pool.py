@@ -105,7 +105,7 @@ class Pool:
                     pending += self._new()
                     self.tick(self)
             finally:
-                # Runs are alive here only after an unexpected exception.
+                # A run is alive here only after an unexpected exception.
                 self._kill()
         self.outcomes.update({task: standing(task) for task in pending})
         return self.outcomes
@@ -124,7 +124,7 @@ class Pool:
         return left
 
     def _new(self) -> list[Task]:
-        """New tasks after a run has ended or has written the checkpoint of a fork."""
+        """Plan new tasks after a run has ended or has written the checkpoint of a fork."""
         room = len(self.running) < self.jobs
         if self.stopping or not (self._news or (room and self.ready())):
             return []
@@ -204,7 +204,7 @@ class Pool:
             pid = run.process.pid
             with contextlib.suppress(ProcessLookupError):
                 if run.process.exitcode is None and pid is not None:
-                    # Kill its loader workers too, if it leads its process group.
+                    # If the process leads its process group, kill its loader workers too.
                     os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else run.process.kill()
 
     @contextlib.contextmanager
@@ -220,7 +220,7 @@ class Pool:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # Only count the signal, because it may interrupt the loop while it reads an exit code.
+        # Only count the signal here, because the handler may interrupt the loop while it reads an exit code.
         self._signals += 1
         self.signal_received = self.signal_received or number
 

@@ -1,6 +1,6 @@
 """Imports of the server, so that forked runs start fast: the modules that `mmqk.train` imports late.
 
-They start no thread and use no device, because neither works after a fork.
+These modules start no thread and use no device, because neither works after a fork.
 """
 
 # ruff: noqa: F401

@@ -72,7 +72,7 @@ class PoolProgress:
         views = []
         for task in pool.running:
             view = self._follows.setdefault(task, Follow(task.name, task.folder)).look()
-            # The status file may be from before this start.
+            # The status file may be older than this start.
             view.status, view.max_steps = "running", task.max_steps
             views.append(view)
         return runs_table(views, width)

@@ -61,7 +61,7 @@ class Session:
         while self.rerun_stale and self._set_aside():
             self.plan = write_record(self.out, self.grid, self.make, self.threads)
         on = {folder for wait in self.waiting for folder in wait.on}
-        # Possibly no other process trains these runs, so this part trains them too.
+        # This part trains these runs too, because possibly no other process does.
         return [*self.tasks, *(t for t in self.plan.tasks if not self._mine(t) and t.folder in on)]
 
     def more(self) -> Sequence[Task]:
@@ -83,7 +83,7 @@ class Session:
 
     @property
     def tasks(self) -> list[Task]:
-        """Known runs of this part and these arms."""
+        """The known runs of this part and these arms."""
         return [task for task in self.plan.tasks if self._mine(task)]
 
     @property

@@ -26,7 +26,8 @@ class Task:
 
     arm: str
     seed: int
-    # Not part of the comparison: the checkpoint of a fork is known only after its parent has written it.
+    # This is not part of the comparison, because the checkpoint of a fork is known only after its parent has written
+    # it.
     args: tuple[str, ...] = field(compare=False)
     folder: Path
     id: str
@@ -40,7 +41,7 @@ class Task:
         return f"{self.arm} seed {self.seed}"
 
     def record(self, out: Path) -> dict[str, Any]:
-        """Its entry in the ablation.json of the folder ``out``."""
+        """Return the entry of the run in the ablation.json of the folder ``out``."""
         folder = Path(os.path.relpath(self.folder, out)).as_posix()
         return {"arm": self.arm, "seed": self.seed, "folder": folder, "id": self.id, **self.entry}
 

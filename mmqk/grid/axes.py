@@ -11,7 +11,7 @@ from typing import Any
 from mmqk.grid import language as read
 from mmqk.store import UserError
 
-# YAML reads 1e-3, without a decimal point, as text; on an axis it is a number.
+# YAML reads 1e-3, without a decimal point, as text. On an axis it must be a number.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 

@@ -26,7 +26,7 @@ class Hypothesis:
         statement: the explanation, one sentence.
         source: where it was proposed.
         source_access: how the source was read, a key of `mmqk.report.findings.MARKS`.
-        predicts: a key of `PREDICTIONS` by claim; it says nothing on the others.
+        predicts: a key of `PREDICTIONS` by claim; the hypothesis predicts nothing for other claims.
         note: a sentence for the page.
     """
 

@@ -119,7 +119,7 @@ def build(kind: type[T], record: Mapping[str, Any], where: str) -> T:
 
 
 def seeds(value: Any, where: str) -> tuple[int, ...]:
-    """Return different whole numbers that may seed a run."""
+    """Return the seeds, which must be different whole numbers that may seed a run."""
     good = isinstance(value, list) and value and all(type(v) is int and 0 <= v <= MOST_SEED for v in value)
     if not good or len(set(value)) < len(value):
         raise UserError(

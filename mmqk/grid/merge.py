@@ -97,7 +97,7 @@ def _claims(grids: Sequence[Grid]) -> list[dict[str, Any]]:
 
 
 def _report(grids: Sequence[Grid]) -> Mapping[str, Any]:
-    """Lists are joined; any other value comes from the first grid that has it."""
+    """Join the report blocks: lists are joined, and any other value comes from the first grid that has it."""
     together: dict[str, Any] = {}
     for key in REPORT:
         for value in ((grid.raw.get("report") or {}).get(key) for grid in grids):

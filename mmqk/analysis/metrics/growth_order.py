@@ -9,7 +9,7 @@ import numpy as np
 
 from mmqk.analysis.runs.load import Run
 
-# Before a divergence these statistics grow, and attention entropy falls.
+# Statistics that grow before a divergence; attention entropy falls.
 GROWING = (
     "attn_logit_absmax", "q_norm", "k_norm", "v_norm", "attn_out_norm", "mlp_out_norm", "resid_norm", "final_norm",
 )  # fmt: skip
@@ -39,7 +39,7 @@ class Growth:
 
     @property
     def ratio(self) -> float:
-        """The factor by which it grew or fell; infinite if a value is not finite."""
+        """The factor by which the series grew or fell; infinite if a value is not finite."""
         small, large = (self.start, self.end) if self.statistic in GROWING else (self.end, self.start)
         ratio = large / small if small else math.inf
         return ratio if math.isfinite(ratio) else math.inf

@@ -38,7 +38,7 @@ class _Quantity:
         label: the name of the metric in a sentence.
         unit: empty for a pure number.
         scale: "log" when effects are ratios, "linear" when they are differences.
-        worst: the bad end of the scale; a value that is not finite ranks there.
+        worst: the bad end of the scale, at which a value that is not finite ranks.
     """
 
     label: str
@@ -47,7 +47,8 @@ class _Quantity:
     worst: End
 
     def on_scale(self, value: float) -> float:
-        """Return the value on a linear scale, its logarithm on a log scale; NaN if it has no logarithm."""
+        """Return the value itself if the scale is linear, its logarithm if the scale is log; NaN if there is no
+        logarithm."""
         if self.scale == "linear":
             return value
         return math.log(value) if value > 0 else math.nan
@@ -80,7 +81,7 @@ class Metric(_Quantity):
 
 @dataclass(frozen=True)
 class FamilyMetric(_Quantity):
-    """A number of a family: of the runs of one arm over its axes, at one seed.
+    """A number of a family: it is computed from the runs of one arm over its axes, at one seed.
 
     Attributes:
         compute: function of the runs, in any order, and a modality.

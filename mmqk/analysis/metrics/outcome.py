@@ -34,7 +34,8 @@ class Outcome:
 
     @property
     def kind(self) -> Literal["diverged", "stalled", "regime not reached", "well", "not finished"]:
-        """The first of these that applies: not finished, diverged, regime not reached, stalled, well."""
+        """The first outcome that applies, in this order: not finished, diverged, regime not reached, stalled,
+        well."""
         if not self.finished:
             return "not finished"
         if self.diverged is not None:
@@ -50,7 +51,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it diverged or stalled, also if it did not reach the regime."""
+        """Whether the run diverged or stalled, also if it did not reach the regime."""
         return self.finished and (self.diverged is not None or bool(self.stalled))
 
 

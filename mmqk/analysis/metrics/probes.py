@@ -11,9 +11,9 @@ from mmqk.analysis.metrics.metric import BySeries, Metric, alone, planned_steps,
 from mmqk.analysis.runs.load import Run, Series
 
 LAST_PROBES = 3
-# As in the growth alarm: in the first fifth of a run, norms also grow in healthy runs.
+# A slope starts after this share of the run, as the growth alarm does: before it, norms also grow in healthy runs.
 SLOPE_FROM_SHARE = 0.2
-# End of the window of the early slope: Chameleon's norms already differ by then.
+# End of the window of an early slope, by which Chameleon's norms already differ.
 EARLY_SHARE = 0.25
 SLOPE_STEPS = 1000
 FEWEST_PROBES = 3
@@ -46,8 +46,8 @@ def entropy_series(run: Run, modality: str | None = None) -> Series:
 
 
 def norm_series(statistic: str) -> BySeries:
-    """Return the mean of a norm by probe: over the tokens of each layer and modality, then over these with equal
-    weight."""
+    """Return the mean of a norm by probe: over the tokens of each layer and modality, then over layers and modalities
+    with equal weight."""
 
     def series(run: Run, modality: str | None = None) -> Series:
         return run.combined(statistic, np.mean, modality)
@@ -96,7 +96,7 @@ def logit_mean_series(run: Run, modality: str | None = None) -> Series:
 
 
 def _root_mean_square(table: np.ma.MaskedArray, axis: int) -> np.ndarray:
-    # Not a power, which masks infinite values.
+    # No power is used here, because it would mask infinite values.
     return np.sqrt(np.asarray((table * table).mean(axis=axis)))
 
 

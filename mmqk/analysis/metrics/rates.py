@@ -97,8 +97,9 @@ def ends(runs: Sequence[Run], modality: str | None = None) -> tuple[list[Ended],
 def lr_sensitivity(runs: Sequence[Run], modality: str | None = None) -> Measured:
     """Return the mean over the learning rates of ``min(loss, loss at initialization) - lowest loss of the grid``.
 
-    Wortsman et al. (arXiv 2309.14322, section 2.2), with equal weight for every learning rate. Infinite if no run
-    ended below its loss at initialization, because the formula would give 0, the value of a perfect arm.
+    This is the metric of Wortsman et al. (arXiv 2309.14322, section 2.2), with equal weight for every learning rate.
+    Infinite if no run ended below its loss at initialization, because the formula would give 0, the value of a
+    perfect arm.
     """
     ended_runs, why = ends(runs, modality)
     if why:

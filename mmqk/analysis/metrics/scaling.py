@@ -125,7 +125,7 @@ def fit_quadratic(sizes: Sequence[float], values: Sequence[float]) -> Callable[[
 def logit_extrapolation(runs: Sequence[Run], modality: str | None = None) -> Measured:
     """Return the ratio of the predicted to the actual largest logit of the held-out largest model.
 
-    Of several learning rates, the ratio farthest from 1.
+    With several learning rates, it is the ratio farthest from 1.
     """
     predictions, why = extrapolate(runs, modality)
     if not predictions:

@@ -21,7 +21,7 @@ WARNINGS = ("spike", "spike_median", "stall", "growth", "collapse")
 
 
 def spike_score(run: Run, modality: str | None = None) -> float:
-    """Return the percent of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); by default of all
+    """Return the percentage of steps whose loss is a spike (OLMo 2, arXiv 2501.00656, section 3); by default of all
     targets.
 
     A spike is at least 7 standard deviations above the mean of up to 1000 values before it. NaN with 100 steps or
@@ -50,8 +50,8 @@ def _loss(modality: str | None) -> str:
 def divergence_step(run: Run) -> int | None:
     """Return the optimizer step at which the run diverged, None if it did not.
 
-    The first step at which `DivergenceRule` fires on the training excess (without a floor: the loss) of the trained
-    modalities, or at which the run ended as diverged.
+    This is the first step at which `DivergenceRule` fires on the training excess (without a floor: the loss) of the
+    trained modalities, or at which the run ended as diverged.
     """
     rule, steps = DivergenceRule(warmup_steps(run)), []
     by_step: dict[int, dict[str, float]] = {}
@@ -109,8 +109,8 @@ def alarm_lead_time(run: Run, modality: str | None = None, names: Collection[str
         names: the alarms that count as warnings.
 
     Returns:
-        0 if no warning preceded the divergence; an alarm at the step of the divergence does not. NaN for a run that
-        did not diverge.
+        0 if no warning preceded the divergence. An alarm at the step of the divergence does not count. NaN for a run
+        that did not diverge.
     """
     end = divergence_step(run)
     if end is None:

@@ -29,7 +29,7 @@ class Columns:
         truncated: whether a line, usually the last line of a killed run, could not be read.
 
     Attributes:
-        series: (steps, values) by tag: steps rise; of a step that was written twice, the later value counts.
+        series: (steps, values) by tag: steps rise, and of a step that was written twice the later value counts.
         steps: the steps of all lines.
         last_step: the last step with a number; 0 without numbers.
         truncated: whether a line could not be read.

@@ -1,7 +1,7 @@
 """Area under the ROC curve (AUROC) of a number as the predictor of failed runs.
 
 A learning rate that is too high raises norms and also makes runs fail. So only runs of one stratum, for example of
-one learning rate, are compared: a pair is a failed run and one that did not fail.
+one learning rate, are compared: a pair has one failed run and one survivor.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def auroc_difference(
 def _pairs(
     scores: Sequence[float], failed: Sequence[bool], strata: Sequence[Hashable] | None
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return (1 for a win, 0.5 for a tie, else 0; whether both runs are in one stratum), [failure, survivor]."""
+    """Return two arrays, [failure, survivor]: 1 for a win, 0.5 for a tie, else 0; and whether both runs are in one
+    stratum."""
     x, failure = np.asarray(scores, dtype=np.float64), np.asarray(failed, dtype=bool)
     names = [0] * len(x) if strata is None else list(strata)
     if not len(x) == len(failure) == len(names):

@@ -3,9 +3,9 @@
 An effect is the mean difference of an outcome over shared seeds, on the scale of the outcome: the logarithm for
 ratios, nats for a loss. Three seeds estimate the spread of an arm poorly. A spread pooled over all arms has more
 degrees of freedom, but is wrong for arms with different spreads. So the interval uses the pooled spread, unless the
-standard error of the two arms alone is larger: then it is Welch's. With three seeds and standard deviations of 1, 0.3
-and 0.3, 6 % of the intervals by this rule miss a true effect of 0, and 10 % if Bartlett's test at p = 0.1 chooses the
-interval.
+standard error of the two arms alone is larger; then the interval is Welch's. With three seeds and standard deviations
+of 1, 0.3 and 0.3, 6 % of the intervals by this rule miss a true effect of 0, and 10 % if Bartlett's test at p = 0.1
+chooses the interval.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def pooled_spread(outcomes: Mapping[str, Sequence[float]]) -> Spread | None:
 
 
 def _bartlett(arms: Sequence[np.ndarray], variances: np.ndarray) -> float:
-    """Bartlett's p-value; scipy's is NaN for an arm without spread and needs two arms."""
+    """Return Bartlett's p-value. scipy's function returns NaN for an arm without spread and requires two arms."""
     if len(arms) < 2 or not variances.any():
         return 1.0
     return float(stats.bartlett(*arms).pvalue) if variances.all() else 0.0
@@ -130,7 +130,7 @@ def paired_effect(
     spread: Spread | None,
     share_history: bool = False,
 ) -> Effect | None:
-    """Return the treatment - control over the shared seeds; None if there are none.
+    """Return the effect, treatment - control, over the shared seeds; None if there are none.
 
     The interval treats the two means as independent, although the arms share data order and initial weights: a paired
     interval would have only n - 1 degrees of freedom. If the outcomes of a seed are positively correlated between

@@ -59,7 +59,8 @@ def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=4096)
 def _p_above(n: int, m: int, delta: float) -> NDArray[np.float64]:
-    """For every outcome [a, b], the probability of a difference of the shares at least as large as in this outcome.
+    """Return, for every outcome [a, b], the probability of a difference of the shares at least as large as in this
+    outcome.
 
     It is the maximum over all true shares with the difference ``delta``.
     """

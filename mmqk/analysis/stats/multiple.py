@@ -67,7 +67,7 @@ def benjamini_hochberg(p_values: Sequence[float]) -> list[tuple[float, float]]:
 
 @lru_cache(maxsize=64)
 def _smallest(first: int, last: int) -> NDArray[np.float64]:
-    """Sorted smallest p-values over all looks, for `PAIRS` simulated pairs of equal arms."""
+    """Return the sorted smallest p-values over all looks, for `PAIRS` simulated pairs of equal arms."""
     rng = np.random.default_rng(0)
     arms = rng.standard_normal((2, last, PAIRS))
     smallest = np.ones(PAIRS)
@@ -81,7 +81,7 @@ def _smallest(first: int, last: int) -> NDArray[np.float64]:
 
 def p_over_looks(p: float, first: int, last: int) -> float:
     """Return the p-value of one look, corrected for all registered looks: with ``first`` seeds and with each further
-    seed up to ``last``. At least p, and at most the Bonferroni correction."""
+    seed up to ``last``. The result is at least p and at most the Bonferroni correction."""
     if last <= first:
         return p
     below = int(np.searchsorted(_smallest(first, last), p, side="right"))

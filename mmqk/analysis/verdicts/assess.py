@@ -133,7 +133,7 @@ def _side(claim: Claim, effect: AnyEffect) -> tuple[bool, float, float]:
     """Return (whether the effect is on the claimed side, the nearest threshold, p-value of a true effect there)."""
     nearest = min(claim.thresholds, key=lambda threshold: abs(effect.value - threshold))
     if claim.test == "equivalence":
-        # One one-sided test per threshold; the nearer threshold gives the larger p-value.
+        # There is one one-sided test per threshold, and the nearer threshold gives the larger p-value.
         return abs(effect.value) < claim.min_effect, nearest, effect.p_at(nearest)
     return claim.sign * effect.value > claim.min_effect, nearest, effect.p_at(nearest)
 
@@ -231,7 +231,7 @@ def _counted(compared: Compared) -> Assessment:
     effect = Counts(*counts[claim.treatment], *counts[claim.control])
     controls, rate_notes = _controls(compared)
     holds, _, p = _side(claim, effect)
-    # The shares must also differ by Fisher's test, which decides if min_effect is small.
+    # Fisher's test must also find different shares. It decides the claim if min_effect is small.
     p = max(p, effect.fisher) if holds else p
     medians = {name: count / n for name, (count, n) in counts.items()}
     open_ = _registered(compared) or _without(unmeasured)
@@ -257,7 +257,7 @@ def _predicted(compared: Compared) -> Assessment:
 def _counts(claim: Claim, run: Run) -> bool | None:
     """Return whether the run diverged or reached the value of the claim; None if its value was not measured.
 
-    A metric whose value of a diverged run is exact decides alone."""
+    If the metric's value of a diverged run is exact, it decides alone, and the divergence does not count."""
     if run.lost:
         return None
     metric, _ = find_metric(claim.metric)

@@ -173,8 +173,7 @@ def measure(groups: Mapping[str, Group], name: str) -> Outcomes:
 
 
 def _bound(metric: Metric | FamilyMetric, runs: Iterable[Run], value: float) -> int:
-    """Return the direction of the true value from its substitute (1 higher, -1 lower); 0 if the value was
-    measured."""
+    """Return 1 if the true value is higher than its substitute, -1 if it is lower, 0 if the value was measured."""
     if math.isinf(value):
         return 1 if value > 0 else -1
     if isinstance(metric, FamilyMetric) or metric.counts_failures:
@@ -220,6 +219,6 @@ def _origin(run: Run, runs: Mapping[str, Run]) -> str:
 
 
 def middle(values: Iterable[float]) -> float:
-    """Return the median of the values that are not NaN; NaN if all are."""
+    """Return the median of the values that are not NaN; NaN if all of them are."""
     numbers = [value for value in values if not math.isnan(value)]
     return statistics.median(numbers) if numbers else math.nan

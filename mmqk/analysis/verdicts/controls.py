@@ -79,8 +79,8 @@ def regime_reached(compared: Compared) -> Control:
 
 
 def _units(runs: Sequence[Run], of_rates: bool) -> list[list[Run]]:
-    """Return the groups of runs in which one must have learned: each run, or the runs of a seed over the learning
-    rates."""
+    """Return groups of runs; in each of them one run must have learned: each run, or the runs of a seed over the
+    learning rates."""
     units: dict[Any, list[Run]] = {}
     for place, run in enumerate(runs):
         other_axes = tuple(sorted((name, str(v)) for name, v in run.point.items() if name != RATE))

@@ -48,7 +48,7 @@ class BestRate:
         return self.rate in (min(self.means), max(self.means))
 
     def loss(self, rate: float) -> float:
-        """By how much a rate is worse than the best; infinite if a run diverged or the rate was not tried."""
+        """Return by how much a rate is worse than the best; infinite if a run diverged or the rate was not tried."""
         bad = self.means.get(rate, math.inf if self.high_is_bad else -math.inf)
         return (bad - self.means[self.rate]) * (1 if self.high_is_bad else -1)
 
@@ -76,7 +76,7 @@ def _high_is_bad(metric: str) -> bool:
 def choose(runs: Sequence[Run], metric: str = RATE_METRIC) -> BestRate | None:
     """Return the best learning rate of the finished selection runs of one arm; None if no rate has a finite mean.
 
-    The rate with the best mean over seeds wins; of rates with equal means, the lowest.
+    The rate with the best mean over seeds wins; among rates with equal means, the lowest wins.
     """
     by_rate: dict[float, list[float]] = {}
     for run in runs:

@@ -25,7 +25,7 @@ ALIKE = 0.01
 
 def about_family(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted, p: float) -> list[str]:
     """Return the p-value; with several claims or looks also the adjusted p-value and the interval that decides."""
-    # The note of the claim may already start with this word.
+    # The note of the claim may already start with the word "exploratory".
     hypothesis = claim.status == "exploratory" and not claim.note.lower().startswith("exploratory")
     notes = ["Exploratory: a hypothesis to test with new runs, not a result."] if hypothesis else []
     if effect is None or not effect.has_interval or math.isnan(p):

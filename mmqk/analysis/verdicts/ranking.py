@@ -113,8 +113,8 @@ def ranking(study: Study) -> Ranking | None:
 
 
 def pareto_front(rows: Iterable[Ranked]) -> frozenset[str]:
-    """Return the arms that no other arm dominates, with a lower loss difference or sensitivity and no higher other
-    value."""
+    """Return the arms that no other arm dominates, that is: no other arm has one of loss difference and sensitivity
+    lower and the other one no higher."""
     points = {row.arm: (row.difference.value, row.sensitivity) for row in rows if row.difference}
     return frozenset(
         arm

@@ -19,7 +19,7 @@ from mmqk.analysis.stats.effects import Effect, paired_effect, pooled_spread
 from mmqk.analysis.verdicts.compared import compare
 from mmqk.analysis.verdicts.study import Claim, Study
 
-# Ratios, so that their effects share an axis.
+# Metrics whose effects are ratios, so that they share an axis.
 SPECIFIED = ("largest_attention_logit", "qk_norm_product", "q_norm", "k_norm", "resid_norm", "final_norm")
 # Some specifications exclude runs with a larger final excess of a trained modality.
 FLOOR_NATS = 0.1

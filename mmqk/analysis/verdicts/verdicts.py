@@ -111,7 +111,8 @@ def judge(study: Study) -> list[Verdict]:
 
 
 def _adjust(claims: list[Claim], assessed: Mapping[str, Assessment]) -> dict[str, Adjusted]:
-    """Return the level of every decided claim; undecidable claims of a family count in its correction."""
+    """Return the level of every decided claim; claims of a family that cannot be decided count in its correction
+    too."""
     adjusted: dict[str, Adjusted] = {}
     for status, method, rule in (
         ("confirmatory", "Holm", holm),
@@ -248,7 +249,7 @@ def _detectable(claim: Claim, effect: AnyEffect | None, adjusted: Adjusted) -> f
     if effect is None or isinstance(effect, Auroc) or not effect.has_interval:
         return math.nan
     if claim.test == "equivalence":
-        # At a true effect of 0 both ends of the interval must lie within min_effect: 90 % power for each end.
+        # At a true effect of 0 both ends of the interval must lie within min_effect, so each end needs 90 % power.
         return effect.beyond(adjusted.alpha, 0.9)
     return claim.sign * (claim.min_effect + effect.beyond(adjusted.alpha))
 

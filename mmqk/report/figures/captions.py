@@ -69,8 +69,10 @@ def by_logit(study: Study, arms: Sequence[str]) -> list[str]:
 def ends_by_modality(
     study: Study, arms: Sequence[str], measure: Callable, noun: str, form: Callable[[float], str]
 ) -> str:
-    """Return the range by modality: ``between 1 (a) and 2 (b) for text tokens; at 3 for image tokens``; empty if no value
-    is finite."""
+    """Return the range by modality, ``between 1 (a) and 2 (b) for text tokens; at 3 for image tokens``.
+
+    Empty if no value is finite.
+    """
     parts = []
     for modality in study.modalities:
         ends = {arm: at_end(study, arm, measure, modality) for arm in arms}
