@@ -37,13 +37,13 @@ def leave_figures_out(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_figures(monkeypatch):
-    """Reports without their drawings, which take most of the time: for tests of words and tables."""
+    """Leave the drawings out of reports, because they take most of the time; for tests of words and tables."""
     leave_figures_out(monkeypatch)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_parser():
-    """`resolve` builds its parser once a session for each name of the program, which takes half of its time."""
+    """`resolve` builds its parser once per session for each program name, which takes half of its time."""
     from mmqk.config import parse
     from mmqk.store import OneSentenceParser
 
@@ -62,13 +62,13 @@ def leave_figure_files_out(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_figure_files(monkeypatch):
-    """Reports that draw their figures on the page only: for tests of the page."""
+    """Draw the figures of reports on the page only; for tests of the page."""
     leave_figure_files_out(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def module_without_figure_files():
-    """The same for the reports of a whole module, those of its fixtures included."""
+    """The same for all reports of a module, including those of its fixtures."""
     with pytest.MonkeyPatch.context() as patch:
         leave_figure_files_out(patch)
         yield
@@ -76,7 +76,7 @@ def module_without_figure_files():
 
 @pytest.fixture(scope="module")
 def module_without_figures():
-    """The same for the reports of a whole module, those of its fixtures included."""
+    """The same for all reports of a module, including those of its fixtures."""
     with pytest.MonkeyPatch.context() as patch:
         leave_figures_out(patch)
         yield

@@ -1,4 +1,4 @@
-"""A disk on which one file operation of a process fails, and from there on, if wanted, each one that writes."""
+"""A disk on which one file operation of a process fails, and optionally each later write too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Site = tuple[str, str]
 
 
 class _File:
-    """An open file whose operations are seen by the disk."""
+    """An open file whose operations go through the disk."""
 
     def __init__(self, file: Any, path: str, disk: Disk):
         self._file, self._path, self._disk = file, path, disk
@@ -58,10 +58,10 @@ class _File:
 
 
 class Disk:
-    """Sees every file operation below ``root``; lets the ``nth`` at ``site`` fail with ``code``.
+    """Intercepts every file operation below ``root``; the ``nth`` at ``site`` fails with ``code``.
 
     Attributes:
-        seen: how often each site was, a site being an operation and a name without its numbers.
+        seen: number of calls by site; a site is an operation and a file name without its numbers.
         failed: whether the operation came.
     """
 
@@ -92,7 +92,7 @@ class Disk:
 
     def strike(self, operation: str, path: str) -> None:
         """What happens at the chosen operation."""
-        # As the system has it: a call on an open file names none.
+        # As in the operating system, an error of a call on an open file names no file.
         named = () if operation in (*DESCRIPTORS, "write", "read", "truncate", "readinto") else (path,)
         raise OSError(self.code, os.strerror(self.code), *named)
 

@@ -1,4 +1,4 @@
-"""A stand-in for training, so that what surrounds a run is tested without one."""
+"""A stand-in for training, so that the machinery around a run is tested without training."""
 
 import os
 import sys
@@ -119,7 +119,7 @@ def main(argv):
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory):
-    """The stand-in as module fake_train, on the path of this process and of those it starts."""
+    """The stand-in as module fake_train, on the path of this process and of the processes that it starts."""
     folder = tmp_path_factory.mktemp("fake")
     (folder / "fake_train.py").write_text(FAKE)
     with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +130,7 @@ def fake(tmp_path_factory):
 
 @pytest.fixture
 def world(fake, tmp_path, monkeypatch):
-    """``run(*arguments, grid=...)`` is the command in a folder with a base configuration and these grids."""
+    """``run(*arguments, grid=...)`` calls the command in a folder with a base configuration and these grids."""
     import fake_train
 
     monkeypatch.setitem(sys.modules, "mmqk.config", fake_train)

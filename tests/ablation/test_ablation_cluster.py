@@ -1,4 +1,4 @@
-"""Many processes and little time: slices, locks, GPUs, minutes, other code, and how long it will take."""
+"""Grids on a cluster: slices, locks, GPUs, time limits, changed code, and estimates of the time left."""
 
 import json
 import re
@@ -27,7 +27,7 @@ BEST = (
 
 
 def finished(out):
-    """Runs by folder, with how often each was started."""
+    """Return the runs by folder, with the number of times each was started."""
     logs = sorted(Path(out).glob("*/seed*/train.log"))
     return {log.parent.relative_to(out).as_posix(): log.read_text().count("argv") for log in logs}
 
@@ -46,7 +46,7 @@ def test_slices_share_the_runs_out_and_together_make_all(world, tmp_path, capsys
 
 @pytest.mark.parametrize("grid", [FORKS, BEST], ids=["forks", "own best"])
 def test_a_slice_alone_makes_what_its_own_runs_need_and_ends(world, tmp_path, grid):
-    """Slices that have not begun may never begin: nothing waits for them."""
+    """Slices that have not begun may never begin, so no slice waits for them."""
     assert world("--slice", "2/3", grid=grid) == 0
     here = finished("runs/toy")
     for k in (3, 1):
@@ -59,7 +59,7 @@ def test_a_slice_alone_makes_what_its_own_runs_need_and_ends(world, tmp_path, gr
 
 
 def test_two_processes_on_one_folder_make_every_run_once(fake, world, tmp_path):
-    """Both are started at the same moment; each waits for what the other trains."""
+    """Both are started at the same moment, and each waits for a run that the other trains."""
     (tmp_path / "toy.yaml").write_text(FORKS)
     code = (
         "import sys, fake_train, mmqk, mmqk.config.parse\n"
@@ -89,7 +89,7 @@ def test_two_processes_on_one_folder_make_every_run_once(fake, world, tmp_path):
 
 
 def test_a_run_that_another_process_took_first_is_waited_for_and_has_not_failed(fake, tmp_path, monkeypatch):
-    """Its folder is free when it is looked at and taken when the run opens it."""
+    """Its folder is free when the pool looks at it, and taken when the run opens it."""
     import fake_train
 
     identity = fake_train.identity_of("finish", 0)
@@ -144,7 +144,8 @@ def test_runs_of_other_code_are_made_again_and_the_old_ones_kept(world, tmp_path
     for name, content in old.items():
         assert (tmp_path / "runs/toy/stale" / code / name).read_bytes() == content
         assert (tmp_path / "runs/toy" / name).exists()
-    # The stand-in's runs say the real code, as when sources change in between: made once a call, kept each time.
+    # The runs of the stand-in record the hash of the real code. A source that changes in between does not change it:
+    # it is computed once per call.
     assert not list(Path("runs/toy/stale", code).glob("*/seed*.2"))
     assert world("--rerun-stale", grid=GRID) == 0
     assert len(list(Path("runs/toy/stale", code).glob("*/seed*.2/run.json"))) == 6

@@ -1,4 +1,4 @@
-"""Records of a grid that are damaged or lost: nothing is overwritten, and no claim gains from it."""
+"""Damaged or lost records of a grid: nothing is overwritten, and no claim benefits from the damage."""
 
 import json
 import random
@@ -28,7 +28,7 @@ RECORD = Path("runs/toy/ablation.json")
 
 
 def test_a_damaged_grid_is_planned_or_refused_in_one_sentence(world, capsys):
-    """Of `mmqk.ablate`; the analysis has the like in tests/store."""
+    """These tests are of `mmqk.ablate`; tests/store has the same for the analysis."""
     assert world("--jobs", "2", grid=GRID) == 0
     shutil.copytree("runs/toy", "whole")
     draw = random.Random(0)
@@ -62,7 +62,7 @@ def test_a_damaged_registration_is_refused_and_kept(world, capsys, damage):
         assert error.count("\n") == 1
     assert RECORD.is_dir() if content is None else RECORD.read_bytes() == content
     assert {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*/seed*/*")} == runs
-    # The control: restored, the same command goes on and knows what was registered.
+    # The control: with the record restored, the same command continues and finds the registration.
     RECORD.rmdir() if content is None else RECORD.unlink()
     RECORD.write_bytes(whole)
     assert world(grid=CHANGED) == 0
@@ -84,7 +84,7 @@ def test_it_is_not_replaced_where_it_is_damaged_while_runs_train(world, tmp_path
 
 def test_claims_whose_registration_was_lost_are_not_confirmatory(world):
     assert world(grid=GRID) == 0
-    # The control: registered before the first run, whatever else is in the folder.
+    # The control: claims that are registered before the first run are confirmatory, whatever else the folder holds.
     assert [c.status for c in load_study("runs/toy").claims] == ["confirmatory"]
     assert "lost" not in json.loads(RECORD.read_text())
     RECORD.unlink()
@@ -115,14 +115,14 @@ def test_old_names_of_fields_are_refused_and_keep_their_registration(world, caps
     record = json.loads(RECORD.read_text())
     back = {after: before for before, after in names.items()}
     claims = [{back.get(k, k): v for k, v in claim.items()} for claim in record["grid"]["claims"]]
-    # The hash as it was before the fields had their new names.
+    # The hash from before the fields were renamed.
     plain = [{k: v for k, v in claim.items() if k != "grid"} for claim in claims]
     assert record["registered"] == identity_hash({"claims": plain})
     record["grid"]["claims"] = claims
     RECORD.write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"ablation\.json: claim A has .*delta to min_effect"):
         load_study("runs/toy")
-    # The same command writes the new names, and the claims are those that were registered.
+    # The same command writes the new names, and the registered claims stay the same.
     assert world(grid=new) == 0
     study = load_study("runs/toy")
     assert study.claims[0].min_effect == 0.5 and not study.claims_changed and not study.registration_lost

@@ -1,4 +1,4 @@
-"""Training some arms of a grid, and an arm that the command adds."""
+"""`--only` trains some arms of a grid, and `--set` adds an arm."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def arms():
 def test_only_some_arms_are_trained_and_all_are_recorded(toy, argv):
     assert toy(*argv) == 0
     assert trained() == ["good", "good"] and arms() == {"good", "wild"}
-    # The control: without it the other arm follows.
+    # The control: without `--only` the other arm is trained too.
     assert toy() == 0
     assert trained() == ["good", "good", "wild"]
 
@@ -45,7 +45,7 @@ def test_an_added_arm_changes_no_other_and_stays(toy, capsys):
     assert toy("--only", "mine", "--set", "act=diverge", "--set", "size=7") == 0
     assert trained() == ["good", "good", "mine", "mine"] and arms() == {"good", "wild", "mine"}
     assert {path: path.read_bytes() for path in before} == before
-    # A second one is added beside it, and a call without --set keeps both.
+    # A second arm is added beside the first, and a call without --set keeps both.
     assert toy("--only", "other", "--set", "act=diverge", "--set", "size=8") == 0
     assert toy() == 0
     assert arms() == {"good", "wild", "mine", "other"}

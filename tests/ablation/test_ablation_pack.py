@@ -1,4 +1,4 @@
-"""A grid continues from a pack: its finished runs count, and their claims stay registered as they were."""
+"""A grid continues from a pack: its finished runs count, and their claims stay registered."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def toy(world):
 
 @pytest.fixture
 def pack(toy):
-    """Train the grid, and keep nothing of it but its pack."""
+    """Train the grid and keep only its pack."""
 
     def make(grid=GRID, unfinished=""):
         assert toy(grid=grid) == 0
@@ -45,7 +45,7 @@ def pack(toy):
 
 
 def trained():
-    """The runs that were trained here: a pack has no log."""
+    """Return the runs that were trained in this call: a run from a pack has no log."""
     return sorted(path.parent.relative_to(OUT).as_posix() for path in OUT.rglob("train.log"))
 
 
@@ -57,7 +57,7 @@ def test_finished_runs_of_a_pack_are_not_trained_again(toy, pack, capsys):
     assert sorted(read_status(path.parent).status for path in OUT.rglob("run.json")) == [
         "completed", "completed", "diverged"
     ]  # fmt: skip
-    # The control: without the pack they are.
+    # The control: without the pack they are trained.
     shutil.rmtree("runs")
     assert toy() == 0 and len(trained()) == 3
 
@@ -91,7 +91,7 @@ arms:
 
 
 def test_forks_of_a_pack(toy, pack):
-    """A finished fork needs no checkpoint; for an unfinished one its parent is trained again."""
+    """A finished fork needs no checkpoint. For an unfinished fork the parent is trained again."""
     pack(FORKS, unfinished="later-*/seed0")
     assert toy("--from", "toy.zip", grid=FORKS) == 0
     assert [name.partition("-")[0] for name in trained()] == ["later", "plain"]
@@ -139,7 +139,7 @@ def test_a_pack_of_another_grid_is_refused_and_nothing_is_written(toy, pack, cap
 
 
 def test_a_pack_cannot_take_a_run_from_outside_of_it(toy, tmp_path, monkeypatch):
-    """Only a record without claims may name a run elsewhere, as the original of a replay."""
+    """Only a record without claims may name a run outside its folder, as the original of a replay."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     elsewhere, packed = tmp_path / "temporary/made/seed0", tmp_path / "packed"
     for folder in (elsewhere, packed / "good/seed0"):

@@ -1,4 +1,4 @@
-"""Runs that come from runs: learning rates that are chosen, forks, replays, and grids that share."""
+"""Plans with runs that depend on other runs: selected learning rates, forks, replays, and grids that share runs."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ BEST = (
 
 
 def test_each_arm_is_judged_at_the_learning_rate_that_was_best_on_other_seeds(world, tmp_path, capsys):
-    """The stand-in's loss is |lr - 0.03| + seed, so 0.01 and 0.05 tie, and the smaller is taken."""
+    """The stand-in's loss is |lr - 0.03| + seed, so 0.01 and 0.05 tie, and the smaller one is selected."""
     out = tmp_path / "runs/toy"
     assert world("--dry-run", grid=BEST) == 0
     said = capsys.readouterr().out
@@ -55,7 +55,7 @@ def test_each_arm_is_judged_at_the_learning_rate_that_was_best_on_other_seeds(wo
         "0.04": pytest.approx(5.01),
         "0.2": pytest.approx(5.17),
     }
-    # The control: what decides is never what chooses.
+    # The control: no selection run is in a verdict.
     assert not {r["folder"] for r in runs.values() if r["role"] == "selection"} & {
         r["folder"] for r in runs.values() if r["role"] == "verdict"
     }
@@ -248,7 +248,7 @@ def test_one_run_is_replayed_without_a_grid(world, tmp_path, capsys):
     assert "is completed: give a run that diverged" in capsys.readouterr().err
     assert world("--replay", run, "--out", "again") == 0
     record, replays = record_of(tmp_path / "again")
-    # 1, 5 and 20 % of 20 steps are 1 step twice, and 4.
+    # 1, 5 and 20 % of 20 steps are 1 step (twice) and 4 steps.
     assert len(replays) == 1 + 1 + 2 * 3 * 3
     of = next(run for run in record["runs"] if run["role"] == "verdict")
     assert (tmp_path / "again" / of["folder"]).resolve() == (tmp_path / run).resolve()
@@ -270,7 +270,7 @@ def test_grids_share_the_runs_that_they_have_in_common(world, tmp_path, capsys):
     assert runs["alias", 1]["folder"] == runs["plain", 1]["folder"]
     assert len({run["folder"] for run in runs.values()}) == 5 and len(runs) == 6
     assert len(list((tmp_path / "both").glob("*/seed*/run.json"))) == 5
-    # In another order, or under another name, what is there is found again.
+    # Existing runs are found again if the grid has another order or another name.
     assert world("--out", "alone", grid=one) == 0
     capsys.readouterr()
     renamed = one.replace("plain", "bare")

@@ -38,7 +38,7 @@ def alive(pid):
 
 
 def until(condition, what, process=None):
-    """Wait for what must come; a time limit only against hanging for ever."""
+    """Wait until a condition holds; the time limit only prevents a hang."""
     for _ in range(90_000):  # half an hour
         if condition():
             return
@@ -84,7 +84,7 @@ def test_a_second_call_trains_what_is_left_and_nothing_else(fake, tmp_path):
     before = {p: p.read_bytes() for act in ("finish", "diverge") for p in (tmp_path / act).rglob("*.*")}
     log = tmp_path / "sigkill/seed0/train.log"
     assert log.read_text().count("argv") == 1
-    # The stand-in dies at step 2 again only when it starts before it: this time it goes on from there.
+    # The stand-in fails at step 2 only if it starts before step 2. This time it continues after it.
     (tmp_path / "sigkill/seed0/status.json").write_text('{"status": "running", "step": 2}')
     outcomes = make_pool(tasks).run()
     assert [outcome.status for outcome in outcomes.values()] == ["completed", "diverged", "completed"]
@@ -179,7 +179,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def drive(fake, tmp_path):
-    """Start a pool in a process group of its own, as a terminal does, with two runs that hang."""
+    """Start a pool with two hanging runs in a process group of its own, as a terminal does."""
     (tmp_path / "driver.py").write_text(DRIVER)
     started = []
 
@@ -213,7 +213,7 @@ def drive(fake, tmp_path):
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_a_signal_lets_the_runs_end_in_order_and_a_second_call_goes_on(drive, tmp_path, number, whole_group):
     process, pids = drive(["hang"])
-    # A terminal's Ctrl-C and a SIGTERM to the group reach the server as well.
+    # Ctrl-C in a terminal and a SIGTERM to the group reach the server too.
     (os.killpg if whole_group else os.kill)(process.pid, number)
     out, err = process.communicate()
     assert json.loads(out) == {"hang": ["interrupted", "SIGINT"]}

@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def now(monkeypatch):
-    """The monotonic clock in seconds, to set."""
+    """A replacement for the monotonic clock, in seconds."""
     seconds = [1000.0]
     monkeypatch.setattr("mmqk.progress.time.monotonic", lambda: seconds[0])
     return seconds
@@ -31,7 +31,7 @@ def line(progress, pool):
 
 
 def make(tmp_path, states):
-    """A pool as it stands in the middle: {arm: (outcome, step of its last metrics or None)}."""
+    """Return a pool in the middle of its work: {arm: (outcome, step of its last metrics or None)}."""
     outcomes, running = {}, {}
     for arm, (outcome, step) in states.items():
         task = Task(arm, 0, (), tmp_path / arm, "id", 100)
@@ -68,7 +68,7 @@ def test_the_line_has_the_run_its_step_and_the_time_left(tmp_path, now):
     progress = PoolProgress(io.StringIO())
     assert line(progress, pool) == "run 3 of 6 · a seed 0 · step 20/100 · loss 3.21 · 2 running"
     now[0] += 10.0
-    # 30 steps more in 10 s, 10 of them of b: a has 60 left, b 90, next 100 and kept 60.
+    # 30 more steps in 10 s, 10 of them of b: a has 60 steps left, b 90, next 100 and kept 60.
     log(tmp_path / "a", 40)
     log(tmp_path / "b", 10)
     assert line(progress, pool).endswith("step 40/100 · loss 3.21 · 2 running · about 1:43 left")

@@ -1,4 +1,4 @@
-"""The engine with the training that it is for: a parent, its fork, and a run that diverged with its replays."""
+"""The pool with real training: a parent, its fork, and a diverged run with its replays."""
 
 import json
 import subprocess
@@ -50,7 +50,7 @@ def grid(tmp_path):
 
 
 def test_forks_of_a_real_run_are_known_before_it_and_made_after_it(grid, tmp_path):
-    """The fork without a change is the known answer: its losses are its parent's, digit by digit."""
+    """The known answer is a fork without a change: its losses equal its parent's, bit for bit."""
     arguments = ["--config", str(grid), "--out", str(tmp_path / "out"), "--jobs", "1"]
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True
@@ -69,7 +69,8 @@ def test_forks_of_a_real_run_are_known_before_it_and_made_after_it(grid, tmp_pat
 
 
 def test_replays_are_runs_that_the_parser_knows(grid, tmp_path):
-    """A run is said to have diverged, and its control too: what would be trained then resolves, field by field."""
+    """The status of a run and of its control says diverged. The replays that would be trained then resolve, field by
+    field."""
     out, resolver = tmp_path / "out", Resolver(1)
 
     def says(task, checkpoint=None):

@@ -1,4 +1,4 @@
-"""Every numerics of a replay is one that the run's attention has."""
+"""Each numerics of a replay is supported by the attention of the run."""
 
 import pytest
 
@@ -30,5 +30,6 @@ def test_the_fused_numerics_is_the_run_s_own_and_the_others_are_not_compiled():
     for fields in found.values():
         check_backend(fields["backend"], 50.0)
     assert numerics_of({"backend": "sdpa_efficient"})["bf16-fused"]["backend"] == "sdpa_efficient"
-    # The control: one that is not compiled says nothing of it, so that its replays are what they were.
+    # The control: the command line of a run that is not compiled does not mention compilation, so its replays stay
+    # the same.
     assert all("compile" not in fields for fields in numerics_of(capped | {"compile": False}).values())

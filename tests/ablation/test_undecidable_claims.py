@@ -1,4 +1,4 @@
-"""A claim that no result could support is refused before anything is trained, and every other claim is not."""
+"""A claim that no result could support is refused before training, and all other claims are accepted."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Run folders of the demonstration's shape with planted numbers, written without any of mmqk's own writers.
 
-``python tests/analysis/fake_runs.py FOLDER`` makes one to look at.
+``python tests/analysis/fake_runs.py FOLDER`` writes an example.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNIGRAM = {"text": 5.6, "image": 5.5}
 
 @dataclass(frozen=True)
 class Planted:
-    """What a run of an arm shall look like.
+    """The planted results of an arm's runs.
 
     ``logit`` is its largest attention logit at the end (log-spread ``spread`` over seeds), ``loss`` the final loss by
     modality, ``excess`` the same over a known floor; ``diverges`` the step at which it stops; ``nan_from`` the step
@@ -134,7 +134,7 @@ C13 = {
 
 
 def grid(planted: dict[str, Planted]) -> dict[str, Any]:
-    """The grid of these arms, as ablation.json holds it."""
+    """Return the grid of these arms as ablation.json stores it."""
     shown = [arm for arm in planted if arm.startswith("high")]
     arms = {
         arm: {
@@ -172,7 +172,7 @@ def write_demo(
     unigram: bool = True,
     change: Any = None,
 ) -> Path:
-    """Write a whole ablation under ``folder``; ``leave_out`` are arms whose runs never started.
+    """Write a whole ablation under ``folder``; ``leave_out`` names arms whose runs never started.
 
     ``change(grid)`` may alter the grid before it is written.
     """
@@ -197,7 +197,7 @@ def write_demo(
 def write_grid(
     folder: Path, grid: dict[str, Any], runs: list[tuple[dict[str, Any], Planted, dict[str, Any]]]
 ) -> Path:
-    """Write an ablation of any shape: ``runs`` are (entry without its folder, what to plant, settings)."""
+    """Write an ablation of any shape. ``runs`` are tuples (entry without its folder, planted results, settings)."""
     entries: list[dict[str, Any]] = []
     for entry, planted, settings in runs:
         name = f"{entry['arm']}-{len(entries):010x}/seed{entry['seed']}"
@@ -253,9 +253,9 @@ def write_run(
 
 
 def lines(planted: Planted, seed: int, end: int, unigram: bool = True):
-    """The lines of a run's metrics, one a step."""
+    """Yield the lines of a run's metrics, one per step."""
     rng = random.Random(f"{seed} {planted.logit} {planted.loss}")
-    # Spread exactly over three seeds, so that a test knows the standard deviation it planted.
+    # The spread is exact over three seeds, so that a test knows the planted standard deviation.
     final = planted.logit * math.exp(planted.spread * ((seed % 3) - 1))
     for step in range(end + 1):
         line: dict[str, float] = {"step": step}
@@ -275,7 +275,8 @@ def lines(planted: Planted, seed: int, end: int, unigram: bool = True):
 
 
 def probe(planted: Planted, final: float, step: int, end: int) -> dict[str, float]:
-    """Statistics of one probe; the largest logit is exactly ``final`` in the last three, in layer 1."""
+    """Return the statistics of one probe. In the last three probes the largest logit is exactly ``final``, in layer
+    1."""
     late = min(1.0, step / (end - 2 * EVERY))
     line: dict[str, float] = {}
     for layer in range(LAYERS):

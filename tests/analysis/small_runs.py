@@ -24,7 +24,7 @@ def small_run(
     point: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Run:
-    """A run of these series: by step, or one value a step from step 1 on."""
+    """Return a run with these series: values by step, or one value per step from step 1."""
     folder.mkdir(parents=True)
     lines: dict[int, dict[str, Any]] = {}
     for tag, values in series.items():
@@ -52,6 +52,6 @@ def small_run(
 
 
 def config(steps: int = 100, warmup: int = 0, lr: float = 0.01, **more: Any) -> dict[str, Any]:
-    """A configuration with what metrics ask for."""
+    """Return a configuration with the fields that metrics read."""
     base = {"trainer": {"max_steps": steps}, "optim": {"lr": lr, "warmup_steps": warmup}}
     return base | more

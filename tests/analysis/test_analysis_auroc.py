@@ -73,7 +73,7 @@ def test_below_ten_of_each_there_is_no_value():
     assert (
         math.isnan(found.value) and "9 failures and 31 survivors" in found.why and "10 of each" in found.why
     )
-    # Ten of each that never meet in a stratum make no pair at all.
+    # Ten runs of each kind that never share a stratum make no pair.
     apart = auroc(scores, failed, failed, fewest=0)
     assert math.isnan(apart.value) and (apart.failures, apart.survivors, apart.pairs) == (0, 0, 0)
 

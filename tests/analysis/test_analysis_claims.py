@@ -1,4 +1,4 @@
-"""What a claim may say, and the verdicts of every kind of it."""
+"""The fields of a claim, and every kind of verdict."""
 
 import itertools
 import math
@@ -66,7 +66,7 @@ def test_its_p_value_is_that_of_two_one_sided_tests(tmp_path):
         stats.ttest_ind(a - 0.2, b, alternative="less").pvalue,
     ]
     assert found.p == pytest.approx(2 * max(sides), rel=1e-3)
-    # A difference that is merely not seen is none that was excluded.
+    # A difference that was not observed is not a difference that was excluded.
     assert stats.ttest_ind(a, b).pvalue > 0.05 and found.verdict == "inconclusive"
 
 
@@ -171,7 +171,7 @@ CLOSE = {"a": Planted(10 * math.exp(0.2 + 0.17)), "b": Planted(10)}
 def test_a_claim_among_many_must_be_clearer(tmp_path, status, most):
     alone = one(tmp_path / "alone", CLOSE, [nearby("C", status=status)])
     assert alone.verdict == "reproduced" and 0.01 < alone.p < 0.05
-    # The others measure what does not differ between the arms.
+    # The other claims measure something that does not differ between the arms.
     others = [nearby(f"C{i}", status=status, metric="final_loss/text", min_effect=0.01) for i in range(most)]
     found = one(tmp_path / "many", CLOSE, [nearby("C", status=status), *others])
     assert found.verdict == "inconclusive" and found.p == pytest.approx(alone.p)
@@ -216,7 +216,7 @@ def test_an_effect_where_none_can_be_takes_a_verdict_away(tmp_path):
     loud = leaning("negative_control", {"treatment": "d", "control": "b"})
     found = one(tmp_path / "loud", arms, loud)
     assert found.verdict == "inconclusive" and not passed(found)["negative control N"]
-    # What could not have been seen is no evidence that it is not there.
+    # Runs that could not have shown an effect are no evidence against it.
     wide = arms | {"c": Planted(10, spread=0.6)}
     assert not passed(one(tmp_path / "wide", wide, quiet))["negative control N"]
 

@@ -1,4 +1,4 @@
-"""Exact tests against their definitions: every outcome is counted."""
+"""Exact tests against their definitions, by counting all outcomes."""
 
 import itertools
 import math
@@ -47,7 +47,7 @@ def test_three_seeds_cannot_say_much_by_signs_alone():
 
 
 def coverage(n, m, first, second, interval):
-    """Probability that the interval holds the true difference of shares, over every outcome."""
+    """Return the probability, over all outcomes, that the interval contains the true difference of shares."""
     found = 0.0
     for a, b in itertools.product(range(n + 1), range(m + 1)):
         low, high = interval(a, n, b, m)

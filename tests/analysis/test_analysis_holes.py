@@ -20,7 +20,7 @@ def control(verdict, kind):
 
 
 def negative(**fields):
-    """C2 with C10 as its negative control, C10 with fields of its own and leaning on nothing."""
+    """Return C2 with C10 as its negative control; C10 has its own fields and no controls."""
 
     def change(grid):
         grid["claims"][0]["negative_control"] = "C10"
@@ -33,12 +33,12 @@ def test_a_negative_control_shows_nothing_only_where_something_could_show(tmp_pa
     alike = {"image-off": Planted(60.0)}
     found = verdicts(tmp_path / "sound", alike, negative())
     assert control(found["C2"], "negative").passed and found["C2"].verdict == "reproduced"
-    # As small an effect, of runs that learned nothing.
+    # The effect is as small, but the runs learned nothing.
     unlearned = {"image-off": Planted(60.0, {"text": 5.7, "image": 6.35})}
     found = verdicts(tmp_path / "unlearned", unlearned, negative())
     assert found["C10"].effect.high < found["C10"].claim.min_effect
     assert not control(found["C2"], "negative").passed and found["C2"].verdict == "inconclusive"
-    # And of fewer runs than were registered.
+    # There are fewer runs than registered.
     found = verdicts(tmp_path / "few", alike, negative(seeds=6))
     assert not control(found["C2"], "negative").passed
 
@@ -54,7 +54,7 @@ def test_a_contradiction_needs_its_negative_control_too(tmp_path):
 
 
 def test_no_difference_is_no_positive_control(tmp_path):
-    """C10 leans on C2: once as the effect that it is, once as an equivalence that was found."""
+    """C10 depends on C2: once C2 is an effect, once it is an equivalence that was reproduced."""
     assert verdicts(tmp_path / "effect")["C10"].verdict == "contradicted"
 
     def change(grid):
@@ -91,7 +91,7 @@ def test_runs_that_were_not_measured_do_not_count_as_not_reached(tmp_path):
 
 @pytest.mark.parametrize(("forked", "arms"), [(False, 5), (True, 3)])
 def test_forks_of_one_run_give_the_spread_once(tmp_path, forked, arms):
-    """Otherwise each fork would add degrees of freedom that no seed stands for."""
+    """Otherwise each fork would add degrees of freedom without a new seed."""
     planted = DEMO | {"late": Planted(60.0), "later": Planted(60.0)}
 
     def change(grid):

@@ -1,4 +1,4 @@
-"""A run whose numbers are not whole is named beside the run, and no verdict rests on it."""
+"""A run with missing numbers is named on the page, and no verdict uses it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_no_verdict_rests_on_a_run_that_lacks_steps(tmp_path):
 
 
 def test_the_mark_of_a_resume_counts_too(tmp_path):
-    """Values that were changed cannot be seen in the file; status.json says it."""
+    """The file does not show that values were changed; status.json records it."""
     folder = write_demo(tmp_path / "demo")
     path = folder / "mixed-qk-0000000001/seed2/status.json"
     said = "metrics.jsonl was changed after it was written"
@@ -116,7 +116,7 @@ def test_what_the_report_sees_by_itself(tmp_path, harm, says):
 
 
 def test_a_diverged_run_and_a_fork_are_whole(tmp_path):
-    """Steps after a divergence and before a fork are in no file."""
+    """No file has the steps after a divergence or before a fork."""
     path = write_run(tmp_path / "a" / "x", Planted(50.0, diverges=120))
     with open(path / "metrics.jsonl", "a") as file:
         file.write('{"step": 128, "val_loss/text": 5.0}\n')

@@ -1,4 +1,4 @@
-"""Several claims and several looks, against closed testing, the definitions and simulated t-tests."""
+"""Corrections for several claims and several looks, against closed testing, the definitions and simulated t-tests."""
 
 import itertools
 
@@ -12,7 +12,7 @@ DRAWN = [np.random.default_rng(n).uniform(0, 0.08, n) for n in (1, 2, 4, 6)]
 
 
 def closed(p_values, i):
-    """The largest Bonferroni p-value of any intersection that this hypothesis is part of."""
+    """Return the largest Bonferroni p-value of all intersections that contain this hypothesis."""
     others = [j for j in range(len(p_values)) if j != i]
     subsets = (s for k in range(len(others) + 1) for s in itertools.combinations(others, k))
     return max(min(1, (len(s) + 1) * min(p_values[j] for j in (i, *s))) for s in subsets)
@@ -27,7 +27,7 @@ def test_holm_is_the_closed_test_of_bonferronis(p_values):
 
 def test_holm_gives_back_what_is_spent():
     assert [level for level, _ in holm([0.001, 0.04])] == [0.025, 0.05]
-    # Nothing is rejected at the first step, so the second is judged no more kindly.
+    # Nothing is rejected at the first step, so the second has the same level.
     assert [level for level, _ in holm([0.03, 0.04])] == [0.025, 0.025]
     assert holm([0.04])[0] == (0.05, 0.04)
 
@@ -45,7 +45,7 @@ def test_benjamini_hochberg_takes_the_smallest_ratio_of_the_larger_p_values(p_va
 
 
 def errors(first, last, level, draws=20_000):
-    """How often some look at two normal arms that are alike is below the level, by scipy's t-test."""
+    """Return how often some look at two equal normal arms is below the level, by scipy's t-test."""
     rng = np.random.default_rng(5)
     a, b = rng.normal(size=(2, draws, last))
     ps = [stats.ttest_ind(a[:, :n], b[:, :n], axis=1).pvalue for n in range(first, last + 1)]
@@ -56,7 +56,7 @@ def errors(first, last, level, draws=20_000):
 def test_looks_are_paid_for(first, last):
     assert errors(first, last, level_of_look(0.05, first, last)) == pytest.approx(0.05, abs=0.004)
     assert errors(first, last, 0.05) > 0.08
-    # Bonferroni pays too much: looks at the same seeds agree.
+    # Bonferroni's correction is too large, because looks share seeds.
     assert level_of_look(0.05, first, last) > 0.05 / (last - first + 1)
 
 

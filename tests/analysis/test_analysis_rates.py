@@ -1,4 +1,5 @@
-"""Axes, families and learning rates: what a claim compares, and that choosing and judging use other runs."""
+"""Axes, families and learning rates: a claim compares the right runs, and selection and verdict use different
+runs."""
 
 import math
 
@@ -12,7 +13,7 @@ from mmqk.store import UserError
 from tests.analysis.fake_runs import Planted, write_grid
 
 RATES = (0.01, 0.02, 0.04)
-# The arms are one configuration: what sets them apart is planted.
+# The arms have the same configuration; their difference is planted.
 ALIKE = {"declared": "planted numbers"}
 CLAIM = {"id": "C", "treatment": "a", "control": "b", "min_effect": 0.2, "unchecked": ALIKE}
 
@@ -22,14 +23,15 @@ def planted(logit, excess):
 
 
 def own_best(tmp_path, excess, logits=(20.0, 10.0), ran=None, seeds=2, rates=RATES, claim=CLAIM):
-    """Two arms with an excess by rate; each ran at its best rate, or at ``ran``."""
+    """Return the verdict on two arms with an excess loss by learning rate; each ran at its best learning rate, or at
+    ``ran``."""
     runs = []
     for arm, logit, losses in zip("ab", logits, excess, strict=True):
         for rate, loss in zip(rates, losses, strict=True):
             for seed in range(seeds):
                 entry = {"arm": f"{arm}-lr{rate:g}", "family": arm, "seed": 90 + seed, "role": "selection"}
                 entry["point"] = {"optim.lr": rate}
-                # Logits that would turn the verdict round, were they used.
+                # These logits would reverse the verdict if they were used.
                 runs.append(
                     (entry, planted(1000.0 if arm == "b" else 1.0, loss + 0.002 * seed), {"optim.lr": rate})
                 )
@@ -140,7 +142,7 @@ def test_rates_are_told_apart_by_a_t_test_of_what_exchanging_them_costs():
 
 
 def crossed(tmp_path, claim, slopes=(0.5, 0.1), drop=()):
-    """Two families over an axis; log of the largest logit rises with its value at a slope."""
+    """Return two families over an axis, in which the log of the largest logit rises with a given slope."""
     runs = []
     for family, slope in zip("ab", slopes, strict=True):
         for depth in (2, 4, 8):

@@ -1,4 +1,4 @@
-"""Labels of replays, on planted times of divergence."""
+"""Labels of replays for planted divergence steps."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ def run(name, status, step, replay=None):
 
 
 def replays_of(times, depth=0.2, step=STEP):
-    """Runs from {numerics: [step of divergence, or None for one that lived]}."""
+    """Return runs from {numerics: [divergence step, or None for a run that survived]}."""
     found = []
     for numerics, ended in times.items():
         for number, at in enumerate(ended):
@@ -110,11 +110,11 @@ def test_runs_without_replays_have_no_verdict():
 
 
 def test_how_often_times_of_one_distribution_look_different():
-    """2 of the 84 orders of 3 fp32 among 9 times, counted: what the module's text says."""
+    """Count that 2 of the 84 orders of 3 fp32 times among 9 fail, as the docstring of the module states."""
     looks_different = 0
     for fp32 in itertools.combinations(range(9), 3):
         bf16 = [i for i in range(9) if i not in fp32]
-        # Far apart, so that the slack does nothing.
+        # The times are far apart, so that the slack has no effect.
         at = [STEP + 40 + 60 * i for i in range(9)]
         times = {
             BF16[0]: [at[i] for i in bf16[:3]],

@@ -1,4 +1,4 @@
-"""Run folders as records: found wherever they lie, and kept when they are damaged."""
+"""Run folders are found at any depth, and damaged ones are loaded."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def test_columns_are_those_of_reading_line_by_line(tmp_path):
     tags = [f"t{i}" for i in range(9)]
     expected: dict[str, dict[int, float]] = {}
     text = []
-    # Kinds of lines that change, steps that come twice and out of order, and what is no number.
+    # The lines have changing keys, repeated and unordered steps, and values that are no numbers.
     for step in rng.integers(0, 60, 200).tolist():
         line = {}
         for tag in rng.permutation(tags)[: rng.integers(1, 9)].tolist():
@@ -157,7 +157,7 @@ def test_half_written_run_is_kept_with_a_note(tmp_path):
     (run,) = load_runs(tmp_path)
     assert run.last_step == 200
     assert len(run.notes) == 2 and "cut off" in run.notes[0] and "metrics.jsonl" in run.notes[1]
-    # The control: a whole run has nothing to remark.
+    # The control: a complete run has no remarks.
     assert load_runs(write_run(tmp_path / "whole" / "y", Planted(50.0)))[0].notes == ()
 
 

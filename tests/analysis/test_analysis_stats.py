@@ -1,4 +1,4 @@
-"""The statistics against scipy's own, and against what they promise."""
+"""The statistics against scipy's, and their stated coverage."""
 
 import math
 
@@ -48,14 +48,14 @@ def test_the_interval_is_welchs_where_the_two_arms_are_wilder_than_the_pool():
     expected = stats.ttest_ind(wild, B, equal_var=False).confidence_interval(0.95)
     assert effect.of == "two arms"
     assert (effect.low, effect.high) == pytest.approx((expected.low, expected.high))
-    # Two quiet arms beside a wild one borrow its spread.
+    # Two arms with a small spread take over the spread of a third, noisy arm.
     effect = paired_effect(by_seed(B), by_seed(C), spread)
     assert effect.of == "pooled"
     assert effect.high - effect.value == pytest.approx(stats.t.ppf(0.975, 6) * spread.sd * math.sqrt(2 / 3))
 
 
 def test_runs_of_one_history_are_compared_by_their_differences():
-    """Seeds far apart, a small difference in each: the paired test, which the other rule cannot see."""
+    """Seeds are far apart and each has a small difference: the paired test detects it, the other rule does not."""
     a, b = [5.12, 5.21, 5.10, 4.7], [5.16, 5.25, 5.145, 4.735]
     spread = pooled_spread({"a": a, "b": b})
     effect = paired_effect(by_seed(a), by_seed(b), spread, share_history=True)
@@ -67,8 +67,8 @@ def test_runs_of_one_history_are_compared_by_their_differences():
 
 
 def misses(sds, draws=4000):
-    """Shares of draws in which the interval of the first two of three null arms does not hold 0: ours, and the
-    pooled one alone, which is the control."""
+    """Return the shares of draws in which the interval of two of three null arms excludes 0: by our rule, and by the
+    pooled interval alone (the control)."""
     rng = np.random.default_rng(3)
     missed = pooled = 0
     for _ in range(draws):
@@ -112,7 +112,7 @@ def test_smallest_detectable_effect_is_that_of_methods():
         spread = pooled_spread({arm: list(values) for arm in ("a", "b", "c", "d", "e")})
         effect = paired_effect(by_seed(values + 1), by_seed(values), spread)
         assert effect.beyond(0.05) == pytest.approx(expected, abs=0.03)
-        # The noncentral t says how often it is found.
+        # The noncentral t distribution gives the power.
         shift = effect.beyond(0.05) / (spread.sd * math.sqrt(2 / n))
         power = 1 - stats.nct.cdf(stats.t.ppf(0.975, spread.df), spread.df, shift)
         assert power == pytest.approx(0.8, abs=0.03)
@@ -126,7 +126,7 @@ def test_null_arms_are_rarely_told_apart():
         arms = {name: list(rng.normal(0, 0.14, 3)) for name in "abc"}
         effect = paired_effect(by_seed(arms["a"]), by_seed(arms["b"]), pooled_spread(arms))
         wrong += not effect.low <= 0 <= effect.high
-        # The control: with the normal quantile three seeds would claim too much.
+        # The control: with the normal quantile, three seeds would seem to have more power.
         half = (effect.high - effect.value) * 1.96 / quantile_t(0.975, effect.df)
         tight += abs(effect.value) > half
     assert wrong / draws <= 0.065

@@ -1,4 +1,4 @@
-"""The sentence about trained targets: made of counts, there where arms train differently, and nowhere else."""
+"""The sentence about trained targets is computed from counts, and appears only if arms differ in them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TARGETS = {"text": 55.0, "image": 48.0}
 
 
 def study_of(folder: Path, batch: dict[str, int], targets: dict[str, float]) -> Study:
-    """Three seeds an arm; seeds and arms read slightly different text."""
+    """Each arm has three seeds; seeds and arms read slightly different text."""
     off = {**C10, "positive_control": ""}
     claims = [{**C2, "positive_control": ""}, {**off, "control": "image-off-matched"}, {**off, "id": "C10b"}]
     claims.append({**C13, "arms": ["mixed", "mixed-qk", "image-off"]})
@@ -74,7 +74,7 @@ def test_arms_that_train_other_modalities_have_their_counts(tmp_path):
 
 
 def test_the_numbers_are_counted_and_not_written(tmp_path):
-    """The same grid over other data: the batch that matched does not."""
+    """With other data in the same grid, the matched batch size no longer matches."""
     found = said(study_of(tmp_path / "runs", BATCH, {"text": 100.0, "image": 28.0}))
     assert found["C10"] == START + "1,024 (mixed) and 1,500 (matched); they differ by 46 %."
 

@@ -1,4 +1,4 @@
-"""Every verdict can be reached, and only by what it stands for."""
+"""Each verdict can be reached, and only under its conditions."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def verdicts(tmp_path, planted=None, **kwargs):
 
 
 def claim(number, **fields):
-    """A change of the grid: fields of its claim with this number, None to drop one."""
+    """Return a change of the grid: the fields of its claim with this number; None removes a field."""
 
     def change(grid):
         for name, value in fields.items():
@@ -183,7 +183,8 @@ def test_logits_above_the_bound_decide_nothing(tmp_path):
 def test_the_bound_is_checked_of_runs_alone(tmp_path):
     study = load_study(write_demo(tmp_path / "demo"))
     assert within_bound(study.of_arm("mixed")) is None
-    # The same two numbers in one layer and in two: only a layer's own bound counts, and only finite logits.
+    # The same two numbers are in one layer or in two: each layer is compared with its own bound, and only finite
+    # logits count.
     for layer, passed in ((0, False), (1, True)):
         name = tmp_path / f"layer{layer}"
         name.mkdir()
@@ -205,7 +206,7 @@ def test_diverged_seeds_count(tmp_path):
 
 
 def test_nan_in_the_treatment_ranks_worst_and_cannot_contradict(tmp_path):
-    """Runs that end in NaN had at least the logits that were seen before: never too little."""
+    """A run that ends in NaN had at least the largest logit that was observed before."""
     nan = replace(DEMO["mixed"], nan_from=160)
     found = verdicts(tmp_path / "a", {"mixed": nan})["C2"]
     assert found.verdict == "reproduced"
@@ -222,7 +223,7 @@ def test_nan_in_the_control_cannot_reproduce(tmp_path):
 
 
 def diverge(*places):
-    """Runs (arm, seed) made to have diverged with finite logits, as by the rule on the loss."""
+    """Runs (arm, seed) whose status is changed to diverged by the rule on the loss, with finite logits."""
 
     def change(folder):
         for arm, seed in places:
@@ -268,7 +269,7 @@ def turned(grid):
 
 
 def test_divergence_counts_by_the_direction_of_the_claim(tmp_path):
-    """A claim that QK-Norm lowers the logits is helped by a control that diverges, and not by a treatment."""
+    """A diverged control supports a claim that QK-Norm lowers the logits, and a diverged treatment does not."""
     assert judged(tmp_path / "a", change=turned)["C2"].verdict == "reproduced"
     assert judged(tmp_path / "b", None, diverge(("mixed", 1)), change=turned)["C2"].verdict == "reproduced"
     assert (
@@ -316,7 +317,7 @@ def test_a_positive_control_that_ends_in_nan_counts_as_what_was_seen(tmp_path):
 
 
 def test_power_counts_from_the_smallest_effect_of_interest(tmp_path):
-    """The interval must clear min_effect, not 0: simulated with the spread that these seeds have."""
+    """The interval must exclude min_effect, not 0; simulated with the spread of these seeds."""
     found = verdicts(tmp_path, {"image-off": Planted(60 / math.exp(0.5))})["C10"]
     needed = found.claim.min_effect + found.effect.beyond(0.05)
     assert f"a factor of {number(math.exp(needed), 2)}" in found.notes[-1]

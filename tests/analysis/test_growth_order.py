@@ -1,4 +1,4 @@
-"""What grew first, on series whose order is known."""
+"""The order of growth, for series with a known order."""
 
 import json
 import math
@@ -12,7 +12,7 @@ STEPS = range(0, 201, 20)
 
 
 def run_of(folder, warmup=40, **series):
-    """A run folder with these series as functions of the step; ``__`` stands for ``/``."""
+    """Write a run folder with these series as functions of the step; ``__`` stands for ``/``."""
     folder.mkdir(parents=True)
     config = {"optim": {"warmup_steps": warmup}} if warmup is not None else {}
     (folder / "run.json").write_text(json.dumps({"id": "0", "details": {"config": config}}))

@@ -1,4 +1,4 @@
-"""Hypotheses: what an interval leaves possible, and the pattern of several claims."""
+"""Hypotheses: the states that an interval leaves possible, and the pattern of several claims."""
 
 from dataclasses import replace
 from itertools import product
@@ -20,7 +20,7 @@ SIZE = 0.2231
 
 
 def study_of(folder, logits, hypotheses, seeds=6, spread=0.05):
-    """A grid of arms with these largest logits; claim K compares the k-th arm with the first."""
+    """Return a grid of arms with these largest logits; claim K compares the k-th arm with the first."""
     names = list(logits)
     runs = [
         ({"arm": arm, "seed": seed}, Planted(logit, spread=spread), {})
@@ -65,7 +65,8 @@ def test_a_failed_check_tells_nothing(tmp_path):
 
 
 def test_possible_states_and_predictions_against_points_of_the_interval(tmp_path):
-    """Reference: a state is possible if a point of the interval lies in it; a prediction is judged by all points."""
+    """The reference: a state is possible if it contains a point of the interval, and a prediction is judged by all
+    points."""
     study = study_of(tmp_path, {"base": 20.0, "up": 60.0}, [])
     (verdict,) = judge(study)
     for low, high in product((-0.5, -0.3, -0.1, 0.1, 0.3), repeat=2):

@@ -1,4 +1,4 @@
-"""Numbers of a family over learning rates and axes, against examples worked out by hand and scipy."""
+"""Family metrics over learning rates and axes, against examples computed by hand and scipy."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.analysis.small_runs import config, small_run
 
 
 def ended(path, rate, final, *, initial=7.0, excess=None, image=None, status="completed", steps=60, **more):
-    """A run that began at ``initial`` and ended at ``final`` (held-out), at a learning rate."""
+    """Return a run at a learning rate whose held-out loss falls from ``initial`` to ``final``."""
     stop = steps if status == "completed" else 30
     series = {"loss/text": [initial] + [final] * (stop - 1)}
     if status == "completed":
@@ -45,7 +45,7 @@ def test_lr_sensitivity_by_hand(tmp_path):
     ]
     for name in ("lr_sensitivity/text", "lr_sensitivity"):
         assert value(name, runs).value == pytest.approx((0.5 + 0 + 3.5 + 4.5) / 4)
-    # Above the loss at initialization is clipped as well, finite or not.
+    # A final loss above the loss at initialization is clipped too, finite or not.
     (tmp_path / "more").mkdir()
     assert value("lr_sensitivity", [*runs[1:3], ended(tmp_path / "more", 0.3, 50.0)]).value == pytest.approx(
         5 / 3
@@ -56,7 +56,8 @@ def test_lr_sensitivity_by_hand(tmp_path):
 
 
 def test_lr_sensitivity_clips_the_excess_where_every_run_has_one(tmp_path):
-    # The floor differs by batch: clipping at the first excess 4.2 is not clipping at the first loss 7.
+    # The floor differs between batches, so clipping at the first excess 4.2 differs from clipping at the first loss
+    # 7.
     runs = [
         ended(tmp_path, 0.01, 3.0, excess=(4.2, 0.5)),
         ended(tmp_path, 0.1, 6.8, excess=(4.2, 4.3)),
@@ -82,7 +83,7 @@ def test_an_arm_that_learns_nowhere_ranks_worst(tmp_path):
     runs = [ended(tmp_path, rate, 7.0, status="diverged") for rate in (0.01, 0.1)]
     found = value("lr_sensitivity", runs)
     assert found.value == math.inf and "ranked worst" in found.why and found.towards == 1
-    # The control: one that learns a little is finite.
+    # The control: if one run learns a little, the value is finite.
     assert value("lr_sensitivity", [runs[0], ended(tmp_path / "b", 0.1, 6.9)]).value == pytest.approx(0.05)
 
 
@@ -120,7 +121,7 @@ def test_first_unstable_learning_rate(tmp_path):
     ]
     assert value("first_unstable_lr", runs).value == 0.1
     assert value("first_diverging_lr", runs).value == 0.3
-    # Nothing unstable: a bound, one step of the grid further.
+    # If no learning rate is unstable, the value is a bound, the next learning rate of the grid.
     found = value("first_unstable_lr", runs[:3])
     assert found.value == pytest.approx(0.09) and "bound" in found.why and found.towards == 1
     assert value("first_unstable_lr", runs)[1:] == ("", 0)
@@ -133,7 +134,7 @@ def test_first_unstable_learning_rate(tmp_path):
 
 
 def dosed(path, doses, logits, axis="data.dial.entropy.image", **more):
-    """Runs at values of an axis whose largest logit is planted."""
+    """Return runs at values of an axis, with planted largest logits."""
     return [
         small_run(
             path / str(i),
@@ -185,7 +186,7 @@ def test_a_run_that_diverged_ranks_worst_whatever_it_had_reached(tmp_path):
     runs[3].status = runs[3].status.__class__("diverged", 1)
     assert value("dose_monotonicity(largest_attention_logit)", runs).value == 1
     assert math.isnan(value("dose_response(largest_attention_logit)", runs).value)
-    # A metric that says what a failure is keeps its value.
+    # A metric that describes a failure keeps its value.
     assert value("dose_response(diverged)", runs).value == pytest.approx(0.3)
 
 

@@ -12,7 +12,7 @@ START = (2.0, 3.0, -4.0)
 
 
 def run_with(folder, parts):
-    """A run with two layers; ``parts``: log power of q, log power of k and log alignment."""
+    """Write a run with two layers; ``parts`` are the log power of q, the log power of k and the log alignment."""
     names = ("logit_q_power", "logit_k_power", "logit_alignment")
     return small_run(
         folder,

@@ -1,4 +1,4 @@
-"""How runs ended, by the definitions and with numbers on both sides of each line."""
+"""Outcomes of runs against the definitions, with numbers on both sides of each threshold."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_a_loss_that_is_off_neither_stalls_nor_is_unlearned(tmp_path):
 
 
 def test_excess_is_used_where_it_is_known(tmp_path):
-    # Two seeds whose held-out tokens differ in difficulty by 0.3 nat are alike above their floors.
+    # The held-out tokens of two seeds differ by 0.3 nat in difficulty, but their excess losses are equal.
     runs = []
     for name, loss, excess in (("a", 3.0, 0.5), ("b", 3.3, 0.52), ("c", 3.0, 0.7)):
         series = {"loss/text": [7.0] + [loss] * 99, "excess/text": [4.5] + [excess] * 99}
@@ -70,7 +70,7 @@ def test_excess_is_used_where_it_is_known(tmp_path):
 
 
 def grown(path, rates, steps=1000, warmup=0, **more):
-    """Norms that grow by e^rate per 1,000 steps: text in layer 0 alone, image in layers 0 and 1."""
+    """Return norms that grow by e^rate per 1,000 steps: text in layer 0 only, image in layers 0 and 1."""
     series = {}
     for name, rate in rates.items():
         series[name] = {step: 8 * math.exp(rate * step / 1000) for step in range(0, steps + 1, 50)}

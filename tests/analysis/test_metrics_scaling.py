@@ -34,7 +34,7 @@ def test_model_size_is_that_of_the_matrices_of_the_blocks(tmp_path, model):
     torch_model = EarlyFusionTransformer(ModelConfig(vocab_sizes=BLOCKS, **model))
     matrices = sum(p.numel() for p in torch_model.blocks.parameters() if p.ndim == 2)
     assert model_size(sized(tmp_path / "x", model | {"vocab_sizes": BLOCKS})) == matrices
-    # The control: embeddings are in torch's whole count.
+    # The control: torch's count of all parameters includes embeddings.
     assert sum(p.numel() for p in torch_model.parameters()) > matrices + 32 * model["d_model"] - 1
 
 
@@ -59,10 +59,11 @@ def test_a_quadratic_is_continued_exactly(tmp_path):
     assert found.sizes[-1] == 24 * 256**2 and found.predicted == pytest.approx(curve(SIZES[-1]))
     metric, modality = find_metric("logit_extrapolation/text")
     assert metric.measure(runs, modality) == pytest.approx(1)
-    # The control: a largest model that is 5 times off the curve is not part of the fit, and the ratio says so.
+    # The control: a largest model that is off the curve by a factor of 5 is not part of the fit, and the ratio shows
+    # it.
     runs[-1] = sized(tmp_path / "off", SIZES[-1], logit=5 * curve(SIZES[-1]))
     assert metric.measure(runs, modality) == pytest.approx(1 / 5)
-    # A line would have missed it: the quadratic term is in the fit.
+    # A linear fit would miss it, because the quadratic term is needed.
     straight = [sized(tmp_path / f"line{i}", m, logit=curve(m, c=0)) for i, m in enumerate(SIZES[:4])]
     assert metric.measure([*straight, runs[-1]], modality) < 1 / 5
 

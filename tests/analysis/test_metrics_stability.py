@@ -1,4 +1,4 @@
-"""Spikes, divergence and warnings of a run, against brute force and numbers worked out by hand."""
+"""Spikes, divergence and warnings of a run, against brute force and numbers computed by hand."""
 
 import json
 import math
@@ -24,7 +24,8 @@ def value(name, run, modality=None):
 
 
 def brute_spike_score(values, window=1000, fewest=100, stds=7.0):
-    """Per cent of values at least 7 sample deviations above the mean of the window before them."""
+    """Return the percentage of values at least 7 sample standard deviations above the mean of the window before
+    them."""
     judged = [
         (v, np.array(values[max(0, i - window) : i], dtype=np.float64))
         for i, v in enumerate(values)
@@ -43,7 +44,7 @@ def test_spike_score_is_that_of_brute_force(tmp_path):
     )
     assert value("spike_score", run) == pytest.approx(brute_spike_score(losses.tolist()))
     assert value("spike_score", run) == pytest.approx(100 * 3 / 1300)
-    # The controls: another series of the same run has none, and a fall of the same size is no spike.
+    # The controls: another series of the same run has no spike, and an equal decrease is no spike.
     assert value("spike_score/text", run) == 0 == value("grad_norm_spike_score", run)
     down = noise(1400)
     down[[300, 700]] -= 0.5
@@ -83,17 +84,17 @@ def test_a_run_too_short_to_judge_has_no_spike_score(tmp_path):
 
 
 def rising(steps=200, at=80, by=0.2, start=5.0):
-    """From step ``at`` on, ``by`` above the first value."""
+    """Return losses that are ``by`` above the first value from step ``at`` on."""
     return [start if step < at else start + by for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize(
     ("losses", "step"),
     [
-        # 0.1 nat above its first value for 50 steps: the 50th is 129.
+        # The loss is 0.1 nat above its first value for 50 steps; the 50th is step 129.
         (rising(at=80), 129),
         (rising(at=80, by=0.09), None),
-        # The median of the last 50 steps 0.5 above its best: when 26 of 50 are up, which is step 105.
+        # The median of the last 50 steps is 0.5 above its best when 26 of the 50 are high, at step 105.
         ([5.0] * 10 + [3.0] * 69 + [3.6] * 121, 105),
         ([5.0] * 10 + [3.0] * 69 + [3.4] * 121, None),
         ([5.0] * 60 + [math.nan] * 3, 61),
@@ -120,7 +121,7 @@ def test_only_what_is_trained_diverges(tmp_path):
 
 
 def test_the_excess_decides_where_there_is_one(tmp_path):
-    # The data got harder by 0.2 nat at step 80, and the model keeps up with it.
+    # The data becomes harder by 0.2 nat at step 80, and the excess loss does not change.
     series = {"loss/text": rising(at=80), "excess/text": [1.0] * 200}
     assert divergence_step(small_run(tmp_path / "x", series, config=config(200))) is None
     del series["excess/text"]
@@ -128,11 +129,11 @@ def test_the_excess_decides_where_there_is_one(tmp_path):
 
 
 def test_what_ended_the_run_counts_too(tmp_path):
-    # A gradient norm that is not finite ends a run whose losses are fine.
+    # A gradient norm that is not finite ends a run with finite losses.
     series = {"loss/text": [4.0] * 60}
     run = small_run(tmp_path / "x", series, status="diverged", step=57, config=config(100))
     assert divergence_step(run) == 57 and value("time_of_divergence", run) == 0.57
-    # A run that was stopped says nothing about what would have come.
+    # A run that was stopped has no value, because its future is unknown.
     run = small_run(tmp_path / "y", series, status="interrupted", config=config(100))
     assert math.isnan(value("time_of_divergence", run)) and math.isnan(value("diverged", run))
 
@@ -157,7 +158,7 @@ def test_lead_time_by_hand(tmp_path):
     assert value("alarm_lead_time(collapse)", run) == 27
     assert value("alarm_lead_time(growth)/image", run) == 7
     assert value("alarm_lead_time(growth, collapse)/image", run) == 27
-    # Unwarned: of a kind that did not ring, or that rang with the divergence alone.
+    # There was no warning of this kind, or it came in the step of the divergence.
     assert value("alarm_lead_time(spike)", run) == 0
     late = small_run(
         tmp_path / "late",

@@ -1,4 +1,4 @@
-"""Controls that a verdict rests on, each seen to fail: a planted violation turns the verdict."""
+"""Each control of a verdict can fail: a planted violation changes the verdict."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_selection_runs_without_some_of_their_numbers_decide_nothing(tmp_path):
 )
 @pytest.mark.parametrize("use", ["positive_control", "manipulation_check"])
 def test_a_claim_that_does_not_show_its_effect_is_no_control(tmp_path, violation, use):
-    """The claim is of no difference, which needs both."""
+    """The claim is an equivalence, which needs both controls."""
     same = BASIC | {"treatment": "b", "control": "c", "test": "equivalence", use: "N"}
     shown = one(tmp_path / "shown", ARMS, [same, SHOWS])
     assert shown.verdict == "reproduced" and passed(shown)[f"{use.replace('_', ' ')} N"]

@@ -16,7 +16,7 @@ from mmqk.report.ranking import ranking_csv, ranking_rows
 from tests.analysis.small_runs import config, small_run
 
 RATES = (0.003, 0.01, 0.03, 0.1)
-# Final loss of the selection run at each learning rate; the losses of the verdict runs follow the lowest.
+# The final loss of the selection run at each learning rate; the losses of the verdict runs follow the lowest one.
 SELECTION = {
     "plain": (4.9, 4.7, 5.2, 5.7),
     "good": (4.8, 4.6, 4.5, 4.7),

@@ -1,4 +1,4 @@
-"""The specification curve: planted effects under every choice, against plain arithmetic."""
+"""The specification curve: planted effects under each choice, against plain arithmetic."""
 
 import csv
 import math
@@ -55,7 +55,7 @@ def test_the_effect_of_each_choice_is_plain_arithmetic(tmp_path):
     half = {key: np.log(of[steps >= 0.5 * steps[-1]]).mean() for key, of in runs.items()}
     means = [np.mean([half[arm, seed] for seed in range(5)]) for arm in ("treated", "control")]
     assert made["largest_attention_logit", "second half", "all"].value == pytest.approx(means[0] - means[1])
-    # The control: another window is another number.
+    # The control: another window gives another number.
     other = made["largest_attention_logit", "after warm-up", "all"].value
     assert other != pytest.approx(means[0] - means[1], abs=1e-3)
 

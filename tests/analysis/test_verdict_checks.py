@@ -1,4 +1,5 @@
-"""A verdict takes runs that learned, arms that differ as declared and enough seeds, unless its claim says why not."""
+"""A verdict requires runs that learned, arms that differ as declared, and enough seeds, unless its claim turns a
+check off with a reason."""
 
 import copy
 import json
@@ -19,7 +20,7 @@ LEARNED, DECLARED, SEEDS = "modalities learned", "arms differ only as declared",
 
 
 def plain(**fields):
-    """C2 as the docs write a claim: without a regime; ``fields`` beside it."""
+    """Return C2 as the docs write a claim, without a regime and with ``fields``."""
 
     def change(grid):
         grid["claims"][0].pop("regime")
@@ -160,7 +161,8 @@ def test_a_check_is_not_turned_off_without_a_name_and_a_reason(tmp_path, fields,
 
 @pytest.mark.parametrize(("metric", "passed"), [("lr_sensitivity/text", True), ("final_loss/text", False)])
 def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learned(tmp_path, metric, passed):
-    """One learning rate of a seed has to be learned; any other number compares run with run."""
+    """For a metric of learning rates, one learning rate per seed must be learned; any other metric compares run with
+    run."""
 
     def sweep(folder, losses):
         runs = []

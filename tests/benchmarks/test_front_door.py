@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: what it deals out, keeps, prints and refuses."""
+"""`python -m benchmarks`: what it distributes, stores, prints and refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns, failures, memory and ratios, on candidates whose numbers are known."""
+"""Turns, failures, memory and ratios of the harness, on candidates with known numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTEXT = Context()
 
 
 def candidate(name, seconds, calls=None, **fields):
-    """A candidate that says these seconds, one turn after the other; the first two turns are the warm-up's."""
+    """A candidate that reports these seconds, one per turn; the first two turns are warm-up."""
 
     def build():
         left = iter([0.0, 0.0, *seconds])
@@ -99,7 +99,7 @@ def test_interrupting_is_no_failure_of_a_row():
 
 
 def test_ratios_are_made_within_a_round():
-    """A machine that was slow in one round: the ratio of medians is another number."""
+    """If the machine was slow in one round, the ratio of medians differs."""
     a, b = compare(
         [candidate("a", [0.0, 1.0, 10.0, 2.0]), candidate("b", [0.0, 3.0, 20.0, 4.0])], CONTEXT, repeat=1, rounds=3
     )

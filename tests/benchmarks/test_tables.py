@@ -1,4 +1,4 @@
-"""Every table at a tiny size: its JSON is whole, its page has all rows, and the peers are the same model."""
+"""Every table at a tiny size: its JSON is complete, its page has all rows, and the peers are the same model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def context(tiny_args) -> Context:
 
 
 def check(unit: Unit, context: Context, tmp_path) -> dict:
-    """Measure, keep, read again; every row is there with its rounds, in the file and on the page."""
+    """Measure, store and read again: each row is in the file and on the page, with its rounds."""
     record = measured(unit, context, "command")
     keep(tmp_path / "cpu" / f"{unit.table}.json", record)
     (found,) = read([tmp_path])
@@ -98,7 +98,7 @@ def test_full_sizes_are_what_they_are_called(size):
 
 @pytest.mark.parametrize("name", variants.COMPARED)
 def test_every_arm_is_a_run(name, context):
-    """The parser takes its flags and the model is another one than the plain arm's."""
+    """The parser accepts the flags, and the model differs from that of the plain arm."""
     arms = variants.COMPARED[name][1]
     long = "--data.seq_len=128"  # which backend flex asks for
     plain = toy(context, long, *arms[variants.PLAIN]).identity
@@ -122,7 +122,7 @@ def test_processes_start_together(context, tmp_path):
 
 
 def test_a_way_in_a_process_of_its_own(context):
-    """The same loss as here; what goes wrong there is said here."""
+    """The loss equals ours, and an error of the peer is reported."""
     run = toy(context, QK_NORM)
     here, there = bare_loop(run, "cpu"), Apart(partial(bare_loop, run, "cpu"), threads=1)
     here(1)
@@ -133,7 +133,7 @@ def test_a_way_in_a_process_of_its_own(context):
 
 
 def test_litgpt_has_the_weights(context):
-    """Control: with another seed, or one matrix moved, the loss is another one."""
+    """The control: another seed, or one changed matrix, gives another loss."""
     pytest.importorskip("litgpt")
     run = toy(context, QK_NORM)
     ours, theirs, hugging = (

@@ -1,4 +1,4 @@
-"""Building the data: from tiny archives made here, and what the shipped folders promise."""
+"""Building the data: from tiny archives, and the properties of the shipped folders."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ ENTRIES = [
     emoji_entry("2708-FE0F", "AIRPLANE", "Travel & Places", "transport-air"),
     emoji_entry("1F1F3-1F1F4", "Norway Flag", "Flags", "country-flag"),
     emoji_entry("1F1E7-1F1FB", "Bouvet Island Flag", "Flags", "country-flag"),
-    # Enough others that both splits are filled.
+    # There are enough other samples to fill both splits.
     *(
         emoji_entry(f"1F3C7-200D-{sign}-FE0F" if sign else "1F3C7", "RIDER", "People & Body", "person-sport")
         for sign in ("", "2640", "2642")
@@ -102,11 +102,11 @@ def tgz(path: Path, members: dict[str, bytes]) -> None:
 
 @pytest.fixture
 def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source folder of tiny archives, with the pins set to them."""
+    """Return a source folder of tiny archives, whose hashes are pinned."""
     folder = tmp_path / "archives"
     folder.mkdir()
     index = json.dumps(ENTRIES).encode()
-    # One flag is drawn exactly like another, as vendors do.
+    # One flag is drawn like another, as some vendors do.
     seeds = {e["unified"].lower(): (3 if "1F1" in e["unified"] else 10 + i) for i, e in enumerate(ENTRIES)}
     for vendor in ("google", "twitter"):
         images = {f"img/{vendor}/64/{c}.png": encoded(draw(64, s), "PNG") for c, s in seeds.items()}
@@ -159,7 +159,7 @@ def test_what_is_built(archives: Path, tmp_path: Path) -> None:
     }
     assert fox.image.getpixel((0, 0)) == (255, 255, 255)
     assert fox.image.getpixel((32, 24)) == draw(64, 10).convert("RGB").getpixel((32, 24))
-    # Without a loss where nothing is resized.
+    # An image that is not resized loses nothing.
     google = pairs["google-1f98a"].image
     white = Image.new("RGBA", (64, 64), "white")
     assert google.tobytes() == Image.alpha_composite(white, draw(64, 10)).convert("RGB").tobytes()
@@ -219,7 +219,7 @@ def make_caption(codepoint: str, entry: dict[str, Any], cldr: dict[str, Any] = C
 def test_gloss_of_the_fitting_sense() -> None:
     exact = make_caption("1f98a", ENTRIES[0])
     assert (exact.gloss, exact.synset) == ("alert carnivorous mammal", "n00000002")
-    # The first sense, fur, is what a class that allows substances gets.
+    # A class that allows substances gets the first sense, fur.
     other = make_caption("1f98a", emoji_entry("1F98A", "FOX FACE", "Objects", "clothing"))
     assert other.synset == "n00000001"
 
@@ -406,7 +406,7 @@ def test_shipped_split_leaks_nothing(shipped: dict[str, list[Any]]) -> None:
         lambda p: p.image.tobytes(),
     ):
         assert not {of(p) for p in train} & {of(p) for p in val}
-    # The split that this one is not: by image, where every val emoji has a twin of another vendor in train.
+    # A wrong split for comparison: by image, so that each val emoji has a twin of another vendor in train.
     both = {p.meta["codepoint"] for p in [*train, *val][::2]} & {
         p.meta["codepoint"] for p in [*train, *val][1::2]
     }
@@ -419,7 +419,7 @@ def test_shipped_text(shipped: dict[str, list[Any]]) -> None:
     for split, documents in texts.items():
         assert f"{len(documents):,}" in table_row(readme, f"`text`, {split}")
     assert not set(texts["train"]) & set(texts["val"])
-    # Glosses of held-out captions are held out of the text as well.
+    # The glosses of held-out captions are also held out of the text.
     train_glosses = {t.partition(": ")[2].split('; "')[0].strip() for t in texts["train"]}
     val = {p.meta["gloss"] for p in shipped["val"] if p.meta["gloss_match"] == "exact"}
     train = {p.meta["gloss"] for p in shipped["train"] if p.meta["gloss_match"] == "exact"}

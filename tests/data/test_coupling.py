@@ -1,4 +1,5 @@
-"""Pairs of tokens: exact marginals, mutual information against dense sums, draws that keep to the law."""
+"""Couplings of tokens: exact marginals, mutual information against dense sums, and draws with the right
+distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ SHAPES = [((7, 0.8), (5, 1.3)), ((6, 0.0), (9, 0.5)), ((16, 1.0), (16, 1.0))]
 
 
 def made(a: tuple[int, float], b: tuple[int, float], seed: int = 0) -> tuple[Coupling, np.ndarray]:
-    """A coupling in random orders, and the same coupling walked from corner to corner in whole units."""
+    """Return a coupling in random orders, and the same coupling computed in whole units from corner to corner."""
     random = np.random.default_rng(seed)
     order_a, order_b = random.permutation(a[0]), random.permutation(b[0])
     rows, columns = [int(zipf(*a)[i]) for i in order_a], [int(zipf(*b)[i]) for i in order_b]
@@ -29,7 +30,7 @@ def made(a: tuple[int, float], b: tuple[int, float], seed: int = 0) -> tuple[Cou
 
 
 def joint(edge: Edge, a: tuple[int, float], b: tuple[int, float]) -> np.ndarray:
-    """J as the edge evaluates it, every pair."""
+    """Return J for every pair, as the coupling evaluates it."""
     i, j = np.meshgrid(np.arange(a[0]), np.arange(b[0]), indexing="ij")
     return np.exp(edge.gain(i, j)) * np.outer(zipf(*a) / UNITS, zipf(*b) / UNITS)
 
@@ -133,7 +134,7 @@ def test_draws_follow_the_law(share):
     counts = np.bincount(parents * b[0] + children, minlength=a[0] * b[0]) / len(parents)
 
     def misfit(j: np.ndarray) -> float:
-        """Chi-square over its 23 degrees of freedom."""
+        """The statistic is chi-square divided by its 23 degrees of freedom."""
         return float((len(parents) * (counts - j.ravel()) ** 2 / j.ravel()).sum() / 23)
 
     assert misfit(joint(edge, a, b)) < 2.2  # p = 0.001

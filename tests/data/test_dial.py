@@ -1,4 +1,4 @@
-"""The entropy dial: its statistics against plain counts, its probabilities against enumeration, its refusals."""
+"""The entropy dial: its statistics against counts, its probabilities against enumeration, its error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ THREE = DialConfig(
     grid={"image": 6},
     mutual_information=1.2,
 )
-# So small that every sequence can be written down.
+# A dial so small that all its sequences can be enumerated.
 TINY = DialConfig(
     vocabulary={"text": 3, "image": 2, "audio": 2},
     skew={"text": 0.6, "image": 1.0, "audio": 0.2},
@@ -38,7 +38,7 @@ ORDERS = ("forward", "backward", "both")
 
 
 def chain(**fields) -> DialConfig:
-    """A text chain at lag 3 and an image chain at lag 2, small enough to count pairs in."""
+    """A text chain at lag 3 and an image chain at lag 2, small enough to count pairs."""
     base = DialConfig(
         vocabulary={"text": 12, "image": 12},
         skew={"text": 0.8, "image": 0.8},
@@ -50,7 +50,7 @@ def chain(**fields) -> DialConfig:
 
 
 def by_modality(dial: Dial, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Tokens of each modality in each document, from block ranges alone."""
+    """Return the tokens of each modality in each document, by the ranges of the blocks alone."""
     edges = np.cumsum([0, *dial.vocab_sizes.values()])
     return {
         m: ids[(ids >= low) & (ids < high)].reshape(len(ids), -1) - low
@@ -59,7 +59,7 @@ def by_modality(dial: Dial, ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def counted_entropy(*columns: np.ndarray) -> float:
-    """Joint entropy from counts, nats, with Miller and Madow's correction of the bias, (cells − 1) / 2N."""
+    """Return the joint entropy from counts, in nats, with Miller and Madow's bias correction, (cells − 1) / 2N."""
     keys = sum(column.ravel() * 1000**k for k, column in enumerate(columns))
     _, counts = np.unique(keys, return_counts=True)
     p = counts / counts.sum()
@@ -71,7 +71,7 @@ def counted_information(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def every_sequence(config: DialConfig) -> np.ndarray:
-    """Every id in every place of every block, in both orders of the modalities unless the order is fixed."""
+    """Each id occurs in each place of each block, in both orders of the modalities unless the order is fixed."""
     starts = dict(zip(config.names, np.cumsum([0, *config.vocabulary.values()]), strict=False))
     rows = []
     for names in {"forward": [1], "backward": [-1]}.get(config.order, [1, -1]):
@@ -84,7 +84,7 @@ def every_sequence(config: DialConfig) -> np.ndarray:
     return np.array(rows)
 
 
-# Statistics against counts that know nothing of the construction
+# Statistics against counts that do not use the construction
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -95,7 +95,7 @@ def test_counts_find_the_entropy_and_the_lag(order):
         by_distance = {
             k: counted_entropy(ids[:, k:], ids[:, :-k]) - counted_entropy(ids[:, :-k]) for k in range(1, 7)
         }
-        # About 4e5 pairs in 144 cells: the correction is 2e-4, the error that is left a few 1e-3.
+        # There are about 4e5 pairs in 144 cells: the correction is 2e-4, and the remaining error a few 1e-3.
         assert by_distance[config.lag[name]] == pytest.approx(config.entropy[name], abs=0.006)
         others = [h for k, h in by_distance.items() if k % config.lag[name]]
         unigram = config.entropy_interval(name)[1]
@@ -126,7 +126,7 @@ def test_counts_find_the_mutual_information(order):
     pairs = np.array([[counted_information(t, i) for i in parts["image"].T[:6]] for t in parts["text"].T[:6]])
     tied = np.arange(3)
     assert pairs[tied, tied].sum() == pytest.approx(1.6, abs=0.03)
-    # Nothing else is tied but the children of tied roots, and those less.
+    # Only the children of tied roots depend on each other, and less strongly.
     assert pairs[0, 1] < 0.002 and pairs[3, 3] < 0.002
     assert 0.002 < pairs[3, 0] < pairs[0, 0]
     none = by_modality(
@@ -157,7 +157,7 @@ def test_probabilities_of_every_sequence_add_up_to_1(order):
     nats = Dial(config).log_prob(sequences)
     assert (nats <= 0).all()
     assert np.exp(nats.sum(1)).sum() == pytest.approx(1, abs=1e-12)
-    # The sum over what may follow a prefix is the probability of the prefix: each token's, given all earlier ones.
+    # The probabilities of all continuations of a prefix sum to the probability of the prefix.
     for t in range(1, sequences.shape[1]):
         _, group = np.unique(sequences[:, :t], axis=0, return_inverse=True)
         summed = np.bincount(group.ravel(), np.exp(nats.sum(1)))[group.ravel()]
@@ -174,7 +174,7 @@ def test_sampled_documents_have_the_probabilities_that_log_prob_gives(order):
     counts = np.bincount(drawn, minlength=len(sequences))
 
     def misfit(nats: np.ndarray) -> float:
-        """Chi-square over its degrees of freedom, in standard deviations from 1."""
+        """Return chi-square as its distance from the degrees of freedom, in standard deviations."""
         expected = n * np.exp(nats.sum(1))
         enough = expected > 5
         dof = enough.sum() - 1
@@ -209,7 +209,7 @@ def test_a_document_is_equally_likely_in_both_orders_and_the_choice_costs_ln_2()
 def test_what_is_no_document_is_refused_and_what_cannot_follow_is_impossible():
     certain = chain(
         order="forward",
-        # 13: rounding would give a certain token more than probability 1.
+        # With 13 ids, rounding would give a certain token a probability above 1.
         vocabulary={"text": 13, "image": 12},
         skew={"text": 0.0, "image": 0.0},
         entropy={"text": 0.0, "image": 0.5},
@@ -263,7 +263,8 @@ def test_a_gap_of_0_is_0_to_the_last_digit_and_moves_alone():
     held = ("vocabulary", "skew", "unigram entropy", "lag", "tokens", "token share", "transitions")
     rows = [[{k: row[k] for k in held} for row in dial.describe(10**6)] for dial in (lo, mid, hi)]
     assert rows[0] == rows[1] == rows[2]
-    # The two modalities of a gap of 0 are copies: the same uniform numbers would make the same tokens.
+    # The two modalities of a gap of 0 have the same distribution: the same uniform numbers would give the same
+    # tokens.
     ids = mid.documents(0, 0, 2)
     swapped = np.where(ids < 128, ids + 128, ids - 128)
     assert np.allclose(mid.log_prob(ids), mid.log_prob(swapped), atol=1e-12)
@@ -285,7 +286,7 @@ def test_no_other_predictor_beats_the_source():
         loss = own - Dial(other).log_prob(ids).sum(1)
         error = loss.std() / math.sqrt(len(loss))
         assert loss.mean() > 5 * error, name
-        # And on the other's documents it is the other way round.
+        # On the documents of the other dial it is the reverse.
         theirs = Dial(other).documents(8, 0, 30_000)
         assert (Dial(other).log_prob(theirs) - Dial(config).log_prob(theirs)).mean() > 0, name
 

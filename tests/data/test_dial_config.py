@@ -1,4 +1,4 @@
-"""What the dial is asked for: refusals in one sentence, parents, and the table it prints."""
+"""The configuration of the dial: error messages in one sentence, parents, and the printed table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THREE = DialConfig(
 
 
 def chain(**fields) -> DialConfig:
-    """A text chain at lag 3 and an image chain at lag 2, small enough to count pairs in."""
+    """A text chain at lag 3 and an image chain at lag 2, small enough to count pairs."""
     base = DialConfig(
         vocabulary={"text": 12, "image": 12},
         skew={"text": 0.8, "image": 0.8},
@@ -93,7 +93,7 @@ def test_the_table_adds_up():
     forward = Dial(replace(THREE, order="forward")).floors()
     for name, row in rows.items():
         assert row["predictability"] == pytest.approx(row["unigram entropy"] - row["entropy"], abs=1e-12)
-        # n (H − h̄) = I + mutual information of the tokens of the modality.
+        # n (H − h̄) = I + the mutual information of the tokens of the modality.
         information = row["tokens"] * (row["unigram entropy"] - forward[name])
         assert information == pytest.approx(row["redundancy inside"] + row["mutual information"], abs=1e-9)
         assert row["floor"] == dial.floors()[name]
@@ -129,7 +129,7 @@ def test_occurrences_are_what_counting_finds():
     p = np.bincount(ids.ravel(), minlength=12) / ids.size
     by_chance = np.outer(p, p).ravel()
     tied = pairs / pairs.sum() > by_chance
-    # A share ρ of the pairs is drawn from the coupling, the rest by chance, which hits coupled pairs too.
+    # A share ρ of the pairs is drawn from the coupling, the rest independently, which also gives coupled pairs.
     rho = (pairs[tied].sum() / pairs.sum() - by_chance[tied].sum()) / (1 - by_chance[tied].sum())
     assert row["transitions"] == 23 and pairs.sum() == 2_000 * 21
     assert rho * pairs.sum() / 23 == pytest.approx(row["seen"], rel=0.05)

@@ -1,4 +1,4 @@
-"""What the page says is what the batches hold: counted again from tensors, decoded again with the tokenizers."""
+"""The page equals the batches: counted again from tensors, decoded again with the tokenizers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = (f"--sequences={SHOWN}", f"--data.seq_len={PLACES}")
 
 
 class Page(HTMLParser):
-    """A page in parts: text and pictures of each sequence, tags that match, everything referred to."""
+    """The page in parts: text and images of each sequence, matching tags, resolved references."""
 
     VOID = ("meta", "br", "col", "img", "line", "rect", "link")
 
@@ -80,7 +80,8 @@ class Page(HTMLParser):
         return found[1]
 
     def widths(self, index: int, lane: str) -> Counter:
-        """Places by color in the lane of tokens (tall), of trained targets (middle) or of weight 0 (thin)."""
+        """Return the positions by color in the lane of tokens (tall), of trained targets (middle) or of weight 0
+        (thin)."""
         y, height = {"tokens": (0, 14), "trained": (19, 10), "weight 0": (23, 2)}[lane]
         shape = rf'<rect x="\d+" y="{y}" width="(\d+)" height="{height}" fill="(#\w+)"/>'
         counts: Counter = Counter()
@@ -89,7 +90,7 @@ class Page(HTMLParser):
         return counts
 
     def read(self, index: int) -> str:
-        """The text of a sequence without its specials."""
+        """Return the text of a sequence without its special tokens."""
         return html.unescape("".join(re.findall(r"<i>(.*?)</i>", self.section(index), re.S)))
 
     def pictures(self, index: int, what: str) -> list[Image.Image]:
@@ -110,7 +111,7 @@ def data_of(args: list[str], *more: str) -> TokenDataModule:
 
 
 def batch_of(args: list[str], *more: str):
-    """The first sequences as training gets them."""
+    """Return the first sequences as training reads them."""
     return MicroBatches(data_of(args, *LONG[1:], *more).order, SHOWN, 1, 0, 1, steps=1)[0]
 
 
@@ -323,7 +324,7 @@ def test_interleaved_documents_with_several_images_and_their_drops(tiny_args, ti
     assert page.numbers["dropped"]["interleaved"] == dropped
     assert "image cannot be decoded 3" in page.text and "document is <empty> 1" in page.text
     assert page.numbers["modalities"]["text"]["duplicates"] == 5 / 6
-    # A row shorter than the document holds a part of it, and says which.
+    # A row shorter than its document holds a part of the document, and the page names the part.
     pieces = inspected(tmp_path / "pieces", tiny_args, *more[:-1], "--data.seq_len=88", "--data.val_sequences=2",
                        "--monitor.probe_sequences=2")  # fmt: skip
     assert re.search(r"Document \d, tokens 0 to \d+ of \d+", pieces.text)
@@ -478,7 +479,7 @@ def test_an_out_that_cannot_be_written_is_named(tiny_args, tmp_path, capsys):
 
 
 def test_flags_of_training_keep_their_order(tiny_args, tmp_path):
-    """A file given after a flag wins, as in training: ours are taken out, and no others are moved."""
+    """A file after a flag overrides the flag, as in training: mmqk's own flags are removed, and no others move."""
     (tmp_path / "a.yaml").write_text("data: {seq_len: 120}\n")
     args = [a for a in tiny_args if "seq_len" not in a]
     first = inspected(

@@ -1,4 +1,4 @@
-"""Pairs read from their shards while training: the same documents as those that were tokenized before."""
+"""Pairs read from their shards during training equal the documents that were tokenized before."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_documents_are_those_of_the_cache(tiny_data, tmp_path):
             len(online[split]) == len(cached[split])
             and online[split].image_tokens == cached[split].image_tokens
         )
-        # One image or many at a time round differently: a code at a tie may differ, none did here.
+        # One image and many images at a time round differently. A code at a tie may differ; none did here.
         assert all((online[split][i] == cached[split][i]).all() for i in range(len(cached[split])))
     assert online["train"][0].tolist() != online["train"][1].tolist()
 
@@ -85,8 +85,8 @@ def test_a_larger_share_holds_out_the_same_and_more(tiny_data, tmp_path):
 
 
 def test_an_image_lies_in_one_split_that_of_the_tokenizing_program(tiny_data, tmp_path):
-    # Bytes need not be images to be dealt out. Each of them occurs under two keys of each of two shards;
-    # webp is taken before jpg, and jpg alone where there is no webp.
+    # The reader deals out any bytes, also those of no image. Each image occurs under two keys in each of two shards;
+    # webp is used before jpg, and jpg only if there is no webp.
     def sample(n):
         return {"jpg": b"%d" % n, "txt": b"a", **({"webp": b"w%d" % n} if n % 2 else {})}
 
@@ -122,13 +122,13 @@ def test_shards_are_those_of_the_manifest(tiny_data, tmp_path, monkeypatch):
     walks = count_walks(monkeypatch)
     pairs = shutil.copytree(tiny_data / "pairs", tmp_path / "pairs")
     argv = (str(pairs), tiny_data / "tokenizers", tmp_path / "cache", 0.2)
-    # An index that was made for a pattern was not compared with the manifest.
+    # An index that was made for a pattern has not been compared with the manifest.
     open_online(str(pairs / "train-00000.tar"), *argv[1:])
     assert not hashed
     assert [len(s) for s in open_online(*argv).values()] == [40, 12]
     open_online(*argv)
     assert len(hashed) == len(walks) == 3
-    # The other shard, in place of the one that the manifest means.
+    # The other shard in place of the one in the manifest.
     shutil.copy(pairs / "train-00000.tar", pairs / "train-00001.tar")
     with pytest.raises(UserError, match=r"train-00001\.tar differs from its manifest"):
         open_online(*argv)
@@ -171,7 +171,7 @@ def test_a_damaged_index_is_made_again(tiny_data, tmp_path):
     whole = kept.read_bytes()
     turned = bytearray(whole)
     turned[len(whole) // 3] ^= 255
-    # A flag or a method that zipfile does not know is a RuntimeError.
+    # A flag or a compression method that zipfile does not know raises a RuntimeError.
     method = bytearray(whole)
     method[whole.index(b"PK\x01\x02") + 10] = 77
     for damaged in (whole[: len(whole) // 2], bytes(turned), bytes(method), b"", b"PK\x03\x04", b"no zip"):
@@ -215,7 +215,7 @@ def test_a_run_reads_shards_with_workers_as_without(tiny_data, tmp_path):
 
 
 def tiny_shard(tiny_data, path, n=40, broken=()):
-    """n samples with images of their own, some of which are cut in half."""
+    """Return n samples with different images, some of which are truncated."""
     shards = [index_tar(tiny_data / f"pairs/train-0000{s}.tar") for s in (0, 1)]
     images = [shard.read(i)["webp"] for shard in shards for i in range(len(shard))]
     files = [images[i][: 40 if i in broken else None] for i in range(n)]
@@ -228,9 +228,9 @@ def both_splits(path, tokenizers, cache, val_fraction=1e-9):
 
 def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, capsys):
     path = tiny_shard(tiny_data, tmp_path / "a.tar", 20, broken=(1, 2, 19))
-    # Three of 20 are more than a tenth: two of them are read here.
+    # Three of 20 are more than a tenth; two of them are read here.
     found = both_splits(path, tiny_data / "tokenizers", tmp_path)["train"]
-    # The next sample stands in, also when it is asked for again and from an end to the beginning.
+    # The next sample replaces it, also at a second read and at the end, where the first sample follows.
     assert [found[1].tolist(), found[1].tolist()] == [found[3].tolist()] * 2
     assert found.skipped == dict.fromkeys(
         (f"sample k{i} of shard {path}" for i in (1, 2)), "image cannot be decoded"
@@ -245,7 +245,7 @@ def test_a_sample_that_cannot_be_used_is_skipped_and_named(tiny_data, tmp_path, 
 
 
 def test_a_split_takes_the_place_of_its_own_samples_only(tiny_data, tmp_path):
-    """Both splits share the account of what was read, and neither is filled up from the other."""
+    """Both splits share the counts of unusable samples, and neither takes samples of the other."""
     path = tiny_shard(tiny_data, tmp_path / "a.tar", broken=(0, 7))
     found = both_splits(path, tiny_data / "tokenizers", tmp_path, 0.3)
     for split in found.values():

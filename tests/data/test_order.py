@@ -1,4 +1,4 @@
-"""The order of a run: exact proportions, pure functions of the index, sequences of the promised form."""
+"""The order of a run: exact proportions, pure functions of the index, and sequences of the documented form."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_weights_are_met_in_every_cycle():
 
 
 def furthest(slots, weights, window):
-    """How many samples any window of so many is off its share, for the kind that is furthest off."""
+    """Return the largest deviation, over kinds, of the number of samples of a kind from its share in any window of
+    this length."""
     return max(
         max(
             abs(sum(s == slot for s in slots[i : i + window]) - share * window)
@@ -74,7 +75,7 @@ def test_weights_are_met_in_any_window(seed):
     shares = {"image_first": 1 / 3, "caption_first": 1 / 3, "text": 2 / 9, "image": 1 / 9}
     assert furthest(slots, shares, 300) <= 4 and furthest(slots, shares, 100) <= 4
     assert slots[:CYCLE] != slots[CYCLE : 2 * CYCLE]
-    # The control: shuffled cycles, which are as exact over whole cycles.
+    # The control: shuffled cycles, which are equally exact over whole cycles.
     random = np.random.default_rng(0)
     shuffled = [s for c in range(5) for s in random.permutation(slots[c * CYCLE : (c + 1) * CYCLE]).tolist()]
     assert furthest(shuffled, shares, 300) > 8
@@ -128,7 +129,7 @@ def test_impossible_mixtures_are_refused(weights, share, says):
 
 
 def test_sequences_have_the_promised_form(tiny_data, builder, vocabulary):
-    """Decoded with the tokenizers alone, a pair holds its own image and its own caption, in both orders."""
+    """Decoded with the tokenizers alone, a pair has its own image and its own caption, in both orders."""
     text, image = (t.load(tiny_data / "tokenizers") for t in (TextTokenizer, ImageTokenizer))
     from mmqk.shards.pairs import read_pairs
 
@@ -199,7 +200,7 @@ def test_validation_rows_are_fixed_and_hold_every_form(tiny_data):
 def test_fewer_are_held_out_than_asked_for(tiny_data, capsys):
     builder = builder_of(tiny_data, "val")
     rows = validation_rows(builder, 100)
-    # 12 pairs, and a text in every fourth place.
+    # There are 12 pairs, and a text in every fourth place.
     assert len(rows) == 16 and len({tuple(row.ids) for row in rows}) == 16
     assert sum(BEGIN_IMAGE in row.ids for row in rows) == 12
     assert [r.ids.tolist() for r in rows] == [r.ids.tolist() for r in validation_rows(builder, 16)]
@@ -213,7 +214,7 @@ def test_fewer_are_held_out_than_asked_for(tiny_data, capsys):
 
 
 def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):
-    """Neither trained on, nor validated on, nor a part of the identity."""
+    """It is not trained on, not validated on, and not part of the identity."""
     folders = {n: str(tiny_data / n) for n in ("pairs", "text", "tokenizers")}
 
     def of(mix, cache, **others):
@@ -228,7 +229,7 @@ def test_what_is_not_in_the_mixture_is_not_read(tiny_data, tmp_path):
     assert (kinds, forms) == ({"pair"}, {True}) and identity == of({"pair": 1.0}, "a", text="nowhere")[2]
     assert of({"image": 1.0}, "b", text="")[0] == {"pair"}
     assert of({"text": 1.0}, "c", pairs="nowhere")[:2] == ({"text"}, {False})
-    # The control: what is in the mixture is read and validated on.
+    # The control: a source in the mixture is read and validated on.
     assert of({"pair": 3.0, "text": 1.0}, "d")[:2] == ({"pair", "text"}, {True, False})
     with pytest.raises(UserError, match="nowhere"):
         of({"pair": 3.0, "text": 1.0}, "d", text="nowhere")
@@ -250,7 +251,7 @@ def test_the_page_names_what_counts_as_an_image_and_where_windows_end(tiny_data)
     assert all(name in section for name in FORMATS)
     said = " ".join(page.partition("## Packing")[2].partition("## ")[0].split())
     assert "Positions run on through a row and do not restart" in said and "attention crosses the `<eos>`" in said
-    # A window crosses documents, and is one document to attention.
+    # A window crosses documents, and attention treats it as one document.
     builder = builder_of(tiny_data)
     windows = [Windows(builder, "text", 0).row(n) for n in range(len(Windows(builder, "text", 0)))]
     assert any((row.ids[1:-1] == EOS).any() for row in windows) and {row.starts for row in windows} == {(0,)}
@@ -353,14 +354,14 @@ def text_store(*sizes):
 
 
 def test_text_is_one_stream_over_all_parts():
-    """However many shards it came from: 20 of 150 tokens and one of 4,000 are read like one of 7,000."""
+    """The number of shards does not matter: 20 shards of 150 tokens and one of 4,000 are read like one of 7,000."""
     many, one = text_store(*[150] * 20, 4000), text_store(7000)
     orders = [
         TrainingOrder(SequenceBuilder({"text": s}, s.layout, 88), {"text": 1.0}, 0.5, 0) for s in (many, one)
     ]
     rows = [[order.row(i).ids.tolist() for i in range(200)] for order in orders]
     assert rows[0] == rows[1] and {len(row) for row in rows[0]} == {88}
-    # An epoch reads all but less than two windows.
+    # An epoch reads all tokens but less than two windows.
     epoch = orders[0].rows_of_an_epoch["text"]
     assert len({tuple(row) for row in rows[0][:epoch]}) == epoch == 7000 // 87 - 1
     assert [many.stream(140, 25).tolist()] == [list(range(145, 170))]
@@ -389,7 +390,7 @@ def test_validation_is_spread_over_what_is_held_out():
 
 
 def test_an_order_can_be_sent_to_another_process(builder):
-    """As a loader does whose workers are spawned and not forked."""
+    """Pickle it, as a loader does whose workers are spawned and not forked."""
     order = TrainingOrder(builder, {"pair": 3.0, "text": 1.0}, 0.5, seed=0)
     before = [order.row(i).ids.tolist() for i in range(20)]
     sent = pickle.loads(pickle.dumps(order))
@@ -434,7 +435,8 @@ def test_a_kind_without_held_out_documents_is_refused(tmp_path):
 
 
 def test_pieces_without_a_first_token_lose_no_target():
-    """Where nothing stands before a document, its pieces overlap by a token: all but its first is predicted."""
+    """If nothing precedes a document, its pieces overlap by a token, so that each token but the first is
+    predicted."""
     store = TokenStore("tokens", Layout({"a": 99}), [np.arange(45)], [np.array([20, 25])])
     cut = pieces(store, 19)
     targets = [store[d][s:e][1:].tolist() for d, s, e in cut.tolist()]

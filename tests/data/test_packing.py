@@ -48,7 +48,7 @@ def test_at_most_two_per_cent_is_padding(n, mean):
     )
     one_a_row = 1 - given.sum() / (512 * n)
     assert one_a_row > 0.5
-    # The control: documents in the order in which they come waste more.
+    # The control: documents in their original order waste more.
     used = rows = 0
     for length in given:
         if used + length > 512 or not rows:
@@ -58,7 +58,7 @@ def test_at_most_two_per_cent_is_padding(n, mean):
 
 
 def test_rows_do_not_gather_documents_of_one_length():
-    """Documents of equal length are alike: by best fit alone most rows of these hold one length only."""
+    """Documents of equal length are interchangeable: with best fit alone most rows would hold only one length."""
     given = np.random.default_rng(0).integers(78, 98, 5000)
     rows = fit(given, 1024)
     assert (
@@ -123,7 +123,7 @@ def test_no_target_crosses_a_document(order):
 
 @pytest.mark.parametrize("backend", ["math", "sdpa"])
 def test_a_packed_document_is_seen_as_if_alone(order, backend):
-    """Rotary positions are relative, so the logits of a document alone are those of the document in its row."""
+    """Rotary positions are relative, so a document has the same logits alone and in its row."""
     config = ModelConfig(d_model=32, n_layers=2, n_heads=2, vocab_sizes=LAYOUT.vocab_sizes)
     model = EarlyFusionTransformer(config, backend=backend, seed=0).double()
     row = next(order.row(i) for i in range(50) if len(order.row(i).starts) > 3)

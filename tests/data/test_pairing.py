@@ -1,4 +1,4 @@
-"""`data.pairing`: the same images and captions in other pairs, or captions alone; a negative control each."""
+"""`data.pairing`: the same images and captions in other pairs, or captions alone; each with a negative control."""
 
 from __future__ import annotations
 
@@ -65,11 +65,12 @@ def module(tiny_data, **more) -> TokenDataModule:
 
 @pytest.mark.parametrize("pack", ["none", "documents"])
 def test_rows_of_a_run_change_as_the_field_says(tiny_data, pack):
-    """Over an epoch, token counts stay with shuffled captions, and those of captions without images."""
+    """Over an epoch, shuffled captions keep the token counts, and captions without images keep those of the
+    captions."""
     rows = {}
     for pairing in ("matched", "shuffled", "captions"):
         data = module(tiny_data, pairing=pairing, mix={"pair": 1.0}, pack=pack)
-        # An epoch of 40 pairs, without packing one a row.
+        # An epoch has 40 pairs, one per row without packing.
         epoch = range(data.order.rows_of_an_epoch["pair"])
         rows[pairing] = [data.order.row(i).ids for i in epoch]
         modality = data.builder.layout.modality(np.concatenate([row.ids for row in data.val_rows]))
@@ -100,7 +101,7 @@ def test_old_identities_stay_and_other_pairings_are_other_runs(tiny_data):
     assert len({identity_hash(identity(pairing=p)) for p in ("matched", "shuffled", "captions")}) == 3
     # Text alone has no pairs to change.
     assert identity(mix={"text": 1.0}) == identity(mix={"text": 1.0}, pairing="shuffled")
-    # Images alone are trained on unchanged, but the held-out pairs are others.
+    # Images alone are trained on unchanged, but the held-out pairs differ.
     assert identity(mix={"image": 1.0}) != identity(mix={"image": 1.0}, pairing="shuffled")
 
 

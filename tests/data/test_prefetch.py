@@ -1,4 +1,5 @@
-"""Batches one ahead: on stand-ins for CUDA's streams that write down what happens, and on a GPU if there is one."""
+"""Batches are copied one step ahead: tested with stand-ins for CUDA streams that record the calls, and on a GPU if
+there is one."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def batch_of(i: int) -> TokenBatch:
 
 
 class Told:
-    """What happens, in order: loaded i, copied i (on which stream), recorded e, waits e, keeps i, step i."""
+    """The recorded calls, in order: loaded i, copied i (on which stream), recorded e, waits e, keeps i, step i."""
 
     def __init__(self, monkeypatch, device: torch.device = CUDA) -> None:
         self.happened: list[tuple] = []
@@ -122,7 +123,7 @@ class Few:
 
 
 def loader_of(monkeypatch, **few) -> PositionedLoader:
-    """One that believes to be on a GPU, without pinned memory."""
+    """A tensor that reports a GPU as its device, without pinned memory."""
     Told(monkeypatch)
     import mmqk.data.datamodule as module
 

@@ -1,4 +1,4 @@
-"""Estimates of how predictable tokens are, against sources whose entropy is known and against plain counting."""
+"""Estimates of how predictable tokens are, against sources of known entropy and against plain counting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def zipf(size: int, exponent: float, random: np.random.Generator) -> np.ndarray:
 
 
 def chain(transitions: np.ndarray, documents: int, length: int, lag: int, seed: int) -> np.ndarray:
-    """Documents of a Markov chain whose parent is ``lag`` tokens back."""
+    """Return documents of a Markov chain whose parent is ``lag`` tokens back."""
     random, (size, _) = np.random.default_rng(seed), transitions.shape
     ids_DT = random.integers(size, size=(documents, length))
     cumulative = transitions.cumsum(1)
@@ -34,7 +34,7 @@ def chain(transitions: np.ndarray, documents: int, length: int, lag: int, seed: 
 
 
 def conditional_entropy(transitions: np.ndarray) -> float:
-    """Of the stationary chain, nats a token, from its matrix alone."""
+    """Return the entropy rate of the stationary chain in nats per token, from its matrix."""
     stationary = np.linalg.matrix_power(transitions, 200)[0]
     return float(stationary @ [entropy(row) for row in transitions])
 
@@ -59,7 +59,7 @@ def test_tokens_without_structure_have_their_unigram_entropy_and_no_less(size, e
     assert exact - 3 * found.model_error < found.model < 1.01 * exact
     assert found.model_context == ()
     assert found.repeated < 0.01 and found.duplicates == 0
-    # The same tokens in order of size are as frequent as before, and predictable.
+    # The same tokens in sorted order have the same frequencies and are predictable.
     ordered = one(np.sort(ids_DT[:700], axis=1), np.sort(ids_DT[700:], axis=1), size)
     assert ordered.unigram == pytest.approx(found.unigram, abs=0.05)
     assert ordered.model < 0.7 * exact and ordered.compressed < 0.7 * exact
@@ -86,7 +86,7 @@ def test_a_chain_is_found_to_be_as_predictable_as_it_is(transitions):
     sizes, nats = zip(*sorted(found.compressed_by_tokens.items()), strict=True)
     assert sizes == (1270, 12700, 127000) and sorted(nats, reverse=True) == list(nats)
     assert nats[-1] == found.compressed
-    # Out of order nothing is left but frequencies.
+    # In random order, only the frequencies remain.
     mixed_DT = np.random.default_rng(0).permuted(ids_DT, axis=1)
     control = one(mixed_DT[:1000], mixed_DT[1000:])
     assert control.unigram == pytest.approx(found.unigram, abs=0.01)
@@ -99,7 +99,7 @@ def test_a_parent_further_back_is_found_at_its_distance_only(transitions):
     near, far = (one(ids_DT[:1000], ids_DT[1000:], contexts=[c]) for c in [(1, 2, 3, 4), (1, 8)])
     above = one(ids_DT[:1000], ids_DT[1000:], contexts=[(8,), (1, 2)])
     assert near.model > 0.97 * near.unigram
-    # The first 8 tokens of a document have no parent, and 7 of its 95 targets are such.
+    # The first 8 tokens of a document have no parent; they are 7 of its 95 targets.
     known = (88 * exact + 7 * near.unigram) / 95
     assert known - 3 * above.model_error < above.model < 1.03 * known and above.model_context == (8,)
     assert above.model <= far.model < 0.9 * near.model
@@ -107,7 +107,8 @@ def test_a_parent_further_back_is_found_at_its_distance_only(transitions):
 
 
 def brute_force(train, val, size: int, edge: int, context: int) -> list[float]:
-    """-log p by interpolated absolute discounting, from dictionaries; ids from ``edge`` are another modality."""
+    """Return -log p by interpolated absolute discounting, computed with dictionaries; ids from ``edge`` on are
+    another modality."""
     tables = []
 
     def key(row, t: int, length: int) -> tuple:
@@ -173,7 +174,7 @@ def test_the_standard_error_is_of_documents_that_are_independent():
     val = random.choice(8, (100, 40), p=np.arange(1, 9) / 36)
     spread = [one(train, random.choice(8, (100, 40), p=np.arange(1, 9) / 36), 8).model for _ in range(60)]
     assert one(train, val, 8).model_error == pytest.approx(np.std(spread), rel=0.35)
-    # Each document four times over, in one document: no new evidence.
+    # Each document occurs four times in one document, which adds no evidence.
     assert one(train, np.tile(val, 4), 8).model_error == pytest.approx(
         2 * one(train, np.concatenate([val] * 4), 8).model_error, rel=0.1
     )
@@ -189,7 +190,7 @@ def test_what_was_read_before_counts_as_repeated():
     other = np.random.default_rng(1).integers(500, size=(5, 33))
     control = one(fresh, other, size=500)
     assert control.repeated == control.duplicates == control.repeated_held_out == 0
-    # A held-out passage that only another held-out document has was not read in training.
+    # A held-out passage that only another held-out document contains was not seen in training.
     assert one(fresh, np.concatenate([other, other]), size=500).repeated_held_out == 0
 
 
@@ -210,7 +211,7 @@ def test_repeated_passages_are_those_that_a_search_finds():
 
 def test_three_modalities_by_their_blocks(transitions):
     random, n = np.random.default_rng(5), 600
-    # The words of the first half are others than those of the second, which the image stands behind.
+    # The words of the first half differ from those of the second half, which follows the image.
     text = random.choice(20, (n, 20), p=zipf(20, 1.0, random)) + np.repeat([0, 20], 10)
     image = 40 + chain(transitions, n, 30, lag=1, seed=6)
     sound = 104 + text[:, :10] % 8  # what the first words say, ten words later
@@ -224,7 +225,8 @@ def test_three_modalities_by_their_blocks(transitions):
     assert found["sound"].used == len(np.unique(sound[:500])) and found["sound"].documents == 500
     assert found["sound"].model < 0.05 and found["sound"].model_context == (20,)  # contexts cross modalities
     assert found["sound"].compressed > 0.5  # compression does not
-    # What begins after 20 and 30 tokens is known but for where it begins; all else is frequency.
+    # The tokens after the first 20 and 30 are known except for their start; for all others only the frequencies are
+    # known.
     nothing = found["text"].model_by_context["none"]
     assert found["text"].unigram - 0.1 < nothing < found["text"].unigram + 0.3
     alone = describe([row - 104 for row in sound[:500]], [], {"sound": 8})["sound"]

@@ -1,4 +1,4 @@
-"""Tokenizing a user's shards: what comes out, what is counted, what survives a kill, and one sentence a mistake."""
+"""Tokenizing a user's shards: the result, the counts, a resume after a kill, and one sentence per user error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FORMATS = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
 
 
 def picture(seed: int) -> bytes:
-    """A file of some size and format; equal seeds give equal bytes."""
+    """Return a file of some size and format; equal seeds give equal bytes."""
     random = np.random.default_rng(seed)
     width, height = SIZES[seed % len(SIZES)]
     image = Image.fromarray(random.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((width, height))
@@ -75,7 +75,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """A folder with 00000.tar to 00003.tar of 9 pairs each, as img2dataset leaves it."""
+    """Write a folder with 00000.tar to 00003.tar of 9 pairs each, as img2dataset does."""
     folder = tmp_path / "shards"
     folder.mkdir()
     for number in range(4):
@@ -86,7 +86,7 @@ def shards(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Tokenize in this process; returns the folder and what was printed."""
+    """Tokenize in this process; return the folder and the printed text."""
 
     def call(*args: str, out: str = "out", workers: int = 0) -> tuple[Path, str]:
         folder = tmp_path / out
@@ -122,7 +122,7 @@ def header(folder: Path) -> dict[str, Any]:
 
 
 def alike(some: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
-    """Whether documents agree but for a code in twenty: another batch may round an image otherwise."""
+    """Return whether documents agree in all but one code in twenty: another batch may round an image differently."""
     return len(some) == len(others) and all(
         len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= len(a) // 20
         for a, b in zip(some, others, strict=True)
@@ -130,7 +130,7 @@ def alike(some: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
 
 
 class Tokenizers:
-    """The documents by the tokenizers alone, one image at a time."""
+    """Return the documents by the tokenizers alone, one image at a time."""
 
     def __init__(self, folder: Path):
         self.image, self.bpe = ImageTokenizer.load(folder), TextTokenizer.load(folder)
@@ -216,7 +216,7 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
         ("../../i\x1b[2J.gif", b"x"),
         ("README", b"no sample"),
     ]  # fmt: skip
-    # Seven more of one reason: five of its keys are kept.
+    # Seven more samples have one reason, and five of their keys are kept.
     write_tar(tmp_path / "a.tar", members)
     write_tar(tmp_path / "b.tar", [(f"z{i}.txt", b"x") for i in range(7)] + [*pair(7)])
     folder, said = run("--shards", f"{tmp_path}/[ab].tar", "--max-pixels=59999", "--val-fraction=0")
@@ -241,7 +241,7 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
 
 
 def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: Path) -> None:
-    """One hundred pairs that share their name up to its first dot are one sample, and that is printed."""
+    """One hundred pairs that share their name up to its first dot are one sample, and a line says so."""
     dotted = [(f"photo.{s:04d}.{f}", picture(s) if f == "jpg" else b"a") for s in range(100) for f in ("jpg", "txt")]
     path = write_tar(tmp_path / "a.tar", [*pair(0), *dotted])
     out, printed = run("--shards", str(path))
@@ -250,11 +250,11 @@ def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: 
     assert "photo.0000.jpg is the file 0000.jpg of the sample photo: name it photo_0000.jpg" in printed
     unread = header(out)["about"]["unread"]
     assert unread["counts"] == {DOTTED: 200} and header(out)["about"]["shards"][0]["files"] == 203
-    # Beside an image of the same key they are no reason to drop it, and are counted all the same.
+    # Beside an image of the same key they do not drop the sample, and they are counted.
     path = write_tar(tmp_path / "b.tar", [*pair(0), ("photo.jpg", picture(1)), ("photo.txt", b"a"), *dotted])
     out, printed = run("--shards", str(path), out="b")
     assert "dropped" not in printed and "200 of 205 files were not read" in printed
-    # The negative control: named as the sentence says, all are samples and nothing is printed of files.
+    # The negative control: with the names that the sentence suggests, all are samples, and no line is printed.
     renamed = [(name.replace("photo.", "photo_"), data) for name, data in dotted]
     out, printed = run("--shards", str(write_tar(tmp_path / "c.tar", [*pair(0), *renamed])), out="c")
     assert "not read" not in printed and len(documents(out)) == 101
@@ -313,7 +313,7 @@ def test_interleaved_documents(run: Any, tmp_path: Path, tokenizers: Tokenizers)
     assert not alike(documents(folder), [*expected[:3], shuffled])
     assert header(folder)["dropped"] == {EMPTY_DOCUMENT: 1, NO_MATCH: 1, UNKNOWN: 1}
     assert header(folder)["kind"] == "interleaved"
-    # The same archive taken for pairs has none, and says what that may mean.
+    # Read as pairs, the same archive has no pair, and the message says what the reason may be.
     assert "--interleaved" in refused(run, "--shards", f"{tmp_path}/a.tar", out="pairs")
 
 
@@ -373,7 +373,7 @@ def test_documents_of_a_broken_shard_do_not_enter_the_next(run: Any, tmp_path: P
 
 
 def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
-    # The same 40 images in two shards, with other names and captions.
+    # The same 40 images are in two shards, with other names and captions.
     for shard in range(2):
         members = [
             member
@@ -392,13 +392,13 @@ def test_equal_images_fall_into_one_split(run: Any, tmp_path: Path) -> None:
         assert all(images[split].count(one) == 2 for one in set(images[split]))
     assert not set(images["train"]) & set(images["val"]) and len(images["train"]) + len(images["val"]) == 80
     assert 6 <= len(images["val"]) <= 44
-    # A split by position would have torn them apart.
+    # A split by position would separate them.
     first, second = images["train"] + images["val"], images["val"] + images["train"]
     assert set(first[:30]) & set(second[:30])
 
 
 def cut_short(path: Path) -> bytes:
-    """Cut an archive at the edge of a sample; returns it whole."""
+    """Cut an archive at the end of a sample; return the whole archive."""
     whole = path.read_bytes()
     with tarfile.open(path) as tar:
         edge = tar.getmembers()[12].offset
@@ -416,7 +416,7 @@ def test_broken_shards_are_named_after_the_others_are_done(run: Any, shards: Pat
     assert kept == ["00000.json", "00002.json", "00003.json"]
     with pytest.raises(UserError, match="not finished"):
         open_tokens(out)
-    # webdataset alone reads the four samples that are left, without a word.
+    # webdataset alone reads the four remaining samples and reports nothing.
     assert len(list(wds.WebDataset([str(shards / "00001.tar")], shardshuffle=False))) == 4
     assert "1 of 4 shards" in refused(run, *pattern(shards))
     (shards / "00001.tar").write_bytes(whole)
@@ -532,7 +532,7 @@ def test_ctrl_c_ends_the_workers_at_once(shards: Path, tiny_data: Path, tmp_path
     held, out = shards / "00002.tar", tmp_path / "out"
     args = [*pattern(shards), "--out", str(out), "--tokenizers", str(tiny_data / "tokenizers"), "--workers=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    # Tests that run in the background inherit a SIGINT that is ignored.
+    # Tests that run in the background inherit an ignored SIGINT.
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "held.py"), str(held), *args], preexec_fn=listens,
@@ -639,7 +639,7 @@ def test_long_parts_go_on_in_further_files(run: Any, shards: Path, monkeypatch: 
     assert alike(documents(folder), expected)
     names = [part["name"] for part in header(folder)["splits"]["train"]]
     assert "00000_000001" in names and len(names) > 8
-    # A further file of an attempt that did not end is not taken for one of the next.
+    # A file that an interrupted call left behind is not used by the next call.
     out = shards.parent / "again"
     shutil.copytree(folder, out)
     (out / "tokens.json").unlink()
@@ -714,7 +714,7 @@ def test_the_progress_of_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue() == ""  # the first line of a log comes after ten seconds
     now, counts_N3[0] = 110.0, (100, 2, 0.5)
     shown(counts_N3)
-    # 250 bytes in 10 s: 140 s for the other 3,500.
+    # 250 bytes took 10 s, so the other 3,500 take 140 s.
     line = "2 of 4 shards · 600 samples · 5 samples/s · 8 dropped · about 2:20 left\n"
     assert stream.getvalue() == line
     now, counts_N3[0], counts_N3[1] = 120.0, (150, 3, 1), (0, 0, 1)

@@ -1,4 +1,4 @@
-"""Token folders: what goes in comes out, by hand-made arrays; what cannot be trusted is named."""
+"""Token folders return what was written into them, and errors name what cannot be trusted."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_unfinished_or_damaged_folder_is_named(tmp_path):
 
 
 def flip(path, place=-1):
-    """One bit of a file, whose time of change is another one then."""
+    """Flip one bit of a file, which also changes its modification time."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
@@ -148,7 +148,7 @@ def test_arrays_of_another_form_are_named(tmp_path):
 
 
 def within_a_minute(do):
-    """Run it, or fail where it waits for ever."""
+    """Run it, and fail if it hangs."""
 
     def late(*_):
         raise TimeoutError("it waits")
@@ -208,7 +208,7 @@ def test_pieces_are_the_document_and_never_part_of_an_image():
         for _, s, e in mine:
             part = document[s:e].tolist()
             assert len(part) <= 11 and part.count(3) == part.count(4)
-    # The control: cutting every 11 tokens would cut images.
+    # The control: a cut every 11 tokens would cut images.
     assert any(documents[2][i : i + 11].tolist().count(3) != documents[2][i : i + 11].tolist().count(4)
                for i in range(0, 40, 11))  # fmt: skip
     with pytest.raises(ValueError, match="an image of 6 codes"):
@@ -219,7 +219,7 @@ def test_pieces_are_the_document_and_never_part_of_an_image():
 
 
 def ids_of(n, length, seed):
-    """Rows of 12 text ids (of 100) and 6 image ids (of 50, from 100)."""
+    """Rows of 12 text ids (of 100) and 6 image ids (of 50, starting at 100)."""
     random = np.random.default_rng(seed)
     return np.concatenate(
         [random.integers(0, 100, (n, length - 6)), random.integers(100, 150, (n, 6))], axis=1
@@ -325,7 +325,7 @@ def test_interleaved_documents_are_whole_rows(tmp_path):
     assert found == sorted([0, *d.tolist()] for d in documents)
 
 
-# What `mmqk.data.ids` refuses, and what it leaves behind ---------------------------------------------
+# What `mmqk.data.ids` refuses, and which files it leaves --------------------------------------------------
 
 
 def test_a_run_that_failed_leaves_nothing_to_the_next(arrays, capsys):

@@ -58,7 +58,7 @@ def arguments(name: str, scratch: Path) -> list[str]:
 
 
 def write_documents(scratch: Path) -> None:
-    """A token folder of two modalities, from integers that no library's random numbers decide."""
+    """Return a token folder of two modalities, from integers that do not depend on any library's random numbers."""
     ids = np.array([(i * i * 31 + i * 7) % 60 for i in range(64 * 200)], dtype=np.int64).reshape(200, 64)
     ids[:, 32:] += 60
     np.save(scratch / "ids.npy", ids)
@@ -68,7 +68,8 @@ def write_documents(scratch: Path) -> None:
 
 
 def measure(name: str, scratch: Path) -> dict[str, Any]:
-    """Train one run; its loss at every step, its last line of metrics, its logits, and a digest of all numbers."""
+    """Train one run; return its loss at each step, its last line of metrics, its logits, and a digest of all
+    numbers."""
     argv = arguments(name, scratch)
     out = scratch / "runs" / name
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(said):
@@ -94,7 +95,7 @@ def measure(name: str, scratch: Path) -> dict[str, Any]:
 
 
 def this_platform() -> dict[str, str]:
-    """What decides which kernels run, and so the last bits."""
+    """The settings that decide which kernels run, and therefore the last bits."""
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
     return {
@@ -106,12 +107,12 @@ def this_platform() -> dict[str, str]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], digest: str | None) -> list[str]:
-    """One line for each value of a run that is not what was kept.
+    """Return one line for each value of a run that differs from the stored one.
 
     Args:
         old: the kept run.
         new: the run now.
-        digest: of the run on this platform; None where it was never kept here, so that `TOLERANCE` applies.
+        digest: of the run on this platform; None if it was never stored here, so that `TOLERANCE` applies.
     """
     lines = [f"run id: {old['id']} -> {new['id']}"] if old["id"] != new["id"] else []
     if digest == new["digest"]:
@@ -131,13 +132,13 @@ def differences(old: dict[str, Any], new: dict[str, Any], digest: str | None) ->
 
 
 def digests_of(kept: dict[str, Any]) -> dict[str, str]:
-    """Digests that were kept on this platform, by run; empty on a new one."""
+    """Return the stored digests of this platform by run; empty on a new platform."""
     here = this_platform()
     return next((entry["digests"] for entry in kept["platforms"] if entry["platform"] == here), {})
 
 
 def keep(kept: dict[str, Any], new: dict[str, Any]) -> None:
-    """Put runs among the kept ones. Digests of other platforms go where a run's numbers have moved."""
+    """Store the results of runs. The digests of other platforms are removed if the numbers of a run have changed."""
     here = this_platform()
     for name, run in new.items():
         old = kept["runs"].get(name)
@@ -152,7 +153,7 @@ def keep(kept: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the runs and compare; 1 when a value differs."""
+    """Train the runs and compare them; return 1 if a value differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     parser.add_argument("--write", action="store_true", help="keep the present values")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The golden runs touch every kind of remedy, loss, data and probe, and their comparison sees a small change."""
+"""The golden runs cover every kind of remedy, loss, data and probe, and their comparison detects a small change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEPT_RUNS = KEPT_VALUES["runs"]
 
 
 def settings(name: str) -> dict:
-    """The fields that a golden run sets, by dotted name."""
+    """Return the fields that a golden run sets, by dotted name."""
 
     def flat(tree, prefix=""):
         for key, value in tree.items():

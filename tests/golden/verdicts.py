@@ -27,7 +27,7 @@ COMPARED_ADJUSTED = ("method", "claims", "level", "interval", "p")
 
 
 def differences(kept: list[dict[str, Any]], new: list[dict[str, Any]], but: set[str]) -> list[str]:
-    """One line for each number or verdict that is not the kept one; claims in ``but`` are left out."""
+    """Return one line for each number or verdict that differs from the stored one; claims in ``but`` are left out."""
     before, after = ({claim["claim"]: claim for claim in claims} for claims in (kept, new))
     lines = [f"{name}: only in one of the two" for name in sorted((before.keys() ^ after.keys()) - but)]
     for name in sorted((before.keys() & after.keys()) - but):
@@ -43,7 +43,7 @@ def differences(kept: list[dict[str, Any]], new: list[dict[str, Any]], but: set[
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the differences; 1 when there are any."""
+    """Print the differences; return 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden.verdicts", description=__doc__)
     parser.add_argument("kept", type=Path)
     parser.add_argument("new", type=Path)

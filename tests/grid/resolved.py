@@ -1,4 +1,4 @@
-"""Runs of a shipped grid as `mmqk.config` resolves them."""
+"""Resolve the runs of a shipped grid with `mmqk.config`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def resolved(path: str, seed: int) -> tuple[Grid, dict[str, RunConfig]]:
-    """A grid of the repository, and the run of each of its arms with this seed."""
+    """Return a grid of the repository, and the run of each of its arms with this seed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         grid = load_grid(path)
@@ -23,7 +23,8 @@ def resolved(path: str, seed: int) -> tuple[Grid, dict[str, RunConfig]]:
 
 
 def unequal(a: RunConfig, b: RunConfig) -> set[str]:
-    """Fields in which two whole configurations differ; a mapping that is empty in one does not count itself."""
+    """Return the fields in which two whole configurations differ; a mapping that is empty in one of them does not
+    count itself."""
     flat_a, flat_b = flatten(a.nested()), flatten(b.nested())
     absent = object()
     return {

@@ -25,10 +25,10 @@ GRIDS = {
     "gpu": [FOLDER / f"gpu/{name}.yaml" for name in NAMES[:3]],
 }
 EVERY = {f"C{i}" for i in range(1, 27)}
-# Decided in norm_competition.yaml, or by the outcome of runs instead of by arms.
+# These claims are decided in norm_competition.yaml, or by the outcomes of runs instead of by arms.
 ELSEWHERE = {"C11", "C9"}
 DECIDED = {f"C{i}" for i in (1, 2, 3, 8, 9, 10, 11, 12, 13, 15, 18, 24, 25)} - ELSEWHERE
-# One core of a small machine, with startup: 300 steps of demo.yaml 15 s, 1,500 steps of dial.yaml 95 s.
+# Seconds on one core of a small machine, with startup: 300 steps of demo.yaml 15 s, 1,500 steps of dial.yaml 95 s.
 SECONDS = {"demo.yaml": 15.0, "dial.yaml": 95.0}
 MOST_HOURS, CORES, FEWEST_SEEDS = 3.0, 2, 6
 
@@ -44,7 +44,7 @@ def claims_of(pool: Grid) -> tuple[Claim, ...]:
 
 
 def hours(pool: Grid) -> float:
-    """Upper bound on two cores: equal runs of different arms are counted twice."""
+    """This is an upper bound on two cores, because equal runs of different arms are counted twice."""
     seconds = 0.0
     for job in pool.jobs:
         base = next(name for name in SECONDS if any(arg.endswith(f"/{name}") for arg in job.args))
@@ -85,7 +85,8 @@ def test_families_are_small_and_their_seeds_suffice(pools, scale):
     for members in families.values():
         assert len(members) <= MOST_CONFIRMATORY
         for claim in members:
-            # An effect of twice min_effect lies beyond it at Holm's first level if the seed spread is min_effect / 2.
+            # If the seed spread is min_effect / 2, the interval of an effect of twice min_effect excludes min_effect
+            # at Holm's first level.
             error = claim.min_effect / 2 * math.sqrt(2 / claim.seeds)
             assert quantile_t(1 - 0.025 / len(members), 2 * claim.seeds - 2) * error < claim.min_effect
 
@@ -95,7 +96,7 @@ def test_the_cpu_pool_decides_what_it_should_in_time(pools):
     assert {id for id in EVERY if claims[id].decided} >= DECIDED
     assert all(claims[id].not_run for id in ELSEWHERE)
     assert 0.5 < hours(pools["cpu"]) < MOST_HOURS
-    # The control: five times the seeds would not fit.
+    # The control: five times as many seeds would take too long.
     assert 5 * hours(pools["cpu"]) > MOST_HOURS
 
 

@@ -1,4 +1,4 @@
-"""Axes, learning rates, forks, replays and merged grids, as the language says them."""
+"""Axes, learning rates, forks, replays and merged grids of the grid language."""
 
 import itertools
 import json

@@ -20,7 +20,8 @@ def study():
 
 
 def trained_targets(run: RunConfig) -> int:
-    """Targets per step that have a loss; every document fills a row, and its first token has no prediction."""
+    """Return the targets per step that have a loss; each document fills a row, and its first token is not
+    predicted."""
     dial, weights = run.data.dial, run.loss.weights
     per_row = sum(n for m, n in dial.tokens.items() if weights.get(m, 1.0) > 0)
     return run.data.batch_size * per_row
@@ -39,7 +40,8 @@ def test_the_primary_contrasts_change_one_thing_each(study):
         assert floors["mid"]["image"] == pytest.approx(floors["mid"]["text"])
         assert floors["hi"]["image"] - floors["hi"]["text"] > 1.5
         assert sum(floors["hi"].values()) == pytest.approx(sum(floors["mid"].values()))
-    # The controls: other rates differ in more, and without its batch the image loss is not matched.
+    # The controls: other arms differ in more fields, and without its batch size the arm without image loss is not
+    # matched.
     assert unequal(runs["mid-low"], runs["hi-high"]) > entropies
     assert trained_targets(runs["mid-low"]) != trained_targets(runs["hi_batch"])
 

@@ -23,10 +23,11 @@ def study():
 
 @pytest.fixture(scope="module")
 def per_sequence():
-    """Mean targets of a sequence by what it trains, from the captions and the form of a row alone.
+    """Return the mean trained targets of a sequence, from the captions and the form of a row alone.
 
-    A text row has a target for each of its tokens but ``<bos>``, a pair its caption, three specials and an image of
-    64; beside an image there is room for 60 tokens of a caption. A caption alone is followed by one special.
+    A text row has a target for each of its tokens except ``<bos>``. A pair has targets for its caption, three special
+    tokens and an image of 64 codes; beside an image there is room for 60 tokens of a caption. A caption alone is
+    followed by one special token.
     """
     text = TextTokenizer.load(ROOT / "data/tokenizers")
     captions = [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
@@ -62,7 +63,7 @@ def test_matched_targets_are_counted_in_the_data(study, per_sequence):
     assert only.batch_size * (only.seq_len - 1) == pytest.approx(total, rel=0.02)
     assert runs["image-off"].data.batch_size * text == pytest.approx(total, rel=0.02)
     assert runs["images-removed"].data.batch_size * captions == pytest.approx(8 * text, rel=0.02)
-    # The controls: a batch of 7 or 8 text rows of 128 tokens, or of 14 without the image loss, is not matched.
+    # The controls: batches of 7 or 8 text rows of 128 tokens, or of 14 without the image loss, are not matched.
     for wrong in (7 * 127, 8 * 127, 14 * text):
         assert wrong != pytest.approx(total, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""The grid that ships: what its arms hold equal, what they change, and that its claims can be decided."""
+"""The shipped grid: what its arms have in common, what they change, and that its claims can be decided."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def changed(tmp_path: Path, change) -> Grid:
 
 
 def strays(grid: Grid, runs: dict[tuple[str, int], RunConfig]) -> dict[tuple[str, str], set[str]]:
-    """By pair of arms with a common seed, the fields that differ though neither sets them, or that one sets."""
+    """Return, by pair of arms with a common seed, the fields that differ although neither arm sets them, or that only
+    one sets."""
     found = {}
     for a, b in combinations(grid.arms, 2):
         for seed in set(a.seeds) & set(b.seeds):
@@ -69,7 +70,7 @@ def strays(grid: Grid, runs: dict[tuple[str, int], RunConfig]) -> dict[tuple[str
 
 
 def table(runs: dict[tuple[str, int], RunConfig]) -> dict[str, set[tuple]]:
-    """By arm, what its runs are: learning rate, QK-Norm, placement, weights of the loss."""
+    """Return the settings of the runs by arm: learning rate, QK-Norm, placement, weights of the loss."""
     found: dict[str, set[tuple]] = {}
     for (arm, _), run in runs.items():
         model = run.model
@@ -133,14 +134,14 @@ def test_arms_differ_only_in_what_they_set(demo, runs, tmp_path):
     }
     assert unequal(runs["mixed", 1], runs["image-off", 1]) == {"loss.weights.image"}
     assert unequal(runs["high-pre", 1], runs["high-post", 1]) == {PRE, POST}
-    # The control: an arm that was resolved with one more field is found.
+    # The control: an arm that is resolved with one more field is detected.
     wider = resolve([*next(j.args for j in demo.jobs if j.arm == "mixed"), "--optim.beta2=0.99"])
     assert strays(demo, {**runs, ("mixed", 1): wider})["mixed", "mixed-qk"] == {"optim.beta2"}
 
 
 def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step(runs):
-    """By the captions and the mixture alone. A text row has 127 targets, a pair its caption, three specials and an
-    image of 64; beside an image there is room for 60 tokens of a caption."""
+    """Count targets by the captions and the mixture alone. A text row has 127 targets; a pair has its caption, three
+    special tokens and an image of 64 codes. Beside an image there is room for 60 tokens of a caption."""
     text = TextTokenizer.load(ROOT / "data/tokenizers")
     captions = [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
     mix, length = runs["mixed", 1].data.mix, runs["mixed", 1].data.seq_len
@@ -154,7 +155,7 @@ def test_the_arm_without_the_image_loss_trains_as_many_targets_a_step(runs):
         return run.data.batch_size * sum(count[name] for name in trained)
 
     assert targets("image-off-matched") == pytest.approx(targets("mixed"), rel=0.01)
-    # The control: the arm that keeps its batch trains about half of them.
+    # The control: the arm that keeps its batch size trains about half as many targets.
     assert targets("image-off") < 0.6 * targets("mixed")
 
 
@@ -166,7 +167,7 @@ def test_jobs_are_fp32_on_one_thread_and_otherwise_alike(runs):
 
 
 def study_of(grid: Grid, folder: Path):
-    """The study that the report would read, before any run has started."""
+    """Return the study that the report reads before any run has started."""
     folder.mkdir()
     runs = [{"arm": job.arm, "seed": job.seed, "folder": f"{job.arm}/seed{job.seed}"} for job in grid.jobs]
     record = {"name": grid.name, "grid": grid.raw, "runs": runs}
@@ -216,7 +217,7 @@ def test_an_arm_that_sets_an_unknown_field_does_not_resolve(tmp_path):
 
 
 def missing_remedies(grid: Grid) -> set[str]:
-    """The remedies without an arm of their name and settings."""
+    """Return the remedies that have no arm with their name and settings."""
     settings = {arm.name: flatten(dict(arm.fields)) for arm in grid.arms}
     return {remedy.key for remedy in REMEDIES if settings.get(remedy.key) != flatten(dict(remedy.settings))}
 

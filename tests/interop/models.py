@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face models, made from a configuration: nothing is downloaded."""
+"""Tiny random Hugging Face models, built from a configuration: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SHAPE = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-# Image ids 5 to 36, code n at 5 + n.
+# Image ids are 5 to 36; code n has id 5 + n.
 VOCABULARY = {"<image>": 4} | {
     f"IMGIMG{''.join(chr(65 + int(c)) for c in str(code))}Z": 5 + code for code in range(32)
 }
@@ -22,9 +22,10 @@ VQ = {
 
 
 def tiny(architecture: str, dtype: torch.dtype = torch.float64, std: float = 0.1, **fields):
-    """A model of this class with normal weights of deviation `std`, every gain and bias moved by up to 0.3.
+    """Return a model of this class with normal weights of standard deviation `std`, and every gain and bias moved by
+    up to 0.3.
 
-    Unit gains hide errors: RMS over a head commutes with the rotation of RoPE until its gain is another.
+    Unit gains hide errors: without gains, RMS over a head commutes with RoPE's rotation.
     """
     import transformers
 
@@ -41,14 +42,14 @@ def tiny(architecture: str, dtype: torch.dtype = torch.float64, std: float = 0.1
         for name, parameter in model.named_parameters():
             if "norm" in name and "vqmodel" not in name:
                 parameter += torch.empty_like(parameter).uniform_(-0.3, 0.3)
-    # Parameters alone: `.to` would round the rotary frequencies too, which from_pretrained leaves in fp32.
+    # Convert parameters only: `.to` would also round the rotary frequencies, which from_pretrained leaves in fp32.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.eval()
 
 
 def logits_of(hf_model, ids_BT: torch.Tensor) -> torch.Tensor:
-    """Its logits; Chameleon's before it sets those of image ids to the least number."""
+    """Return its logits; for Chameleon those before the logits of image ids are set to the lowest number."""
     if type(hf_model).__name__.startswith("Chameleon"):
         return hf_model.lm_head(hf_model.model(ids_BT).last_hidden_state)
     return hf_model(ids_BT).logits

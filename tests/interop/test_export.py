@@ -61,7 +61,7 @@ def test_the_code_of_the_card_gives_the_logits_of_the_run(exported, tiny_data):
     for ids_BT in (names["ids"], random_ids):
         with torch.no_grad():
             assert (logits_of(theirs, ids_BT) - ours(ids_BT)).abs().max() < 1e-4
-            # The control: another row of ids is noticed.
+            # The control: other ids are detected.
             assert (logits_of(theirs, ids_BT) - ours(ids_BT.roll(1, -1))).abs().max() > 1e-3
 
 
@@ -94,7 +94,7 @@ def test_the_tokenizer_gives_the_ids_of_mmqk_on_random_strings(exported, tiny_da
         ids = theirs(string)["input_ids"]
         assert ids == [5 + i for i in ours.encode(string)], string
         assert theirs.decode(ids) == string
-    # The control: the ids of mmqk's text tokenizer alone are others, and those of a string depend on the string.
+    # The control: the ids of mmqk's text tokenizer alone differ, and the ids depend on the string.
     assert theirs("trade")["input_ids"] != ours.encode("trade")
     assert theirs("a")["input_ids"] != theirs("b")["input_ids"]
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (0, 1, 2)

@@ -1,4 +1,5 @@
-"""`python -m mmqk.interop`: folders both ways, and a sentence for each that cannot be converted."""
+"""`python -m mmqk.interop` converts folders both ways, and refuses each folder that it cannot convert with a
+sentence."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def convert(source: Path, to: Path, *more: str) -> int:
 
 
 def refuses(capsys, source: Path, to: Path, *more: str) -> str:
-    """The one sentence on stderr; nothing was written."""
+    """Return the one sentence on stderr, and check that nothing was written."""
     before = sorted(to.parent.rglob("*"))
     assert convert(source, to, *more) == 2
     out, err = capsys.readouterr()
@@ -117,13 +118,13 @@ def test_a_run_of_ours_is_exported(tmp_path, capsys):
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         assert (hf_model(some_ids()).logits - model(some_ids())).abs().max() < 1e-5
-    # The sizes are stored in the configuration, in their order, and come back without --vocab-sizes.
+    # The configuration stores the sizes in their order, and they come back without --vocab-sizes.
     assert convert(tmp_path / "hf", tmp_path / "again") == 0
     assert list(load_model(tmp_path / "again").config.vocab_sizes.items()) == [("text", 64), ("image", 32)]
 
 
 def test_a_head_that_only_claims_to_be_tied(folders, tmp_path, capsys):
-    """transformers does not tie a checkpoint with two matrices, whatever its configuration says."""
+    """transformers does not tie the matrices of a checkpoint that has two, whatever its configuration says."""
     copy(folders / "llama", tmp_path / "hf", tie_word_embeddings=True)
     assert convert(tmp_path / "hf", tmp_path / "run") == 0
     model = load_model(tmp_path / "run")
@@ -131,7 +132,7 @@ def test_a_head_that_only_claims_to_be_tied(folders, tmp_path, capsys):
 
 
 def copy(source: Path, to: Path, **changed) -> Path:
-    """A Hugging Face folder with other values in its config.json."""
+    """Write a Hugging Face folder with other values in its config.json."""
     to.mkdir()
     for path in source.iterdir():
         (to / path.name).write_bytes(path.read_bytes())
@@ -238,7 +239,8 @@ def test_transformers_is_imported_when_it_is_needed():
 
 
 def test_the_page_shows_what_works(folders, tmp_path, monkeypatch):
-    """The Python of docs/interop.md, run on a small Chameleon; and its image tokenizer, copied, is the original's."""
+    """Run the Python of docs/interop.md on a small Chameleon; its image tokenizer is copied and equals the
+    original."""
     import transformers
 
     page = (Path(__file__).parents[2] / "docs/interop.md").read_text()

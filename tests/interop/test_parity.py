@@ -1,4 +1,5 @@
-"""Same weights, same logits and gradients as transformers; and what is one detail away fails the same assertion."""
+"""The same weights give the same logits and gradients as transformers, and a model that differs in one detail fails
+the same assertion."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Change = Callable[[ModelConfig], ModelConfig]
 
 
 def change(**fields) -> Change:
-    """Other values of fields of the ModelConfig, or of its qk_norm (`qk_...`)."""
+    """Other values for fields of the ModelConfig, or of its qk_norm (`qk_...`)."""
     qk = {name.removeprefix("qk_"): value for name, value in fields.items() if name.startswith("qk_")}
     rest = {name: value for name, value in fields.items() if not name.startswith("qk_")}
     return lambda c: replace(c, **rest, qk_norm=replace(c.qk_norm, **qk))
@@ -30,7 +31,7 @@ def change(**fields) -> Change:
 
 @dataclass(frozen=True)
 class Model(Peer):
-    """A Hugging Face model, and changes of the configuration that must not go unnoticed."""
+    """A Hugging Face model, and changes of its configuration that must be detected."""
 
     architecture: str = ""
     fields: dict[str, object] = field(default_factory=dict)
@@ -174,7 +175,7 @@ Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @cache
 def theirs_of(index: int):
-    """Their model, logits and gradients by their names."""
+    """Return their model, logits and gradients under their names."""
     hf_model = tiny(PEERS[index].architecture, **PEERS[index].fields)
     logits_BTV = logits_of(hf_model, some_ids())
     mean_loss(logits_BTV).backward()
@@ -182,7 +183,7 @@ def theirs_of(index: int):
 
 
 def ours_of(model: EarlyFusionTransformer, architecture: str, config: ModelConfig) -> Result:
-    """Our logits, and gradients by their names; a tied matrix has the sum of both uses."""
+    """Return our logits, and gradients by their names; a tied matrix has the sum of both uses."""
     logits_BTV = model(some_ids())
     mean_loss(logits_BTV).backward()
     names = {n: hf_name(moved(n, model.config, config), architecture, config) for n in model.state_dict()}
@@ -190,7 +191,7 @@ def ours_of(model: EarlyFusionTransformer, architecture: str, config: ModelConfi
 
 
 def moved(name: str, there: ModelConfig, here: ModelConfig) -> str:
-    """What a parameter of a model of `there` is called where the norms stand as in `here`."""
+    """Return the name in `here` of a parameter of a model of `there`, whose norms stand in other places."""
     if there.pre_norm == here.pre_norm:
         return name
     was, now = ("pre", "post") if there.pre_norm else ("post", "pre")
@@ -198,9 +199,9 @@ def moved(name: str, there: ModelConfig, here: ModelConfig) -> str:
 
 
 def assert_same(ours: Result, theirs: Result, tolerance: float) -> None:
-    """Logits to `tolerance`; every parameter's gradient to `tolerance` times its own largest element.
+    """Compare logits to `tolerance`, and each parameter's gradient to `tolerance` times its largest element.
 
-    The loss is a mean, so that largest element is below 1 and the absolute difference below `tolerance` too.
+    The loss is a mean, so the largest element is below 1 and the absolute difference is below `tolerance` too.
     """
     assert (ours[0] - theirs[0]).abs().max() <= tolerance
     assert ours[1].keys() == theirs[1].keys()
@@ -228,10 +229,10 @@ def test_one_detail_away_fails(peer, control):
 
 
 def changed(model: EarlyFusionTransformer, config: ModelConfig) -> EarlyFusionTransformer:
-    """The weights of `model` under another configuration; norms move with their names."""
+    """Return the weights of `model` under another configuration; norms are renamed by their place."""
     weights = {moved(name, model.config, config): weight for name, weight in model.state_dict().items()}
     other = EarlyFusionTransformer(config).double()
-    # A control without biases leaves them out; everything else must be there.
+    # A control without biases leaves them out; every other parameter must exist.
     missing, unexpected = other.load_state_dict(weights, strict=False)
     assert not missing and all(name.endswith("_norm.bias") for name in unexpected)
     return other
@@ -270,7 +271,7 @@ def test_every_model_has_controls():
 
 
 def test_weights_do_not_say_where_chameleon_norms():
-    """A flipped swin_norm loads every key: the configuration alone tells the two models apart."""
+    """A model with another swin_norm loads every key: only the configuration distinguishes the two models."""
     index = PEERS.index(next(p for p in PEERS if p.fields.get("swin_norm")))
     swin, *theirs = theirs_of(index)
     flipped = tiny(CHAMELEON, swin_norm=False)
@@ -282,7 +283,7 @@ def test_weights_do_not_say_where_chameleon_norms():
 
 
 def test_sdpa_and_math_are_the_same_import():
-    """The import chooses sdpa where no cap forbids it; the reference backend says the same."""
+    """The import chooses sdpa unless a cap forbids it; the math backend gives the same numbers."""
     hf_model, *theirs = theirs_of(0)
     model = from_transformers(hf_model)
     assert model.blocks[0].attention.backend == "sdpa"
@@ -293,7 +294,7 @@ def test_sdpa_and_math_are_the_same_import():
     assert gemma.config.attn_softcap == 1.0 and gemma.blocks[0].attention.backend == "math"
 
 
-# Of the root mean square of the logits; measured 0.009 to 0.020 and 0.04 to 0.11.
+# Relative to the root mean square of the logits; measured 0.009 to 0.020 and 0.04 to 0.11.
 BF16_RMS, BF16_MAX = 0.03, 0.2
 
 
@@ -318,7 +319,7 @@ def test_bf16_logits_are_near(peer):
         assert_near(plain(some_ids()).float(), theirs.float())
 
 
-# Which product is rounded: ours is (w * x).to(bf16).
+# The two differ in which product is rounded: ours is (w * x).to(bf16).
 ROUNDING = [
     ("olmo2", "Olmo2RMSNorm", "same"),
     ("gemma2", "Gemma2RMSNorm", "same"),
@@ -333,7 +334,8 @@ ROUNDING = [
 @pytest.mark.parametrize(("module", "name", "order"), ROUNDING)
 @torch.no_grad()
 def test_rounding_order_of_norms(module, name, order):
-    """Bit for bit ours, or ours once x is rounded before the gain (and, for LayerNorm, the bias) comes."""
+    """The values equal ours bit for bit, or equal ours if x is rounded before the gain (and, for LayerNorm, the
+    bias)."""
     import importlib
 
     kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)

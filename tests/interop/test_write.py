@@ -1,4 +1,4 @@
-"""`to_transformers`: exact round trips, and what no layout has."""
+"""`to_transformers`: exact round trips, and the fields that no layout supports."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_what_no_layout_has_is_refused_by_name(fields, architecture, says):
 
 
 def test_every_field_is_carried_left_behind_or_refused():
-    """A field that is added to ModelConfig has to be thought of here."""
+    """A field that is added to ModelConfig must be added here."""
     from dataclasses import fields
 
     carried = {

@@ -1,4 +1,4 @@
-"""Attention by the masks of its own backend, in one call."""
+"""Attention with the masks of its backend, in one call."""
 
 from mmqk.model import backends as kernels
 

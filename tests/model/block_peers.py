@@ -28,12 +28,12 @@ from tests.model.written_out import WrittenOut
 
 
 def renamed(function, old, new):
-    """The function of leaves with a part of their names replaced."""
+    """Return the function with a part of the names of its leaves replaced."""
     return lambda leaves: function({name.replace(old, new): leaf for name, leaf in leaves.items()})
 
 
 def first_gains(**fields):
-    """A block whose norms keep their first gains, whatever the leaves say."""
+    """A block whose norms keep their initial gains and ignore the leaves."""
     make, ours = block(**fields)
     return lambda leaves: ours(
         {**leaves, **{n: p for n, p in make().double().named_parameters() if "_norm" in n}}
@@ -47,7 +47,7 @@ def written(**fields):
 
 
 def scaled_rows(*factors):
-    """A model without embedding scale whose rows of the embedding are scaled themselves, by modality."""
+    """A model without embedding scale whose rows of the embedding are scaled directly, by modality."""
     rows = [factor for factor, size in zip(factors, BLOCKS.values(), strict=True) for _ in range(size)]
     factor_V1 = torch.tensor(rows, dtype=torch.float64)[:, None]
     return lambda leaves: model()[1]({**leaves, "embed.weight": factor_V1 * leaves["embed.weight"]})
@@ -64,14 +64,14 @@ def matrix_norm_2(leaves):
 
 
 def scaled_gains(factor, norms="_pre_norm", **fields):
-    """A plain block whose gains are scaled themselves."""
+    """A plain block whose gains are scaled directly."""
     return lambda leaves: block(**fields)[1](
         {n: factor * leaf if norms in n else leaf for n, leaf in leaves.items()}
     )
 
 
 def normed_rows(leaves):
-    """A plain model whose rows of the embedding have a root mean square of 1 before, by torch's rms_norm."""
+    """A plain model whose rows of the embedding have a root mean square of 1, by torch's rms_norm."""
     rows = F.rms_norm(leaves["embed.weight"], leaves["embed.weight"].shape[-1:], eps=1e-5)
     return model()[1]({**leaves, "embed.weight": rows})
 
@@ -203,7 +203,7 @@ BLOCK_PEERS += [
     ),
 ]  # fmt: skip
 
-# σReparam, and initial sizes as factors on 1 / sqrt(fan_in).
+# σReparam, and initial sizes as factors of 1 / sqrt(fan_in).
 SIZES = "measured standard deviations"
 BLOCK_PEERS += [
     Comparison(

@@ -1,7 +1,7 @@
-"""A comparison of two differentiable functions of named tensors, and small modules of ours to compare.
+"""Compares two differentiable functions of named tensors; builds small modules to compare.
 
-Both functions take the same leaves, named as our parameters are, so a peer whose matrices are stacked or permuted
-otherwise gets them that way from the leaves, and gradients come back to the same names.
+Both functions take the same leaves under the names of our parameters. A peer whose matrices are stacked or permuted
+builds them from the leaves, so gradients arrive under the same names.
 """
 
 import math
@@ -35,7 +35,8 @@ Function = Callable[[Leaves], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Peer):
-    """`ours(leaves)` is `theirs(leaves)`; none of the `controls`, each called by what is wrong with it, is."""
+    """`ours(leaves)` equals `theirs(leaves)`, and none of the `controls` does; each control is named after its
+    error."""
 
     leaves: Callable[[], Leaves] = dict
     ours: Function
@@ -46,9 +47,9 @@ class Comparison(Peer):
 def leaves_of(
     make: Callable[[], nn.Module], spread: float = 0.3, **inputs: tuple[int, ...]
 ) -> Callable[[], Leaves]:
-    """Random values, fp64, for the parameters of a module and for inputs of these shapes.
+    """Random fp64 values for the parameters of a module and for inputs of these shapes.
 
-    Gains, biases and scales are spread about their first values: unit gains hide errors.
+    Gains, biases and scales vary around their initial values, because unit gains hide errors.
     """
 
     def draw() -> Leaves:
@@ -71,13 +72,13 @@ def leaves_of(
 
 
 def call(module: nn.Module, parameters: Leaves, *args, **kwargs) -> Tensor:
-    """The module's forward in fp64 with these parameters; KeyError where one is missing."""
+    """The module's forward in fp64 with these parameters; raises KeyError if one is missing."""
     own = {name: parameters[name] for name, _ in module.named_parameters()}
     return functional_call(module.double(), own, args, kwargs)
 
 
 def rope64(positions: bool = True) -> tuple[Tensor, Tensor]:
-    """Rotary tables in fp64, which `rope_tables` gives in fp32; without positions the rotation by 0."""
+    """Rotary tables in fp64 (`rope_tables` gives fp32); without positions the rotation is by 0."""
     angle = torch.arange(T)[:, None] * 10.0 ** (-torch.arange(K // 2, dtype=torch.float64) / (K // 2))
     angle = angle * positions
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
@@ -90,7 +91,7 @@ def causal(config: ModelConfig) -> Tensor:
 
 
 def attention(positions: bool = True, **fields) -> tuple[Callable[[], Attention], Function]:
-    """An attention layer of ours: what makes it, and its forward."""
+    """An attention layer of ours: its constructor and its forward."""
     config = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, **fields)
 
     def forward(leaves: Leaves) -> Tensor:
@@ -100,7 +101,7 @@ def attention(positions: bool = True, **fields) -> tuple[Callable[[], Attention]
 
 
 def mlp(**fields) -> tuple[Callable[[], MLP], Function]:
-    """An MLP of ours: what makes it, and its forward."""
+    """An MLP of ours: its constructor and its forward."""
     config = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, **fields)
     return lambda: MLP(config), lambda leaves: call(MLP(config), leaves, leaves["x"])
 
@@ -117,7 +118,8 @@ def residual_gate(temperature: float) -> tuple[Callable[[], nn.Module], Function
 def block(
     positions: bool = False, seed: int | None = None, layer: int = 0, **fields
 ) -> tuple[Callable[[], Block], Function]:
-    """A block of ours: what makes it, and its forward; with a seed in training, its dropout drawn from there."""
+    """A block of ours: its constructor and its forward; with a seed it is in training mode, and the seed determines
+    its dropout."""
     config = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, mlp=fields.pop("mlp", "gelu"), **fields)
 
     def forward(leaves: Leaves) -> Tensor:
@@ -130,7 +132,7 @@ def block(
 
 
 def model(given: Tensor | None = None, **fields) -> tuple[Callable[[], EarlyFusionTransformer], Function]:
-    """A whole model of ours on `IDS_BT`: what makes it, and its forward."""
+    """A whole model of ours on `IDS_BT`: its constructor and its forward."""
     config = ModelConfig(**(SMALL | {"n_layers": 2} | fields))
 
     def forward(leaves: Leaves) -> Tensor:
@@ -140,7 +142,7 @@ def model(given: Tensor | None = None, **fields) -> tuple[Callable[[], EarlyFusi
 
 
 def norm(**fields) -> tuple[Callable[[], nn.Module], Function]:
-    """The norm of the queries, for `x` split into heads, or of the stream: what makes it, and its forward."""
+    """The norm of the queries, for `x` split into heads, or of the stream: its constructor and its forward."""
     config, heads = ModelConfig(vocab_sizes=BLOCKS, d_model=D, n_heads=H, **fields), "qk_norm" in fields
 
     def make() -> nn.Module:
@@ -163,7 +165,7 @@ def sigma_leaves() -> Leaves:
 
 
 def sigma_vectors(leaves: Leaves, steps: int) -> SigmaLinear:
-    """A σReparam matrix with these weights after so many power steps from fixed vectors."""
+    """A σReparam matrix with these weights after this many power steps from fixed vectors."""
     module = SigmaLinear(D, D).double()
     module.weight.data = leaves["weight"].detach().clone()
     module.u.copy_(torch.linspace(-1, 1, D) / torch.linspace(-1, 1, D).norm())
@@ -178,10 +180,10 @@ def sigma_linear(steps: int) -> Function:
 
 
 def initial_sizes(of: str = "outputs", **fields) -> Function:
-    """Measured standard deviations of initial weights, over 1 / sqrt(fan_in).
+    """Measured standard deviations of initial weights, divided by 1 / sqrt(fan_in).
 
-    Of the last matrix of every sublayer in order, of every matrix (W_q, W_k, W_v, W_o, then the MLP's), or of the
-    rows of every modality in the embedding.
+    The matrices: the last one of every sublayer in order, every matrix (W_q, W_k, W_v, W_o, then the MLP's), or the
+    embedding rows of every modality.
     """
 
     def measure(_: Leaves) -> Tensor:
@@ -214,7 +216,7 @@ def compare(
     wrong: Mapping[str, dict | Function],
     spread: float = 0.3,
 ) -> Comparison:
-    """What `build` makes with `fields` against `theirs`; a control changes some fields or is a function itself."""
+    """The module of `build` with `fields` against `theirs`; a control changes some fields or is a function itself."""
     make, ours = build(**fields)
     inputs = {} if build is model else {"x": (B, T, D)}
     if build is residual_gate:
@@ -234,7 +236,7 @@ def compare(
 
 
 def outcome(function: Function, leaves: Leaves) -> list[Tensor]:
-    """The value, and the gradient to every leaf of its product with a fixed random tensor."""
+    """Return the value, and the gradient to every leaf of its product with a fixed random tensor."""
     inputs = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
     value = function(inputs)
     if not inputs:

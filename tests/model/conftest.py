@@ -1,4 +1,4 @@
-"""The tests of the model are many and tiny: threads would wait for each other longer than they compute."""
+"""The tests of the model are many and tiny: several threads would wait longer than they compute."""
 
 import pytest
 import torch

@@ -21,12 +21,12 @@ def _tables() -> tuple[Tensor, Tensor]:
 
 
 def projections(leaves: Leaves, *names: str) -> dict[str, Tensor]:
-    """W_q, W_k, W_v and W_o under a library's names."""
+    """W_q, W_k, W_v and W_o under the names of a library."""
     return {f"{name}.weight": leaves[f"w_{n}.weight"] for name, n in zip(names, "qkvo", strict=True)}
 
 
 def timm_attention(norm: type[nn.Module] | None = None, kv_heads: int = H, **options) -> Function:
-    """timm's AttentionRope with a norm of the queries and keys of one head (gain and bias shared by the heads)."""
+    """timm's AttentionRope with a norm of the queries and keys of each head (gain and bias shared by the heads)."""
 
     def forward(leaves: Leaves) -> Tensor:
         from timm.layers import AttentionRope
@@ -58,7 +58,7 @@ def timm_attention(norm: type[nn.Module] | None = None, kv_heads: int = H, **opt
 def timm_block(kind: str, init_values: float | None = None, seed: int | None = None, **options) -> Function:
     """timm's Block or ResPostBlock (LayerNorm, exact GELU, no positions), causal.
 
-    With `init_values` ResPostBlock keeps the values that timm gives its gains; their gradients still reach ours.
+    With `init_values` ResPostBlock keeps timm's initial gains; their gradients still reach ours.
     """
 
     def forward(leaves: Leaves) -> Tensor:
@@ -99,9 +99,9 @@ def timm_block(kind: str, init_values: float | None = None, seed: int | None = N
 
 
 def swin_v2_attention(leaves: Leaves) -> Tensor:
-    """timm's WindowAttention of Swin V2: cosine attention with a learned scale, its logarithm cut at log 100.
+    """timm's WindowAttention of Swin V2: cosine attention with a learned scale, whose logarithm is cut at log 100.
 
-    Its relative position bias is made constant, and the causal mask is its mask of shifted windows.
+    Its relative position bias is made constant, and the causal mask replaces its mask of shifted windows.
     """
     from timm.models.swin_transformer_v2 import WindowAttention
 
@@ -361,7 +361,7 @@ def x_transformers_softclamp(cap: float, logits: Function) -> Function:
 
 
 def gpt2_initial_sizes(_: Leaves) -> Tensor:
-    """Measured standard deviations of transformers' GPT-2 output matrices, over `initializer_range`."""
+    """Measured standard deviations of transformers' GPT-2 output matrices, divided by `initializer_range`."""
     import transformers
 
     config = transformers.GPT2Config(n_embd=256, n_layer=LAYERS, n_head=4, vocab_size=8, n_positions=8)

@@ -82,7 +82,8 @@ VARIANTS = {
 
 
 def build(seed=0, backend="math", **fields):
-    """A small model in eval mode whose gains, biases and scales are randomized: unit gains hide errors of order."""
+    """A small model in eval mode whose gains, biases and scales are random, because unit gains hide errors of
+    order."""
     model = EarlyFusionTransformer(ModelConfig(**(SMALL | fields)), backend, seed).eval()
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
@@ -103,5 +104,5 @@ def refuses_sdpa(fields):
 
 
 def ids_of(*shape, seed=0, low=0, high=V):
-    """Random ids, of all modalities unless told."""
+    """Random ids, of all modalities by default."""
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Attention, RoPE and QK-Norm against references written out, and their known bounds and symmetries."""
+"""Attention, RoPE and QK-Norm against written-out references, and their known bounds and symmetries."""
 
 import math
 
@@ -94,7 +94,7 @@ def test_what_a_backend_cannot_do_is_refused_by_name():
 
 
 def complex_rope(x_BTHK, theta, interleaved=False):
-    """Each pair of channels as one complex number, multiplied by exp(i * position * theta^(-2 pair / K))."""
+    """Each pair of channels is one complex number, multiplied by exp(i * position * theta^(-2 pair / K))."""
     half = x_BTHK.shape[-1] // 2
     position = torch.arange(x_BTHK.shape[1], dtype=torch.float64)[:, None, None]
     turn = torch.exp(1j * position * theta ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half)))
@@ -149,7 +149,7 @@ def test_rope_keeps_lengths_and_depends_on_distance_alone():
 
 
 def watched(config, scale_w_q=1.0, autocast=False):
-    """The sites of one attention layer with randomized gains."""
+    """Return the sites of one attention layer with random gains."""
     torch.manual_seed(5)
     layer = Attention(config, "math")
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_every_arm_attends_in_the_same_precision(kind):
 
 
 def test_math_keeps_large_bf16_logits_exact_between_its_inputs_and_its_output():
-    # Keys that differ by less than the spacing of bf16 numbers at the size of their logits, about 64.
+    # The logits are about 64, and the keys differ by less than the spacing of bf16 numbers at that size.
     q, k, v = ((shift + x).bfloat16() for shift, x in zip((4, 4, 0), qkv(torch.float32, 0.05), strict=True))
     exact = attention(q.double(), k.double(), v.double(), scale=1.0)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Backends of attention: which kernel runs, that no other does, and what is refused."""
+"""Attention backends: which kernel runs, that no other kernel runs, and what is refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is arranged to cost less on a CPU gives the bits of the plain form, gradients included."""
+"""Code that is rearranged to cost less on a CPU equals the plain form bit for bit, gradients included."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def plain_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def both(function, *inputs: Tensor) -> list[Tensor]:
-    """The output, and the gradients of the inputs from an uneven one."""
+    """Return the output, and the gradients of the inputs for an uneven output gradient."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = function(*leaves)
     torch.manual_seed(5)

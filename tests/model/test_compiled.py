@@ -1,4 +1,4 @@
-"""Compiled and recomputed blocks against the same model run plainly: to the bit: the kernels are torch's."""
+"""Compiled and recomputed blocks equal the eager model bit for bit, because torch's own kernels run."""
 
 import copy
 import functools
@@ -60,7 +60,7 @@ DOCUMENT_BT = torch.tensor([[0] * 5 + [1] * 7, [3] * 9 + [-1] * 3])
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
-    """`compile_blocks` by dynamo alone, with nothing left of other tests."""
+    """Run `compile_blocks` with dynamo alone, after a reset of other tests' graphs."""
     captured_by(monkeypatch, "eager")
     limit, donated = dynamo.config.recompile_limit, functorch_config.donated_buffer
     dynamo.reset()
@@ -71,7 +71,7 @@ def graphs(monkeypatch):
 
 
 def captured_by(monkeypatch, backend, real=torch.compile):
-    """aot_eager makes the graphs of both directions, and runs them as they are: inductor takes half a minute."""
+    """aot_eager builds the graphs of both directions and runs them uncompiled; inductor would take half a minute."""
     monkeypatch.setattr(torch, "compile", functools.partial(real, backend=backend))
 
 
@@ -86,7 +86,7 @@ def compiled(model):
 
 
 def step(model, ids_BT=IDS_BT, document_BT=None, seed=0):
-    """Logits, and the gradient of every parameter."""
+    """Return the logits, and the gradient of every parameter."""
     torch.manual_seed(seed)
     out = model(ids_BT, document_BT=document_BT)
     weight = torch.linspace(-1, 1, V)
@@ -221,7 +221,7 @@ def test_hooks_on_a_block_run():
 
 
 def counted(model):
-    """How often a block of `model` is asked to compute, as a list that grows."""
+    """Return a list that grows by one entry each time a block of `model` computes."""
     calls = []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda block, args: calls.append(block))
@@ -256,7 +256,7 @@ def test_recomputed_blocks_give_the_same_step_to_the_bit(dropped, and_compiled, 
 
 
 def test_recomputing_with_other_masks_would_show(monkeypatch):
-    """The control of the test above: dropout's state has to be kept for it to hold."""
+    """The control of the test above: it holds only if dropout's random state is kept."""
 
     def forgetful(block, *inputs, preserve_rng_state, use_reentrant):
         return checkpoint(block, *inputs, preserve_rng_state=False, use_reentrant=use_reentrant)

@@ -1,6 +1,7 @@
-"""What CUDA's autocast makes of every site, without a GPU: tensors of a device, a shape and a type, without content.
+"""The dtypes of every site under CUDA's autocast, without a GPU: tensors with a device, a shape and a dtype, but no
+content.
 
-CPU autocast differs: it leaves norms, powers and sums alone that CUDA's turns into fp32.
+CPU autocast differs: it does not convert norms, powers and sums to fp32, as CUDA's does.
 """
 
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ VARIANTS = {
 
 @contextmanager
 def cuda_autocast():
-    """`torch.autocast("cuda", torch.bfloat16)`, which refuses to be entered where there is no GPU."""
+    """`torch.autocast("cuda", torch.bfloat16)` cannot be entered without a GPU."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", NARROW)
@@ -53,7 +54,7 @@ def cuda_autocast():
 
 @pytest.fixture
 def fake(monkeypatch):
-    """No kernel runs; SDPA, which chooses one by asking the driver, gives what it is given."""
+    """No kernel runs. SDPA would ask the driver to choose one, so here it returns its input."""
 
     def same_shape(q, k, v, **_):
         return v + 0 * (q + k)
@@ -65,7 +66,7 @@ def fake(monkeypatch):
 
 
 def types_of(**fields) -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
-    """Of every site, and of the losses both ways."""
+    """The dtype of every site, and of the losses in both forms."""
     config = ModelConfig(vocab_sizes={"text": 40, "image": 24}, d_model=32, n_layers=2, n_heads=4, **fields)
     dense = config.attn_softcap is not None or config.attention == "sigmoid"
     with torch.device("cuda"):
@@ -98,7 +99,7 @@ def test_every_arm_computes_in_the_same_types_on_a_gpu(fake, name):
 
 
 def test_a_norm_that_widens_would_be_seen(fake, monkeypatch):
-    """The control: torch's own gives fp32 under CUDA autocast (from 2.12 on), which attention then refuses."""
+    """The control: torch's own norm gives fp32 under CUDA autocast (from 2.12 on), which attention then refuses."""
 
     def widens(self, x):
         return F.rms_norm(x, self.shape, None, self.eps).float()

@@ -1,4 +1,4 @@
-"""FlexAttention on a CPU: its masks, cap, grouped heads and rows against `math` and sums written out."""
+"""FlexAttention on a CPU: its masks, cap, grouped heads and row statistics against `math` and written-out sums."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ def dense(q, k, v, **said):
 
 @torch.no_grad()
 def by_torch(q, k, v, window=0, document_BT=None, softcap=None):
-    """torch's own flex_attention, dense as it is on a CPU."""
+    """torch's own flex_attention, which is dense on a CPU."""
     score_mod = None if softcap is None else flex.cap(softcap)
     mask = flex.flex_mask(T, CPU, window, document_BT)
     return torchs.flex_attention(q, k, v, score_mod, mask, SCALE, enable_gqa=True)
@@ -79,7 +79,8 @@ def test_flex_tells_masks_and_caps_apart():
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch):
-    """What the compiled kernel computes, densely: on a CPU torch has neither its statistics nor its gradients."""
+    """What the compiled kernel computes, in dense form: on a CPU torch has neither its statistics nor its
+    gradients."""
 
     def attend(q, k, v, *, score_mod, block_mask, scale, enable_gqa, return_aux):
         assert enable_gqa == (q.shape[1] != k.shape[1])
@@ -93,7 +94,7 @@ def flex_on_cpu(monkeypatch):
 
 
 def rows_written_out(q, k, window=0, document_BT=None, softcap=None):
-    """Each query's largest raw logit and log-sum-exp of capped ones, one query after another, in float64."""
+    """Return each query's largest raw logit and log-sum-exp of capped logits, one query at a time, in float64."""
     logits = SCALE * q.double() @ shared(k).double().transpose(-1, -2)
     largest, lse = torch.empty(B, H, T).double(), torch.empty(B, H, T).double()
     for b in range(B):
@@ -155,7 +156,7 @@ def test_every_cap_has_a_finite_raw_logit_after_the_kernel_s_base_2():
 
 @pytest.fixture
 def graphs_on_cpu(monkeypatch):
-    """Blocks compiled with flex inside, on a CPU: torch's checks of the device aside, by its dense graphs."""
+    """Blocks compiled with flex on a CPU by torch's dense graphs; torch's checks of the device are disabled."""
     options, compile_ = torchs._apply_kernel_options, torch.compile
 
     def with_statistics(q, k, v, return_lse, given, return_aux=None):
@@ -198,7 +199,7 @@ def test_compiled_blocks_hold_flex_in_one_graph_a_window(graphs_on_cpu):
 
 
 def test_a_mask_made_while_validating_serves_training():
-    """Lightning validates in inference mode, whose tensors no backward pass may keep."""
+    """Lightning validates in inference mode; a backward pass cannot save tensors of that mode."""
     flex._same_for_all.cache_clear()
     with torch.inference_mode():
         flex.flex_mask(T, CPU, window=50)

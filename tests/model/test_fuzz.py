@@ -1,4 +1,4 @@
-"""Configurations drawn at random from all fields that have mathematics in them, against the forward written out."""
+"""Random configurations of all fields that affect the computation, against the written-out forward."""
 
 import random
 

@@ -38,7 +38,8 @@ KERNELS = [
     *((backend, torch.float32, case) for backend in ("sdpa", "sdpa_efficient") for case in CASES),
     *(("flex", dtype, case) for dtype in (torch.bfloat16, torch.float32) for case in CASES | CAPPED),
 ]
-# Of the norm of what is compared; sums of 16-bit products, or of fp32 ones, perhaps on tensor cores.
+# Tolerance relative to the norm of the compared tensor: sums of 16-bit products, or of fp32 products, perhaps on
+# tensor cores.
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 0.005}
 
 
@@ -57,7 +58,7 @@ def qkv(T, K, dtype, heads=H):
 
 
 def attended(leaves, T, backend, window=0, documents=None, softcap=None, scale=SCALE):
-    """Value, gradients and rows; a head of keys once for every query head, but for flex."""
+    """Return value, gradients and row statistics; key heads are repeated for every query head, except with flex."""
     q, k, v = leaves
     if backend != "flex":
         k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
@@ -68,7 +69,7 @@ def attended(leaves, T, backend, window=0, documents=None, softcap=None, scale=S
 
 
 def furthest(ours, theirs):
-    """The largest of the errors, each in units of the norm of what it is an error of."""
+    """Return the largest error, each in units of the norm of its reference."""
     pairs = zip(ours, theirs, strict=True)
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
@@ -113,7 +114,7 @@ def test_rows_of_flex_are_those_of_dense_logits_in_float64(case, T, K):
 
 
 def test_compiled_blocks_with_flex_train_like_math():
-    """Logits deviate by about 1 where RMS norms are of unit gain, so a cap of 1 is in every one of them."""
+    """With RMS norms of unit gain logits deviate by about 1, so a cap of 1 affects all of them."""
     config = ModelConfig(
         vocab_sizes=BLOCKS, d_model=128, n_layers=3, n_heads=2, n_kv_heads=1, qk_norm=QKNormConfig("rms"), window=64,
         global_every=2, attn_softcap=1.0,
@@ -195,7 +196,7 @@ NAMED = [
 
 
 def sdpa_kernels(run):
-    """Those of torch's that `run` calls in its forward and, as `..._backward`, in its backward pass."""
+    """Return the kernels of torch that `run` calls in its forward and, as `..._backward`, in its backward pass."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     ran = {event.key.removeprefix("aten::") for event in profile.key_averages()}
@@ -211,7 +212,7 @@ def test_the_kernel_that_is_named_runs(backend, kernel):
 
 @pytest.mark.parametrize(("backend", "kernel"), NAMED)
 def test_the_kernel_that_is_named_runs_in_compiled_blocks(backend, kernel):
-    """Unnamed, a Hopper may take cuDNN's, so that a graph which has lost the name would show."""
+    """Without a name, a Hopper GPU may use cuDNN's kernel, so a graph that has lost the name would be detected."""
     config = ModelConfig(vocab_sizes=BLOCKS, d_model=128, n_layers=2, n_heads=2)
     other = "sdpa_efficient" if "flash" in kernel else "sdpa_flash"
     ids_BT, found = ids_of(B, 256).to(DEVICE), []
@@ -231,7 +232,7 @@ def test_the_kernel_that_is_named_runs_in_compiled_blocks(backend, kernel):
 
 
 def test_flex_is_fused_outside_of_compiled_blocks():
-    """No T x T tensor: of 16384 tokens, the logits alone would be 4 GiB in fp32."""
+    """No T x T tensor exists: for 16,384 tokens, the logits alone would take 4 GiB in fp32."""
     leaves = [x[:1, :1] for x in qkv(128, 64, torch.bfloat16)]
     q, k, v = (x.repeat(1, 4, 128, 1).detach().requires_grad_() for x in leaves)
     mask = flex.flex_mask(16384, torch.device(DEVICE))

@@ -1,4 +1,4 @@
-"""Initial weights are a function of the seed and the parameter's name, and of nothing else."""
+"""Initial weights depend only on the seed and the parameter's name."""
 
 import math
 import re
@@ -93,7 +93,7 @@ def test_sigma_reparam_starts_at_the_largest_singular_value():
         sigma = keeps[name] @ keeps[matrix] @ keeps[name[:-1] + "v"]
         assert sigma == pytest.approx(float(torch.linalg.matrix_norm(keeps[matrix], 2)), rel=0.05)
         assert keeps[name].norm() == pytest.approx(1.0, rel=1e-5)
-        # The first forward is the plain model's, or has all largest singular values at 1.
+        # The first forward equals the plain model's, or all largest singular values are 1.
         assert keeps[gamma] == pytest.approx(float(sigma), rel=1e-6) and one[gamma] == 1
         assert sigma > 1.3
 

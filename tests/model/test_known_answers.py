@@ -1,4 +1,4 @@
-"""What must hold of every variant whatever its weights: bounds, homogeneity, translation."""
+"""Properties that hold for every variant and any weights: bounds, homogeneity, translation."""
 
 import math
 from dataclasses import replace
@@ -21,7 +21,7 @@ GAINLESS = {
     "rms after rope": QKNormConfig("rms", gain="none", place="after_rope"),
     "layer": QKNormConfig("layer", gain="none"),
 }
-# Every QK-Norm there is: kind, scope, gain, bias and place.
+# All kinds of QK-Norm: kind, scope, gain, bias and place.
 EVERY_QK_NORM = [
     QKNormConfig(kind, scope, gain, bias, place=place)
     for kind in ("rms", "layer")
@@ -43,7 +43,7 @@ def say(qk):
 
 
 def logits_of(qk, inputs_BTD, aligned=False, untied=False, n_kv_heads=0, noise=True):
-    """Raw logits (B, H, T, S) of a model's first attention layer on adversarial inputs, and the model."""
+    """Return the raw logits (B, H, T, S) of a model's first attention layer on adversarial inputs, and the model."""
     untie = PerModalityConfig(qk_norm=untied and (qk.gain != "none" or qk.bias))
     config = ModelConfig(
         vocab_sizes=BLOCKS, d_model=H * K, n_heads=H, n_layers=1, n_kv_heads=n_kv_heads, qk_norm=qk,
@@ -89,7 +89,7 @@ def test_over_all_heads_only_the_sum_over_heads_is_bounded():
     for aligned in (False, True):
         logits_BHTS, _ = logits_of(qk, adversaries(), aligned)
         assert logits_BHTS.abs().sum(1).max() <= H * math.sqrt(K) * (1 + 1e-6)
-    # One head can take all of it, which is H times what a norm of each head leaves it.
+    # One head can take all of the norm, which is H times the share that a norm per head leaves it.
     assert logits_BHTS.abs().max() > 0.999 * H * math.sqrt(K)
     by_head, _ = logits_of(replace(qk, scope="head"), adversaries(), True)
     assert by_head.abs().max() < 1.001 * math.sqrt(K)
@@ -102,7 +102,7 @@ def test_the_bound_of_the_probe_holds_for_every_qk_norm(qk):
         logits, model = logits_of(qk, adversaries(), aligned, untied, n_kv_heads)
         bound = float(logit_bound(model, 0))
         assert logits.abs().max() <= bound * (1 + 1e-6)
-        # Without the norm the same queries and keys pass it.
+        # Without the norm the same queries and keys exceed the bound.
         assert logits_of(QKNormConfig(), adversaries(), aligned)[0].abs().max() > bound
 
 
@@ -111,8 +111,8 @@ TIGHT = [qk for qk in EVERY_QK_NORM if not qk.bias and qk.scale_max is None]
 
 @pytest.mark.parametrize("qk", TIGHT, ids=say)
 def test_aligned_vectors_reach_the_bound(qk):
-    # Gains at their first values are largest everywhere at once; one channel alone, or for LayerNorm signs that have
-    # no mean, is then as long as a vector can be, and meets itself at distance 0.
+    # Initial gains have their largest value everywhere. One channel alone, or for LayerNorm signs of mean 0, then
+    # makes a vector as long as possible, and it meets itself at distance 0.
     logits, model = logits_of(qk, adversaries(), aligned=True, noise=False)
     bound = float(logit_bound(model, 0))
     if qk.scope == "full" and qk.kind == "layer":  # one head has the whole length only where no other has any
@@ -147,7 +147,7 @@ def test_the_scale_of_l2_bounds_its_logits(gain, scale_max):
             torch.testing.assert_close(lengths, torch.full_like(lengths, expected))
             logits = torch.einsum("bthk,bshk->bhts", norm(q_BTHK), k_norm(k_BTHK))
             assert logits.abs().max() <= expected * (1 + 1e-9)
-    # A scale at its clamp learns nothing more.
+    # A scale at its maximum has no gradient.
     if scale_max is not None:
         (norm(q_BTHK) * q_BTHK).sum().backward()
         assert (norm.weight.grad == 0).all()
@@ -180,7 +180,7 @@ def test_a_cap_is_never_reached(cap):
 
 
 def scaled(qk, factor):
-    """Logits of the first layer when W_q is multiplied."""
+    """Return the logits of the first layer when W_q is multiplied by a factor."""
     model = build(n_layers=1, qk_norm=qk).double()
     model.blocks[0].attention.w_q.weight.data *= factor
     seen = {}
@@ -257,7 +257,7 @@ def test_softmax_attention_is_unmoved_by_a_row_shift_and_sigmoid_attention_is_no
     def out(keys):
         return attention(q, keys, v, scale=0.5, kind=kind, softcap=softcap)
 
-    # A component that all keys share adds q.shared to every logit of a row.
+    # A component that all keys share adds q.shared to each logit of a row.
     difference = (out(k + 3 * shared_K) - out(k)).abs().max()
     assert bool(difference > 1e-2) == moves
     assert moves or difference < 1e-12
@@ -284,7 +284,8 @@ def test_l2_without_a_learned_scale_is_a_function_of_the_direction():
 
 
 def test_sigmoid_attention_depends_on_the_length_of_the_row_and_softmax_attention_does_not():
-    """T of the bias -log T is that of the whole row: a longer row, or another document in it, changes the logits."""
+    """T in the bias -log T is the length of the whole row, so a longer row, or another document in it, changes the
+    outputs."""
     ids_BT = torch.arange(10)[None]
     documents_BT = torch.tensor([[0] * 5 + [1] * 5])
     for kind, moves in (("softmax", False), ("sigmoid", True)):
@@ -320,7 +321,7 @@ def test_a_matrix_of_next_to_nothing_gives_finite_numbers_and_recovers(value):
 
 
 def test_the_clamp_of_the_cosine_scale_comes_before_the_exponential():
-    """After it, a logarithm of 200 would overflow to a scale of inf with a gradient of NaN."""
+    """Without the clamp, a logarithm of 200 would overflow to a scale of inf with a NaN gradient."""
     norm = build(qk_norm=QKNormConfig("l2", scale_max=100.0)).blocks[0].attention.q_norm
     with torch.no_grad():
         norm.weight.fill_(200.0)

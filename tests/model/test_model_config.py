@@ -1,4 +1,4 @@
-"""ModelConfig refuses what cannot be built, in one sentence that names the field."""
+"""ModelConfig refuses an impossible model in one sentence that names the field."""
 
 from dataclasses import asdict
 

@@ -58,7 +58,7 @@ def test_bf16_input_gives_the_fp32_result_rounded_once(kind, autocast):
         y = ours(x)
     assert y.dtype == torch.bfloat16
     once = torchs(x.float()).bfloat16()
-    # fp32 sums in another order move a few values across a bf16 rounding boundary, not more.
+    # fp32 sums in another order move only a few values across a bf16 rounding boundary.
     assert (y != once).float().mean() < 0.01
     if kind == "rms":
         normalized = F.rms_norm(x.float(), (DIM,), eps=EPS)
@@ -129,5 +129,5 @@ def test_shapes_of_what_is_normalized_and_of_gain_and_bias(config, shape, gain):
     assert (None if norm.bias is None else tuple(norm.bias.shape)) == (gain if config.bias else None)
     assert str(gain).strip("None") in repr(norm)
     assert isinstance(qk_norm(config, H, DIM, "v"), torch.nn.Identity)
-    # The learned scale is the queries' alone.
+    # Only the queries have the learned scale.
     assert (list(qk_norm(config, H, DIM, "k").parameters()) == []) == (gain is None or config.kind == "l2")

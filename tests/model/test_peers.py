@@ -1,7 +1,7 @@
-"""Every remedy of the model against an outside implementation, or against its formula written out.
+"""Every remedy of the model against an outside implementation, or against its written-out formula.
 
-fp64, gains, biases and scales randomized; values and the gradients to the input and to every parameter agree to the
-stated tolerance, and wrong variants of ours, each named, do not.
+In fp64, with random gains, biases and scales: values and the gradients to the input and to every parameter agree to
+the stated tolerance, and each named wrong variant of ours does not.
 """
 
 import math
@@ -32,14 +32,14 @@ from tests.model.comparison import (
 
 
 def attention_peer(remedy, name, tolerance, fields, theirs, wrong):
-    """An attention layer; a control gives the fields of QKNormConfig that are wrong, if there is one to give."""
+    """An attention layer; a control names the fields of QKNormConfig that are wrong, if any."""
     if "qk_norm" in fields:
         wrong = {what: {"qk_norm": replace(fields["qk_norm"], **changes)} for what, changes in wrong.items()}
     return compare((remedy,) if remedy else (), name, tolerance, attention, fields, theirs, wrong)
 
 
 def one_layer_norm_a_head(leaves):
-    """torch's LayerNorm, one with a gain and a bias of its own for every head."""
+    """torch's LayerNorm, with a gain and a bias for each head."""
     heads = zip(split(leaves["x"]).unbind(-2), leaves["weight"], leaves["bias"], strict=True)
     return torch.cat([F.layer_norm(x, (K,), gain, bias, 1e-5) for x, gain, bias in heads], -1)
 

@@ -1,7 +1,7 @@
-"""The model's forward a second time, in other operations: the reference of the tests of the model.
+"""The model's forward in other operations: the reference for the tests of the model.
 
-One sequence, a token at a time where a token passes by itself, a head at a time in the attention, each choice of the
-configuration as an `if`. It reads the state dict of a model and shares no code with it.
+It processes one sequence, one token at a time outside attention and one head at a time in attention, with an `if` for
+each choice of the configuration. It reads the state dict of a model and shares no code with it.
 """
 
 import math
@@ -16,7 +16,7 @@ def capped(x, cap):
 
 
 def rope_angles(T, c, local):
-    """The angle of every position and pair, by the rule of Llama 3.1 or of linear interpolation."""
+    """Return the angle of every position and pair, by the rule of Llama 3.1 or by linear interpolation."""
     half = c.head_dim // 2
     theta = c.local_rope_theta if local and c.local_rope_theta else c.rope_theta
     frequencies = []
@@ -40,9 +40,9 @@ class WrittenOut:
     """`WrittenOut(state, config)(ids_T)` is the logits (T, V) of one sequence.
 
     Args:
-        state: Parameters and buffers by name; in fp64 for digits.
+        state: Parameters and buffers by name; in fp64 for more digits.
         config: The `ModelConfig` of the model.
-        modalities: Modality number of each token; from the ranges of ids when left out.
+        modalities: Modality number of each token; by default from the ranges of ids.
     """
 
     def __init__(self, state, config, modalities=None):
@@ -65,7 +65,7 @@ class WrittenOut:
         )
 
     def stacks(self, at, layer, x):
-        """A separated layer: one for each modality, of the weights of its copies, over its tokens alone."""
+        """A separated layer: for each modality a layer with the weights of its copies, over its tokens only."""
         out = list(x)
         for m in set(self.m):
             mine = [t for t in range(len(x)) if self.m[t] == m]
@@ -77,7 +77,7 @@ class WrittenOut:
         return out
 
     def get(self, module, leaf, t):
-        """A parameter as token t meets it: of its modality's copy where there are copies; None if there is none."""
+        """Return the parameter for token t: its modality's copy if there are copies; None if there is none."""
         own = f"{module}.copies.{self.m[t]}.{leaf}"
         return self.state.get(own, self.state.get(f"{module}.{leaf}"))
 
@@ -105,7 +105,7 @@ class WrittenOut:
         return self.affine(module, normalized(x, x.shape, eps=c.norm_eps), t, c.norm_gain)
 
     def qk_norm(self, module, x_HK, t):
-        """The norm of the queries (or keys, values) of one token."""
+        """Return the normalized queries (or keys, values) of one token."""
         qk, role = self.c.qk_norm, module[-6]
         if qk.kind == "none" or (role == "v" and not qk.normalize_v):
             return x_HK
