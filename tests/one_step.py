@@ -17,7 +17,7 @@ from mmqk.training.step.module import TrainingModule
 
 
 def apply(config: Any, settings: Mapping[str, Any], prefix: str) -> Any:
-    """`config` with the settings that begin with `prefix`, nested dataclasses and mappings included."""
+    """Return `config` with the settings that begin with `prefix`, including nested dataclasses and mappings."""
     own = {name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)}
     changes: dict[str, Any] = {}
     for head in dict.fromkeys(name.partition(".")[0] for name in own):
@@ -38,10 +38,10 @@ def apply(config: Any, settings: Mapping[str, Any], prefix: str) -> Any:
 def build(
     settings: Mapping[str, Any], model: ModelConfig, optim: OptimConfig | None = None, max_steps: int = 100
 ) -> TrainingModule:
-    """The training module of `model` with `settings`, its optimizer at `module.trainer.optimizers`.
+    """Return the training module of `model` with `settings`; its optimizer is in `module.trainer.optimizers`.
 
     Raises:
-        ValueError: what a run of these settings is refused with.
+        ValueError: the settings would be refused for a run.
     """
     model = apply(model, settings, "model.")
     loss = apply(LossConfig(), settings, "loss.")
@@ -59,7 +59,7 @@ def build(
 
 
 def step(module: TrainingModule, batch: TokenBatch) -> float:
-    """Forward, backward, clipping and update, in the order that Lightning has them; the loss."""
+    """Run forward, backward, clipping and update in Lightning's order; return the loss."""
     optimizer = module.trainer.optimizers[0]
     optimizer.zero_grad()
     loss = module.training_step(batch, 0)
@@ -70,7 +70,7 @@ def step(module: TrainingModule, batch: TokenBatch) -> float:
 
 
 def token_batch(ids_BT: Sequence[Sequence[int]] | torch.Tensor, vocab_sizes: Mapping[str, int]) -> TokenBatch:
-    """A batch of these rows of ids; -1 is padding."""
+    """Return a batch of these rows of ids; -1 is padding."""
     ids_BT = torch.as_tensor(ids_BT)
     valid_BT = ids_BT >= 0
     ids_BT = ids_BT.clamp_min(0)

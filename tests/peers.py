@@ -1,6 +1,6 @@
-"""What a switch is held against: an outside implementation, or its formula written out.
+"""A peer: the outside implementation or written-out formula with which a test compares a remedy.
 
-The test modules list their peers (`PEERS`), each with the functions that it compares, and the page of remedies prints
+The test modules list their peers (`PEERS`), each with the functions that it compares. The page of remedies prints
 them.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Peer:
-    """One comparison that shows some remedies to be right.
+    """One comparison that shows that some remedies are correct.
 
     `remedies` are keys of `mmqk.remedies.REMEDIES`; `name` is the outside implementation as printed in
     docs/remedies.md ("timm LayerScale", "transformers Qwen3ForCausalLM", "formula written out"); `tolerance` is the

@@ -1,6 +1,6 @@
-"""The models of transformers that the recipes of 2025 and 2026 cite, as functions of leaves named as our parameters.
+"""The transformers models that the recipes of 2025 and 2026 cite, as functions of leaves named like our parameters.
 
-What the head of a recipe calls not supported is left out of the model or set to what mmqk has, and nothing else.
+Only what the head of a recipe lists as not supported is left out of the model or set to mmqk's value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FULL = ["full_attention"] * LAYERS
 
 
 def small(model: ModelConfig, name: str) -> ModelConfig:
-    """A recipe's model at the size of the peers; the heads of the Muse models have their published width."""
+    """Return a recipe's model at the size of the peers; the heads of the Muse models have their published width."""
     return replace(
         model, vocab_sizes={"text": V}, d_model=D, d_ff=F_, n_layers=LAYERS, n_heads=H, n_kv_heads=G,
         d_head=HEAD_DIM[name],
@@ -36,9 +36,10 @@ def small(model: ModelConfig, name: str) -> ModelConfig:
 
 
 def leaves_for(config: ModelConfig, name: str) -> Leaves:
-    """Random weights, fp64, at which every field acts: near each eps, beyond each cap and clamp.
+    """Return random fp64 weights at which every field has an effect: near each eps, beyond each cap and clamp.
 
-    Muse Spark's norms after the sublayers have no gain that acts as ours, so theirs stay at 0 and are no leaves.
+    Muse Spark's norms after the sublayers have no gain with the meaning of ours, so theirs stay at 0 and are no
+    leaves.
     """
     factors = {"embed": 0.05, "head": 8.0, "w_up": 4.0, "w_gate": 4.0}
     if config.qk_norm.kind == "rms":
@@ -52,7 +53,7 @@ def leaves_for(config: ModelConfig, name: str) -> Leaves:
 
 
 def ours(config: ModelConfig, leaves: Leaves) -> Tensor:
-    """Our logits in training; a parameter that is no leaf has its initial value."""
+    """Return our logits in training mode; a parameter that is no leaf keeps its initial value."""
     model = EarlyFusionTransformer(config).double().train()
     own = {path: p.shape for path, p in model.named_parameters()}
     given = {path: leaf for path, leaf in leaves.items() if own.get(path) == leaf.shape}
@@ -60,7 +61,7 @@ def ours(config: ModelConfig, leaves: Leaves) -> Tensor:
 
 
 def theirs(name: str, leaves: Leaves) -> Tensor:
-    """The logits, in training, of the model that a recipe cites."""
+    """Return the logits, in training mode, of the model that a recipe cites."""
     with torch.random.fork_rng():
         model = {
             "muse_spark": muse, "muse_glimmer": muse, "gpt_oss": gpt_oss, "qwen3_next": qwen3_next, "kimi_k2": kimi_k2
@@ -74,7 +75,7 @@ def theirs(name: str, leaves: Leaves) -> Tensor:
 
 
 def named(name: str, leaves: Leaves) -> dict[str, Tensor]:
-    """The leaves under the names, and in the shapes, of the model."""
+    """Return the leaves under the names and in the shapes of the model."""
     muse = name.startswith("muse")
     names = [
         ("blocks.", "model.layers."), ("embed.", "model.embed_tokens."), ("final_norm.", "model.norm."),
@@ -105,7 +106,7 @@ def named(name: str, leaves: Leaves) -> dict[str, Tensor]:
 def muse(name: str) -> nn.Module:
     """Muse Spark or Glimmer without windows, layers without positions, QK-Norm's eps and output_multiplier.
 
-    Of Spark also without experts, `o_norm` and gains after the sublayers.
+    For Spark also without experts, `o_norm` and gains after the sublayers.
     """
     import transformers
 
@@ -147,7 +148,7 @@ class DenseSwiGLU(nn.Module):
 
 
 def gpt_oss(name: str) -> nn.Module:
-    """gpt-oss with one MLP for its experts, without biases and windows."""
+    """gpt-oss with one MLP in place of its experts, without biases and windows."""
     import transformers
 
     config = transformers.GptOssConfig(
@@ -172,7 +173,7 @@ def qwen3_next(name: str) -> nn.Module:
 
 
 def kimi_k2(name: str) -> nn.Module:
-    """DeepSeek-V3 with Llama's attention for its latent attention, and a dense MLP in every layer."""
+    """DeepSeek-V3 with Llama's attention in place of its latent attention, and a dense MLP in every layer."""
     import transformers
     from transformers.models.llama.modeling_llama import LlamaAttention
 

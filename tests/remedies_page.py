@@ -1,4 +1,4 @@
-"""docs/remedies.md, written from `mmqk.remedies`, from measured steps and from the lists of peers.
+"""Writes docs/remedies.md from `mmqk.remedies`, from measured steps and from the lists of peers.
 
 ``python -m tests.remedies_page`` writes it; a test compares the committed page with it.
 """
@@ -47,7 +47,7 @@ def all_peers() -> list[Peer]:
 
 
 def by_remedy(peers: Iterable[Peer], remedies: Sequence[Remedy] = REMEDIES) -> Peers:
-    """The peers of each remedy, in their order.
+    """Return the peers of each remedy, in their order.
 
     Raises:
         ValueError: a peer names an unknown remedy, or a remedy has no peer.
@@ -65,7 +65,7 @@ def by_remedy(peers: Iterable[Peer], remedies: Sequence[Remedy] = REMEDIES) -> P
 
 
 def equals(peers: Sequence[Peer]) -> str:
-    """Each peer once, with the widest tolerance that one of its comparisons allows."""
+    """Return each peer once, with the largest tolerance among its comparisons."""
     widest: dict[tuple[str, str], float] = {}
     for peer in peers:
         key = (peer.name, peer.precision)
@@ -74,7 +74,7 @@ def equals(peers: Sequence[Peer]) -> str:
 
 
 def number(value: float) -> str:
-    """0 or a power notation without padding: 1e-5, 5e-6, 0."""
+    """Format 0 or a power of ten without padding: 1e-5, 5e-6, 0."""
     return re.sub(r"e([+-])0*", r"e\1", f"{value:.2g}").replace("e+", "e") if value else "0"
 
 
@@ -83,7 +83,7 @@ def number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Size:
-    """Parameters, and floating-point operations of the products of one training step."""
+    """Return the parameters, and the floating-point operations of the products of one training step."""
 
     parameters: int
     flops: int
@@ -94,7 +94,7 @@ def _matrix_vector_flops(matrix, vector, *args, out_shape=None, **kwargs) -> int
 
 
 def measure(settings: dict) -> Size:
-    """The size of the reference model with these settings and dense attention."""
+    """Return the size of the reference model with these settings and dense attention."""
     module = build({**settings, "backend": "math"}, REFERENCE)
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(REFERENCE.vocab_size, (SEQUENCES, TOKENS), generator=generator)
@@ -105,7 +105,7 @@ def measure(settings: dict) -> Size:
 
 
 def cost(remedy: Remedy, control: Size, its: Size) -> str:
-    """The parameters and operations that the remedy adds to the control, and its other costs in words."""
+    """Return the parameters and operations that the remedy adds to the control, and its other costs in words."""
     parts = []
     if its.parameters != control.parameters:
         parts.append(f"{its.parameters - control.parameters:+,} parameters")
@@ -219,7 +219,7 @@ def render(peers: Peers, sizes: dict[str, Size], control: Size) -> str:
 
 
 def page() -> str:
-    """The page of the current code and tests."""
+    """Return the page for the current code and tests."""
     sizes = {remedy.key: measure(dict(remedy.settings)) for remedy in REMEDIES}
     return render(by_remedy(all_peers()), sizes, measure({}))
 

@@ -1,4 +1,4 @@
-"""docs/statistics.md, written from `mmqk.monitors.statistics` and from measured probes and steps.
+"""Writes docs/statistics.md from `mmqk.monitors.statistics` and from measured probes and steps.
 
 ``python -m tests.statistics_page`` writes it; a test compares the committed page with it.
 """
@@ -38,7 +38,7 @@ COLUMNS = ("tag", "formula", "unit", "modality", "healthy", "a bad value means",
 
 
 def flops(work: Callable[[], object]) -> int:
-    """Operations of the matrix products in `work`."""
+    """Return the number of operations of the matrix products in `work`."""
     counter = FlopCounterMode(display=False)
     with counter:
         work()
@@ -62,7 +62,8 @@ def module_of() -> TrainingModule:
 
 
 def parts() -> dict[str, int]:
-    """Operations of each part of `COSTS` that multiplies matrices: at one probe, or in one step of a window."""
+    """Return the operations of each part of `COSTS` that multiplies matrices: in one probe, or in one step of a
+    window."""
     module, few, whole = module_of(), batch_of(PROBED), batch_of(SEQUENCES)
     model, c = module.model, REFERENCE
     sites: dict[tuple[str, int], torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""docs/add_a_norm.md is applied as a patch to a copy of the repository, and what it adds is run there."""
+"""docs/add_a_norm.md is applied as a patch to a copy of the repository, and the result is run there."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.skipif(
 
 
 def commands() -> list[str]:
-    """The first block of the page: what a reader types."""
+    """Return the first block of the page: the commands of the reader."""
     block = re.search(r"^```\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert block is not None
     return block[1].splitlines()
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """A command in a copy, whose mmqk is found before the installed one; git looks for no repository around it."""
+    """Run a command in a copy, whose mmqk precedes the installed one; git finds no repository around it."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environment |= {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": str(folder)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -53,7 +53,7 @@ def copy_to(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory) -> Path:
-    """A copy of the repository after the page's own command."""
+    """Make a copy of the repository with the page's own command."""
     folder = copy_to(tmp_path_factory.mktemp("add") / "copy")
     done = run(folder, "bash", "-c", f"set -o pipefail; {commands()[0]}")
     assert done.returncode == 0, done.stderr
@@ -101,7 +101,7 @@ def test_it_is_printed_with_the_other_remedies(patched):
 
 
 def nested(args: list[str]) -> dict:
-    """A command line of `mmqk.train` as the content of a configuration file."""
+    """Return a command line of `mmqk.train` as the content of a configuration file."""
     content: dict = {}
     for name, _, value in (arg.removeprefix("--").partition("=") for arg in args if "=" in arg):
         *sections, field = name.split(".")

@@ -1,4 +1,5 @@
-"""docs/experiments/attn_scale: the measuring against known answers, the prediction against a tiny run, the page."""
+"""docs/experiments/attn_scale: the measurement against known answers, the prediction against a tiny run, and the
+page."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def test_a_tiny_run_meets_the_prediction(experiment, variant):
 
 
 def test_post_norm_alone_follows_the_residual_stream(experiment):
-    """Layer by layer, and only with weights of gain 1: silent branches leave the stream where it was."""
+    """The comparison is by layer and only with weights of gain 1: branches without output do not change the
+    stream."""
     rows = experiment.run(variants=("rsqrt, post-norm alone",), head_dims=(16,), seeds=3)
     for row in rows:  # deeper, tokens share a component and 4 heads say less about all heads
         assert row.variance == pytest.approx(row.predicted, rel=TOLERANCE if row.layer == 1 else 0.35)

@@ -1,4 +1,4 @@
-"""No import circle between files of mmqk and none between its folders, imports inside functions included."""
+"""There is no import circle between files of mmqk and none between its folders, imports inside functions included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "mmqk"
 
 
 def imports_of(package: Path) -> dict[str, set[str]]:
-    """Files by the files that they import (`model/norms.py`); imports for type checkers alone are left out."""
+    """Return, for each file, the files that it imports (`model/norms.py`); imports for type checkers alone are left
+    out."""
     names = {}
     for path in package.rglob("*.py"):
         file = path.relative_to(package).as_posix()
@@ -47,7 +48,7 @@ def _imported(path: Path, name: str, names: Mapping[str, str]) -> Iterable[str]:
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """One circle of the graph; empty where there is none."""
+    """Return one circle of the graph; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -56,7 +57,7 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def folders(graph: Mapping[str, set[str]], depth: int) -> dict[str, set[str]]:
-    """The same between folders; files at the top of mmqk are front doors and leaves, and count as folders."""
+    """Return the same graph between folders. A file at the top of mmqk counts as a folder."""
 
     def folder(file: str) -> str:
         parts = Path(file).parts
@@ -65,7 +66,7 @@ def folders(graph: Mapping[str, set[str]], depth: int) -> dict[str, set[str]]:
     result: dict[str, set[str]] = {}
     for file, imported in graph.items():
         a = folder(file)
-        # A package's own files and those of its parts belong together.
+        # The files of a package and those of its parts count as one folder.
         result.setdefault(a, set()).update(
             b
             for b in map(folder, imported)

@@ -1,4 +1,4 @@
-"""The one parser: every mistake is one sentence that names the field."""
+"""The one parser: every user error is one sentence that names the field."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_no_arguments_print_the_help_and_train_nothing(tmp_path, monkeypatch, ca
 
 
 def test_one_argument_is_a_run(tiny_args, tmp_path, capsys):
-    """The control: with an argument the help stays away."""
+    """The control: with an argument, no help is printed."""
     assert main([*tiny_args, "trainer.max_steps=2", f"out={tmp_path / 'run'}"]) == 0
     assert "usage:" not in capsys.readouterr().out
     assert read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] == 2
@@ -199,7 +199,7 @@ def test_a_field_needs_no_dashes(tiny_args, given, same):
 
 
 def test_the_value_of_an_option_may_have_an_equals_sign(tiny_args, tmp_path):
-    """The control: what follows an option is its value; an unknown name is still refused by name."""
+    """The control: the word after an option is its value; an unknown name is still refused by name."""
     (tmp_path / "seed=3.yaml").write_text("optim: {lr: 0.5}\n")
     run = resolve([*tiny_args, "--out", "seed=3", f"--config={tmp_path / 'seed=3.yaml'}"])
     assert (str(run.out), run.seed, run.optim.lr) == ("seed=3", 0, 0.5)
@@ -238,7 +238,7 @@ CLASS = "{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir:
     ],
 )
 def test_a_class_under_trainer_is_one_sentence(tiny_args, tmp_path, capsys, flag, says):
-    """In a file and in each way of the command line; none is imported, and no folder is made."""
+    """In a file and in every form of the command line: nothing is imported, and no folder is created."""
     (tmp_path / "class.yaml").write_text(f"trainer: {{{flag}: {CLASS}}}\n")
     ways = [
         f"--config={tmp_path / 'class.yaml'}", f"--trainer.{flag}={CLASS}",
@@ -280,13 +280,13 @@ def test_a_removed_field_is_one_sentence_and_a_fork_of_an_older_run_drops_it(tin
     [
         ("cpu", ()),
         ("dial", ("--monitor.probe_sequences=8",)),
-        # A C++ compiler takes half a minute; tests/model/test_compiled.py has that.
+        # A C++ compiler takes half a minute; tests/model/test_compiled.py covers compilation.
         ("gpu_25m", ("--model.n_layers=2", "--monitor.probe_sequences=2", "--compile=false")),
         ("gpu_124m", ("--model.n_layers=1", "--monitor.probe_sequences=2", "--compile=false")),
     ],
 )
 def test_every_configuration_trains_two_steps_on_a_cpu(name, smaller, tiny_data, tmp_path):
-    """On tiny data and few sequences; bf16-mixed where the configuration says so. GPU models keep their width."""
+    """Tiny data and few sequences, in bf16-mixed if the configuration sets it. GPU models keep their width."""
     own = [f"--data.{k}={tiny_data / k}" for k in ("pairs", "text", "tokenizers", "cache")]
     few = ["--data.batch_size=2", "--data.val_sequences=8", "--data.workers=0", "--trainer.max_steps=2"]
     args = [f"--config=configs/{name}.yaml", *own, *few, *smaller, "--trainer.accelerator=cpu", "--threads=2"]

@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from top to bottom, and show the numbers of the files."""
+"""The notebooks of examples/ run completely and show the numbers of the files."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ def cells(notebook: Path, kind: str) -> list[str]:
 
 
 def names_after(notebook: Path) -> dict[str, Any]:
-    """The variables of a notebook after its last cell."""
+    """Return the variables of a notebook after its last cell."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for cell in cells(notebook, "code"):
         exec(compile(cell, notebook.name, "exec"), names)
@@ -28,7 +28,7 @@ def names_after(notebook: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def examples(tmp_path, monkeypatch):
-    """The folder examples/ beside the packs; nothing is written into it."""
+    """Copy the folder examples/ beside the packs; nothing is written into it."""
     (tmp_path / "examples").mkdir()
     (tmp_path / "reports/examples").mkdir(parents=True)
     shutil.copy(ROOT / "reports/examples/demo.zip", tmp_path / "reports/examples")

@@ -1,4 +1,4 @@
-"""Who may import whom: each rule in a fresh process, and each with a planted violation."""
+"""Which part may import which: each rule runs in a new process, and has a planted violation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Stands in front of every finder; a refused import ends the process, whoever would have caught it.
+# Comes before every finder; a forbidden import ends the process, even if the import would be caught.
 GUARD = """
 import importlib, importlib.machinery, json, os, pkgutil, sys
 
@@ -56,13 +56,13 @@ print("kept")
 
 @dataclass(frozen=True)
 class Rule:
-    """What importing ``modules``, with all that lies below them, and running ``then`` may pull in.
+    """Which modules may be loaded when ``modules``, with everything below them, are imported and ``then`` runs.
 
     Attributes:
-        mmqk: the parts of mmqk that may be imported; empty for all of it.
-        never: modules that may not be imported, not even by somebody else.
-        absent: packages that are as if they were not installed.
-        stdlib_only: whether nothing but the standard library and mmqk may be imported.
+        mmqk: the parts of mmqk that may be imported; empty for all.
+        never: modules that must not be imported, not even by a library.
+        absent: packages that count as not installed.
+        stdlib_only: whether only the standard library and mmqk may be imported.
         leave_out: submodules that are not part of the rule.
     """
 
@@ -86,7 +86,7 @@ seen = torch.ones_like(ids, dtype=torch.bool)
 flat = probe(model, TokenBatch(ids, (ids >= 6).long(), seen, seen, torch.tensor(38.0))).flat()
 assert "attn_logit_absmax/text-image/layer00" in flat, sorted(flat)
 """
-# One run: the whole way from its files to a page.
+# One run, from its files to a page.
 REPORT = f"""
 import sys, tempfile
 from pathlib import Path
@@ -104,8 +104,8 @@ from mmqk.config import resolve
 os.chdir({str(ROOT)!r})
 assert resolve(["--config=configs/demo.yaml"]).out.parts[:2] == ("runs", "demo")
 """
-# What mmqk needs and somebody else's training environment may not have.
-# Not pandas: torch.compiler looks for it.
+# mmqk needs these, and another training environment may lack them. pandas is not among them, because torch.compiler
+# looks for it.
 LAB = (
     *("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "transformers", "tensorboard"),
     *("webdataset", "timm", "tokenizers", "safetensors", "torchvision", "jsonargparse", "yaml", "PIL"),
@@ -157,7 +157,7 @@ RULES = {
 
 
 def check(rule: Rule, root: Path) -> str:
-    """The one line that a fresh process says of a rule in the mmqk under ``root``."""
+    """Return the one line that a new process prints about a rule in the mmqk under ``root``."""
     done = subprocess.run(
         [sys.executable, "-c", GUARD, str(root), json.dumps(asdict(rule))],
         capture_output=True,

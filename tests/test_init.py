@@ -1,4 +1,4 @@
-"""`mmqk init` writes a project that trains, and touches nothing that exists."""
+"""`mmqk init` writes a project that trains, and changes no existing file."""
 
 from pathlib import Path
 

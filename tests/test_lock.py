@@ -1,4 +1,4 @@
-"""The exact packages of the shipped results are those that their page prints."""
+"""The locked packages of the shipped results are those that their page prints."""
 
 import re
 from pathlib import Path

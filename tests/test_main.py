@@ -18,7 +18,7 @@ from mmqk.store import UserError, cli_main, clock
 
 PACKAGE = Path(mmqk.__file__).parent
 TABLE = "mmqk"
-# What each must be given besides the mistake.
+# The arguments that each command needs besides the error.
 REQUIRED = {
     "mmqk.ablate": ["--config", "grid.yaml"],
     "mmqk.report": ["runs/demo"],
@@ -97,7 +97,7 @@ def test_an_unknown_command_names_the_others():
     ("mmqk wa", {"watch"}),
 ])  # fmt: skip
 def test_the_shell_completes_flags(line, words, tmp_path):
-    """With argcomplete's protocol: the line in the environment, the answer in a file."""
+    """This is argcomplete's protocol: the line is in the environment, the answer in a file."""
     pytest.importorskip("argcomplete")
     answer = tmp_path / "answer"
     mmqk_command(_ARGCOMPLETE="1", COMP_LINE=line, COMP_POINT=str(len(line)), _ARGCOMPLETE_IFS="\n",

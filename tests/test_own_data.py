@@ -22,7 +22,7 @@ from mmqk.train import main as train
 
 REPO = Path(__file__).resolve().parents[1]
 WORDS = "a red bicycle leans on an old wall near the river while two people walk their dog past it".split()  # noqa: SIM905
-# What makes a command small enough for a test; its other words are the README's.
+# Options that make a command small enough for a test; its other words are the README's.
 SMALLER = {
     "mmqk.data.tokenize": ["--workers=0", "--val-fraction=0.2"],
     "mmqk.inspect": [
@@ -39,7 +39,7 @@ MAINS = {"mmqk.data.tokenize": tokenize.main, "mmqk.inspect": inspect.main,
 
 
 def photograph(random: np.random.Generator, encoding: str) -> bytes:
-    """A picture with large and small structure, of any size and shape."""
+    """An image with large and small structure, of any size and shape."""
     height, width = random.integers(50, 300, 2)
     coarse = Image.fromarray(random.integers(0, 255, (6, 5, 3), dtype=np.uint8)).resize((width, height))
     buffer = io.BytesIO()
@@ -49,7 +49,8 @@ def photograph(random: np.random.Generator, encoding: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """shards/00000.tar to 00003.tar, 12 samples each, one of them with a broken image; configs and data beside."""
+    """shards/00000.tar to 00003.tar with 12 samples each, one of them with a broken image, beside configs and
+    data."""
     root = tmp_path_factory.mktemp("own")
     (root / "shards").mkdir()
     for name in ("configs", "data"):
@@ -74,7 +75,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def commands() -> list[list[str]]:
-    """The command lines of the section, in order."""
+    """Return the command lines of the section, in order."""
     section = (REPO / "README.md").read_text().partition("## Your own data")[2].partition("\n## ")[0]
     blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
     return [shlex.split(line) for block in blocks for line in block.strip().splitlines()]

@@ -1,4 +1,4 @@
-"""A clone of the last commit has the whole package, and so has the wheel that is built from it."""
+"""A clone of the last commit has the whole package, and so does the wheel built from it."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def git(*arguments: str) -> list[str]:
-    """The lines that git prints; skips the test outside of a repository."""
+    """Return the lines that git prints; skips the test outside of a repository."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Every pair of remedies either trains or is refused by a sentence that names both; which are refused is known."""
+"""Every pair of remedies either trains or is refused by a sentence that names both; the refused pairs are listed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ BY_KEY = {remedy.key: remedy for remedy in REMEDIES}
 WITH_QK_NORM = {remedy.key for remedy in REMEDIES if "model.qk_norm.kind" in remedy.settings}
 L2 = {"qk_norm_l2", "qk_norm_l2_per_head", "qk_norm_cosine"}
 WITH_BIAS = {"qk_norm_layer_bias", "qk_norm_per_head"}
-# A bias under any other kind, and the choices of RMS and LayerNorm under l2, when one kind is set over the other.
+# A bias with another kind of norm, and the RMS and LayerNorm remedies combined with l2, if one kind overrides the
+# other.
 BIAS_OF_ANOTHER_KIND = {(a, b) for a in WITH_BIAS for b in WITH_QK_NORM - WITH_BIAS - {"qk_norm_layer"}}
 IN_ITS_PLACE = {
     "post_norm", "sandwich", "post_gain_zero", "residual_gate", "depth_scale_norm", "depth_scale_branch",
@@ -49,14 +50,15 @@ REFUSED = {
 
 
 def merged(a: Remedy, b: Remedy) -> Iterator[dict]:
-    """The settings of both; where they give one field two values, each over the other."""
+    """Yield the settings of both; if they give a field two values, each of them overrides the other once."""
     yield {**a.settings, **b.settings}
     if any(a.settings[name] != b.settings[name] for name in a.settings.keys() & b.settings.keys()):
         yield {**b.settings, **a.settings}
 
 
 def unfinished(settings: dict) -> list[str]:
-    """What of a training of these settings is not finite: nothing, it should be. Raises as `build` does."""
+    """Return the names of values that are not finite after training with these settings; it should be empty. Raises
+    as `build` does."""
     module = build(settings, MODEL)
     backends = ["math"] if settings.get("backend") == "math" else ["math", "sdpa"]
     found = []
@@ -78,7 +80,8 @@ def unfinished(settings: dict) -> list[str]:
 
 
 def names_both(sentence: str, a: Remedy, b: Remedy) -> bool:
-    """Whether it names a field of each, by the last part of its name at least, and they are two."""
+    """Return whether the sentence names a field of each remedy, at least by the last part of its name, and these are
+    two names."""
     named = [
         {name for name in remedy.settings if re.search(rf"\b{name.rpartition('.')[2]}\b", sentence)}
         for remedy in (a, b)

@@ -1,4 +1,4 @@
-"""The progress display: plain lines in a log, one line that is redrawn on a terminal."""
+"""The progress display: plain lines in a log, one redrawn line on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def now(monkeypatch):
-    """The monotonic clock in seconds, to set."""
+    """A replacement for the monotonic clock, in seconds."""
     seconds = [100.0]
     monkeypatch.setattr("mmqk.progress.time.monotonic", lambda: seconds[0])
     return seconds

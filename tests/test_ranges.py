@@ -1,4 +1,5 @@
-"""Every number of every configuration has a range, found by looking at all fields, and is refused outside it."""
+"""Every number of every configuration has a range, found by a search through all fields, and is refused outside
+it."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ CLAIM = {"id": "C", "statement": "s", "treatment": "a", "control": "b", "min_eff
 
 
 def claim(**values: Any) -> Claim:
-    """A claim as a grid has it; a range is checked where the grid is read."""
+    """A claim as in a grid; its ranges are checked when the grid is read."""
     return read_claims([{**CLAIM, **values}], ("a", "b"), "g", "g")[0]
 
 
-# How those are built that are no *Config, or need something.
+# How to build the classes that are no *Config or need arguments.
 BUILT = {
     Claim: claim,
     ForkConfig: lambda **values: ForkConfig(Parent("id", 1, {}), **values),
@@ -47,7 +48,7 @@ BUILT = {
 
 
 def configs() -> list[type]:
-    """Every dataclass of mmqk whose name ends with Config, by its source, and those of the grid language."""
+    """Return every dataclass of mmqk whose name ends with Config, by its source, and those of the grid language."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(["mmqk", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
@@ -60,7 +61,7 @@ def configs() -> list[type]:
 
 
 def is_number(hint: Any) -> bool:
-    """Whether a type, or what is inside of it, is int or float."""
+    """Return whether a type, or a type inside it, is int or float."""
     return hint in (int, float) or any(is_number(inner) for inner in typing.get_args(hint))
 
 
@@ -80,7 +81,7 @@ NUMBERS = [(kind, name) for kind in CONFIGS if kind.__name__ != "RunConfig" for 
 
 
 def wrapped(kind: type, name: str, value: Any) -> Any:
-    """A value in the shape of its field: a mapping, a list, a tuple or itself."""
+    """Return a value in the shape of its field: a mapping, a list, a tuple or the value itself."""
     hint = typing.get_type_hints(kind)[name]
     origin = typing.get_origin(hint)
     if origin in (list, tuple):
@@ -91,7 +92,7 @@ def wrapped(kind: type, name: str, value: Any) -> Any:
 
 
 def outside(wanted: Range) -> list[Any]:
-    """Numbers, and what is none, that a range does not hold."""
+    """Numbers outside the range, and values that are no numbers."""
     below = wanted.low - max(1, abs(wanted.low))
     bad = [math.nan, math.inf, -math.inf, -1e300, 1e300, 10**400, wanted.high * 3 + 1, below]
     if wanted.zero:
@@ -110,7 +111,7 @@ def test_every_number_has_a_range():
 
 
 def test_a_new_field_without_a_range_is_found():
-    """The control: what the test above is for."""
+    """The control: the field without a range is what the test above detects."""
 
     @dataclass
     class NewConfig:
@@ -258,7 +259,7 @@ def test_what_makes_sense_is_not_refused(tiny_args, flags):
 
 
 def test_numbers_in_files_are_decimal(tmp_path):
-    """In the file of a run and in that of a grid; YAML 1.1 alone reads others without a word."""
+    """In the file of a run and in that of a grid; YAML 1.1 alone reads them as other numbers without a message."""
     text = "a: [0x10, 010, 1:30, 0b1, 12, 1_000, 1.5e+3, -2, 0, .5, .inf]\n"
     assert yaml.safe_load(text)["a"][:4] == [16, 8, 90, 1]
     read = yaml.load(text, Loader=decimal_numbers(yaml.SafeLoader))["a"]
@@ -276,7 +277,7 @@ def test_numbers_in_files_are_decimal(tmp_path):
 
 
 def test_the_least_memory_is_below_what_a_model_takes(tiny_args):
-    """Against torch's own count: never above it, and near it."""
+    """The estimate is compared with torch's own count: never above it, and close to it."""
     from mmqk.model import EarlyFusionTransformer
     from mmqk.training.loop.memory import least_bytes, parameters
 
@@ -299,6 +300,6 @@ def test_a_larger_device_has_room(tiny_args, monkeypatch):
     monkeypatch.setattr(memory, "memory_of", lambda device: need - 1)
     with pytest.raises(UserError, match=r"need at least .* GiB of memory, but this cpu has .* GiB: lower"):
         memory.check_memory(run, torch.device("cpu"))
-    # Halves of a batch are shared out.
+    # The two halves of a batch are distributed over ranks.
     halved = replace(run, trainer={**run.trainer, "accumulate_grad_batches": 2})
     assert memory.least_bytes(halved)[1] < memory.least_bytes(run)[1]

@@ -1,4 +1,4 @@
-"""What the README says is what the kept report says, and every link leads somewhere."""
+"""The README's statements equal the kept report, and every link has a target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def verdicts() -> dict[str, dict]:
 
 
 def says(text: str, verdict: dict, log: bool) -> bool:
-    """Whether "here" of a row is effect (low to high), as ratios where they are log ratios, to its own digits."""
+    """Return whether "here" of a row is effect (low to high), as ratios for log ratios, to its own digits."""
     cell = text.split("|")[4]
     printed = re.findall(r"\d+(?:\.\d+)?", cell)[:3]
     values = [math.exp(n) if log else n for n in (verdict["effect"], *verdict["interval"])]

@@ -1,4 +1,4 @@
-"""Published recipes: usable at any size, cited field by field, and equal to the outside implementations they cite."""
+"""Published recipes work at any size, cite each field, and equal the outside implementations they cite."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.model.comparison import outcome
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
 FOLDER = Path("configs/recipes")
-# mmqk.interop reads these; tests/recipe_peers.py has what the next ones cite.
+# mmqk.interop reads these models; tests/recipe_peers.py has those that the next recipes cite.
 CONVERTED = ("chameleon_7b", "chameleon_34b", "llama2", "olmo2", "qwen3", "gemma2", "gemma3")
 PEERED = ("muse_spark", "muse_glimmer", "gpt_oss", "qwen3_next", "kimi_k2")
 NAMES = (*CONVERTED, *PEERED, "swin_v2", "vit_22b")
-# What a run decides and a recipe must not: size, data, length, and what only means something at a size.
+# Fields that a run decides and a recipe must not set: size, data, length, and fields that depend on the size.
 OF_THE_RUN = {
     "model": {"vocab_sizes", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "window",
         "global_every"},
@@ -46,7 +46,7 @@ def path(name: str) -> Path:
 
 
 def fields_of(name: str) -> dict[str, object]:
-    """What a recipe sets, by dotted name."""
+    """Return the fields that a recipe sets, by dotted name."""
     return flatten(yaml.load(path(name).read_text(), Loader=yaml.SafeLoader))
 
 
@@ -78,7 +78,7 @@ def test_a_recipe_merges_onto_a_run_of_any_size_and_overrides_all_it_speaks_of(n
         name, "--model.d_model=96", "--model.n_layers=3", "--model.n_heads=6", "--model.n_kv_heads=2"
     )
     assert (large.model.d_model, large.model.n_layers, large.model.kv_heads) == (96, 3, 2)
-    # configs/cpu.yaml has QK-Norm and z-loss of its own: none of them may shine through what a recipe sets.
+    # configs/cpu.yaml sets QK-Norm and z-loss; none of its values may remain where a recipe sets the field.
     other = as_run(name, base="configs/cpu.yaml")
     for run in (small, large, other):
         resolved = flatten(run.nested())
@@ -88,7 +88,7 @@ def test_a_recipe_merges_onto_a_run_of_any_size_and_overrides_all_it_speaks_of(n
 
 @pytest.mark.parametrize("under", ["gemma2", "chameleon_7b", "swin_v2", "vit_22b", "muse_spark", "gpt_oss"])
 def test_of_two_recipes_the_last_says_what_the_model_is(under):
-    """These have, between them, a value away from the default for nearly every field that a recipe sets."""
+    """Together, these have a value other than the default for nearly every field that a recipe sets."""
     for name in NAMES:
         assert as_run(name, base=str(path(under))).model == as_run(name).model, name
     assert as_run(under).model != as_run("llama2").model
@@ -121,10 +121,11 @@ def test_a_recipe_with_a_field_of_no_name_is_refused(tmp_path):
 
 
 def leaves(text: str) -> list[tuple[str, str]]:
-    """(key, comment) of every value: the comment on its line, else the one directly above it or above its group.
+    """Return (key, comment) of every value: the comment on its line, else the one directly above it or above its
+    group.
 
-    A comment above reaches down to the next comment, empty line or smaller indent; above a group, to its end. The
-    comment at the head of the file is above nothing.
+    A comment above values applies up to the next comment, empty line or smaller indent; above a group, to its end.
+    The comment at the head of the file applies to no value.
     """
     found, above, reach, group, last_was_comment = [], "", 0, None, False
     for line in dropwhile(lambda line: line.startswith("#"), text.splitlines()):
@@ -147,7 +148,7 @@ def leaves(text: str) -> list[tuple[str, str]]:
 
 
 def uncited(text: str) -> list[str]:
-    """Keys of the values whose comment names no source of the file's head."""
+    """Return the keys of the values whose comment names no source of the file's head."""
     sources = set(re.findall(r"^# \[(\w+)\] +\S", text, flags=re.MULTILINE))
     cited = [(key, set(re.findall(r"\[(\w+)\]", comment))) for key, comment in leaves(text)]
     return [key for key, tags in cited if not tags or not tags <= sources]
@@ -161,7 +162,7 @@ def test_every_value_cites_a_source(name):
 
 
 def without_flow(name: str) -> list[str]:
-    """The dotted names, a mapping written on one line under its own."""
+    """Return the dotted names; a mapping written on one line is under its own name."""
     return [
         key.removesuffix(".kind") if ": {kind" in path(name).read_text() else key for key in fields_of(name)
     ]
@@ -190,19 +191,19 @@ SMALL = {
     "num_key_value_heads": 1, "max_position_embeddings": 32, "pad_token_id": None, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-# Where a recipe means to differ from the class's defaults: what the class has, and why.
+# Fields in which a recipe intentionally differs from the class's defaults: the class's value, and the reason.
 DIFFERS = {
-    # The class has no residual dropout and stores a copy of the shared gain for every head.
+    # The class has no residual dropout, and stores a copy of the shared gain for every head.
     "chameleon_7b": {"residual_dropout": 0.0, "qk_norm.gain": "per_head"},
     "chameleon_34b": {"qk_norm.gain": "per_head"},
-    # The classes' defaults are not those of the models that were trained; a checkpoint's config sets them.
+    # The classes' defaults are not the values of the trained models; a checkpoint's config sets those.
     "llama2": {"norm_eps": 1e-6},
     "olmo2": {"norm_eps": 1e-5, "qk_norm.eps": 1e-5},
 }
 
 
 def peer(name: str) -> nn.Module:
-    """A tiny model of the class that a recipe cites; what concerns its norms is left at the class's default."""
+    """Return a tiny model of the class that a recipe cites; everything about its norms keeps the class's default."""
     transformers = pytest.importorskip("transformers")
     if name.startswith("chameleon"):
         vq = {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "num_embeddings": 4,
@@ -213,7 +214,7 @@ def peer(name: str) -> nn.Module:
         )
         return transformers.ChameleonForConditionalGeneration(config)
     kind = {"llama2": "Llama"}.get(name, name.capitalize())
-    # These classes have a width of heads of their own, and Gemma's scale is that of the default width.
+    # These classes set the width of heads separately, and Gemma's scale is that of the default width.
     more = {"head_dim": 8} if kind in ("Qwen3", "Gemma2", "Gemma3") else {}
     more |= {"query_pre_attn_scalar": 8} if kind.startswith("Gemma") else {}
     config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
@@ -221,7 +222,7 @@ def peer(name: str) -> nn.Module:
 
 
 def settings_of(model: EarlyFusionTransformer, name: str) -> dict[str, object]:
-    """What a model built from the class has for each field that the recipe sets, dotted."""
+    """Return the value, in a model built from the class, of each field that the recipe sets, by dotted name."""
     c = model.config
     ours = flatten(yaml.safe_load(path(name).read_text())["model"])
     theirs = flatten({key: value for key, value in vars(c).items() if key != "qk_norm"})
@@ -251,7 +252,7 @@ def test_the_recipe_of_another_class_is_told_apart(name):
 
 @torch.no_grad()
 def of_timm_swin() -> dict[str, object]:
-    """The settings of timm's Swin V2, read off its modules and off what they compute."""
+    """Return the settings of timm's Swin V2, from its modules and from their outputs."""
     from timm.models.swin_transformer_v2 import SwinTransformerV2, WindowAttention
 
     torch.manual_seed(0)
@@ -319,10 +320,10 @@ def test_vit_22b_normalizes_queries_over_the_same_axis_as_timm():
     assert EarlyFusionTransformer(full).blocks[0].attention.q_norm.shape != (8,)
 
 
-# Equal in logits and gradients to what they cite --------------------------------------------------------------
+# Equal in logits and gradients to the cited models ----------------------------------------------------------
 
 FP32_INSIDE = 2e-5  # of the largest value: the norms and rotary tables of transformers are in fp32
-# Another value of every field that decides what a model computes.
+# Another value for every field that affects what a model computes.
 OTHERWISE = {
     "mlp": "geglu", "pre_norm": False, "norm": "layer", "norm_eps": 1e-4, "qk_norm.kind": "layer",
     "qk_norm.scope": "full", "qk_norm.gain": "per_head", "qk_norm.eps": 1e-4, "qk_norm.place": "after_rope",
@@ -349,14 +350,14 @@ WITH = {("gpt_oss", "mlp"): {"mlp_clamp": None}, ("gpt_oss", "attention"): {"att
 
 
 def with_fields(config: ModelConfig, fields: dict[str, object]) -> ModelConfig:
-    """The configuration with these fields, by dotted name."""
+    """Return the configuration with these fields, by dotted name."""
     nested = {key.removeprefix("qk_norm."): value for key, value in fields.items() if "." in key}
     plain = {key: value for key, value in fields.items() if "." not in key}
     return replace(config, qk_norm=replace(config.qk_norm, **nested), **plain)
 
 
 def another(name: str, key: str, value: object) -> dict[str, object]:
-    """Fields with another value for one of a recipe's, and what this requires."""
+    """Return fields with another value for one of a recipe's, and what this requires."""
     if key == "pre_norm":
         return {"pre_norm": False, "post_norm": True}
     if key in SWITCHED:
@@ -372,14 +373,14 @@ def another(name: str, key: str, value: object) -> dict[str, object]:
 
 
 def furthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The largest difference, as a share of the largest value of its tensor."""
+    """Return the largest difference, divided by the largest value of its tensor."""
     pairs = zip(ours, theirs, strict=True)
     return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
 def peers():
-    """For a recipe: its small model, weights, and the logits and gradients of the model that it cites."""
+    """For a recipe: its small model, weights, and the logits and gradients of the cited model."""
     pytest.importorskip("transformers")
     known = {}
 
@@ -403,7 +404,7 @@ def test_logits_and_gradients_are_those_of_the_model_that_a_recipe_cites(name, p
 
 @pytest.mark.parametrize("name", PEERED)
 def test_another_value_of_any_field_gives_other_logits(name, peers):
-    """The control of the comparison above, field by field."""
+    """The control of the comparison above, for each field."""
     config, leaves, theirs = peers(name)
     fields = flatten(yaml.safe_load(path(name).read_text())["model"])
     unseen = UNSEEN | (UNSEEN_L2 if config.qk_norm.kind == "l2" else set())

@@ -12,7 +12,7 @@ CELLS = [line.rsplit("|", 2)[1] for line in PAGE.splitlines() if line.startswith
 
 
 def named(cell: str) -> list[str]:
-    """The tests of a cell; ``::test_b`` after ``tests/a.py::test_a`` is a test of the same file."""
+    """Return the tests of a cell; ``::test_b`` after ``tests/a.py::test_a`` is a test of the same file."""
     names: list[str] = []
     for name in re.findall(r"`((?:tests/[\w/]+\.py)?(?:::\w+)?)`", cell):
         names.append(name if name.startswith("tests/") else names[-1].split("::")[0] + name)

@@ -1,4 +1,5 @@
-"""The table of remedies: complete, true to the parser, and the page that is written from it and from the tests."""
+"""The table of remedies is complete and agrees with the parser, and its page is generated from it and from the
+tests."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from tests.remedies_page import (
 
 ROOT = Path(__file__).parents[1]
 DEMO = "--config=configs/demo.yaml"
-# Fields that are no remedy by themselves: shape, what is trained on what, positions, and details of a remedy.
+# Fields that are no remedies: shape, trained modalities, positions, and details of a remedy.
 NOT_REMEDIES = {
     "model": "vocab_sizes d_model n_layers n_heads n_kv_heads d_head d_ff mlp norm_gain norm_eps reparam_gamma"
     " tie_embeddings window global_every rope_theta local_rope_theta qk_norm.eps qk_norm.scale_init"
@@ -45,7 +46,7 @@ NOT_REMEDIES = {
 
 
 def names(config: type, prefix: str) -> list[str]:
-    """Dotted names of the fields of a dataclass, of those it holds too."""
+    """Return the dotted names of the fields of a dataclass and of the dataclasses inside it."""
     found = []
     for f in fields(config):
         inner = f.default_factory if is_dataclass(f.default_factory) else None
@@ -59,7 +60,8 @@ def fields_of_runs() -> set[str]:
 
 
 def unaccounted(known: set[str]) -> set[str]:
-    """Fields that are neither of a remedy nor listed as none, and what is listed without being a field."""
+    """Return the fields that are neither in a remedy nor in the list of other fields, and list entries that are no
+    fields."""
     listed = {f"{section}.{name}" for section, words in NOT_REMEDIES.items() for name in words.split()}
     switched = {name for remedy in REMEDIES for name in remedy.settings if name != "backend"}
     of_mapping = {name for name in switched if name.rpartition(".")[0] in known}
@@ -70,7 +72,7 @@ def unaccounted(known: set[str]) -> set[str]:
 
 def test_every_field_is_of_a_remedy_or_listed_as_none():
     assert unaccounted(fields_of_runs()) == set()
-    # The controls: a field more, and a field less.
+    # The controls: one field more, and one field less.
     assert unaccounted(fields_of_runs() | {"model.anti_gravity"}) == {"model.anti_gravity"}
     assert unaccounted(fields_of_runs() - {"optim.qk_clip"}) == {"optim.qk_clip"}
 
@@ -98,7 +100,7 @@ def test_its_flags_resolve_and_change_what_they_say_and_nothing_else(remedy, con
     before, after = flatten(control.nested()), flatten(run.nested())
     changed = {name for name in after if after[name] != before.get(name)}
     assert {name: after[name] for name in remedy.settings} == dict(remedy.settings)
-    # Fields that a remedy states though they are the default (pre_norm of the sandwich) do not change.
+    # Fields that a remedy sets to their default (pre_norm of the sandwich) do not change.
     assert changed <= remedy.settings.keys() and run.id != control.id
     monkeypatch.chdir(ROOT)
     assert remedy.settings.items() <= flatten(resolve([DEMO, *remedy.flags]).nested()).items()
@@ -190,7 +192,7 @@ def test_flops_are_those_of_the_textbook():
     assert size.flops == 6 * matrices * tokens + 6 * c.n_layers * scores
     norms = (2 * c.n_layers + 1) * c.d_model
     assert size.parameters == matrices + c.d_model * c.vocab_size + norms
-    # QK-Clip takes every q·k once more; a backward pass more is two of three parts of a step.
+    # QK-Clip computes every q·k once more; an additional backward pass is two of three parts of a step.
     assert measure({"optim.qk_clip": 100.0}).flops - size.flops == c.n_layers * scores
     assert measure({"optim.split_second_moment": True}).flops * 3 == size.flops * 5
     assert measure({"model.per_modality.qk": True}).parameters - size.parameters == 2 * c.n_layers * c.d_model**2

@@ -1,4 +1,4 @@
-"""The table of statistics against what is logged, both ways, and the page that is written from it."""
+"""The table of statistics against the logged tags, in both directions, and the page generated from it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EVERYTHING = [
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory) -> set[str]:
-    """The tags of a run with everything on, and of what one run cannot have."""
+    """Return the tags of a run with all options, and of options that one run cannot have."""
     out = tmp_path_factory.mktemp("run") / "out"
     with pytest.MonkeyPatch.context() as patch:  # attention that keeps its entropy has collapsed
         patch.setattr("mmqk.store.alarms.probes.COLLAPSE_SHARE", 1e9)
@@ -49,7 +49,7 @@ def logged(tmp_path_factory) -> set[str]:
 
 
 def of_other_models() -> set[str]:
-    """QK-Norm, which QK-Clip excludes; a bf16 residual stream; a model that is only watched; a GPU's kernel."""
+    """QK-Norm, which QK-Clip excludes; a bf16 residual stream; a third-party model; a kernel that needs a GPU."""
     config = ModelConfig(
         vocab_sizes={"text": 20, "image": 12}, d_model=16, n_layers=2, n_heads=2, qk_norm=QKNormConfig("rms")
     )
@@ -103,7 +103,7 @@ def unused(tags: Iterable[str], table: Iterable[Statistic] = STATISTICS) -> set[
 def test_every_tag_has_a_row_and_every_row_a_tag(logged):
     assert missing(logged) == []
     assert unused(logged) == set()
-    # The controls: a row less, a tag less, a tag that is new, and a known statistic in a new place.
+    # The controls: one row less, one tag less, a new tag, and a known statistic in a new place.
     assert set(missing(logged, STATISTICS[1:])) == {"loss"}
     assert unused(logged - {"attn_rank/layer00", "attn_rank/layer01"}) == {"attn_rank/layerNN"}
     assert unused({tag for tag in logged if "head" not in tag.split("/")[-1]}) >= {

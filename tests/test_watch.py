@@ -89,10 +89,10 @@ def test_an_ablation_shows_every_run_the_waiting_ones_too(tmp_path, capsys, monk
     assert statuses == [("1", "completed"), ("2", "diverged"), ("3", "waiting")]
     assert "mixed seed 2 diverged: text loss became nan" in said
     assert "mixed seed 1 step 30: growth" in said
-    # Without ablation.json, as an arm, by folders.
+    # A folder without ablation.json, an arm, and run folders.
     said = shown(capsys, "--once", folder / "mixed-0123456789")
     assert "seed1" in said and "seed2" in said and "seed3" not in said
-    # Several at once, and without a terminal no --once is needed.
+    # Several folders at once; without a terminal --once is not needed.
     assert shown(capsys, folder / "mixed-0123456789/seed1", folder).count("completed") == 2
 
 
@@ -149,7 +149,7 @@ def test_files_of_another_kind_are_passed_over(tmp_path, capsys, monkeypatch, na
     monkeypatch.setenv("COLUMNS", "400")  # room for the path in the sentence
     write_run(tmp_path / "r", "completed", alarms=[GROWTH])
     path = tmp_path / "r" / name
-    # Lines are added to what is there; of a whole file this is all.
+    # New lines are appended; a complete file has no others.
     path.write_text((path.read_text() if name.endswith("l") else "") + text + "\n")
     said = shown(capsys, "--once", tmp_path / "r")
     assert "4.60" in said and "step 30: growth" in said and ("odd" in said) == ("a//b/c/d" in text)
@@ -167,7 +167,7 @@ def test_a_damaged_record_of_an_ablation_is_refused(tmp_path, capsys, text):
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_number_that_is_none_ranks_worst(tmp_path, capsys, monkeypatch, bad):
-    """In the one column for all modalities that a narrow terminal has, and in that of its own modality."""
+    """In the one column for all modalities on a narrow terminal, and in the column of its modality."""
     write_run(tmp_path / "r", "completed")
     names = ("q_norm/text/layer00", "q_norm/image/layer00")
     writer = MetricsWriter(tmp_path / "r/metrics.jsonl")
@@ -242,7 +242,7 @@ def test_ctrl_c_ends_it_in_order_and_a_dumb_terminal_gets_one_frame(tmp_path, te
     here, there = pty.openpty()
     environment = {**os.environ, "TERM": terminal, "COLUMNS": "100", "LINES": "40"}
     command = [sys.executable, "-m", "mmqk.watch", "--every", "0.2", str(tmp_path / "r")]
-    # Whoever runs the tests in the background has them inherit a SIGINT that is ignored.
+    # Tests that run in the background inherit an ignored SIGINT.
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
         command, stdout=there, stderr=there, cwd=ROOT, env=environment, preexec_fn=listens

@@ -1,4 +1,4 @@
-"""Gradient agreement: equal to the formula on small vectors, and an unbiased estimate under noise."""
+"""Gradient agreement equals the formula on small vectors, and is an unbiased estimate under noise."""
 
 import math
 import re
@@ -51,7 +51,7 @@ def test_the_code_is_the_formula_of_the_page():
     page = (Path(__file__).parents[2] / "docs/statistics.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if line.startswith("| `grad_agreement/"))
     formula = row.split(" | ")[1].split(", A and B")[0]
-    # As noisy as the batches of a run: the two products of the numerator differ.
+    # The noise is as large as between batches of a run, so the two products of the numerator differ.
     pairs = halves_of([torch.ones(D), torch.linspace(0, 1, D)], 2.0, 1)
     vectors = {
         (name, half): torch.cat(own).double()

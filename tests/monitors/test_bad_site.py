@@ -85,7 +85,7 @@ def test_a_gradient_that_breaks_on_its_way_back_is_named_where_it_does(model):
             out.register_hook(lambda gradient: gradient.clone().index_fill_(0, torch.tensor(1), torch.inf))
 
     handle = model.blocks[1].attention.w_o.register_forward_hook(plant)
-    # The backward pass reaches layer 2 and the MLP of layer 1 before, and they are finite.
+    # The backward pass reaches layer 2 and the MLP of layer 1 first, and they are finite.
     description = "the gradient at attn_out of layer 1, at text and image and padding tokens, is infinite"
     assert first_bad_site(model, BATCH, loss_of(model)) == description
     assert first_bad_site(model, BATCH) is None  # a forward alone does not show it

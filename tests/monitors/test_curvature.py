@@ -140,7 +140,7 @@ def test_it_changes_nothing_and_needs_a_target():
 
 @pytest.fixture
 def logged(monkeypatch) -> dict[int, dict[str, float]]:
-    """What RunMonitor logs of it, by step."""
+    """Return what RunMonitor logs of it, by step."""
     lines: dict[int, dict[str, float]] = {}
 
     def keep(trainer, values) -> None:

@@ -25,8 +25,8 @@ from tests.training.toy import fit, module_of, toy_batch
 
 BLOCKS = {"text": 9, "image": 7}
 CONFIG = ModelConfig(vocab_sizes=BLOCKS, d_model=16, n_layers=3, n_heads=2)
-# What needs a number on the host, or a shape that depends on the data: by operation, and by method, where a tensor
-# of a CPU is read without one.
+# Operations, and tensor methods, that need a number on the host or a shape that depends on the data; a CPU tensor is
+# read by a method without an operation.
 OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
 METHODS = ("tolist", "cpu", "numpy")
 
@@ -77,7 +77,7 @@ def batch_of(T: int = 20, B: int = 2):
 
 
 def transfers_of_step(settings: dict, monitor: MonitorConfig | None = None) -> Counter[str]:
-    """Transfers of forward, backward, clipping and update as in the training module, with its monitors."""
+    """Count the transfers of forward, backward, clipping and update as in the training module, with its monitors."""
     module, batch = build(settings, CONFIG), batch_of()
     step(module, batch)  # lazily made state
     optimizer = module.trainer.optimizers[0]
@@ -93,7 +93,7 @@ def transfers_of_step(settings: dict, monitor: MonitorConfig | None = None) -> C
 
 
 class Counting(L.Callback):
-    """Transfers between the start and the end of a step's batch, by step; the first and last callback."""
+    """Transfers between the start and the end of a step's batch, by step; one callback comes first and one last."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, int] = {}
@@ -113,7 +113,7 @@ class Counting(L.Callback):
 
 # No host synchronization -----------------------------------------------------------------------------------
 
-# torch's AdamW on a CPU fetches its step counts, with or without monitors; on a GPU it is fused or capturable.
+# torch's AdamW on a CPU reads its step counts with or without monitors; on a GPU it is fused or capturable.
 STEP_ITSELF = transfers_of_step({})
 
 
@@ -137,7 +137,7 @@ def test_what_watches_a_step_fetches_nothing(settings, monitor):
 
 
 def transfers_of_run(callbacks: list[L.Callback], steps: int = 9) -> dict[int, int]:
-    """Transfers by step, of the Trainer and all callbacks."""
+    """Return the transfers by step, of the Trainer and all callbacks."""
     counting = Counting()
     module = module_of(CONFIG)
     trainer = L.Trainer(
@@ -165,12 +165,13 @@ def test_between_two_probes_a_run_fetches_nothing_more():
 
 @pytest.mark.parametrize("layers", [2, 6])
 def test_a_probe_fetches_before_its_end_only_what_it_needs_once(layers):
-    """The pairs of its batch are listed once, whatever the number of layers; numbers come with `flat`."""
+    """The pairs of its batch are listed once for all layers, and numbers are transferred in `flat`."""
     model = EarlyFusionTransformer(replace(CONFIG, n_layers=layers))
     with Transfers() as transfers:
         found = probe(model, batch_of(), heads=True)
     M = len(BLOCKS)
-    # For all heads and for one at a time: the pairs of each two modalities, how many, and how far queries see.
+    # For all heads and for one head at a time: the pairs of each two modalities, their number, and how far queries
+    # see.
     assert transfers.counts == {"nonzero": 2 * M**2, "tolist": 4}
     with Transfers() as transfers:
         assert found.flat()
@@ -190,7 +191,7 @@ def dynamo():
 
 
 def compiled_frames(counters) -> tuple[int, int, int]:
-    """Compiled graphs, graph breaks, and causes of recompilations."""
+    """Compiled graphs, graph breaks, and the causes of recompilations."""
     return (
         counters["stats"]["unique_graphs"],
         sum(counters["graph_break"].values()),

@@ -83,7 +83,7 @@ def test_the_parts_sum_to_the_measured_change(changes):
         assert sum(parts.values()) == pytest.approx(change, rel=1e-9)
         assert values[f"{name}_growth_total/{layer}"] == pytest.approx(change, rel=1e-9)
         assert values[f"{name}_sq/{layer}"] == pytest.approx(end[where], rel=1e-12)
-        # Adam's formula explains all of it; a missing modality would show.
+        # Adam's formula explains all of it; a missing modality would be detected.
         assert abs(parts["rest"]) < 1e-9 * abs(change) and parts["unattributed"] == 0
         assert min(abs(parts[m]) for m in BLOCKS) > 1e-6 * abs(change)
 
@@ -134,7 +134,7 @@ def test_a_window_taken_up_from_its_saved_state_is_the_straight_one(cut):
     take(broken, optimizers[1], second, range(2 + cut, 8))
     assert second.values() == whole.values()
     assert whole.values()["w_q_growth_unattributed/layer00"] != 0
-    # Control: without its state the second half is another window.
+    # Control: without its state the second half gives another window.
     assert second.values() != first.values()
 
 
@@ -193,7 +193,7 @@ def test_under_qk_norm_the_radial_gradient_is_zero_and_the_weights_still_grow(pl
     window = BudgetWindow(model, [0, 1])
     take(model, adam(model), window, range(5))
     assert window.values()["w_q_growth_step/layer00"] > 0
-    # Control: without the norm it is not 0.
+    # Control: without the norm the part is not 0.
     plain = make_model(n_layers=1)
     parts_of(plain, ids_of(0)).sum().backward()
     assert float(radial(plain)["w_q"].abs().max()) > 1e-6 * max(sizes)

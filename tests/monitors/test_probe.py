@@ -174,7 +174,8 @@ def test_masses_and_sink_sum_to_one_and_a_sink_without_weight_changes_nothing():
         parts = sink[f"attn_entropy_block/{place}"] + sink[f"attn_entropy_within/{place}"]
         assert parts == pytest.approx(sink[f"attn_entropy/{place}"], rel=1e-5)
     assert {tag for tag in sink if tag not in plain} == {tag for tag in sink if tag.startswith("sink_mass")}
-    # A sink far below every logit is no sink; far above, it takes everything, and the matrix keeps a finite rank.
+    # A sink far below every logit has no effect. A sink far above takes all weight, and the rank of the matrix stays
+    # finite.
     model = with_sinks(-1e4, attn_gate="element")
     weightless = probe(model, batch).flat()
     assert all(v == 0 for tag, v in weightless.items() if tag.startswith("sink_mass"))

@@ -97,7 +97,7 @@ def test_heads_without_a_change_are_left_out_and_what_is_not_finite_is_nan():
 
 @pytest.fixture
 def logged(monkeypatch) -> dict[int, dict[str, float]]:
-    """What RunMonitor logs of it, by step."""
+    """Return what RunMonitor logs of it, by step."""
     lines: dict[int, dict[str, float]] = {}
 
     def keep(trainer, values) -> None:
@@ -140,7 +140,7 @@ def test_a_run_logs_the_change_since_the_last_probe(logged):
             value = logged[step][f"qk_change_entropy/layer{layer:02d}"]
             assert value == pytest.approx(between(early, step, layer), rel=1e-3)
             assert value != pytest.approx(between(early - 1, step, layer), rel=1e-3)
-    # The weights are those of a run without it.
+    # The weights equal those of a run without it.
     plain, without = module_of(config), RunMonitor(replace(MONITOR, matrices=False))
     fit(plain, [toy_batch(step) for step in range(5)], callbacks=[without])
     assert apart(weights(module), weights(plain)) == 0

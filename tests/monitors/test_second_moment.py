@@ -69,7 +69,7 @@ def test_stable_adamw_divides_the_update_by_it():
 
 @pytest.fixture
 def logged(monkeypatch) -> dict[int, dict[str, float]]:
-    """What RunMonitor logs of it, by step."""
+    """Return what RunMonitor logs of it, by step."""
     lines: dict[int, dict[str, float]] = {}
 
     def keep(trainer, values) -> None:
@@ -82,7 +82,7 @@ def logged(monkeypatch) -> dict[int, dict[str, float]]:
 
 
 def written_out(clip: float | None) -> dict[int, float]:
-    """Of the first W_q in each step: torch's AdamW, and v from the gradients."""
+    """For the first W_q in each step: torch's AdamW, and v from the gradients."""
     model, moment, by_step = module_of().model, 0.0, {}
     weight = model.blocks[0].attention.w_q.weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)

@@ -1,6 +1,6 @@
 """Small run folders for tests of the page: sweeps over learning rate and size, forks, replays.
 
-Written without any of mmqk's own writers. ``python tests/report/report_runs.py FOLDER`` makes some to look at.
+Written without mmqk's own writers. ``python tests/report/report_runs.py FOLDER`` writes some examples.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def write(
     every: int = EVERY,
     wiggle: float = 0.0,
 ) -> Path:
-    """One run: losses fall from `START` to ``loss`` (text) and ``loss + 1`` (image), logits rise to ``logit``."""
+    """Write one run: losses fall from `START` to ``loss`` (text) and ``loss + 1`` (image), logits rise to
+    ``logit``."""
     path.mkdir(parents=True)
     identity = copy.deepcopy(BASE) | {"seed": seed}
     for name, value in (settings or {}).items():
@@ -94,7 +95,7 @@ def _line(
 
 
 def planted_logit(width: int, lr: float, qk: bool) -> float:
-    """The largest logit at the end: a quadratic in log width, a power of the learning rate."""
+    """The largest logit at the end: a quadratic in log width times a power of the learning rate."""
     if qk:
         return 6.0 + 100 * lr
     x = math.log(width / 32)

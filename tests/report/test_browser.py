@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: from a file, wide and narrow, on paper."""
+"""The page in a headless Chromium: opened from a file, wide, narrow and printed."""
 
 import base64
 import csv
@@ -61,7 +61,7 @@ def test_nothing_is_wider_than_the_page_and_every_link_leads_somewhere(page, rep
         "[...document.querySelectorAll('.panels svg')].map(s => s.getBoundingClientRect().width)"
     )
     assert len(drawn) > 20
-    # The negative control: a block that is too wide is seen.
+    # The negative control: a block that is too wide is detected.
     page.value("document.querySelector('h1').style.width = '2000px'")
     assert page.value(OVERFLOW) > 0
 
@@ -72,7 +72,7 @@ def test_the_demonstration_fits_in_five_screens(page, demo):
     assert page.wait("document.querySelectorAll('.uplot').length > 1")
     assert page.value("document.documentElement.scrollHeight") <= 5 * 800
     assert page.errors == []
-    # The negative control: unfolded it does not.
+    # The negative control: unfolded, it is visible.
     page.value("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert page.value("document.documentElement.scrollHeight") > 5 * 800
 
@@ -136,7 +136,7 @@ def test_a_figure_answers(page, demo):
         if (row["modality"], row["seed"], f"{float(row['step']):g}") == ("text", seed, step.split()[1])
     ]
     assert any(abs(float(value) - v) < 0.01 for v in at), tip
-    # A toggle hides an arm, and another one the scale.
+    # One toggle hides an arm, and another one changes the scale.
     lines = "document.querySelector('#fig-hero .uplot')"
     buttons = "[...document.querySelectorAll('#fig-hero .controls button')]"
     picture = f"{lines}.querySelector('canvas').toDataURL()"

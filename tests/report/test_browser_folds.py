@@ -1,4 +1,4 @@
-"""The page in a headless Chromium without its script, by keyboard, on a phone, unfolded, on paper."""
+"""The page in a headless Chromium: without its script, by keyboard, on a phone, unfolded, printed."""
 
 import pytest
 
@@ -11,7 +11,7 @@ CHROMIUM = installed()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the path")
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 SCREEN = 800
-# Each text with its color and the first opaque background behind it, as [red, green, blue].
+# Return each text with its color and the first opaque background behind it, as [red, green, blue].
 TEXTS = """
 (() => {
   const rgba = color => { const c = color.match(/[\\d.]+/g).map(Number); return c.length < 4 ? [...c, 1] : c; };
@@ -144,7 +144,7 @@ def test_text_stands_out_from_its_background(page, report, scheme):
     paper = [255, 255, 255] if scheme == "light" else [20, 24, 29]
     assert all(paper == background for text, _, background in found if text == "Results by arm")
     assert [(text, c, b) for text, c, b in found if contrast(c, b) < 4.5] == []
-    # The negative control: faint text is seen.
+    # The negative control: faint text is detected.
     page.value("document.querySelector('h1').style.color = 'var(--line)'")
     assert any(contrast(c, b) < 4.5 for _, c, b in page.value(TEXTS))
 

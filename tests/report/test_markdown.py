@@ -1,4 +1,4 @@
-"""report.md takes every text of a user as text: nothing in a label, a claim or a folder's name is a mark."""
+"""report.md shows every text of a user as plain text: no character of a label, a claim or a folder name is markup."""
 
 import re
 
@@ -16,7 +16,7 @@ HOSTILE = (
 
 
 def worded(words, mark, first, command):
-    """A change of the grid: these words wherever it takes some."""
+    """Change the grid: put these words into every text field."""
 
     def change(grid):
         for arm in grid["arms"].values():
@@ -39,7 +39,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory, module_without_figures):
-    """report.md of the same runs: as they are, and with hostile words everywhere."""
+    """Return report.md of the same runs, unchanged and with hostile words in every text."""
     root = tmp_path_factory.mktemp("pages")
     found = {}
     for name, change in CHANGES.items():
@@ -49,7 +49,7 @@ def pages(tmp_path_factory, module_without_figures):
 
 
 def unescaped(text, pattern):
-    """Matches outside code that no backslash takes away."""
+    """Return matches outside code that no backslash escapes."""
     plain = re.sub(r"(?ms)^(`{3,})\n.*?^\1$", "", text)
     plain = re.sub(r"(?<!\\)(`+)(?!`).*?[^`]\1(?!`)", "", plain)
     return [m[1] for m in re.finditer(rf"(?<!\\)(?:\\\\)*({pattern})", plain)]
@@ -62,7 +62,7 @@ def test_no_text_of_a_user_is_a_link_an_image_or_html(pages):
         assert set(unescaped(page, "<[^>]*>")) <= {"<br>"}, name
         assert not unescaped(page, r"\$") and not unescaped(page, "&") and not unescaped(page, "~"), name
     assert EVIL in pages["hostile"]
-    # The reading of brackets is not blind: the marks of the page itself are seen.
+    # The search for brackets works: it finds the markup of the page itself.
     assert unescaped("a [b](c) \\[d\\](e) \\\\[f](g)", r"\]\([^)]*\)") == ["](c)", "](g)"]
 
 
@@ -76,7 +76,7 @@ def test_no_text_of_a_user_begins_a_line_or_ends_one(pages):
 
 
 def rows(page):
-    """Cells of each line of a table."""
+    """Return the cells of each line of a table."""
     return [len(unescaped(line, r"\|")) for line in page.splitlines() if line.startswith("|")]
 
 

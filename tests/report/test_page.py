@@ -1,4 +1,4 @@
-"""The page: true of its runs, one file, the same bytes twice."""
+"""The page is true for its runs, is one file, and is rendered to the same bytes twice."""
 
 import csv
 import html
@@ -202,7 +202,7 @@ def test_title_has_its_numbers_n_and_interval(demo):
 
 
 def test_a_card_draws_the_effect_and_its_interval_to_scale(demo):
-    """Dot, ends, no effect and smallest effect of interest lie on one logarithmic axis."""
+    """Dot, interval, no effect and smallest effect of interest are on one logarithmic axis."""
     page = (demo[1] / "index.html").read_text()
     card = page[page.index('id="verdict-C2"') :]
     bar = card[card.index("<svg") : card.index("</svg>")]
@@ -250,7 +250,8 @@ def test_a_threshold_is_our_smallest_effect_of_interest(demo):
 
 
 def test_no_absolute_path_is_on_the_page(tmp_path, monkeypatch):
-    """Wherever the runs came from: commands, reasons, versions, the parents of forks."""
+    """The page has no absolute path in commands, reasons, versions and parents of forks, wherever the runs were
+    trained."""
     runs = tmp_path / "mine" / "runs" / "r"
     for seed, here in enumerate((tmp_path, Path("/elsewhere/me"))):
         path = write_run(runs / f"seed{seed}", Planted(50.0), seed)
@@ -318,7 +319,7 @@ def test_data_are_those_of_the_runs_by_arm_where_they_differ(demo, tmp_path):
     rows = {row["arms"]: row for row in data_rows(load_study(other)) if row["modality"] == "image"}
     assert rows["image loss off, no QK-Norm"]["unigram"] == "3.21" and len(rows) == 2
     assert rows["image loss off, no QK-Norm"]["floor"] == "2.50"
-    # Nobody trained on it there, so there is no best loss; elsewhere it is the lowest of the runs.
+    # No run trains this modality there, so there is no best loss; elsewhere the best loss is the lowest of the runs.
     assert rows["image loss off, no QK-Norm"]["best"] == "–"
     others = next(row for arms, row in rows.items() if arms != "image loss off, no QK-Norm")
     assert 4.4 < float(others["best"]) < 4.6
@@ -445,7 +446,8 @@ def test_runs_without_a_grid_get_a_plain_page(tmp_path, hero_file_alone, what):
 
 
 def test_two_other_modalities_and_arms_get_the_same_page(tmp_path, hero_file_alone):
-    """Nothing on the page knows of the demonstration: rename its arms and a modality, and it still reads."""
+    """The page does not depend on the demonstration's names: with renamed arms and a renamed modality it still reads
+    correctly."""
     folder = write_demo(tmp_path / "demo")
     for path in [*folder.rglob("metrics.jsonl"), *folder.rglob("run.json")]:
         path.write_text(path.read_text().replace("image", "audio"))
@@ -491,7 +493,7 @@ sys.exit(cli_main(main)(sys.argv[1:]))
 
 
 def front_door(*args, cwd=None):
-    """The front door in a process of its own that cannot import torch."""
+    """Run the command in a process that cannot import torch."""
     source = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", FRONT_DOOR, *map(str, args)]
@@ -523,7 +525,7 @@ def test_help_says_what_is_written():
 
 
 def rewrite(runs: Path, arm: str, seed: int, change) -> None:
-    """Let ``change(line)`` alter every line of a run's metrics."""
+    """Let ``change(line)`` change every line of a run's metrics."""
     (path,) = runs.glob(f"{arm}-??????????/seed{seed}/metrics.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -532,7 +534,7 @@ def rewrite(runs: Path, arm: str, seed: int, change) -> None:
 
 
 def logits(runs: Path, seed: int, step: int, layer: int) -> list[float]:
-    """The largest logits of text queries of arm mixed, straight from the file."""
+    """Return the largest logits of text queries of the arm mixed, read from the file."""
     (path,) = runs.glob(f"mixed-??????????/seed{seed}/metrics.jsonl")
     line = json.loads(path.read_text().splitlines()[step])
     names = [f"attn_logit_absmax/text-{key}/layer{layer:02d}" for key in ("text", "image")]
@@ -543,7 +545,8 @@ def test_layers_join_pairs_by_step_when_probes_lack_one(tmp_path):
     runs = write_demo(tmp_path / "demo")
 
     def change(line):
-        # text-text lacks steps 0 to 60, text-image 80 and 100, all of step 80 is absent: unlike lengths and steps.
+        # text-text lacks steps 0 to 60, text-image lacks 80 and 100, and no series has step 80: lengths and steps
+        # differ.
         for name in [name for name in line if name.startswith("attn_logit_absmax/text-")]:
             key, step = name.split("/")[1], line["step"]
             if (key == "text-text" and step <= 60) or (key == "text-image" and step in (80, 100)):
@@ -621,7 +624,7 @@ def test_alarms_of_a_run_stand_beside_it(tmp_path, without_figures):
 
 
 def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
-    """What `mmqk.monitors.attach(out=...)` leaves: probes and a status, no losses and no configuration."""
+    """The folder that `mmqk.monitors.attach(out=...)` writes: probes and a status, no losses and no configuration."""
     run = tmp_path / "mine"
     run.mkdir()
     lines = [
@@ -636,6 +639,6 @@ def test_a_watched_model_without_a_loss_gets_a_page(tmp_path):
     assert "largest attention logit ended at" in page and "figures/hero.png" in page
     assert "nats (1 run)" not in page and "not trained" not in page
     study = load_study(run)
-    # It is not known to have learned nothing, and its records are not called "Run.json".
+    # The page does not state that it learned nothing, and does not name a missing "Run.json".
     assert {(row["learned"], row["trained"]) for row in arm_rows(study, arm_colors(study))} == {("–", "–")}
     assert "Its run.json is missing" in page

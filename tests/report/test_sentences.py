@@ -1,4 +1,4 @@
-"""Sentences of a page: digits as the interval deserves, the right way round, and nothing that is not so."""
+"""Sentences of a page: the right number of digits, the right direction, and nothing false."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ WORDS = {
 
 
 def text_loss(**fields):
-    """C2 as a claim about the text loss, with fields of its own."""
+    """Return C2 as a claim about the text loss, with other fields."""
 
     def change(grid):
         grid["claims"][0] |= {
@@ -51,7 +51,7 @@ def test_digits_are_those_of_the_error(error, value, shown):
 
 
 def with_effect(verdict, value, half, df=2.0):
-    """The verdict with another effect, whose 95 % interval reaches ``half`` to each side."""
+    """Return the verdict with another effect, whose 95 % interval extends by ``half`` to each side."""
     effect = verdict.effect
     scale = half / (effect.high - effect.value)
     made = dataclasses.replace(effect, value=value, error=effect.error * scale)
@@ -80,7 +80,7 @@ def test_size_and_interval_look_the_same_way(tmp_path):
     [("greater", -0.3, "-0.30"), ("greater", 0.3, "0.30"), ("less", -0.3, "0.30")],
 )
 def test_a_size_in_the_grids_words_has_the_sign_of_the_claim(tmp_path, direction, value, size):
-    """ "{size} higher" of an effect that went the other way must not read as if it had not."""
+    """"{size} higher" must not be printed as it is for an effect in the other direction."""
     study, found = of_claim(tmp_path, change=text_loss(finding=WORDS, direction=direction))
     sentence = finding(study, with_effect(found["C2"], value, 0.2))
     assert f"Text: {size} nats more" in sentence
@@ -155,7 +155,7 @@ def test_a_run_that_is_going_on_has_not_ended(tmp_path):
 def test_forks_cost_what_they_read_themselves(tmp_path):
     study = load_study(write_forks(tmp_path / "forks"))
     read = {run.name: tokens(run) for run in study.runs}
-    # 8 sequences of 128 tokens a step: 100 steps, 60 after step 40, 20 after step 70.
+    # With 8 sequences of 128 tokens per step: 100 steps, 60 after step 40, 20 after step 70.
     assert (read["plain"], read["late"], read["hot"]) == (102_400, 61_440, 20_480)
     assert f"{round(sum(read.values()) / 1000)}k tokens" in totals(study)
 
@@ -168,7 +168,7 @@ def test_without_claims_a_page_says_that_nothing_is_decided(tmp_path):
 
 
 def test_a_family_without_all_its_points_has_no_number_anywhere(tmp_path):
-    """Neither the table of its claim nor the figure may show what the verdict does not take."""
+    """Neither the table nor the figure of a claim may show values that the verdict does not use."""
     folder = write_sweep(tmp_path / "sweep", widths=(64,))
 
     def shown():

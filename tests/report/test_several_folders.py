@@ -1,4 +1,4 @@
-"""Any set of runs on one page: several folders, hundreds of runs, forks, replays."""
+"""One page of any set of runs: several folders, hundreds of runs, forks, replays."""
 
 import json
 import re
@@ -103,7 +103,7 @@ def test_thinning_keeps_spikes_and_ends():
     assert {1234, 4321} <= set(at.tolist()) and (kept == values[at]).all()
     same = thinned((steps[:50], values[:50]), 60)
     assert (same[1] == values[:50]).all()
-    # What plain decimation does: the negative control.
+    # The negative control: plain decimation.
     assert 50.0 not in values[::100]
     assert points_a_line(1) == points_a_line(100) == 120 and points_a_line(10_000) == FEWEST
     assert points_a_line(300) * 300 <= ALL_POINTS
@@ -126,7 +126,7 @@ def test_hundreds_of_runs_fit_in_five_megabytes(tmp_path):
     assert len(page.encode()) < 5_000_000
     assert sum(p.stat().st_size for p in (tmp_path / "report").rglob("*") if p.is_file()) < 8_000_000
     assert all(f"<code>arm{number:03d}</code>" in page for number in range(200))
-    # Every run that has numbers is drawn, in the CSV as in the figure.
+    # Every run with numbers is drawn, and is in the CSV of the figure.
     csv = (tmp_path / "report" / "figures" / "hero.csv").read_text().splitlines()
     assert {line.rsplit(",", 1)[1] for line in csv[1:]} == {f"arm{n:03d}" for n in range(200)} - {"arm001"}
     assert "status.json is missing" in page.lower()

@@ -1,4 +1,4 @@
-"""Every shipped page is what its pack renders, byte for byte."""
+"""Every shipped page equals the page that its pack renders, byte for byte."""
 
 from pathlib import Path
 

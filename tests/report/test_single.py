@@ -1,4 +1,4 @@
-"""The page of a run alone names what grew first, and its alarms; a page of several runs does not."""
+"""The page of a single run names what grew first, and its alarms; a page of several runs does not."""
 
 import json
 import re

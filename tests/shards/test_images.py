@@ -1,4 +1,4 @@
-"""Images of every size and mode: what comes out, against expectations worked out without Pillow's conversions."""
+"""Images of every size and mode against results computed without Pillow's conversions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encoded(image: Image.Image, file_format: str, **options: Any) -> bytes:
 
 
 def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> Image.Image:
-    """A smooth random picture: pixels that are alike nearby, as a photo's are."""
+    """A smooth random image whose neighboring pixels are similar, as in a photo."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, channels), dtype=np.uint8)
     return Image.fromarray(coarse.squeeze()).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -73,7 +73,7 @@ def test_images_of_the_right_size_come_through_bit_for_bit() -> None:
         assert (pixels(load_image(webp, 64, fit)) == pixels(rgb)).all()  # type: ignore[arg-type]
         three = np.repeat(pixels(grey)[:, :, None], 3, axis=2)
         assert (pixels(load_image(encoded(grey, "PNG"), 64, fit)) == three).all()  # type: ignore[arg-type]
-    # The way in which the shipped shards were read until now.
+    # The code that read the shipped shards before.
     for image in (rgba, rgb.quantize(16), noise(64, 64, 2), rgb.convert("1")):
         assert (pixels(load_image(encoded(image, "PNG"), 64)) == pixels(on_white(image))).all()
     # A photo is not drafted either.
@@ -83,12 +83,12 @@ def test_images_of_the_right_size_come_through_bit_for_bit() -> None:
 
 
 def test_crop_keeps_the_centre_of_the_longer_side() -> None:
-    # Three squares in a row: only the middle one may be seen.
+    # Three squares in a row, of which only the middle one may be visible.
     wide = np.concatenate([np.full((50, 50, 3), c) for c in (10, 120, 240)], axis=1).astype(np.uint8)
     for array in (wide, wide.transpose(1, 0, 2)):
         square = pixels(load_image(encoded(Image.fromarray(np.ascontiguousarray(array)), "PNG"), 20))
         assert (square[3:-3, 3:-3] == 120).all()
-    # Without scaling, the crop is exact: an odd remainder leaves the extra pixel at the far end.
+    # Without scaling the crop is exact; for an odd remainder the extra pixel is at the far end.
     image = noise(64, 69)
     assert (pixels(load_image(encoded(image, "PNG"), 64)) == pixels(image)[2:66]).all()
 
@@ -103,7 +103,7 @@ def test_pad_adds_white_and_stretch_takes_all() -> None:
 
 
 def test_scaling_down_is_antialiased() -> None:
-    # Stripes of one pixel have a mean and nothing else once they are too fine to be seen.
+    # Stripes of one pixel become a uniform mean when they are too fine to be resolved.
     stripes = np.zeros((640, 640), dtype=np.uint8)
     stripes[:, ::2] = 255
     grey = pixels(load_image(encoded(Image.fromarray(stripes), "PNG"), 64))
@@ -126,7 +126,7 @@ def test_draft_mode_is_near_the_full_decode(size: tuple[int, int]) -> None:
         plain = whole.resize((64, 64), Image.Resampling.BICUBIC)
         difference = abs(pixels(load_image(content, 64, fit)) - pixels(plain))  # type: ignore[arg-type]
         assert difference.mean() < 1.0 and np.percentile(difference, 99) <= 4
-        # One pixel to the side would be seen.
+        # An offset of one pixel would be detected.
         assert abs(np.roll(pixels(plain), 1, 1) - pixels(plain)).mean() > 2
 
 
@@ -142,11 +142,11 @@ def test_one_bit_and_palettes() -> None:
     for file_format in ("PNG", "GIF", "BMP", "TIFF"):
         square = pixels(load_image(encoded(palette, file_format), 64))
         assert (square[:28] == (0, 0, 255)).all() and (square[36:] == (200, 100, 50)).all()
-        # An entry that is clear shows white, not its color.
+        # A transparent palette entry shows white, not its color.
         if file_format in ("PNG", "GIF"):
             square = pixels(load_image(encoded(palette, file_format, transparency=1), 64))
             assert (square[:28] == (0, 0, 255)).all() and (square[36:] == 255).all()
-    # A palette whose entries are half clear: 8 bit of alpha each.
+    # A palette with half-transparent entries, each with 8 bits of alpha.
     square = pixels(load_image(encoded(palette, "PNG", transparency=bytes([255, 128, 255])), 64))
     expected = np.array([200, 100, 50]) * 128 / 255 + 255 - 128
     assert abs(square[40] - expected).max() <= 1
@@ -163,7 +163,7 @@ def test_alpha_shows_white(size: int) -> None:
             assert abs(pixels(square) - expected).max() <= 1
         la = Image.new("LA", (size, size), (40, alpha))
         assert abs(pixels(load_image(encoded(la, "PNG"), 64)) - (40 * alpha / 255 + 255 - alpha)).max() <= 1
-    # Colors under clear pixels do not bleed into their neighbors when filtered.
+    # Colors of transparent pixels do not bleed into their neighbors when the image is filtered.
     array = np.zeros((size, size, 4), dtype=np.uint8)
     array[:, : size // 2] = (0, 255, 0, 0)
     array[:, size // 2 :] = (255, 0, 0, 255)
@@ -171,7 +171,7 @@ def test_alpha_shows_white(size: int) -> None:
     assert (square[..., 1] == square[..., 2]).all() and (square[:, :29] == 255).all()
     bled = pixels(Image.fromarray(array).convert("RGB").resize((63, 63), Image.Resampling.BICUBIC))
     assert (bled[..., 1] != bled[..., 2]).any()
-    # A single color that is declared clear (tRNS of RGB and of grey).
+    # A single color is declared transparent (tRNS of RGB and of grayscale).
     for mode, clear in (("RGB", (1, 2, 3)), ("L", 9)):
         image = Image.new(mode, (size, size), clear)
         assert pixels(load_image(encoded(image, "PNG", transparency=clear), 64)).min() == 255
@@ -219,7 +219,7 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
         assert (square == expected[:, :, None]).all()
     clipped = pixels(Image.fromarray(deep).convert("L"))
     assert (clipped == 255).mean() > 0.9  # what Pillow alone makes of it
-    # A dark picture stays dark, whatever its own maximum.
+    # A dark image stays dark, whatever its own maximum.
     dark = Image.fromarray(np.full((90, 90), 300, dtype=np.uint16))
     assert (pixels(load_image(encoded(dark, "PNG"), 64)) == 1).all()
     whole_numbers = Image.fromarray(deep.astype(np.int32))
@@ -227,7 +227,7 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
     beyond = Image.fromarray((deep.astype(np.int32) - 30000) * 1000)
     square = pixels(load_image(encoded(beyond, "TIFF"), 64))
     assert abs(square - expected[:, :, None]).max() <= 1
-    # Grey of 16 bit with one clear value, and color of 16 bit, from raw bytes.
+    # 16-bit grayscale with one transparent value, and 16-bit color, from raw bytes.
     rows = b"".join(b"\0" + struct.pack(">64H", *([500] * 32 + [40000] * 32)) for _ in range(64))
     square = pixels(load_image(png((64, 64, 16, 0, 0, 0, 0), rows, (b"tRNS", b"\x01\xf4")), 64))
     assert (square[:, :32] == 255).all() and (square[:, 32:] == round(40000 / 257)).all()
@@ -262,7 +262,8 @@ def test_first_frame_of_an_animation(file_format: str) -> None:
 @pytest.mark.parametrize("fit", ["crop", "pad", "stretch"])
 def test_exif_orientation(orientation: int, fit: Any) -> None:
     upright = noise(150, 90)
-    # How the camera stored it: the inverse of what the tag asks for, by the table of the Exif standard.
+    # The image as the camera stored it: the inverse of the transformation of the tag, by the table of the Exif
+    # standard.
     a = pixels(upright).astype(np.uint8)
     stored = {
         1: a, 2: a[:, ::-1], 3: a[::-1, ::-1], 4: a[::-1], 5: a.transpose(1, 0, 2),
@@ -316,7 +317,7 @@ def test_a_jpeg_of_many_scans_is_dropped() -> None:
     many = whole[:-2] + last * (images.MOST_SCANS - 20) + whole[-2:]
     assert load_image(many, 64).size == (64, 64)
     assert reason(whole[:-2] + last * 100_000) == images.TOO_MANY_SCANS  # decoding takes minutes
-    # Bytes in metadata and after the end are no scans.
+    # Bytes in the metadata and after the end do not count as scans.
     exif = encoded(noise(70, 70), "JPEG", exif=b"Exif\0\0" + b"\xff\xda" * 5000)
     assert load_image(exif + b"\xff\xda" * 5000, 64).size == (64, 64)
 
@@ -356,7 +357,7 @@ def test_pixel_cap_comes_before_decoding(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _announcing(width: int, height: int) -> bytes:
-    """A small animated WebP whose header announces a large canvas."""
+    """A small animated WebP whose header declares a large canvas."""
     small = encoded(Image.new("RGB", (16, 16)), "WEBP", lossless=True)
     canvas = struct.pack("<I", width - 1)[:3] + struct.pack("<I", height - 1)[:3]
     body = b"VP8X" + struct.pack("<I", 10) + bytes([2, 0, 0, 0]) + canvas + small[12:]
@@ -364,7 +365,7 @@ def _announcing(width: int, height: int) -> bytes:
 
 
 def _tiled(side: int) -> bytes:
-    """A TIFF of 64 x 64 pixels, deflated, in a tile of another size."""
+    """A deflated TIFF of 64 x 64 pixels in a tile of another size."""
     tags = {256: 64, 257: 64, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 500, 325: 20}
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
@@ -382,7 +383,7 @@ def test_cut_short_anywhere(file_format: str) -> None:
             continue  # its directory may stand at the end or the start: below
         assert reason(whole[:cut]) in (images.EMPTY, images.UNKNOWN, images.BROKEN), cut
     assert reason(whole[: len(whole) // 2]) in (images.UNKNOWN, images.BROKEN)
-    # Some formats close with bytes that no pixel needs: without these the picture is whole, or dropped.
+    # Some formats end with bytes that no pixel needs. Without them the image is complete, or it is dropped.
     for cut in range(1, 20):
         try:
             assert (pixels(load_image(whole[:-cut], 64)) == expected).all()

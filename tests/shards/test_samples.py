@@ -1,4 +1,5 @@
-"""Samples to image files and texts: the layouts of img2dataset and OBELICS, and every way to be neither."""
+"""Samples to image files and texts: the layouts of img2dataset and OBELICS, and every kind of sample that is
+neither."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_pairs_of_the_img2dataset_layout() -> None:
     assert pair_of(without("txt")) == (b"image", "from json")
     for field in ("webp", "png", "jpg", "jpeg"):
         assert pair_of({field: b"x", "txt": b"t"})[0] == b"x"
-    # A null caption, a json that is no object or no json: the text file has it.
+    # If a caption is null, or the json is no object or no JSON, the text file has the caption.
     for broken in (b'{"caption": null}', b"{}", b"[1]", b"", b"{", b"\xff", b"[" * 100000):
         assert pair_of(without(json=broken))[1] == "from txt"
         assert reason(pair_of, without("txt", json=broken)) == samples.NO_CAPTION
@@ -42,7 +43,7 @@ def test_pairs_of_the_img2dataset_layout() -> None:
 def test_the_field_of_the_caption() -> None:
     assert pair_of(BOTH, "alt")[1] == "another"
     assert pair_of(BOTH, "txt")[1] == "from txt"
-    # A field that is asked for is not replaced by another.
+    # A field that the user names is not replaced by another field.
     for field in ("none", "number", "missing"):
         assert reason(pair_of, BOTH, field) == samples.NO_CAPTION
     assert reason(pair_of, without("txt"), "txt") == samples.NO_CAPTION
@@ -78,10 +79,10 @@ def test_images_are_found_by_count_place_or_name(texts: list[str | None]) -> Non
     for names in (["1.webp", "0.webp"], ["doc.1.webp", "doc.0.webp"], ["a/b/doc.1.webp", "DOC.0.WEBP"]):
         named = document([None, names[0], None, names[1]], texts, **{"0_webp": b"B", "1_webp": b"A"})
         assert interleaved_of(named) == expected
-    # Names that are not all there are no names.
+    # If the names are incomplete, they are not used.
     half = document([None, "1.webp", None, "x.webp"], texts, **{"0_webp": b"A", "1_webp": b"B"})
     assert interleaved_of(half) == expected
-    # An address that ends like a member is no name either.
+    # An address that ends like a member's name is no name either.
     address = document([None, "https://a/x.1.webp", None, "https://a/x.0.webp"], texts,
                        **{"0_webp": b"A", "1_webp": b"B"})  # fmt: skip
     assert interleaved_of(address) == expected
@@ -174,7 +175,7 @@ def test_a_long_line_is_cut_and_the_next_ones_are_whole(tmp_path, monkeypatch, e
 
 
 def test_a_packed_line_takes_no_more_memory_than_the_limit(tmp_path, monkeypatch):
-    """A line of 256 MB in a file of 250 kB, in at most a few times the limit."""
+    """A line of 256 MB in a file of 250 kB takes at most a few times the limit."""
     import gzip
     import tracemalloc
 

@@ -1,4 +1,4 @@
-"""Reading shards: what they hold, and one sentence for each way in which they can be wrong."""
+"""Reading shards: their content, and one sentence for each kind of damage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def samples(n: int) -> list[tuple[str, bytes, dict[str, Any]]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two train shards and a val shard, with their manifest."""
+    """Write two train shards and a val shard, with their manifest."""
     train = tuple(write_shard(tmp_path / f"train-0000{i}.tar", samples(6)[3 * i : 3 * i + 3]) for i in (0, 1))
     val = (write_shard(tmp_path / "val-00000.tar", samples(8)[6:]),)
     write_manifest(tmp_path, Manifest({"train": train, "val": val}, {"name": "test"}))
@@ -50,7 +50,7 @@ def raw_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
 
 
 def remanifest(folder: Path) -> None:
-    """Make the manifest agree with the bytes, as a user does who brings shards."""
+    """Update the manifest for the bytes, as a user with other shards does."""
     shards = load_manifest(folder).splits
     new = {
         split: tuple(
@@ -86,7 +86,7 @@ def test_transparent_parts_show_white() -> None:
     # c * a + 255 * (1 - a), with a = 128 / 255
     assert red == pytest.approx(200 * 128 / 255 + 127, abs=1) and green == blue == pytest.approx(127, abs=1)
     assert on_white(Image.new("RGBA", (1, 1), (9, 9, 9, 0))).getpixel((0, 0)) == (255, 255, 255)
-    # The conversion it guards against keeps the hidden color.
+    # Without the conversion the hidden color would remain.
     assert Image.new("RGBA", (1, 1), (9, 9, 9, 0)).convert("RGB").getpixel((0, 0)) == (9, 9, 9)
 
 
@@ -141,7 +141,7 @@ def test_shard_cut_at_the_edge_of_a_member(folder: Path, kept_members: int) -> N
     shard.write_bytes(shard.read_bytes()[:edge])
     remanifest(folder)
     assert f"{shard} is truncated" in refusal(folder)
-    # What the check is for: webdataset alone takes what is left for the whole.
+    # Why the check exists: webdataset alone reads the rest as if it were the whole archive.
     alone = list(wds.WebDataset([str(shard)], shardshuffle=False))
     assert 0 < len(alone) <= 3 and len(alone) == (kept_members + 1) // 2
 
@@ -233,7 +233,7 @@ def test_own_shards_get_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture
     assert pair.caption == "größer" and pair.image.getpixel((0, 0)) == (7, 7, 7) and pair.meta == {}
     with pytest.raises(UserError, match="has no shards"):
         write_manifest_main([str(tmp_path / "nowhere")])
-    # Files that no pair is made of are counted.
+    # Files that belong to no pair are counted.
     more = [("a.1.png", png.getvalue()), (".hidden", b""), ("README", b"")]
     raw_tar(tmp_path / "train-0.tar", [("a.png", png.getvalue()), ("a.txt", b"a"), *more])
     assert write_manifest_main([str(tmp_path)]) == 0

@@ -1,4 +1,4 @@
-"""Archives by member offset, against tarfile and webdataset; and every way in which an archive can be wrong."""
+"""Archives by member offset, against tarfile and webdataset, and every kind of damaged archive."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(path: Path, members: list[tuple[str, bytes]], tar_format: int = tarfil
 
 
 def triples(n: int) -> list[tuple[str, bytes]]:
-    """Members in the layout of img2dataset, of sizes around the block of 512 bytes."""
+    """Members in the layout of img2dataset, with sizes around the block of 512 bytes."""
     random = np.random.default_rng(0)
     return [
         (f"{i:09d}.{field}", random.bytes(int(random.integers(0, 1200)) if i else 512))
@@ -80,7 +80,7 @@ def test_keys_and_fields_are_those_of_webdataset(tmp_path: Path) -> None:
         if not field.startswith("__")
     }
     assert got == expected and len(got) == 11
-    # Files of macOS beside the real ones; webdataset skips them at the top only.
+    # macOS writes extra files beside the real ones; webdataset skips them only at the top level.
     assert index_tar(write(tmp_path / "b.tar", [("a/._b.jpg", b"x")])).keys == []
     assert ("a/0", "jpg") in got and ("./d/e", "0.webp") in got and ("../../up", "txt") in got
 
@@ -93,7 +93,7 @@ def test_nothing_is_written_anywhere(tmp_path: Path) -> None:
     index = index_tar(path)
     assert [index.read(i)["txt"] for i in range(3)] == [b"1", b"2", b"3"]
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["a.tar", "x", "y"]
-    # What extraction by the names would do, and the reason not to.
+    # What extraction by these names would do, which is why nothing is extracted.
     with tarfile.open(path) as tar:
         tar.extract(tar.getmembers()[0], inner, filter="fully_trusted")
     assert (tmp_path / "evil.txt").exists()
@@ -117,7 +117,7 @@ def test_links_and_folders_have_no_content(tmp_path: Path) -> None:
         lone.type, lone.linkname = tarfile.SYMTYPE, "0.txt"
         tar.addfile(lone)
     index = index_tar(path)
-    # A sample of links alone is still there to be counted.
+    # A sample that consists of links only is still counted.
     assert index.keys == ["0", "1", "2", "3", "lone"]
     assert [index.read(i) for i in range(5)] == [{"txt": b"t"}] * 4 + [{}]
 
@@ -141,7 +141,7 @@ def test_cut_short_at_any_byte(tmp_path: Path) -> None:
     for enough in (end + 1024, end + 1025, len(whole)):
         path.write_bytes(whole[:enough])
         assert len(index_tar(path)) == 4
-    # webdataset takes every cut at the edge of a member for the whole, without a word.
+    # webdataset reads an archive cut at the end of a member as if it were whole, without a message.
     quiet = 0
     for edge in (m.offset for m in headers[3::3]):
         path.write_bytes(whole[:edge])
@@ -295,7 +295,7 @@ def test_expand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def header(name: str, content: bytes = b"", kind: bytes = b"0", size: bytes = b"") -> bytes:
-    """A member with any type and size."""
+    """Write a member of any type and size."""
     info = tarfile.TarInfo(name)
     info.size = len(content)
     block = bytearray(info.tobuf(tarfile.USTAR_FORMAT))

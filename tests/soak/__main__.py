@@ -38,7 +38,8 @@ def commit() -> str:
 
 
 def soak(part: str, seed: int, count: int, out: Path, jobs: int) -> list[dict[str, Any]]:
-    """The results of cases 0 to count - 1 of one part; those of an earlier call with this commit are kept."""
+    """Return the results of cases 0 to count - 1 of one part; results of an earlier call with this commit are
+    kept."""
     module = importlib.import_module(f"tests.soak.{part}")
     records = out / f"{part}.jsonl"
     if "-dirty" in out.name:  # the code may be another than in the earlier call

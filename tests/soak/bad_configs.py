@@ -1,7 +1,7 @@
-"""Random configurations on the command line: each trains two steps, or a sentence that names a field refuses it.
+"""Random configurations on the command line: each trains two steps, or is refused by a sentence that names a field.
 
-A run that trains is trained once more from the config.yaml that it wrote: same identity, same numbers. Left out are
-paths, ranks, devices and compilation.
+A run that trains is trained again from the config.yaml that it wrote, and must have the same identity and numbers.
+Paths, ranks, devices and compilation are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIXED = {
     "--model.n_layers": "2", "--model.n_heads": "2", "--optim.warmup_steps": "1", "--trainer.max_steps": "2",
     "--data.mix": '{"dial": 1}', "--trainer.accelerator": "cpu", "--threads": "1", "--monitor.probe_sequences": "1",
 }  # fmt: skip
-# They choose files, hardware or a size that two steps do not need.
+# These fields choose files, hardware or a size that two steps do not need.
 LEFT_OUT = {
     "data.pairs", "data.text", "data.tokenizers", "data.cache", "data.tokens", "data.workers", "trainer.max_steps",
     "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.log_every_n_steps",
@@ -54,7 +54,7 @@ LARGE = 64  # of whole numbers that a run can have: more does not train in secon
 
 
 def leaves(kind: type, path: str) -> Iterator[tuple[str, Any, Range | None]]:
-    """Path, type and range of every field."""
+    """Return the path, type and range of every field."""
     hints = typing.get_type_hints(kind)
     for field in fields(kind):
         name, hint = f"{path}.{field.name}", hints[field.name]
@@ -71,7 +71,7 @@ LEAVES = [
 
 
 def value(rng: random.Random, hint: Any, limits: Range | None) -> str:
-    """A value that the type allows, most of the time one in the range."""
+    """Return a value that the type allows, usually one in the range."""
     if rng.random() < 0.1:
         return rng.choice(WRONG)
     inner = typing.get_args(hint)

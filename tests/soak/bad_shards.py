@@ -125,7 +125,7 @@ def bad_sample(kind: str, n: int, rng: random.Random) -> dict[str, bytes]:
 
 
 def tar(kind: str, rng: random.Random) -> tuple[bytes, set[str], bool, int | None, list[bytes]]:
-    """The archive, the samples to keep, whether it may be refused, its number of files if known, and its images."""
+    """(The archive, the samples to keep, whether it may be refused, its number of files if known, its images.)"""
     blobs, images, count, refusable = good(kind), [], 2 * GOOD, False
     for n in range(rng.choice((1, 1, 2, 3))):
         place = rng.randrange(len(blobs) + 1)
@@ -220,7 +220,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def token_folder(out: Path, kept: set[str], want: dict[str, Any], count: int | None) -> Counter[str]:
-    """The samples that were dropped by reason, after all checks of a token folder."""
+    """Return the dropped samples by reason, after all checks of a token folder."""
     header, found = read_header(out), of_store(open_tokens(out)["train"])
     (record,) = header["about"]["shards"]
     dropped = Counter(header["dropped"])
@@ -247,7 +247,7 @@ def token_folder(out: Path, kept: set[str], want: dict[str, Any], count: int | N
 
 def streaming(shard: Path, shared: Path, work: Path, refused: int, kept: set[str], want: dict[str, Any],
               dropped: Counter[str]) -> str:  # fmt: skip
-    """The outcome of reading all pairs during training, twice: the second time by the stored index."""
+    """Return the outcome of reading all pairs during training, twice; the second read uses the stored index."""
     outcomes = []
     for _ in range(2):
         ids: dict[str, list[int]] = {}
@@ -283,7 +283,7 @@ def streaming(shard: Path, shared: Path, work: Path, refused: int, kept: set[str
 
 
 def cached(kind: str, shard: Path, shared: Path, work: Path) -> str:
-    """The outcome of the token cache, which mmqk.train makes of a manifest; it takes all samples or none."""
+    """Return the outcome of the token cache, which mmqk.train builds for a manifest; it uses all samples or none."""
     folder, stores = shard.parent, dict[str, Any]()
     val = shared / ("pairs/val-00000.tar" if kind == "pair" else "text/val.jsonl.xz")
     shutil.copy(val, folder)

@@ -25,7 +25,7 @@ def rng(seed: int, part: str, number: int) -> random.Random:
 
 
 def run_case(part: str, number: int, seed: int, shared: Path, work: Path) -> None:
-    """In a process of its own: the outcome goes to ``work``.json."""
+    """Run a case in a separate process; the outcome is written to ``work``.json."""
     os.setpgid(0, 0)  # what a case leaves behind ends with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks them
     output = os.open(f"{work}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)

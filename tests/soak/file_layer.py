@@ -174,7 +174,7 @@ def commands(shared: Path) -> dict[str, Callable[[Path], Any]]:
 
 
 def prepare(shared: Path) -> None:
-    """A finished grid; per scenario the result of its command, and the list of all single faults."""
+    """Prepare a finished grid and, for each scenario, the result of its command and the list of all single faults."""
     leave_figures_out()
     kills.grid(shared, shared / "grid").communicate()
     (shared / "run.begin").mkdir()
@@ -215,7 +215,7 @@ def recorded(out: Path, command: Callable[[Path], Any], seen: Path) -> int:
 
 
 def in_child(call: Callable[[], Any]) -> int:
-    """The exit code of a forked process that calls it."""
+    """Call it in a forked process; return its exit code."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -269,7 +269,7 @@ def faulty(out: Path, command: Callable[[Path], Any], kind: str, site: tuple[str
 
 
 def judge(code: int, kind: str, told: str, scenario: str, out: Path) -> None:
-    """A fault is survived, or is an error of one sentence and an honest status."""
+    """Check that a fault is survived, or gives an error of one sentence and a correct status."""
     if code == -signal.SIGKILL and kind == "crash":
         return
     assert "Traceback" not in told, told
@@ -284,12 +284,12 @@ def judge(code: int, kind: str, told: str, scenario: str, out: Path) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files that a command wrote, without those of finished runs."""
+    """Return all files that a command wrote, without those of finished runs."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths if "seed1" not in path.parts}
 
 
 def leave_figures_out() -> None:
-    """Reports without drawings, which take most of the time."""
+    """Leave drawings out of reports, because they take most of the time."""
     page.figure_files = lambda brush, figure: {}  # type: ignore[assignment]
     page.svg_panels = lambda brush, figure: [[""] * len(row) for row in figure.rows]  # type: ignore[assignment]

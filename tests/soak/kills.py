@@ -43,7 +43,7 @@ DIAL = ['--data.mix={"dial": 1}', "--data.seq_len=96"]
 
 
 class Killer(Disk):
-    """Ends its own process at the chosen operation; half of the bytes of a write are in the file then."""
+    """Ends its own process at the chosen operation; in a write, half of the bytes are in the file by then."""
 
     torn = False
 
@@ -72,7 +72,7 @@ def arguments(kind: str, shared: Path) -> list[str]:
 
 
 def prepare(shared: Path) -> None:
-    """Per kind the undisturbed run and its file operations."""
+    """The undisturbed run and its file operations, by kind."""
     (shared / "data").mkdir()
     write_tiny_data(shared / "data")
     in_child(lambda: main([*arguments("plain", shared), "--checkpoint.keep=9", f"--out={shared / 'parent'}"]))
@@ -83,7 +83,8 @@ def prepare(shared: Path) -> None:
 
 
 def in_child(call: Callable[[], object], begun: Path | None = None, kill_after: float = 0.0) -> bool:
-    """Call it in a forked process; whether that was killed. Fails where it ended with another code than 0."""
+    """Call it in a forked process; return whether that process was killed. Fails if it ended with another code than
+    0."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -98,7 +99,8 @@ def in_child(call: Callable[[], object], begun: Path | None = None, kill_after: 
 
 
 def waited(pids: list[int], begun: Path | None = None, kill_after: float = 0.0) -> bool:
-    """Wait for all. The last is killed this long after the file ``begun`` exists; the others end by themselves."""
+    """Wait for all processes. The last one is killed this long after the file ``begun`` exists; the others end by
+    themselves."""
     if begun is not None:
         while (
             not begun.exists() and os.waitid(os.P_PID, pids[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
@@ -115,7 +117,7 @@ def waited(pids: list[int], begun: Path | None = None, kill_after: float = 0.0) 
 
 def train(kind: str, shared: Path, out: Path, disk: Killer | None = None, record: Path | None = None,
           kill_after: float | None = None) -> bool:  # fmt: skip
-    """Start or resume the run in ``out``; whether it was killed.
+    """Start or resume the run in ``out``; return whether it was killed.
 
     Args:
         kind: one of `KINDS`.
@@ -201,7 +203,7 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def grid_case(rng: random.Random, shared: Path, work: Path) -> str:
-    """The pool is killed; its runs end by themselves. A second call trains what is left."""
+    """The pool is killed and its runs end by themselves. A second call trains the rest."""
     out = work / "grid"
     pool = grid(shared, out)
     while not any(out.glob("*/*/metrics.jsonl")) and pool.poll() is None:
@@ -220,14 +222,15 @@ def grid_case(rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def age_events(out: Path) -> None:
-    """Make event files older: TensorBoard orders them by the second in their names, and users resume later."""
+    """Make event files older, because TensorBoard orders them by the second in their names, and users resume later
+    than a second."""
     for i, path in enumerate(sorted(out.rglob("events.out.tfevents.*"), key=os.path.getmtime)):
         if not re.search(r"tfevents\.1000000\d{3}\.", path.name):
             path.rename(path.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{1000000000 + i}", path.name)))
 
 
 def compare(whole: Path, again: Path, tensorboard: bool = True) -> None:
-    """Status, metrics, alarms, last checkpoint and TensorBoard, bit for bit."""
+    """Compare status, metrics, alarms, last checkpoint and TensorBoard's points, bit for bit."""
     assert json.loads((again / "status.json").read_text())["status"] == "completed"
     for i, (ours, theirs) in enumerate(zip(metrics(again), metrics(whole), strict=True)):
         assert ours == theirs, f"line {i} of metrics.jsonl differs"

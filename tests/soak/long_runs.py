@@ -57,7 +57,8 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def sample_usage(every: int) -> list[tuple[int, int, int, int]]:
-    """(step, resident bytes, open files, threads) of this process, taken each ``every`` steps while it trains."""
+    """Return a list that collects (step, resident bytes, open files, threads) of this process each ``every`` steps of
+    training."""
     samples: list[tuple[int, int, int, int]] = []
     training_step, page = TrainingModule.training_step, os.sysconf("SC_PAGE_SIZE")
 

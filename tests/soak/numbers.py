@@ -66,7 +66,8 @@ def case(number: int, rng: random.Random, shared: Path, work: Path) -> str:
 
 
 def plant(site: str, step: int, bad: float, layer: int, rng: random.Random) -> str:
-    """Change `TrainingModule` so that the micro-batches of this step meet the fault; the place of the fault."""
+    """Change `TrainingModule` so that the micro-batches of this step have the fault; return the place of the
+    fault."""
     training_step, place = TrainingModule.training_step, rng.choice(MODULES) if site == "activation" else ""
     index = rng.randrange(1000)
 

@@ -25,7 +25,7 @@ BLOCK = tarfile.BLOCKSIZE
 
 
 def flipped(content: bytes, rng: Rng, first: int = 0, bits: int = 8) -> bytes:
-    """Up to ``bits`` bits flipped, in bytes ``first`` and later."""
+    """Flip up to ``bits`` bits, in bytes ``first`` and later."""
     damaged = bytearray(content)
     for _ in range(rng.randint(1, bits)):
         damaged[rng.randrange(first, len(damaged))] ^= 1 << rng.randrange(8)
@@ -37,7 +37,7 @@ def cut(content: bytes, rng: Rng) -> bytes:
 
 
 def picture(rng: Rng, side: int | None = None) -> bytes:
-    """A good image of any format; the name of its file has the suffix of another."""
+    """Return a good image of any format, whose file name has the suffix of another format."""
     image = draw("red", "bar", rng.randrange(99)).resize((side or rng.choice((1, 40, 64, 200)),) * 2)
     return encoded(image, rng.choice(("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")))
 
@@ -63,7 +63,7 @@ def animated(rng: Rng) -> bytes:
 
 
 def exif(rng: Rng) -> bytes:
-    """Orientations beyond 8, 60 kB of tags, and folders of tags that lead to themselves."""
+    """Return metadata with orientations above 8, 60 kB of tags, or folders of tags that point to themselves."""
     entry = rng.choice(((0x0112, 3, 1, rng.randrange(10)), (0x8769, 4, 1, 8), (0x8825, 4, 2**30, 8),
                         (0x0112, rng.randrange(14), rng.choice((0, 1, 2**31)), 2**31)))  # fmt: skip
     tags = b"Exif\0\0II*\0" + struct.pack("<IHHHII", 8, rng.choice((1, 60000)), *entry)
@@ -88,7 +88,7 @@ def bomb(rng: Rng) -> bytes:
 
 
 def scans(rng: Rng) -> bytes:
-    """A progressive JPEG whose last scan is repeated: each costs time, whatever its length."""
+    """Return a progressive JPEG whose last scan is repeated: each repetition costs time, whatever its length."""
     side = rng.choice((64, 1000))
     whole = encoded(noise(side, side), "JPEG", progressive=True, quality=5)
     start = whole.rindex(b"\xff\xda")
@@ -152,7 +152,7 @@ def member(name: str, content: bytes = b"", form: int = tarfile.GNU_FORMAT, **fi
 
 
 def edited(blob: bytes, place: int, value: bytes, checksum: bool = True) -> bytes:
-    """The first header with other bytes, and the checksum that belongs to them."""
+    """Return the archive with other bytes in its first header, and the matching checksum."""
     header = bytearray(blob[:BLOCK])
     header[place : place + len(value)] = value
     if checksum:
@@ -245,7 +245,7 @@ def archive_damage(blobs: list[tuple[str, bytes]], rng: Rng) -> tuple[bytes, set
 
 
 def line_damage(lines: list[bytes], rng: Rng) -> tuple[bytes, bool]:
-    """A file of lines, plain or compressed, damaged or not; and whether it may be refused or end early."""
+    """Return a file of lines, plain or compressed, damaged or not, and whether it may be refused or end early."""
     whole = b"".join(line + b"\n" for line in lines)
     half = rng.randrange(len(lines))
     first, second = (b"".join(line + b"\n" for line in part) for part in (lines[:half], lines[half:]))

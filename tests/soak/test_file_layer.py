@@ -1,4 +1,4 @@
-"""The crash of `file_layer` loses what is not synced and nothing else, and its judges know a bad end."""
+"""The simulated crash of `file_layer` loses exactly what is not synced, and its checks detect a bad end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def without_sync(path: Path, content: str) -> None:
 
 
 def states(write: Callable[[Path, str], None], tmp_path: Path) -> set[str | None]:
-    """What a crash after ``write`` leaves of a file, over 40 crashes."""
+    """Return what 40 simulated crashes after ``write`` leave of a file."""
     found: set[str | None] = set()
     for seed in range(40):
         root = tmp_path / str(seed)

@@ -1,4 +1,4 @@
-"""Each rule on planted series with known answers, on noise alone, and cut in the middle."""
+"""Each rule on planted series with known answers, on noise alone, and with a resume in the middle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def noise(n, seed=0, mean=3.0, std=0.02):
 
 
 def fed(rule, values, *more, start=1, every=1):
-    """The alarms of a rule over values of the steps from `start` on."""
+    """Return the alarms of a rule for values of the steps from `start` on."""
     given = (rule.update(start + every * i, "loss", value, *more) for i, value in enumerate(values))
     return [alarm for alarm in given if alarm is not None]
 
@@ -81,7 +81,7 @@ def test_spikes_need_their_fewest_values_and_a_scale():
 def test_noise_alone_spikes_at_most_once_in_forty_thousand_steps(std):
     for rule in (Spike, SpikeOfMedian):
         assert sum(len(fed(rule(), noise(4000, seed, std=std))) for seed in range(10)) <= 1
-    # The source's threshold on its own would ring for batches as small as those of the last case.
+    # With the source's threshold alone, batches as small as those of the last case would give alarms.
     rates = [spike_rate(noise(1000, seed, std=std)) for seed in range(2)]
     assert all(rate > 1000 for rate in rates) if std == 0.3 else all(rate == 0 for rate in rates)
 
@@ -107,7 +107,8 @@ def test_a_loss_that_rests_above_its_ceiling_stalls_once():
     falling = [7.0 - 0.01 * i for i in range(200)]
     found = stalls(falling + noise(600, mean=5.0), ceiling=4.0)
     assert len(found) == 1 and found[0].name == "stall"
-    # The last drop of 0.05 of the 50-step median comes 25 steps after the fall; a fifth of 1500 steps later.
+    # The 50-step median drops by 0.05 for the last time 25 steps after the fall, and stalls a fifth of 1,500 steps
+    # later.
     assert found[0].step == pytest.approx(200 + 25 + 300, abs=6)
 
 
@@ -128,7 +129,7 @@ def test_a_stall_that_ends_and_comes_again_is_two():
 
 
 def growing(rate, start=60.0, probes=50, std=0.02, seed=0):
-    """A value a probe that doubles every 1 / rate probes."""
+    """Return one value per probe, which doubles every 1 / rate probes."""
     return [start * 2 ** (rate * i) * math.exp(e) for i, e in enumerate(noise(probes, seed, 0.0, std))]
 
 
@@ -162,7 +163,7 @@ def test_noise_of_a_fifth_grows_once_in_a_hundred_runs_at_most_and_probes_of_eve
 
 
 def young(steps, every, doubles_every, until):
-    """Lines of a run whose norms double every so many steps up to a step and rest from then on."""
+    """Return lines of a run whose norms double every so many steps up to a step and then stay constant."""
     names = ("q_norm/text/layer00", "resid_norm/image/layer01", "final_norm/text")
     names += ("attn_logit_absmax/text-text/layer00",)
     for step in range(0, steps + 1, every):
@@ -174,7 +175,7 @@ def young(steps, every, doubles_every, until):
 def test_a_short_run_has_too_few_steps_for_a_growth_alarm(steps, every):
     for until in (steps // 2, steps):
         assert not alarms_of(young(steps, every, steps / 12, until), 5, steps)
-    # The control: the same curve over twenty times as many steps rings on all four series.
+    # The control: the same curve over twenty times as many steps gives an alarm on all four series.
     found = alarms_of(young(20 * steps, 20, 20 * steps / 12, 10 * steps), 5, 20 * steps)
     assert [alarm.name for alarm in found] == ["growth"] * 4
 
@@ -182,7 +183,7 @@ def test_a_short_run_has_too_few_steps_for_a_growth_alarm(steps, every):
 def test_growth_in_the_first_hundred_steps_is_that_of_every_model_and_a_line_needs_fifty():
     first = fed(Growth(5, 220), [2 ** (min(step, 60) / 10) for step in range(221)], start=0)
     assert not first
-    # Growth that goes on rings as soon as the line is long enough, also in a run without an end.
+    # Continued growth gives an alarm as soon as the line is long enough, also in a run without an end.
     for max_steps in (220, 0):
         found = fed(Growth(5, max_steps), [2 ** (step / 10) for step in range(400)], start=0)
         assert len(found) == 1 and 150 <= found[0].step <= 153
@@ -208,7 +209,7 @@ def test_collapse_comes_below_a_tenth_of_the_start_with_the_rank():
 
 
 def eventful_run(steps=1200, seed=0):
-    """Lines of a run with one planted event of each kind, and what stays calm beside it."""
+    """Return lines of a run with one planted event of each kind, beside series without events."""
     rng = random.Random(seed)
     lines = []
     for step in range(steps):
@@ -256,7 +257,7 @@ def test_every_planted_event_is_named_with_its_step_series_and_nothing_else_ring
         assert by_event.pop(event) == pytest.approx(step, abs=20 if event[0] == "growth" else 0), event
     stalled, diverged = by_event.pop(("stall", "loss/image")), by_event.pop(("divergence", "loss/image"))
     assert 100 + 240 <= stalled <= 600 and 1000 < diverged <= 1051
-    # The rise of the image loss is a spike where it begins; nothing calm has rung.
+    # The rise of the image loss is a spike at its start, and no series without an event has an alarm.
     rest = {(name, tag) for name, tag in by_event}
     assert rest <= {(name, tag) for name in ("spike", "spike_median") for tag in ("loss", "loss/image")}
     assert {alarm.name for alarm in found} == set(NAMES)

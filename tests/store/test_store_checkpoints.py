@@ -1,4 +1,5 @@
-"""Checkpoint files: every changed bit is seen, a kill leaves the old or the new one, names are read strictly."""
+"""Checkpoint files: every changed bit is detected, a kill leaves the old or the new file, and names are read
+strictly."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_every_flipped_bit_is_seen(tmp_path):
         except DamagedError:
             pass
         flip(path, bit)
-    # There the mark in the content says that a digest is missing; all else differs from the digest.
+    # For these bytes the mark in the content shows that a digest is missing; all others differ from the digest.
     assert set(without) == set(range(50, 50 + len(b"\nmmqk sha256 ")))
     assert has_digest(path)
 
@@ -140,7 +141,7 @@ def test_setting_aside_loses_nothing(tmp_path):
 
 @pytest.mark.parametrize("site, error", [(("write", "step0.partial"), OSError), (None, RuntimeError)])
 def test_the_error_of_a_write_is_not_hidden_by_that_of_the_writer(tmp_path, site, error):
-    """torch.save raises a RuntimeError after a write that failed halfway. Without a failed write it stays."""
+    """torch.save raises a RuntimeError after a failed write; without a failed write the RuntimeError stays."""
 
     def as_torch_does(file):
         try:

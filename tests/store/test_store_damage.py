@@ -1,4 +1,4 @@
-"""One reader for every JSON record: what it refuses, and a grid whose files are damaged in hundreds of ways."""
+"""The one reader for all JSON records: what it refuses, and a grid whose files are damaged in hundreds of ways."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
             read_json(path)
         assert refusal.value.why == why
         path.rmdir() if path.is_dir() else path.unlink()
-    # The controls: nothing there is nothing, and a link to a record is that record.
+    # The controls: a missing file gives None, and a link to a record gives that record.
     assert read_json(path) is None and read_json(tmp_path / "nowhere/x.json") is None
     (tmp_path / "real.json").write_text('{"a": [1], "other": {"deep": [null, 1e300, 9223372036854775807]}}')
     path.symlink_to("real.json")
@@ -87,7 +87,7 @@ FILES = ("run.json", "status.json", "data.json", "fork.json", "ablation.json")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Two arms with two seeds, a fork and a replay, all finished."""
+    """Train two arms with two seeds, a fork and a replay to the end."""
     folder = tmp_path_factory.mktemp("whole") / "grid"
     grid = {
         "title": "Grid", "arms": {"hot": {"label": "hot", "set": {"optim.lr": 0.1}}, "cold": None, "late": None},
@@ -164,7 +164,7 @@ def mutate(draw: random.Random, path: Path) -> str:
     elif kind == "text":
         path.write_bytes(draw.choice(list(DAMAGE.values())))
     elif kind in ("number", "deep"):
-        # In the place of a number, so that the rest of the file stays as it is.
+        # Replace a number, so that the rest of the file stays the same.
         digits = [i for i in range(len(content)) if content[i : i + 1].isdigit()]
         at = draw.choice(digits)
         new = draw.choice((b"9" * 400, b"1e999", b"NaN", b"-Infinity", b"9" * 6000))
@@ -182,7 +182,7 @@ def mutate(draw: random.Random, path: Path) -> str:
 
 
 def fine(command, capsys, *argv) -> None:
-    """A command works, or ends in one sentence; anything else is raised."""
+    """Check that a command works or ends in one sentence; any other error is raised."""
     capsys.readouterr()
     code = cli_main(command)([str(arg) for arg in argv])
     error = capsys.readouterr().err
@@ -190,7 +190,7 @@ def fine(command, capsys, *argv) -> None:
 
 
 def resume(folder: Path) -> None:
-    """Take up every run, as training does; what cannot be read is refused and left as it is."""
+    """Open every run as training does; an unreadable one is refused and not changed."""
     for path in sorted(folder.glob("*/seed*")):
         before = {p.name: p.lstat().st_mtime_ns for p in path.iterdir()}
         try:
@@ -205,13 +205,13 @@ def resume(folder: Path) -> None:
                 n: p.lstat().st_mtime_ns for n in before if (p := path / n).is_symlink() or p.exists()
             } == before
         except (ValueError, TypeError, RecursionError):
-            # The identity given here is the damaged one, which no command line makes.
+            # The identity given here is the damaged one, which no command line produces.
             assert not isinstance(identity, dict) or "run.json" in before
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_grid_is_read_or_refused_in_one_sentence(whole, tmp_path, capsys, monkeypatch, seed):
-    """Figures are left out: they take seconds, and what they draw is tested elsewhere."""
+    """Figures are left out, because they take seconds and other tests cover them."""
     monkeypatch.setattr("mmqk.report.page.figures", lambda study: [])
     monkeypatch.setattr("mmqk.report.page.paper_figures", lambda study: [])
     monkeypatch.setattr("mmqk.report.page.claim_figure", lambda study, verdict: None)
@@ -235,7 +235,7 @@ def test_a_damaged_grid_is_read_or_refused_in_one_sentence(whole, tmp_path, caps
 
 
 def test_the_grid_itself_is_read_without_a_note(whole, tmp_path, capsys):
-    """The control of the mutations: nothing is refused or noted where nothing is damaged."""
+    """The control of the mutations: without damage nothing is refused or noted."""
     assert cli_main(report.main)([str(whole), "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.md").read_text()
     assert "cannot be read" not in page and "is missing" not in page
@@ -272,7 +272,7 @@ def test_a_grid_names_no_folder_outside_itself(whole, tmp_path, capsys, name):
         )
         assert cli_main(command)(argv) == 2
         assert "runs[0].folder is " in capsys.readouterr().err
-    # The control: what replays are of may lie elsewhere where nothing is claimed.
+    # The control: in a record without claims the original of replays may be elsewhere.
     if name == "../other/seed0":
         record["grid"]["claims"] = []
         record["runs"][-1]["replay"]["of"] = name

@@ -1,4 +1,4 @@
-"""Writing on a disk that fails: a folder is whole or as it was, a status is honest, a sentence names the file."""
+"""Writing on a failing disk: a folder is complete or unchanged, a status is correct, a sentence names the file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_folder_is_written_whole_or_is_as_it_was(tmp_path, there):
     new = {"index.html": "page", "figures/a.png": "picture", "figures/a.csv": "1,2"}
     assert content(out) == (new | {"mine.txt": "mine"} if there else new)
     assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
-    # Moving what is written needs no room: only the rest may fail for good.
+    # A rename needs no space on the disk, so only the other operations may fail for good.
     sites = [(site, last) for site, last in disk.seen.items() if site[0] in WRITES - {"replace"}]
     assert len(sites) >= 4
     for i, (site, last) in enumerate(sites):

@@ -1,4 +1,4 @@
-"""What is missing of a run's records is said by number, and damaged lines are kept."""
+"""Missing records of a run are counted in a sentence, and damaged lines are kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_alarms():
 
 
 def record(folder: Path, written: Written | None = None) -> dict:
-    """Ten steps with two alarms at step 4, and what a checkpoint of step 10 says of them."""
+    """Ten steps with two alarms at step 4, and the record of a checkpoint of step 10 about them."""
     writer = MetricsWriter(folder / "metrics.jsonl")
     for step in range(11):
         writer.write(step, {"loss": 5.0 - step / 10} | ({"alarm/spike": 2} if step == 4 else {}))
@@ -102,7 +102,7 @@ def test_examine(tmp_path, harm):
         assert examine(tmp_path, 0, 10, written) == says
         kept = tmp_path / "metrics.jsonl.damaged"
         assert (kept.read_bytes().splitlines(keepends=True) if kept.exists() else []) == aside
-    # Of an older checkpoint, which does not say what was written, changed values cannot be told.
+    # An older checkpoint does not record what was written, so changed values cannot be detected.
     assert examine(tmp_path, 0, 10, None) == [s for s in says if "changed" not in s]
 
 

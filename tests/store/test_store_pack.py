@@ -1,4 +1,5 @@
-"""A pack is the runs in one file: the same report, a grid that continues, and no file outside its folder."""
+"""A pack holds the runs in one file: it gives the same report, a grid continues from it, and it writes no file
+outside its folder."""
 
 import json
 import shutil
@@ -37,7 +38,7 @@ def test_the_report_of_a_pack_is_that_of_the_folder(folder, packed, tmp_path):
     for runs, out in ((folder, "a"), (packed, "b")):
         assert report([str(runs), "--out", str(tmp_path / out)]) == 0
     assert files(tmp_path / "a") == files(tmp_path / "b") != {}
-    # The control: another number in a metrics file is another report.
+    # The control: another number in a metrics file gives another report.
     changed = tmp_path / "changed/demo"
     shutil.copytree(folder, changed)
     metrics = next(changed.glob("mixed-0*/seed0/metrics.jsonl"))
@@ -72,7 +73,7 @@ def test_a_run_alone_can_be_packed(folder, tmp_path):
 
 @pytest.fixture
 def long(folder, tmp_path):
-    """The runs with 2,500 steps, each with the values of a training step that no report reads."""
+    """Runs with 2,500 steps, each with values of training steps that no report reads."""
     shutil.copytree(folder, tmp_path / "long/demo")
     for path in (tmp_path / "long").rglob("metrics.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -101,7 +102,7 @@ def test_a_long_run_is_thinned_and_its_report_is_the_same(long, tmp_path):
     for name in set(whole.tags) - {"lr", "log_z/text"}:
         assert [part.tolist() for part in packed.series(name)] == [part.tolist() for part in whole.series(name)]
     assert json.loads((packed.path / "thinned.json").read_text()) == {"every": {"log_z/text": 3, "lr": 3}}
-    # A pack of the unpacked runs is the pack.
+    # A pack of the unpacked runs equals the pack.
     write_pack(unpacked(tmp_path / "demo.zip"), tmp_path / "again.zip")
     assert (tmp_path / "again.zip").read_bytes() == (tmp_path / "demo.zip").read_bytes()
 

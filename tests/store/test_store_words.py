@@ -1,4 +1,4 @@
-"""Numbers in sentences are written out: no power of ten where a person reads per cent, milliseconds or a norm."""
+"""Sentences print numbers without powers of ten: percentages, milliseconds and norms."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_alarm_and_a_count_write_large_numbers_out():
 
 
 def test_no_sentence_formats_per_cent_with_a_power_of_ten():
-    """Over all of the code: a format by significant digits never stands before a per cent sign."""
+    """In all of the code, a format by significant digits is never followed by a percent sign."""
     bad = re.compile(r":[.]\d+[ge]\} ?%")
     assert bad.search('f"{share:.2g} % of training"')  # the control
     found = [

@@ -1,4 +1,4 @@
-"""The measure finds a gain that was planted, and none where there is none; images of a caption count once."""
+"""The measurement finds a planted gain and no gain where there is none; images with one caption count once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_partners_have_another_caption():
 
 
 class Oracle(torch.nn.Module):
-    """Predicts each image code the better the more the words before it are those it was made for."""
+    """Predicts an image code better the more of the words before it are those that the image was made for."""
 
     def __init__(self, rows, vocab_sizes, use_caption):
         super().__init__()
@@ -71,7 +71,7 @@ def test_images_of_one_caption_are_one_sample():
     once = summary(torch.tensor(true_C), torch.tensor(shuffled_C), captions)
     reference = stats.ttest_1samp(shuffled_C - true_C, 0).confidence_interval(0.95)
     assert once.interval == pytest.approx((reference.low, reference.high))
-    # Three drawings of each emoji that scatter about its mean are no more evidence than one.
+    # Three drawings of each emoji that scatter around its mean are no more evidence than one.
     scatter_CN = np.tile([-0.3, 0.0, 0.3], (9, 1))
     order = random.permutation(27)
     thrice = summary(
@@ -112,6 +112,6 @@ def test_a_run_of_other_tokenizers_is_refused(tiny_data, tmp_path, capsys):
     }
     err = refusal(tmp_path, record, capsys)
     assert "0123456789" in err and tokenizers_hash(tiny_data / "tokenizers") in err
-    # The same record with the present hash gets further: what is missing then is the checkpoint.
+    # With the current hash the same record passes this check, and the missing checkpoint is reported.
     record["identity"]["data"]["tokenizers"] = tokenizers_hash(tiny_data / "tokenizers")
     assert "has no checkpoint" in refusal(tmp_path, record, capsys)

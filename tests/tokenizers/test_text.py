@@ -33,7 +33,7 @@ def test_shipped_vocabulary_has_1024_entries_and_covers_captions():
     ]
     tokens = sum(len(SHIPPED.encode(caption)) for caption in captions)
     assert SHIPPED.size == 1024
-    # a token a byte would be the vocabulary of someone who learned nothing
+    # a vocabulary that learned nothing would give one token per byte
     assert sum(map(len, captions)) / tokens > 2
     bytes_only = TextTokenizer.train(captions[:5], 256)
     assert sum(map(len, captions)) / sum(len(bytes_only.encode(caption)) for caption in captions) < 1.1
@@ -80,7 +80,7 @@ def test_the_hash_names_both_files(tmp_path):
     assert len(first) == 10 and first == tokenizers_hash(tmp_path)
     (tmp_path / "image.safetensors").write_bytes(b"c")
     assert tokenizers_hash(tmp_path) != first
-    # content that moves from one file to the other is other content
+    # content that moves from one file to another is other content
     (tmp_path / "text.json").write_bytes(b"ab")
     (tmp_path / "image.safetensors").write_bytes(b"")
     assert tokenizers_hash(tmp_path) != first

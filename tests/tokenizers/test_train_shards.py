@@ -1,4 +1,4 @@
-"""Both tokenizers from a user's own shards, with one command."""
+"""Train both tokenizers from a user's own shards with one command."""
 
 import io
 import json

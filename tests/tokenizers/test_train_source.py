@@ -1,4 +1,4 @@
-"""What the tokenizers are trained on: images and captions of tars, of folders, and documents."""
+"""The training data of the tokenizers: images and captions of tars and folders, and documents."""
 
 import gzip
 import hashlib
@@ -33,7 +33,7 @@ def noise(number: int, width: int = 64, height: int = 64) -> np.ndarray:
 
 
 def plain(number: int) -> tuple[dict[str, bytes], bytes]:
-    """A sample whose image of 64 px comes back bit for bit, and the bytes of its image file."""
+    """A sample whose image of 64 px is reproduced bit for bit, and the bytes of its image file."""
     file = encoded(noise(number), "png")
     return {"png": file, "txt": f"caption {number}".encode(), "json": b'{"width": 64}'}, file
 
@@ -48,7 +48,8 @@ def write_tar(path, samples: dict[str, dict[str, bytes]]) -> None:
 
 
 def write_shards(folder, shards: int, samples: int) -> str:
-    """Shards of plain samples, number k of shard s being image 1000 s + k; the pattern that names them."""
+    """Write shards of plain samples, sample k of shard s being image 1000 s + k; return the pattern that names
+    them."""
     folder.mkdir(exist_ok=True)
     for s in range(shards):
         content = {f"{s:05d}{k:04d}": plain(1000 * s + k)[0] for k in range(samples)}
@@ -57,7 +58,7 @@ def write_shards(folder, shards: int, samples: int) -> str:
 
 
 def held_out(file: bytes, share: float) -> bool:
-    """The rule in other words: the first 16 hex digits of the hash, as a fraction of all such numbers."""
+    """The rule computed in another way: the first 16 hex digits of the hash, divided by the largest such number."""
     return int(hashlib.sha256(file).hexdigest()[:16], 16) < share * 16**16
 
 
@@ -75,7 +76,7 @@ def test_every_image_of_a_tar_is_in_its_split(tmp_path):
     assert rows(images.train_BCHW) == [noise(n).tobytes() for n in numbers if not sides[n]]
     assert sorted(rows(images.val_BCHW)) == sorted(noise(n).tobytes() for n in numbers if sides[n])
     assert images.summary == "24 samples read"
-    # the split is a property of the image: the shards in another order, and some of them alone
+    # the split is a property of the image: also with the shards in another order, or with only some of them
     backwards = Tars([str(tmp_path / "s" / f"{s:05d}.tar") for s in (2, 0)], Selection(val_fraction=0.5)).images(64)
     assert set(rows(backwards.val_BCHW)) < set(rows(images.val_BCHW))
     other = Tars([pattern], Selection(val_fraction=0.8)).images(64)  # control
@@ -137,7 +138,7 @@ def test_the_choice_is_spread_over_all_shards_and_always_the_same(tmp_path):
     first = chosen(10)
     assert first == chosen(10)
     assert [s for s, _ in first] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    # not the same places of every shard, as a fixed step would have it
+    # the places differ between shards, unlike with a fixed step
     assert len({tuple(k for t, k in first if t == s) for s in range(5)}) > 1
     assert len(chosen(39)) == 39
 

@@ -96,7 +96,7 @@ def test_an_existing_file_is_kept(small_data, tmp_path, capsys):
     assert cli_main(main)(command) == 2
     assert "text.json exists: give --overwrite" in capsys.readouterr().err
     assert (tmp_path / "text.json").read_text() == "precious"
-    # nothing is trained when only the second of two files would be refused
+    # nothing is trained if only the second of two files would be refused
     (tmp_path / "text.json").rename(tmp_path / "image.safetensors")
     assert cli_main(main)(arguments(small_data, tmp_path)) == 2
     assert not (tmp_path / "text.json").exists()

@@ -1,4 +1,4 @@
-"""The adapter of docs/monitors.md, and those of mmqk."""
+"""The adapter in docs/monitors.md, and mmqk's adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch that `attach` probes, when it does, and what it stores."""
+"""Which batch `attach` probes, when, and what it stores."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ WEIGHTS = {
 
 
 class Mixer(nn.Module):
-    """A block whose class name does not contain attention; None calls torch's attention."""
+    """A block whose class name does not contain attention; with None it calls torch's attention."""
 
     def __init__(self, weights=None, einsum: bool = False):
         super().__init__()
@@ -46,7 +46,7 @@ class Mixer(nn.Module):
 
 
 class Other(Mixer):
-    """Another class than that of the measured blocks."""
+    """A class that differs from the class of the measured blocks."""
 
 
 class Stack(nn.Module):

@@ -17,7 +17,7 @@ LAYERS = 3
 
 
 def random_(model):
-    """Weights so large that attention is not uniform."""
+    """The weights are so large that attention is not uniform."""
     torch.manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():

@@ -29,7 +29,7 @@ def gpt_oss():
 
 
 def of_weights(weights, modality) -> dict[str, float]:
-    """Of weights that sum to less than 1: the rest is that of the sink."""
+    """The weights sum to less than 1, and the rest is the weight of the sink."""
     measured = {}
     for layer, p_BHTS in enumerate(weights):
         p = p_BHTS.detach().double().numpy()

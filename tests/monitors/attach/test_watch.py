@@ -1,4 +1,4 @@
-"""`attach` while a model trains, plain and compiled: its files and messages, and that it changes nothing."""
+"""`attach` while a model trains, eager and compiled: its files, its messages, and that it changes nothing."""
 
 from __future__ import annotations
 
