@@ -16,18 +16,19 @@ RANKING = ROOT / "reports/examples/tournament/ranking.csv"
 PAGES = (ROOT / "docs/which_remedy.md", ROOT / "README.md")
 PURPOSES = {remedy.key: remedy.purpose for remedy in REMEDIES}
 FLAGS = {remedy.key: " ".join(f"`{flag}`" for flag in remedy.flags) for remedy in REMEDIES}
-# Arms of the table in the README: what people reach for first, one of each kind.
+# Arms of the README's table: common choices, one of each kind.
 SHORT = ("qk_norm_rms", "post_norm", "sandwich", "qk_clip", "attn_gate_element", "muon", "z_loss")
 
 
 def rows() -> dict[str, dict[str, str]]:
-    """The rows of the ranking by arm, best first."""
+    """Return the rows of the ranking by arm, best first."""
     with open(RANKING, newline="", encoding="utf-8") as file:
         return {row["arm"]: row for row in csv.DictReader(file)}
 
 
 def signed(row: dict[str, str]) -> str:
-    """The difference in loss with its interval, and a star if the best learning rate is at an end of those tried."""
+    """Return the difference in loss with its interval, and a star if the best learning rate is the lowest or highest
+    one tried."""
     value, low, high = (float(row[f"difference{end}"]) for end in ("", "_low", "_high"))
     return f"{value:+.2f} ({low:+.2f} to {high:+.2f}){'*' if row['at_edge'] == '1' else ''}"
 
@@ -56,7 +57,7 @@ def whole() -> str:
 
 
 def short() -> str:
-    """A few of them, in the order of the ranking, and the arm without a remedy."""
+    """Return a few rows in the order of the ranking, and the arm without a remedy."""
     table = rows()
     lines = [
         "| remedy | loss against none (nats) | learning rates that train | largest logit | time |",
@@ -73,7 +74,7 @@ def short() -> str:
 
 
 def filled(text: str) -> str:
-    """A page with the tables between its markers."""
+    """Return a page with the tables between its markers."""
     for name, table in (("whole", whole()), ("short", short())):
         place = re.compile(rf"(<!-- tournament {name} -->\n).*?(\n<!-- /tournament -->)", re.DOTALL)
         text = place.sub(lambda match, table=table: match[1] + table + match[2], text)

@@ -1,6 +1,7 @@
 """Install the wheel into a new environment and use it in an empty folder: ``python -m tests.wheel``.
 
-Standard library only: it runs with any Python. The new environment has the wheel, its dependencies and mypy.
+It uses the standard library only, so it runs with any Python. The new environment has the wheel, its dependencies and
+mypy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What README and docs name for users who have no checkout. They run in this order in one folder.
+# The commands that README and docs give to users without a checkout. They run in this order in one folder.
 COMMANDS = """
 mmqk --version
 mmqk
@@ -42,7 +43,7 @@ reveal_type(attach)
 
 
 def main() -> int:
-    """Build, install and use the wheel; the exit code of the first command that fails, else 0."""
+    """Build, install and use the wheel; return the exit code of the first command that fails, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--env", type=Path, default=ROOT / ".venv-wheel", help="the environment, made if missing")
     env = parser.parse_args().env.resolve()

@@ -1,6 +1,7 @@
-"""A headless Chromium over its debugging pipe: what a page holds, what it says to its console, how it looks.
+"""A headless Chromium, controlled over its debugging pipe: the content of a page, its console messages and
+screenshots.
 
-The pipe is two file descriptors with one JSON message after another, each ended by a NUL: no port, no websocket.
+The pipe is two file descriptors. Each JSON message ends with a NUL byte; no port and no websocket is used.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Seconds after which a browser has died; a loaded machine can need minutes for a page.
+# Seconds after which a browser counts as dead; on a loaded machine a page can need minutes.
 GUARD_S = 1800.0
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -32,7 +33,7 @@ class Page:
     """One tab.
 
     Attributes:
-        errors: what went wrong on the page: uncaught exceptions, console errors, failed requests.
+        errors: errors of the page: uncaught exceptions, console errors, failed requests.
     """
 
     def __init__(self, to_browser: int, from_browser: int):
@@ -46,7 +47,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, timeout: float = GUARD_S, **params: Any) -> dict[str, Any]:
-        """One command of the DevTools protocol and its result."""
+        """Send one command of the DevTools protocol and return its result."""
         self._number += 1
         number, message = self._number, {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -83,13 +84,13 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def value(self, javascript: str) -> Any:
-        """The value of an expression on the page; promises are waited for."""
+        """Return the value of an expression on the page; promises are awaited."""
         answer = self.call("Runtime.evaluate", expression=javascript, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait(self, javascript: str, timeout: float = GUARD_S) -> Any:
-        """The value of an expression as soon as it is true, or its last one after ``timeout`` seconds."""
+        """Return the value of an expression as soon as it is true, or its last value after ``timeout`` seconds."""
         end = time.monotonic() + timeout
         while not (value := self.value(javascript)) and time.monotonic() < end:
             time.sleep(0.2)
@@ -102,7 +103,7 @@ class Page:
 
 @contextlib.contextmanager
 def browser(executable: str, width: int = 1400, height: int = 1500) -> Iterator[Page]:
-    """A browser with one page, gone with everything it wrote at the end."""
+    """Open a browser with one page; its files are removed at the end."""
     into_read, into_write = os.pipe()
     out_read, out_write = os.pipe()
 

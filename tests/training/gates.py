@@ -1,4 +1,4 @@
-"""A run that stops at a chosen place until it is let go, so that a signal meets it there and nowhere else."""
+"""A run that stops at a chosen place until it is released, so that a signal arrives exactly there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = 1800.0
 
 
 def wait_for(there: Callable[[], object]) -> None:
-    """Returns when ``there()`` is true; the test fails where it never is."""
+    """Return when ``there()`` is true; the test fails if it never is."""
     until = time.monotonic() + SECONDS
     while not there():
         assert time.monotonic() < until, "waited in vain"
@@ -24,7 +24,7 @@ def wait_for(there: Callable[[], object]) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, reaped or not."""
+    """Return whether a process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -32,7 +32,8 @@ def gone(pid: int) -> bool:
 
 
 def stop_at_import(module: str, folder: Path) -> None:
-    """The first import of ``module`` leaves this process's id in ``folder`` / at and waits for ``folder`` / go."""
+    """The first import of ``module`` writes the id of this process to ``folder`` / at and waits for ``folder`` /
+    go."""
 
     class Gate:
         def find_spec(self, name: str, *_: object) -> None:
@@ -51,13 +52,13 @@ def pause(folder: Path) -> None:
 
 
 def start(args: list[str], folder: Path, place: str = "", step: int = 0) -> ForkServerProcess:
-    """``python -m mmqk.train``, forked ready to train; what it says goes to ``folder`` / log.
+    """Fork ``python -m mmqk.train`` from a process with all imports; its output goes to ``folder`` / log.
 
     Args:
         args: its command line.
-        folder: of the files that open and close the gate.
-        place: "data" (the run folder is open), "step" (in the forward pass of the one after ``step``, asleep in
-            Python), "deaf step" (the same, in a call that never runs Python) or "" for nowhere.
+        folder: for the files that open and close the gate.
+        place: "data" (the run folder is open), "step" (in the forward pass of the step after ``step``, asleep in
+            Python), "deaf step" (the same, in a call that never runs Python) or "" for no stop.
         step: optimizer steps done.
     """
     start_server(PRELOAD)

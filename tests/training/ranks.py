@@ -1,6 +1,6 @@
-"""Two processes that train one run, as srun starts them on one machine or on two.
+"""Two processes that train one run, started as srun starts them on one machine or on two.
 
-They are forked ready to train, so that each costs a second.
+They are forked from a process with all imports, so that each takes a second.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SECONDS = 180.0
 
 
 def start(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1) -> list[ForkServerProcess]:
-    """Both processes, the first first; what they say goes to ``log`` with their numbers.
+    """Start both processes; their output goes to ``log`` with their numbers. The first process comes first.
 
-    With ddp, each process writes its last weights beside.
+    With ddp, each process also writes its last weights.
     """
     start_server(PRELOAD)
     with socket.socket() as free:
@@ -41,7 +41,7 @@ def start(args: Sequence[str], log: Path, strategy: str = "ddp", nodes: int = 1)
 
 
 def end(both: Sequence[ForkServerProcess]) -> list[int | None]:
-    """Their exit codes; the test fails where they do not end."""
+    """Return their exit codes; the test fails if they do not end."""
     for process in both:
         process.join(SECONDS)
     alive = [rank for rank, process in enumerate(both) if process.is_alive()]

@@ -1,4 +1,5 @@
-"""Alarms of a run: the same live as afterwards, the same after a resume, and only acting where they are told to."""
+"""Alarms of a run: the same during training and afterwards, the same after a resume, and actions only if
+configured."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from mmqk.train import main
 from mmqk.training.loop.lifecycle import Lifecycle
 from mmqk.training.loop.signals import ENDING
 
-# A hot run of 60 steps: rules that need many values are told to be content with few.
+# A run of 60 steps at a high learning rate; rules that need many values are changed to need few.
 HOT = [
     "--optim.lr=0.3",
     "--optim.schedule=constant",
@@ -46,7 +47,7 @@ def eager_rules(monkeypatch):
 
 @pytest.fixture(scope="module")
 def reporting(tiny_args, tmp_path_factory):
-    """A run whose alarms only report, and what it said."""
+    """Train a run whose alarms only report; return it and its output."""
     import contextlib
     import io
 
@@ -85,7 +86,7 @@ def test_a_healthy_run_of_60_steps_has_no_growth_alarm_live_or_afterwards(report
     assert read_status(folder).status == "completed"
     assert not any(alarm.name == "growth" for alarm in read_alarms(folder)) and "growth" not in said
     assert "growth" not in afterwards(folder)
-    # The control: its norms grow so fast that a rule content with a few steps would ring.
+    # The control: its norms grow so fast that a rule with few steps would raise an alarm.
     monkeypatch.setattr(probes, "GROWTH_START_STEPS", 1)
     monkeypatch.setattr(probes, "GROWTH_STEPS", 0)
     assert "growth" in afterwards(folder)
@@ -107,7 +108,7 @@ def test_they_are_marked_in_metrics_jsonl_at_their_step_and_readers_take_no_harm
     folder, _ = reporting
     found = Counter((alarm.step, alarm.name) for alarm in read_alarms(folder))
     assert marks(folder) == found and max(found.values()) > 1
-    # Analysis has them as series, and neither modalities nor other series are touched by them.
+    # The analysis reads them as series, and neither modalities nor other series are affected.
     run = load_runs(folder)[0]
     steps_N, values_N = run.series("alarm/spike")
     assert dict(zip(steps_N.tolist(), values_N.tolist(), strict=True)) == {
@@ -169,7 +170,7 @@ def test_reporting_and_acting_change_no_bit_of_training(reporting, tiny_args, tm
     assert [path.name for path in kept] == [f"alarm_spike_step{seen_at:08d}.ckpt"]
     assert torch.load(kept[0], weights_only=True)["global_step"] == seen_at
     assert live(tmp_path / "acting") == afterwards(tmp_path / "acting")
-    # Where no probe ever is due, one that an alarm asks for is taken all the same.
+    # A probe that an alarm requests is taken even if no probe is ever due.
     acting[0] = "--monitor.every_n_steps=0"
     assert main([*tiny_args, *HOT, *acting, f"--out={tmp_path / 'rare'}"]) == 0
     lines = read_metrics(tmp_path / "rare/metrics.jsonl")
@@ -198,7 +199,8 @@ def test_an_alarm_that_stops_interrupts_and_the_same_command_goes_on(reporting, 
 
 
 def test_what_an_interruption_finds_is_acted_on_after_the_resume(tiny_args, tmp_path, capsys, monkeypatch):
-    """The flush of the interruption is the first to see a spike of step 13; that of step 20 would have been."""
+    """The flush at the interruption is the first that sees the spike of step 13; without it, the flush of step 20
+    would be."""
     out, after = tmp_path / "run", 14
     spike = Alarm("spike", 13, "loss", 9.0, 8.0, "planted")
 

@@ -1,4 +1,4 @@
-"""The arms of the demonstration as runs: a loss switched off, one modality alone, an end by signal or by failure."""
+"""The arms of the demonstration as runs: a loss switched off, one modality alone, an end by a signal or a failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def status(folder: Path) -> dict:
 
 
 def training_series(folder: Path) -> list[dict]:
-    """The lines of a run without what was measured on the validation sequences."""
+    """Return the lines of a run without the values measured on the validation sequences."""
     return [
         {tag: value for tag, value in line.items() if not tag.startswith("val_")}
         for line in read_metrics(folder / "metrics.jsonl")
@@ -56,13 +56,13 @@ def same_weights(a: Path, b: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def kept() -> dict[Path, training.TrainingModule]:
-    """The trained modules of `mixed`, by folder."""
+    """Train `mixed` and return its modules by folder."""
     return {}
 
 
 @pytest.fixture(scope="module")
 def args(tiny_args) -> list[str]:
-    """Probes look at the batch in training: what an arm does not read, nothing of it can measure."""
+    """Probes read the training batch, so an arm that does not read a modality has no statistic of it."""
     return [*tiny_args, "--monitor.probe_split=current"]
 
 
@@ -93,7 +93,8 @@ def image_off(args, tmp_path_factory) -> Path:
 
 
 def first_step(args: list[str]) -> tuple[training.TrainingModule, LossSums, torch.Tensor]:
-    """The module of a run as it starts, the sums of its first batch, and that step's number of targets."""
+    """Return the module of a run at its start, the sums of its first batch, and the number of targets of that
+    step."""
     run = resolve(args)
     module = training.TrainingModule(run.model, run.loss, run.optim, run.seed, run.backend)
     data = TokenDataModule(run.data, run.seed)
@@ -107,7 +108,8 @@ def gradients(module: training.TrainingModule, loss: torch.Tensor) -> list[torch
 
 
 def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
-    """Same tokens, same denominator: what is left is the mixed run's gradient through its text targets."""
+    """With the same tokens and the same denominator, the gradient equals that of the mixed run through its text
+    targets."""
     module, sums, targets = first_step(args)
     text, image = (gradients(module, sums.ce[m] / targets) for m in (0, 1))
     whole = gradients(module, total_loss(sums, module.loss_weights_M, module.loss_config.z_loss, targets))
@@ -117,11 +119,11 @@ def test_image_loss_off_leaves_the_text_gradient_of_the_mixed_run(args):
     off = gradients(other, loss)
     for a, b in zip(off, text, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
-    # The controls: the mixed gradient is another one, and it is the sum of the two modalities'.
+    # The controls: the mixed gradient differs, and it is the sum of the gradients of both modalities.
     assert any(float((a - b).abs().max()) > 1e-3 for a, b in zip(off, whole, strict=True))
     for a, b, c in zip(whole, text, image, strict=True):
         torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-7)
-    # Dividing by the text targets alone would be another gradient as well.
+    # Dividing by the text targets alone would also give another gradient.
     assert any(
         float((a * targets / sums.count[0] - b).abs().max()) > 1e-3 for a, b in zip(off, text, strict=True)
     )
@@ -146,9 +148,10 @@ def test_first_step_of_both_runs_agrees_by_modality(mixed, image_off):
 
 
 def test_image_loss_off_never_moves_toward_images(mixed, image_off):
-    """Text targets push every image code down: the image loss that is measured but not trained does not fall.
+    """Text targets lower the logits of all image codes, so the image loss that is measured but not trained does not
+    fall.
 
-    Images of two steps differ, so it is compared with the other run on the same images, and over several steps.
+    The images of two steps differ, so it is compared with the other run on the same images, over several steps.
     """
     off, on = by_step(image_off, "loss/image"), by_step(mixed, "loss/image")
     assert off.keys() == on.keys() and off[1] == pytest.approx(on[1], rel=1e-6)
@@ -184,7 +187,7 @@ def test_image_only_trains_images(args, tmp_path, mixed):
     def share(line: dict) -> float:
         return (line["loss"] - line["loss/text"]) / (line["loss/image"] - line["loss/text"])
 
-    # After <bos> come <image>, 64 codes, </image> and <eos>; the mixed run has captions and text besides.
+    # After <bos> come <image>, 64 codes, </image> and <eos>; the mixed run also has captions and text.
     assert share(first) == pytest.approx(64 / 67, abs=1e-3) and share(both) < 0.8
 
 
@@ -195,7 +198,7 @@ def test_a_mix_on_the_command_line_replaces_that_of_a_file(args, tmp_path):
     assert resolve([*base, TEXT]).id == resolve([*args, TEXT]).id
     assert main([*base, TEXT, "--trainer.max_steps=3", f"--out={tmp_path / 'text'}"]) == 0
     assert tags_of_image(tmp_path / "text") == set() and by_step(tmp_path / "text", "loss/text")
-    # The control: a single weight of it is merged.
+    # The control: the weights of one modality are merged.
     assert resolve(base).data.mix == {"pair": 3.0, "text": 1.0}
     assert resolve([*base, "--data.mix.text=2"]).data.mix == {"pair": 3.0, "text": 2.0}
 
@@ -219,7 +222,7 @@ def test_ctrl_c_ends_a_lone_run_in_order_and_it_resumes(args, tmp_path, mixed):
     assert found["status"] == "interrupted" and "SIGINT" in found["reason"]
     assert 10 <= found["step"] < 150 and newest(out).name == f"step{found['step']:08d}.ckpt"
     assert main([*args, f"--out={out}"]) == 0 and status(out)["status"] == "completed"
-    # The control: the run that nobody stopped ends with 0, and is the same run.
+    # The control: the run without a signal ends with 0 and is the same run.
     assert main([*args, f"--out={straight}"]) == 0
     assert status(straight) | {"seconds": 0} == status(out) | {"seconds": 0}
     assert same_weights(out, straight) and not same_weights(out, mixed)
@@ -244,12 +247,12 @@ def test_a_run_that_fails_says_so_and_why(args, tmp_path, monkeypatch):
     assert found["reason"] == "RuntimeError: a planted failure"
     assert set(by_step(out, "loss")) == {1, 2, 3, 4, 5}  # what was measured is on disk
     assert newest(out).name == "step00000004.ckpt"
-    # The control: without the fault the same command goes on and completes.
+    # The control: without the fault the same command continues and completes.
     assert main([*args, f"--out={out}"]) == 0
     assert (status(out)["status"], status(out)["reason"], status(out)["step"]) == ("completed", "", 12)
 
 
-# A trained model out of its folder ---------------------------------------------------------------------------
+# Load a trained model from its folder ---------------------------------------------------------------------
 
 
 def test_loaded_model_is_the_trained_one(mixed, kept):
@@ -260,7 +263,7 @@ def test_loaded_model_is_the_trained_one(mixed, kept):
         expected = trained(ids_BT)
         assert torch.equal(loaded(ids_BT), expected)
         torch.testing.assert_close(load_model(mixed)(ids_BT), expected, rtol=1e-4, atol=1e-5)
-        # The control: the model as it was before training says something else.
+        # The control: the model before training gives other values.
         fresh = type(trained)(trained.config, "sdpa", seed=0)(ids_BT)
         assert float((fresh - expected).abs().max()) > 1e-2
 

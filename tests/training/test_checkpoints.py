@@ -1,4 +1,4 @@
-"""A checkpoint is believed only for its content, and a run always has a good one to go on from."""
+"""A checkpoint is used only if its content is valid, and a run always has a valid one to continue from."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def flip(path: Path, byte: int) -> None:
 
 
 def place_of_weights(path: Path) -> int:
-    """A byte inside the largest weight matrix, which no zip reader checks where the file is mapped."""
+    """A byte inside the largest weight matrix; no zip reader checks it if the file is mapped."""
     saved = torch.load(path, weights_only=True)
     largest = max(saved["state_dict"].values(), key=torch.Tensor.numel)
     return path.read_bytes().index(largest.numpy().tobytes()) + 40
 
 
 def change(path: Path, **parts) -> None:
-    """Write a checkpoint again, whole and with its digest, with other parts; None takes one out."""
+    """Write a checkpoint again with its digest and other parts; None removes a part."""
     content = {**torch.load(path, weights_only=True), **parts}
     save_checkpoint({name: part for name, part in content.items() if part is not None}, path)
 
@@ -54,7 +54,7 @@ def without_digest(path: Path) -> None:
 
 
 def refused(capsys, *args: str) -> str:
-    """The one sentence of a command that is refused."""
+    """Return the one sentence of a command that is refused."""
     assert cli_main(main)([*args, "--quiet"]) in (1, 2)
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.count("mmqk: ") == 1
@@ -209,7 +209,7 @@ def test_an_older_one_without_a_digest_is_used_and_says_so(whole, tmp_path, caps
     fork = [f"--fork={step(out, 4)}", "--loss.z_loss=1e-3", "--quiet"]
     assert main([*fork, f"--out={tmp_path / 'fork'}"]) == 0
     assert capsys.readouterr().err.count(f"{step(out, 4)} has no sha256") == 1
-    # The control: not of one that has a digest, and one that had one is refused.
+    # The control: a checkpoint with a digest prints no line, and one that lost its digest is refused.
     assert main([f"--fork={step(out, 12)}", "--trainer.max_steps=13", "--quiet", f"--out={tmp_path / 'b'}"]) == 0
     assert "sha256" not in capsys.readouterr().err
     torch.save(torch.load(step(out, 12), weights_only=True), step(out, 12))
@@ -235,7 +235,7 @@ def test_forks_and_readers_refuse_a_flipped_bit(whole, tmp_path, capsys):
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_good_one_is_there_at_every_moment(tiny_args, tmp_path, monkeypatch, keep):
-    """The disk loses what is written from step 8 on: the run ends, and what it had is still there."""
+    """From step 8 on the disk loses what is written: the run ends, and its earlier checkpoint is unchanged."""
     out, sync = tmp_path / "run", os.fsync
     args = [*tiny_args, f"--checkpoint.keep={keep}", f"--out={out}"]
 

@@ -1,4 +1,4 @@
-"""The loss in chunks against the dense one, which is tested against torch's: values, gradients, training, memory."""
+"""The chunked loss against the dense one, which is tested against torch's: values, gradients, training, memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOTH = {"z_loss": 0.01, "weights": {"image": 0.5}}
 
 
 def inputs(dtype=torch.float64):
-    """Hidden states, head, targets (-100 where ignored), their modalities (two of three occur) and mask."""
+    """Hidden states, head, targets (-100 if ignored), their modalities (two of three occur) and mask."""
     generator = torch.Generator().manual_seed(0)
     hidden_BTD = torch.randn(B, T, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     head_VD = 2 * torch.randn(V, D, generator=generator, dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_equals_the_dense_form_for_any_chunk(chunk, dtype, tolerance, z_loss, so
     close(parts, expected_parts)
     for m in range(M):
         close(gradients(parts[m], hidden, head), gradients(expected_parts[m], hidden, head))
-    # The controls: without the cap, with another mask, with another z-loss, it is another number.
+    # The controls: without the cap, with another mask, or with another z-loss, the value differs.
     for other, z in (
         (dense(hidden, head, *of, softcap=1.0), z_loss),
         (dense(hidden, head, of[0].clamp_min(0), of[1], of[2].roll(1, 1), softcap), z_loss),
@@ -217,14 +217,14 @@ def test_a_run_in_chunks_is_the_dense_run(model, optim):
     lines = [fit(module, batches, accumulate=2, clip=0.5) for module in modules]
     assert apart(*map(weights, modules)) < 1e-9
     assert lines[0] == [pytest.approx(line, rel=1e-6) for line in lines[1]]
-    # The control: without the z-loss it is another run.
+    # The control: without the z-loss the run differs.
     other = module_of(replace(MODEL, **model), LossConfig(weights=BOTH["weights"], chunk_size=7), **optim)
     fit(other, batches, accumulate=2, clip=0.5)
     assert apart(weights(other), weights(modules[1])) > 1e-4
 
 
 def test_the_monitors_see_the_same_and_change_no_bit(monkeypatch):
-    """The radial budget and the agreement of gradients want the loss by modality, each with its gradient."""
+    """The radial budget and gradient agreement need the loss by modality, each with its gradient."""
     logged: list[dict[str, float]] = []
     monkeypatch.setattr("mmqk.monitors.training_run.callback._log", lambda trainer, values: logged.append(values))
     config = MonitorConfig(
@@ -278,7 +278,7 @@ def test_a_bad_logit_is_named_as_in_the_dense_form():
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation made."""
+    """Return the number of elements of the largest tensor that any operation made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class Largest(TorchDispatchMode):
 
 
 def largest(chunk: int | None, **optim) -> int:
-    """In a forward and backward pass over 96 tokens with 500 ids, width 16."""
+    """In a forward and backward pass over 96 tokens with 500 ids and width 16."""
     module = module_of(
         replace(MODEL, vocab_sizes={"text": 300, "image": 200}, final_softcap=5.0),
         LossConfig(z_loss=0.1, chunk_size=chunk), **optim,
@@ -309,7 +309,7 @@ def largest(chunk: int | None, **optim) -> int:
 @pytest.mark.parametrize("chunk", [20, 48])
 def test_no_tensor_is_larger_than_the_logits_of_a_chunk(chunk):
     assert largest(chunk) == chunk * 500
-    # The head's gradients, of all and of each of two modalities, are (3, V, D).
+    # The head's gradients, of all targets and of each of two modalities, are (3, V, D).
     assert largest(chunk, split_second_moment=True) == max(chunk, 3 * 16) * 500
     assert largest(None) == 96 * 500  # the control: the dense form makes all logits
 
@@ -319,7 +319,7 @@ def test_no_tensor_is_larger_than_the_logits_of_a_chunk(chunk):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """The compiled form through torch's tracing and its own autograd, without a compiler of C++."""
+    """The compiled form, by torch's tracing and its autograd, without a C++ compiler."""
     compiled, frames = torch.compile, []
 
     def compile_(function, **options):
@@ -337,7 +337,7 @@ def traced(monkeypatch):
 @pytest.mark.parametrize("by_modality", [False, True])
 @pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (None, Z), (3.0, Z)])
 def test_the_compiled_form_equals_the_dense_one(traced, softcap, z_loss, by_modality):
-    """A last chunk that is shorter, a mask, weights by modality, and a forward without a gradient."""
+    """A shorter last chunk, a mask, weights by modality, and a forward without a gradient."""
     hidden, head, *of = inputs()
     weighing = torch.tensor(WEIGHTS, dtype=torch.float64), z_loss, of[-1].sum()
     arguments = (hidden, head, *of, *weighing[:2], 8, softcap, by_modality)
@@ -356,7 +356,7 @@ def test_the_compiled_form_equals_the_dense_one(traced, softcap, z_loss, by_moda
         measured = chunked_losses(*arguments, compiled=True)
     torch.testing.assert_close(measured.ce, there.ce.detach(), rtol=0, atol=1e-12)
     assert not total_loss(measured, *weighing).requires_grad
-    # The control: the compiled form of other arguments is another number.
+    # The control: with other arguments the compiled form gives another value.
     other = chunked_losses(*arguments[:-2], 1.0, by_modality, compiled=True)
     assert abs(float((total_loss(other, *weighing) - losses[1]).detach())) > 1e-3
 

@@ -1,7 +1,7 @@
-"""Runs whose blocks are compiled, or computed again in the backward pass, from the command line to the folder.
+"""Runs whose blocks are compiled, or recomputed in the backward pass, from the command line to the run folder.
 
-torch's tracing and its autograd are at work, the generator of kernels is not (aot_eager): it takes minutes. So
-what is compiled runs torch's own kernels, and the eager run is the reference.
+torch's tracing and autograd run, but not the code generator (aot_eager), which takes minutes. Compiled code therefore
+runs torch's own kernels, and the eager run is the reference.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def eager(tiny_args, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(tiny_args, tmp_path_factory) -> Path:
-    """Made by the first test that asks, whose `traced` is at work then."""
+    """Trained by the first test that needs it, while that test's `traced` is active."""
     return tmp_path_factory.mktemp("compiled") / "run"
 
 

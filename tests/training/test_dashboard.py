@@ -1,4 +1,4 @@
-"""TensorBoard as a person sees it: the command that is printed, opened in a real browser."""
+"""TensorBoard as a user sees it: the printed command, opened in a real browser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.training.browser import browser, installed
 ROOT = Path(__file__).parents[2]
 SPIKE = 1777
 CARD = "tf-custom-scalar-multi-line-chart-card"
-# Every element of the page, those in the shadows too; a card with its title and the lines it has drawn.
+# Return every element of the page, including shadow roots; a card with its title and its drawn lines.
 PAGE = f"""
 const all = root => [...root.querySelectorAll('*')].flatMap(e => e.shadowRoot ? [e, ...all(e.shadowRoot)] : [e]);
 const cards = () => all(document).filter(e => e.tagName.toLowerCase() === '{CARD}').map(e => {{
@@ -33,7 +33,7 @@ const cards = () => all(document).filter(e => e.tagName.toLowerCase() === '{CARD
 }});
 """
 
-# Of the page Time series: the color of each run, and the numbers at the horizontal axes.
+# Return, from the page Time series, the color of each run and the numbers on the horizontal axes.
 TIME_SERIES = PAGE + """
 globalThis.swatches = () => all(document).filter(e => e.matches('.run-color-swatch')).map(
   e => [e.closest('tb-data-table-content-row').textContent.trim(), e.style.background]);
@@ -45,7 +45,7 @@ globalThis.ticks = () => all(document).filter(e => e.matches('.x-axis line-chart
 
 @contextlib.contextmanager
 def tensorboard(logdir: Path) -> Iterator[str]:
-    """The address of what the printed command serves, on a free port."""
+    """Return the address that the printed command serves, on a free port."""
     command = re.search(r"python (-m .*), then open \S+(#\w+)$", dashboards(logdir))
     assert command is not None
     words = [sys.executable, *shlex.split(command[1]), "--port", "0"]
@@ -92,11 +92,12 @@ def test_the_page_opens_on_the_story_and_draws_every_chart_without_an_error(logd
         assert drawn, page.value("cards()")
         assert {card["title"] for card in drawn} == titles
         lines = {card["title"]: card["lines"] for card in drawn}
-        # Two modalities with two keys each, two runs; TensorBoard draws each line and, faintly, what it smooths.
+        # Two modalities with two keys each in two runs; TensorBoard draws each line, and a faint copy before
+        # smoothing.
         assert lines["Largest attention logit (max over layers)"] >= 8
         assert lines["Query norm (max over layers)"] >= 4
         assert page.value("all(document).some(e => e.textContent.trim() === 'mixed-0123456789/seed2')")
-        # A spike of one step among 3,000 is there.
+        # The spike of one step among 3,000 is drawn.
         series = page.value(
             "fetch('data/plugin/custom_scalars/scalars?run=long%2Ftext&tag='"
             " + encodeURIComponent('^(loss|excess)$')).then(r => r.json())"
@@ -140,7 +141,7 @@ def test_the_link_of_the_docs_colors_text_and_image_and_shows_a_short_run_beside
 
 @pytest.mark.skipif(installed() is None, reason="no Chromium is installed")
 def test_the_browser_sees_a_broken_page(tmp_path):
-    """The control: an error on the page and an empty one are noticed."""
+    """The control: an error on the page and an empty page are detected."""
     (tmp_path / "page.html").write_text("<script>console.error('oh'); missing()</script>")
     with browser(installed() or "") as page:
         page.open((tmp_path / "page.html").as_uri())

@@ -1,4 +1,4 @@
-"""What a run says of its data: the excess over a source that is known, and data.json."""
+"""What a run records about its data: the excess over a known source, and data.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_excess_is_the_loss_less_what_the_source_knows(dialled, tiny_args):
     lines = {line["step"]: line for line in read_metrics(dialled / "metrics.jsonl")}
     data = TokenDataModule(resolve([*tiny_args, *DIAL]).data, 0)
     data.setup()
-    # The first batch, its probabilities asked of the dial itself, position by position.
+    # Return the first batch, with its probabilities from the dial, position by position.
     ids = np.stack([data.order.row(i).ids for i in range(4)])
     nats = -data.dial.log_prob(ids)[:, 1:]
     text = ids[:, 1:] < 128
@@ -50,7 +50,7 @@ def test_a_model_that_knows_the_source_has_no_excess(tiny_args):
     p_BT = torch.exp(-batch.target_surprise_BT)
 
     def excess(p_BT):
-        """Of a model that gives the target p and every other id the same share of the rest."""
+        """The loss of a model that gives the target p and every other id the same share of the rest."""
         logits = torch.log((1 - p_BT[..., None]) / 255).expand(-1, -1, 256).clone()
         logits.scatter_(-1, batch.targets_BT[..., None], torch.log(p_BT)[..., None])
         sums = modality_losses(logits, batch.targets_BT, batch.target_modality_BT, batch.target_mask_BT, 2)
@@ -135,7 +135,7 @@ def test_three_modalities_train_are_monitored_and_reported(tiny_args, tmp_path, 
 
 
 def test_excess_falls_towards_0_and_not_below(tiny_args, tmp_path):
-    """A small model on an easy source: what is left to learn shrinks, and nobody beats the source but by chance."""
+    """A small model on an easy source: the excess shrinks, and it is below 0 only by chance."""
     easy = {"vocabulary": 8, "skew": 0, "entropy": 0.8, "tokens": 24, "lag": 1}
     fields = [
         f"--data.dial.{field}={json.dumps({'text': value, 'image': value})}" for field, value in easy.items()
@@ -151,5 +151,5 @@ def test_excess_falls_towards_0_and_not_below(tiny_args, tmp_path):
     for name in ("text", "image"):
         excess = [found[step][f"val_excess/{name}"] for step in (100, 200, 300)]
         assert excess[2] < min(0.1, excess[0]) and min(excess) > -0.02
-        # The control: the loss itself is nowhere near 0.
+        # The control: the loss is far above 0.
         assert found[300][f"val_loss/{name}"] > 0.5

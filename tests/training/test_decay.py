@@ -1,4 +1,4 @@
-"""What weight decay takes from which parameter, and whole runs against AdamW written out."""
+"""The effect of weight decay on each parameter, and whole runs against a written-out AdamW."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODEL = ModelConfig(
 
 
 def decays(config: OptimConfig, updates: int) -> list[float]:
-    """What share of a matrix each update takes away when the loss has no gradient, as a run is set up."""
+    """Return the share of a matrix that each update removes if the loss has no gradient, with the setup of a run."""
     module = TrainingModule(MODEL, LossConfig(), config, seed=0, backend="math").double()
     module.trainer = trainer = L.Trainer(max_steps=STEPS, barebones=True)  # kept: the module holds it weakly
     assert trainer.max_steps == STEPS
@@ -67,7 +67,7 @@ def test_coupled_decay_follows_the_learning_rate_and_independent_only_the_schedu
     independent = [s * 0.1 for s in schedule]
     assert decays(config, 6) == pytest.approx(coupled, rel=1e-6)
     assert decays(replace(config, decay_mode="independent"), 6) == pytest.approx(independent, rel=1e-6)
-    # The control: the two conventions are far apart, so neither can pass for the other.
+    # The control: the two conventions differ so much that neither passes for the other.
     assert all(abs(a - b) > 0.5 * b for a, b in zip(coupled, independent, strict=True))
 
 
@@ -106,7 +106,7 @@ def test_every_parameter_is_in_exactly_one_group():
     assert {"model.embed.weight", "model.head.weight", "model.blocks.0.attention.w_q.weight"} <= decayed
     assert {"model.final_norm.weight", "model.blocks.1.attn_post_norm.weight"} <= left_out
     assert all("norm" in name for name in left_out) and not any("norm" in name for name in decayed)
-    # The control: without a gain or with a frozen matrix there is nothing left over and nothing extra.
+    # The control: without a gain or with a frozen matrix, no parameter is missing or left over.
     model = Small()
     model.matrix.requires_grad_(False)
     [group] = make_optimizer(OptimConfig(), model).param_groups
@@ -125,7 +125,7 @@ VARIANTS = {
 
 
 def kind_of(name: str, config: ModelConfig) -> str:
-    """What a parameter is, by its name alone."""
+    """Return the kind of a parameter by its name alone."""
     if name == "embed.weight":
         return "embedding"
     last = [part for part in name.split(".") if not part.isdigit() and part != "copies"][-2:]
@@ -138,7 +138,7 @@ def kind_of(name: str, config: ModelConfig) -> str:
 @pytest.mark.parametrize("embeddings", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
-    """AdamW written out for a gradient of 0: `1 - lr * decay` times the parameter, or the parameter."""
+    """AdamW for a gradient of 0: the parameter times `1 - lr * decay`, or the unchanged parameter."""
     config = replace(VARIANTS[variant], d_model=16, n_layers=2, n_heads=2, vocab_sizes=MODEL.vocab_sizes)
     model = EarlyFusionTransformer(config).double()
     with torch.no_grad():
@@ -163,7 +163,8 @@ def test_what_decays_is_what_the_switches_say(variant, gains, embeddings):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_default_groups_are_those_that_checkpoints_have(variant):
-    """Optimizer state is stored by position: axes told matrices from gains before gains could have two axes."""
+    """Optimizer state is stored by position. Before gains could have two axes, the number of axes separated matrices
+    from gains."""
     config = replace(VARIANTS[variant], d_model=16, n_layers=2, n_heads=2, vocab_sizes=MODEL.vocab_sizes)
     model = EarlyFusionTransformer(config)
     by_axes = [
@@ -193,7 +194,7 @@ RUNS = {
 
 def run_by_hand(batches, clip: float, *, decay_mode="coupled", eps=1e-8, beta2=0.95, warmup_steps=2,
                 decay_gains=False, decay_embeddings=True) -> dict[str, torch.Tensor]:  # fmt: skip
-    """A whole run without a trainer or an optimizer: gradient, clipping by global norm, schedule, AdamW, decay."""
+    """A whole run without a Trainer or an optimizer: gradient, clipping by global norm, schedule, AdamW, decay."""
     lr, decay = 0.02, 0.3
     module = module_of(TOY, LossConfig(z_loss=0.01))
     moments = {
@@ -220,7 +221,8 @@ def run_by_hand(batches, clip: float, *, decay_mode="coupled", eps=1e-8, beta2=0
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_adamw_written_out(name):
-    """Trainer, clipping, schedule and optimizer together; every setting is felt, so each is another's control."""
+    """Trainer, clipping, schedule and optimizer together; each setting has an effect, so each is a control for the
+    others."""
     batches = [toy_batch(seed) for seed in range(6)]
     setting = {"lr": 0.02, "weight_decay": 0.3, "warmup_steps": 2, "schedule": "cosine", **RUNS[name]}
     module = module_of(TOY, LossConfig(z_loss=0.01), **setting)

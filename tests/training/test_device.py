@@ -1,4 +1,4 @@
-"""What a run computes with: settled before there is a folder, recorded, and refused in one sentence."""
+"""The device of a run: determined before the run folder is created, recorded, and refused in one sentence."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.mark.parametrize("name", ["gpu_25m", "gpu_124m"])
 def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_path, capsys, monkeypatch):
-    """It would compile on the CPU for minutes; whoever wants that says so."""
+    """It would compile on the CPU for minutes, unless the user asks for the CPU."""
     from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
     for kind in (CUDAAccelerator, MPSAccelerator):
@@ -159,7 +159,7 @@ def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_p
     said = capsys.readouterr()
     assert said.err.startswith("mmqk: There is no GPU here") and len(said.err.strip().splitlines()) == 1
     assert "--compile false" in said.err and list(tmp_path.iterdir()) == []
-    # The controls: both ways out that the sentence names, and a GPU.
+    # The controls: both options that the sentence names, and a GPU.
     for flag in ("--compile=false", "--trainer.accelerator=cpu"):
         assert (
             resolve_device(resolve([*args, flag, "--data.batch_size=8", "--model.n_layers=1"]), CPU)["name"] == "cpu"
@@ -167,7 +167,7 @@ def test_a_configuration_for_a_gpu_is_refused_without_one(name, tiny_data, tmp_p
 
 
 def test_flex_needs_a_compiler_too(run, monkeypatch):
-    """On a GPU, which is only pretended here: flex without its kernel would be dense, or fail in the first step."""
+    """With a simulated GPU: flex without its kernel would be dense, or fail in the first step."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "a GPU")
     monkeypatch.setattr(device, "_has_compiler", lambda where: False)
@@ -256,7 +256,7 @@ def test_the_demonstration_is_the_run_that_it_was():
 
 
 def test_what_a_fork_changes():
-    """A parent that is older than the fields had neither."""
+    """A parent that is older than the two fields has neither."""
     old = {"seed": 0}
     new = {"seed": 0, "compile": False, "activation_checkpointing": False}
     assert (

@@ -1,4 +1,4 @@
-"""An error of the disk at every file operation of a run: one sentence, an honest status, and nothing lost."""
+"""A disk error at each file operation of a run gives one sentence and a correct status, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALARM = Alarm("stall", 3, "loss/text", 1.0, 0.5, "made up")
 
 @pytest.fixture(autouse=True, scope="module")
 def one_alarm():
-    """Each run has one, so that alarms.jsonl is written."""
+    """Each run has an alarm, so that alarms.jsonl is written."""
     update = AlarmRules.update
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -42,7 +42,7 @@ def args(tiny_args) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(args, one_alarm, tmp_path_factory) -> tuple[Path, list[tuple[Site, int]]]:
-    """A run, and its file operations with the number of the last of each."""
+    """Return a run, and its file operations with the number of the last one of each."""
     whole = tmp_path_factory.mktemp("undisturbed") / "run"
     with Disk(whole).mounted() as disk:
         assert main([*args, f"--out={whole}"]) == 0
@@ -71,7 +71,7 @@ def test_the_disk_sees_what_a_run_writes(undisturbed):
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_file_operation_of_a_run_may_fail(args, undisturbed, tmp_path, capfd, part):
-    """The first or the last of each, once or for good."""
+    """The first or the last operation of each kind fails, once or for good."""
     whole, sites = undisturbed
     wrong = []
     for i, (site, last) in list(enumerate(sites))[part::PARTS]:
@@ -118,17 +118,17 @@ def test_a_disk_error_of_the_csv_logger_ends_the_run_and_the_resume_writes_the_f
     assert judge(ended, said, read_status(out).status, disk, out, full) == "" and ended == 1
     assert full or f"{out}/csv/metrics.csv cannot be read or written" in said[0]
     assert cli_main(main)([*args, "--logging=[csv]", f"--out={out}"]) == 0 and same(out, undisturbed[0])
-    # The alarm of step 3 comes at a later step and has a row.
+    # The alarm of step 3 is raised at a later step and has its own line.
     assert [row["step"] for row in of_csv(out) if "alarm/stall" not in row] == [0, 1, 2, 3, 4]
 
 
 def judge(ended: int, said: list[str], status: str | None, disk: Disk, out: Path, full: bool) -> str:
-    """What is wrong about an end; empty for nothing."""
+    """Return what is wrong with an end; empty if nothing is."""
     if ended == 0:  # the operation was one that a run can do without
         return "" if status == "completed" and not said else f"goes on as {status}"
     if ended not in (1, 2) or len(said) != 1 or str(out) not in said[0] or "cannot be" not in said[0]:
         return f"ends with {ended}"
-    # A run that has not begun may have no status; on a disk that stays full the last one may stand; and a run whose
+    # A run that has not begun may have no status. On a disk that stays full, the last status may remain. A run whose
     # status cannot be read for its last line is complete, which `same` compares.
     begun = (out / "metrics.jsonl").exists()
     if not disk.failed or (begun and status not in ("failed", "completed") and not full):
@@ -137,7 +137,7 @@ def judge(ended: int, said: list[str], status: str | None, disk: Disk, out: Path
 
 
 def test_the_judge_knows_a_bad_end(args, undisturbed, tmp_path, capfd):
-    """The control: what a run used to leave, and a resume that is another run."""
+    """The control: the state that earlier versions left, and a resume that gives another run."""
     out, disk = tmp_path / "run", Disk(tmp_path)
     disk.failed = True
     (tmp_path / "run").mkdir()

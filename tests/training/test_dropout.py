@@ -1,4 +1,4 @@
-"""Dropout of residual branches and of attention weights: a function of seed and micro-batch, in training alone."""
+"""Dropout of residual branches and of attention weights: a function of seed and micro-batch, only in training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_is_a_function_of_seed_and_micro_batch(kind, backend):
     torch.manual_seed(1234)  # whatever was drawn before
     torch.rand(7)
     assert first_loss(module) == first
-    # The controls: another micro-batch, another seed over the same weights, and no dropout are other numbers.
+    # The controls: another micro-batch, another seed with the same weights, and no dropout give other values.
     assert first_loss(module, index=1) != first
     module.seed = 1
     assert first_loss(module) != first
@@ -57,7 +57,7 @@ def test_runs_repeat_bit_for_bit_and_validation_has_none(kind, backend):
     plain = module_of(backend=backend)
     fit(plain, batches)
     assert apart(weights(runs[0]), weights(plain)) > 1e-4  # the control: without it, another run
-    # In evaluation the weights alone decide, as in the model that never had dropout.
+    # In evaluation only the weights matter, as in a model without dropout.
     plain.model.load_state_dict(runs[0].model.state_dict())
     state = torch.get_rng_state()
     values = [m.model.eval()(batches[0].ids_BT).detach() for m in (runs[0], runs[0], plain)]
@@ -68,7 +68,7 @@ def test_runs_repeat_bit_for_bit_and_validation_has_none(kind, backend):
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 def test_attention_drops_weights_after_the_softmax(kind):
-    """The formula with the same mask; kept weights are divided by the share kept, and rows no longer add up to 1."""
+    """The formula with the same mask; kept weights are divided by the share kept, so rows no longer sum to 1."""
     q, k, v = torch.randn(3, 2, 3, 7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.manual_seed(5)
     out = attention(q, k, v, scale=0.5, kind=kind, dropout=0.4)
@@ -82,7 +82,7 @@ def test_attention_drops_weights_after_the_softmax(kind):
         weight = torch.sigmoid(logits - torch.tensor(7.0).double().log()).masked_fill(hidden, 0.0)
     expected = (weight * kept / 0.6) @ v
     torch.testing.assert_close(out, expected, rtol=0, atol=ATTENTION.tolerance)
-    # The controls: before the normalization, not rescaled, or none.
+    # The controls: dropout before the normalization, without rescaling, or none.
     renormalized = weight * kept / (weight * kept).sum(-1, keepdim=True).clamp_min(1e-9)
     for wrong in (renormalized, weight * kept, weight):
         assert float((out - wrong @ v).abs().max()) > 1e-2
@@ -107,7 +107,7 @@ def test_the_residual_branch_drops_elements_of_each_sublayer_before_it_is_added(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_about_the_right_share_is_dropped(kind):
-    """3 of 10 within four standard deviations."""
+    """3 of 10 elements are dropped, within four standard deviations."""
     drawn = []
     original = F.dropout
 

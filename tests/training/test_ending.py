@@ -1,4 +1,4 @@
-"""Signals from the first line of a run to its last, parents that die, and children that must not outlive them."""
+"""Signals from the first line of a run to its last, parents that die, and children that must end with them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def whole(tiny_args, tmp_path_factory) -> Path:
 
 
 def goes_on(args: list[str], out: Path, whole: Path) -> None:
-    """The same command ends as the run that nobody disturbed did."""
+    """The same command ends like the run without a signal."""
     assert main([*args, f"--out={out}"]) == 0
     assert series(out) == series(whole)
     ours, theirs = state(out), state(whole)
@@ -68,7 +68,7 @@ def test_a_signal_before_torch_is_imported_ends_the_run_in_order(tiny_args, tmp_
 def test_a_signal_before_there_is_something_to_save_ends_the_run_at_once(
     tiny_args, tmp_path, whole, place, signum
 ):
-    """A "deaf step" stands for a compilation or a collective that takes minutes."""
+    """A "deaf step" represents a compilation or a collective that takes minutes."""
     out, args = tmp_path / "run", [*tiny_args, "--checkpoint.keep=9"]
     process = start([*args, f"--out={out}"], tmp_path, place)
     wait_for((tmp_path / "at").exists)
@@ -95,7 +95,8 @@ def test_steps_that_are_not_saved_are_saved_first_unless_the_signal_comes_again(
     wait_for((tmp_path / "at").exists)
     os.kill(process.pid, signal.SIGTERM)
     if again:
-        # Two at once are one to the system: the first has been heard when the pipe's reader has slept again.
+        # Two pending signals count as one for the system. When the reader of the pipe sleeps again, it has received
+        # the first.
         until = time.monotonic() + SECONDS
         while process.is_alive() and time.monotonic() < until:
             os.kill(process.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What cannot be forked is refused in one sentence that names it, and nothing is made."""
+"""An impossible fork is refused in one sentence that names the reason, and nothing is created."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_parent_that_is_none(parent, tiny_args, tmp_path, capsys):
 
 
 def test_a_folder_with_another_run_is_left_alone(parent, tmp_path, capsys):
-    """The parent's own folder, and that of a fork with one batch less."""
+    """The parent's own folder, and that of a fork that skips one batch less."""
     fields = [f"--fork={parent}/checkpoints/step00000004.ckpt", "--trainer.max_steps=6"]
     assert "fork.parent" in said(capsys, *fields, f"--out={parent}")
     assert main([*fields, "--quiet", f"--out={tmp_path / 'fork'}"]) == 0
@@ -94,7 +94,7 @@ def test_a_folder_with_another_run_is_left_alone(parent, tmp_path, capsys):
 
 
 def test_a_checkpoint_that_was_written_over_since_is_refused(parent, tmp_path, capsys):
-    """Between the first try, which broke before its own checkpoint, and the second."""
+    """Between the first try, which failed before its own checkpoint, and the second try."""
     checkpoint, out = tmp_path / "step00000004.ckpt", tmp_path / "fork"
     checkpoint.write_bytes((parent / "checkpoints/step00000004.ckpt").read_bytes())
     fields = [f"--fork={checkpoint}", "--trainer.max_steps=6", "--quiet", f"--out={out}"]

@@ -1,4 +1,4 @@
-"""A fork as its user has it: the parent continued, changed, interrupted, forked again."""
+"""A fork as its user sees it: the parent continued, changed, interrupted, forked again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def series(folder: Path, after: int = STEP) -> list[dict]:
 
 
 def tensors(folder: Path, step: int = LAST) -> dict[str, torch.Tensor]:
-    """Weights and the optimizer's moments by position."""
+    """Return the weights, and the optimizer's moments by position."""
     content = saved(folder, step)
     moments = content["optimizer_states"][0]["state"]
     named = {f"{i}.{name}": torch.as_tensor(v) for i, own in moments.items() for name, v in own.items()}
@@ -72,14 +72,14 @@ def test_fork_that_changes_nothing_is_the_parent(parent, tmp_path, capsys):
         "parent": theirs["id"], "step": STEP, "skip_batches": 0, "noise": 0.0, "seed": 0,
     }  # fmt: skip
     assert ours["identity"] == theirs["identity"] and ours["id"] != theirs["id"]
-    # The controls: another draw of the data's order, and the state of the optimizer, are seen by the comparison.
+    # The controls: the comparison detects another data order, and another state of the optimizer.
     fork(parent, tmp_path / "skipped", "--fork_skip_batches=1")
     assert not same(tensors(tmp_path / "skipped"), tensors(parent))
 
 
 def test_everything_that_has_a_state_goes_on(tiny_args, tmp_path):
-    """Nothing changed, of a parent with copies by modality, moments by modality, singular vectors and a window of the
-    radial budget that is open at the fork."""
+    """Nothing changes in the fork. The parent has copies by modality, moments by modality, singular vectors and a
+    window of the radial budget that is open at the fork."""
     fields = ["--model.weight_reparam=sigma", "--model.qk_norm.kind=l2", "--model.qk_norm.gain=per_head",
               "--model.qk_norm.scale_max=100", "--model.qk_norm.normalize_v=true", "--model.per_modality.qk=true",
               "--model.per_modality.norms=true", "--model.post_norm=true", "--model.layer_scale=0.5",
@@ -119,7 +119,7 @@ def test_the_newest_checkpoint_of_a_run_folder(parent, tmp_path):
     record = json.loads((tmp_path / "fork/fork.json").read_text())
     assert record["parent"]["step"] == LAST and record["parent"]["folder"] == str(parent)
     assert [line["step"] for line in series(tmp_path / "fork", LAST)] == [13, 14]
-    # Beyond the end of the parent's schedule the learning rate is what it ended with.
+    # After the end of the parent's schedule the learning rate stays at its last value.
     assert [line["lr"] for line in series(tmp_path / "fork", LAST)] == pytest.approx([0.001, 0.001])
     fork(parent, tmp_path / "stretched", "--trainer.max_steps=14")
     fork(parent, tmp_path / "kept", *longer)
@@ -144,7 +144,7 @@ def test_interrupted_and_resumed_fork_is_the_straight_one(parent, tmp_path):
 
 
 def test_the_same_command_goes_on_when_the_parent_has_moved_on(parent, tmp_path):
-    """A run folder named as parent has a newer checkpoint later, or none any more."""
+    """A run folder that is named as parent has a newer checkpoint later, or none."""
     shutil.copytree(parent, tmp_path / "parent")
     (tmp_path / f"parent/checkpoints/step{LAST:08d}.ckpt").unlink()
     command = [f"--fork={tmp_path / 'parent'}", "--optim.lr=0.02", "--quiet", f"--out={tmp_path / 'fork'}"]
@@ -162,7 +162,7 @@ def test_fork_of_a_fork(parent, tmp_path):
     record = fork(tmp_path / "one", tmp_path / "two", step=10)
     assert record["parent"]["id"] == json.loads((tmp_path / "one/run.json").read_text())["id"]
     assert record["changed"] == []
-    # It goes on where the first one would have, the batch that this one left out included.
+    # It continues where the first fork would have, including the batch that the first fork skipped.
     assert same(tensors(tmp_path / "two"), tensors(tmp_path / "one"))
     assert series(tmp_path / "two", 10) == series(tmp_path / "one", 10)
 
@@ -171,14 +171,14 @@ def test_fork_of_a_fork(parent, tmp_path):
 
 
 def by_hand(parent: Path, steps: range, rows_from: int, size: int, lr: list[float], carry: bool = True):
-    """The parent's weights and moments continued without dropout by a loop of plain torch; losses and weights."""
+    """A loop of plain torch continues the parent's weights and moments without dropout; return losses and weights."""
     content = saved(parent, STEP)
     run = resolve(json.loads((parent / "run.json").read_text())["details"]["command"][3:])
     data = TokenDataModule(run.data, run.seed)
     data.setup()
     model = EarlyFusionTransformer(run.model, "math").eval()
     model.load_state_dict({k.removeprefix("model."): v for k, v in content["state_dict"].items()})
-    # Matrices and embeddings decay, in the order in which the model has them; gains do not.
+    # Matrices and embeddings decay, in the model's order; gains do not.
     named = dict(model.named_parameters())
     order = [n for n in named if named[n].ndim == 2] + [n for n in named if named[n].ndim == 1]
     first = {n: torch.zeros_like(p) for n, p in named.items()}

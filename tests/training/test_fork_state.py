@@ -1,4 +1,4 @@
-"""The state of training in a fork: moments, schedule, position, what the watching callbacks remember."""
+"""The training state of a fork: moments, schedule, position in the data, state of the callbacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAR = Change(0.5, {"text": (2.0, 2.9), "image": (3.0, 3.0)})
 
 
 def stepped(config: OptimConfig, scale: float = 1.0) -> tuple[EarlyFusionTransformer, torch.optim.Optimizer]:
-    """A model after three steps whose gradients are random numbers, and its optimizer."""
+    """Return a model after three steps with random gradients, and its optimizer."""
     model = EarlyFusionTransformer(MODEL, "math")
     optimizer = make_optimizer(config, model)
     generator = torch.Generator().manual_seed(0)
@@ -37,14 +37,14 @@ def carried(model: EarlyFusionTransformer, **scale: torch.Tensor) -> Carried:
 
 
 def named_state(config: OptimConfig, model, state: dict) -> dict[str, dict]:
-    """By parameter name, through torch's own loading."""
+    """Return them by parameter name, through torch's own loading."""
     optimizer = make_optimizer(config, model)
     optimizer.load_state_dict(state)
     return {name: optimizer.state[p] for name, p in model.named_parameters()}
 
 
 def test_moments_follow_their_parameter_into_another_group():
-    """Without decay of embeddings the parameters of the two groups come in another order."""
+    """Without decay of embeddings the parameters of the two groups are in another order."""
     config, other = OptimConfig(), OptimConfig(decay_embeddings=False, beta2=0.99, eps=1e-5)
     model, optimizer = stepped(config)
     state, said = optimizer_state(
@@ -134,7 +134,7 @@ def test_from_shared_moments_the_next_step_is_the_same_without_a_new_gradient():
 
 
 def test_back_to_shared_moments_first_moments_are_exact():
-    """The first moment of a sum is the sum of the first moments: that of AdamW on the same gradients."""
+    """The first moment of a sum is the sum of the first moments, equal to that of AdamW on the same gradients."""
     model, optimizer, found, said = split_states(["text", "image"], [], split_after=False)
     assert "summed, as for uncorrelated" in said
     for name, p in model.named_parameters():
@@ -180,7 +180,7 @@ def counters(n: int) -> dict:
     [((4, 1), 0, 8, 6), ((4, 1), 2, 8, 14), ((4, 2), 1, 16, 10), ((2, 2), 0, 16, 22), ((8, 1), 1, 8, -18)],
 )
 def test_position_is_the_sequence_after_the_last_one_read(new, skip, position, ahead):
-    """A parent of 4 sequences a step at step 8, 6 ahead, has read 38."""
+    """A parent with 4 sequences per step at step 8, 6 sequences ahead, has read 38."""
     saved = {
         "fit_loop": {
             "state_dict": {"combined_loader": [{"position": 8, "ahead": 6}]},

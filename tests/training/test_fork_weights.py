@@ -1,4 +1,4 @@
-"""What a fork's function owes to its parent's: the same to rounding where that can be, near it where it cannot."""
+"""A fork's function equals its parent's up to rounding if possible, and is close to it otherwise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def l2(**more) -> QKNormConfig:
 
 
 def grown(config: ModelConfig) -> EarlyFusionTransformer:
-    """A model whose gains are not 1 and whose queries and keys are longer than at first."""
+    """Return a model whose gains are not 1 and whose queries and keys are longer than at initialization."""
     model = EarlyFusionTransformer(config, "math", seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_function_is_unchanged(before, after):
 
 @pytest.mark.parametrize("gain", ["shared", "per_head"])
 def test_gains_of_values_go_into_the_matrix_behind_them(gain):
-    """Where those of queries and keys are 1, which have nowhere to go."""
+    """The gains of queries and keys are 1 here, because they cannot be folded anywhere."""
     norm = rms(gain=gain, normalize_v=True)
     old = grown(replace(GROUPED, qk_norm=norm))
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_claimed_losses_are_those_of_the_two_models():
 
 
 def measured(model: EarlyFusionTransformer, site: str) -> list[Tensor]:
-    """Tensors of a site by layer, padding taken out: (tokens, heads, K)."""
+    """Return the tensors of a site by layer without padding: (tokens, heads, K)."""
     found: list[Tensor] = []
 
     def sink(at: str, layer: int, tensor: Tensor) -> None:
@@ -243,8 +243,8 @@ def test_scale_of_cosine_attention_keeps_the_size_of_the_logits():
     ids=["LayerScale off", "gains away", "sigma off"],
 )  # fmt: skip
 def test_scales_say_what_becomes_of_gradients(before, after):
-    """A matrix scaled by c has gradients of 1 / c: that is what its moments are divided by. σ depends on its matrix,
-    so that there the relation holds for the part of the gradient that leaves σ alone."""
+    """A matrix scaled by c has gradients scaled by 1 / c, so its moments are divided by c. σ depends on its matrix,
+    so there the relation holds for the part of the gradient that keeps σ constant."""
     old, new = grown(before), EarlyFusionTransformer(after, "math").eval()
     carried = carry(old, new, BATCH)
     for model in (old, new):

@@ -1,4 +1,5 @@
-"""On a GPU: the compiled loss against the dense one in float64, recomputed blocks, and that no step waits for it."""
+"""On a GPU: the compiled loss against the dense one in float64, recomputed blocks, and no host synchronization in a
+step."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ DEVICE = "cuda"
 
 
 def apart(ours, theirs):
-    """The difference in units of the norm of what it is a difference to."""
+    """The difference divided by the norm of the reference."""
     ours, theirs = ours.detach().double(), theirs.detach().double()
     return float((ours - theirs).norm() / theirs.norm())
 
@@ -42,7 +43,7 @@ def apart(ours, theirs):
 
 @pytest.fixture
 def inductor():
-    """Nothing compiled by another test, nor for one."""
+    """No graph is left from another test, and none is left for the next."""
     chunked_loss._compiled.cache_clear()
     torch.compiler.reset()
     counters.clear()
@@ -52,7 +53,7 @@ def inductor():
 
 
 def test_the_compiled_loss_in_bf16_is_the_dense_one_in_float64(inductor):
-    """256 tokens in chunks of 96: the last is shorter, which is another graph."""
+    """256 tokens in chunks of 96: the last chunk is shorter and needs another graph."""
     V, D, M, generator = 1003, 64, 3, torch.Generator().manual_seed(0)
     hidden_BTD = torch.randn(4, 64, D, generator=generator).to(DEVICE).requires_grad_()
     head_VD = (0.5 * torch.randn(V, D, generator=generator)).to(DEVICE).requires_grad_()
@@ -104,7 +105,7 @@ def deep(**fields):
 
 
 def step(model, recompute, narrow=False):
-    """Loss and gradients; the same masks of dropout every time."""
+    """Return loss and gradients; the masks of dropout are the same every time."""
     model.activation_checkpointing = recompute
     torch.manual_seed(1)
     ids_BT = torch.randint(0, 16, (4, 256), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -166,9 +167,9 @@ RUNS = {
 
 
 class NobodyWaits(L.Callback):
-    """From the fourth step to the one before the flush; the last callback, so that it hears all others.
+    """From the fourth step to the step before the flush; this is the last callback, so it sees all others.
 
-    Lightning itself asks the device for nothing there, on one GPU.
+    On one GPU, Lightning itself does not synchronize there.
     """
 
     def __init__(self) -> None:
@@ -195,7 +196,7 @@ class Asks(L.Callback):
 
 
 class Batches:
-    """Of a run, as its loader gives them: on the device, one ahead."""
+    """The batches of a run as its loader gives them: on the device, one step ahead."""
 
     def __init__(self, documents: bool) -> None:
         batches = [toy_batch(seed, B=16, T=512, padding=2, documents=documents) for seed in range(FLUSH)]

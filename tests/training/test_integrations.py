@@ -1,4 +1,4 @@
-"""CSV, W&B and MLflow: each has every value of metrics.jsonl once, also after an error and a resume."""
+"""CSV, W&B and MLflow have every value of metrics.jsonl once, also after an error and a resume."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def of_csv(run: Path) -> list[dict[str, Any]]:
 
 
 def of_wandb(run: Path) -> list[dict[str, Any]]:
-    """The history of the offline files, oldest first: what `wandb sync` sends."""
+    """Return the history of the offline files, oldest first, as `wandb sync` sends it."""
     rows = []
     for record in (record for file in wandb_files(run) for record in file):
         if record.WhichOneof("record_type") == "history":
@@ -55,9 +55,9 @@ def of_wandb(run: Path) -> list[dict[str, Any]]:
 
 
 def wandb_files(run: Path) -> list[list[Any]]:
-    """The records of each offline file, in the order in which their processes began.
+    """Return the records of each offline file, in the order in which their processes began.
 
-    W&B's service is a separate process. It can write the end of a file after `finish` has returned.
+    W&B's service is a separate process, which can write the end of a file after `finish` has returned.
     """
     paths = list(run.glob("wandb/offline-run-*/run-*.wandb"))
     deadline = time.monotonic() + GUARD_S
@@ -71,7 +71,7 @@ def wandb_files(run: Path) -> list[list[Any]]:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The records of a W&B file: LevelDB's log format after a header of 7 bytes."""
+    """Return the records of a W&B file: LevelDB's log format after a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, at, record = path.read_bytes(), 7, b""
@@ -111,7 +111,7 @@ READERS = {"csv": of_csv, "wandb": of_wandb, "mlflow": of_mlflow}
 
 @pytest.fixture(scope="module")
 def args(tiny_args) -> Iterator[list[str]]:
-    """A run with every logger that is installed, in the offline modes."""
+    """Train a run with every installed logger, in the offline modes."""
     from importlib.util import find_spec
 
     names = [name for name in ALL if name == "csv" or find_spec(name)]
@@ -126,7 +126,7 @@ def args(tiny_args) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def broken(args, tmp_path_factory) -> Path:
-    """A run whose process fails at step 7; its newest checkpoint is of step 4."""
+    """Train a run whose process fails at step 7; its newest checkpoint is of step 4."""
     out = tmp_path_factory.mktemp("logged") / "run"
     real = Checkpoints.on_train_batch_end
 
@@ -188,7 +188,7 @@ def test_mlflow_gets_the_steps_that_a_killed_process_had_not_sent(args, broken, 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_without_the_id_the_resume_begins_a_run_and_sends_the_steps_before(name, args, broken, tmp_path):
-    """The control: the stored id and step prevent the doubled steps."""
+    """The control: only the stored id and step prevent duplicate steps."""
     needs(name, args)
     out = tmp_path / "run"
     shutil.copytree(broken, out, symlinks=True)
@@ -270,7 +270,7 @@ def test_a_logger_that_cannot_start_is_one_sentence(args, tmp_path, monkeypatch)
 
 
 class Kept(DummyLogger):
-    """Keeps its calls; raises in call number ``fails``."""
+    """Records its calls; raises in call number ``fails``."""
 
     def __init__(self, fails: int | None = None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Private parts of Lightning stand in one file, and exist in the installed version."""
+"""Private parts of Lightning are used in one file only, and exist in the installed version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 ROOT = Path(__file__).parents[2]
 ALLOWED = "mmqk/training/loop/lightning_private.py"
 FILES = [path for path in sorted((ROOT / "mmqk").rglob("*.py")) if path.relative_to(ROOT).as_posix() != ALLOWED]
-# Names that hold an object of Lightning.
+# Names that refer to an object of Lightning.
 HOLDERS = {
     *("trainer", "pl_module", "strategy", "launcher", "environment", "fit_loop", "epoch_loop", "lightning_module"),
     *("optimizer", "logger", "precision_plugin", "checkpoint_io"),
@@ -27,7 +27,7 @@ def private(name: str) -> bool:
 
 
 def private_access(source: str) -> list[str]:
-    """Each private attribute of an object of Lightning, and each private import, in the source of a file."""
+    """Return each private attribute of an object of Lightning, and each private import, in the source of a file."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and private(node.attr):
@@ -45,7 +45,7 @@ def private_access(source: str) -> list[str]:
 
 
 def inherited(module: object) -> list[str]:
-    """Each private name that a class of the module shares with the class of Lightning that it extends."""
+    """Return each private name that a class of the module shares with the class of Lightning that it extends."""
     found = []
     for own in vars(module).values():
         if not inspect.isclass(own) or own.__module__ != module.__name__:  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def test_a_planted_class_is_found(tmp_path, monkeypatch):
 
 
 def test_the_private_parts_exist():
-    """The control for another version of Lightning: an assignment to a renamed method would change nothing."""
+    """The control for another version of Lightning: assigning to a renamed method would change nothing."""
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     assert callable(trainer._signal_connector.register_signal_handlers)
     assert callable(trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor)

@@ -1,4 +1,4 @@
-"""TensorBoard: few tags, every chart has lines, every value is the run's own."""
+"""TensorBoard: few tags, each chart has lines, and each value is the run's own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def accumulated(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def scalars(run) -> dict[str, set[str]]:
-    """The tags of each run of TensorBoard: of mmqk's run itself and of its modalities."""
+    """Return the tags of each TensorBoard run: of mmqk's run itself and of its modalities."""
     return {name: set(accumulated(run / name).Tags()["scalars"]) for name in ("", "text", "image")}
 
 
@@ -89,7 +89,7 @@ def test_every_tag_stands_in_a_chart(scalars):
 
 
 def test_all_that_could_be_shown_is_sixty_tags_at_most():
-    """With every option that adds to it: a known floor, QK-Clip, and whatever the probe gives."""
+    """With every option that adds tags: a known floor, QK-Clip, and all probe statistics."""
     layer = {
         f"{statistic}/{kind}/layer{i:02d}": 1.0
         for statistic in [*HEAT_MAPS, "attn_mass", "logit_alignment", "some_statistic"]
@@ -141,8 +141,8 @@ def test_layers_are_written_on_request(tiny_args, tmp_path):
 
 @pytest.mark.parametrize("resumed_at, first_step, twice", [(4, 1, []), (None, 5, []), (8, 1, [5, 6, 7, 8])])
 def test_a_resume_writes_a_step_once_by_modality(resumed_at, first_step, twice, tmp_path):
-    """Without a step of resume nothing of the earlier process is left. 8 is the control, a wrong step: TensorBoard
-    shows what both processes wrote unless the second discards the later steps."""
+    """Without a step of the resume, nothing of the earlier process remains. The control is 8, a wrong step:
+    TensorBoard shows what both processes wrote unless the second one discards the later steps."""
     for first, last, at in ((1, 8, None), (5, 12, resumed_at)):
         logger = StoryLogger(tmp_path, ("text", "image", "sound"), resumed_at=at)
         for step in range(first, last + 1):
@@ -279,7 +279,8 @@ def test_the_matrix_has_queries_down_and_keys_across():
 
 
 def rows(folder: Path) -> tuple[dict, list[tuple[str, str]], str]:
-    """(hyperparameters, metrics as folder and tag, status) of the HParams page; empty for a run without a row."""
+    """Return (hyperparameters, metrics as folder and tag, status) of the HParams page; empty for a run without a
+    row."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import api_pb2, metadata
 

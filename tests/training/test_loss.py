@@ -1,4 +1,4 @@
-"""Loss by modality against torch's cross-entropy, with what must and must not reach it."""
+"""Loss by modality against torch's cross-entropy, and which positions affect it."""
 
 import lightning as L
 import pytest
@@ -60,7 +60,7 @@ def test_total_and_its_gradient_equal_the_formula_over_valid_targets():
         torch.autograd.grad(formula(mask), logits),
         **exactly,
     )
-    # The z-loss mask that was not shifted with the targets, a known bug elsewhere, is another number.
+    # A z-loss mask that is not shifted with the targets, a known bug in other projects, gives another value.
     assert abs(loss - formula(mask.roll(1, 1))) > 1e-2
 
 
@@ -103,7 +103,8 @@ def test_adding_a_constant_to_all_logits_moves_log_z_alone():
 
 @pytest.mark.parametrize("c", [4.0, -2.5])
 def test_adding_a_constant_to_all_logits_changes_the_z_loss_by_its_formula(c):
-    """By `z (2 c mean(log Z) + c^2)`, the mean over the trained targets; its gradient by `2 z c softmax / n`."""
+    """It changes by `z (2 c mean(log Z) + c^2)`, the mean over the trained targets; its gradient by `2 z c softmax /
+    n`."""
     logits, targets, modality, mask = batch()
     n, z, ones = int(mask.sum()), 1e-2, torch.ones(M, dtype=logits.dtype)
     values, gradients = [], []
@@ -169,7 +170,7 @@ def test_bf16_logits_are_summed_in_fp32():
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_the_compiled_form_equals_the_eager_one(softcap, z_loss):
-    """The compiled form has its own formula, without a gather."""
+    """The compiled form has another formula, without a gather."""
     torch.compiler.reset()
     compiled = torch.compile(modality_losses, fullgraph=True, backend="aot_eager")
     logits, *rest = batch()
@@ -183,7 +184,7 @@ def test_the_compiled_form_equals_the_eager_one(softcap, z_loss):
 
     eager = value_and_gradient(modality_losses)
     torch.testing.assert_close(value_and_gradient(compiled), eager, rtol=1e-12, atol=1e-12)
-    # log Z without a gradient changes nothing without z-loss, and must change the gradient with it.
+    # Without z-loss, a log Z without a gradient changes nothing; with z-loss it must change the gradient.
     detached = value_and_gradient(compiled, log_z_grad=False)
     assert torch.allclose(detached, eager, rtol=1e-12, atol=1e-12) == (z_loss == 0)
 
@@ -211,7 +212,7 @@ def test_the_cap_is_applied_in_fp32_before_the_sums():
 
 
 def test_bf16_weights_round_no_sum_and_no_weight_of_the_loss():
-    """Lightning's bf16-true casts the batch's numbers and the module's buffers."""
+    """Lightning's bf16-true converts the batch's numbers and the module's buffers."""
     n, known = 1001, 7.3125  # exact in bf16, where the sum of so many is not
     surprise_BT = torch.full((1, n), known, dtype=torch.bfloat16)
     ids_BT, all_BT = torch.zeros(1, n, dtype=torch.long), torch.ones(1, n, dtype=torch.bool)

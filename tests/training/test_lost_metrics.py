@@ -1,4 +1,4 @@
-"""A resume says which numbers are missing, keeps damaged lines, and marks the run for good."""
+"""A resume names missing numbers, keeps damaged lines, and marks the run for good."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.test_resume import rewind, series
 @pytest.fixture(scope="module")
 def whole(tiny_args, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
-    # So fast that alarms ring before step 8.
+    # The learning rate is so high that alarms begin before step 8.
     args = [*tiny_args, "--checkpoint.keep=9", "--optim.lr=3", "--optim.warmup_steps=0", "--monitor.every_n_steps=1"]
     assert main([*args, f"--out={out}"]) in (0, 3)
     assert read_status(out).step >= 9

@@ -1,4 +1,4 @@
-"""The radial budget and the sizes by parameter of real training runs, against the same run written out in a loop."""
+"""The radial budget and the sizes by parameter in real training runs, against the same run written out in a loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = ("decay", "step", "unattributed", "rest")
 
 
 class Squares(L.Callback):
-    """|W|^2 of every W_q and W_k before the first step and after each."""
+    """Return |W|^2 of every W_q and W_k before the first step and after each step."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
@@ -125,7 +125,7 @@ def test_the_parts_of_a_run_sum_to_the_measured_change(logged, model, optim, run
 
 
 def test_the_step_of_adamh_is_not_that_of_adamw(logged, monkeypatch):
-    """The control of the case `fixed norm`: by AdamW's formula the rest would not be rounding."""
+    """The control of the case `fixed norm`: by AdamW's formula the rest would exceed rounding."""
     monkeypatch.setattr(window, "SETTINGS", ("lr", "betas", "eps", "weight_decay"))
     fit(module_of(matrices="adamh"), batches_of(3), callbacks=[RunMonitor(EVERYTHING)])
     for name in ("w_q", "w_k"):
@@ -134,7 +134,7 @@ def test_the_step_of_adamh_is_not_that_of_adamw(logged, monkeypatch):
 
 
 def test_the_step_of_a_clipped_update_is_not_that_of_adamw(logged, monkeypatch):
-    """The control of the case `update clipping`: without the factor the rest would not be rounding."""
+    """The control of the case `update clipping`: without the factor the rest would exceed rounding."""
     monkeypatch.setattr(window, "_clipped_lr", lambda update, gradient: update.lr)
     fit(module_of(update_clip=True), batches_of(3), callbacks=[RunMonitor(EVERYTHING)])
     parts = [abs(logged[3][f"w_q_growth_{part}/layer00"]) for part in ("rest", "step")]
@@ -143,7 +143,8 @@ def test_the_step_of_a_clipped_update_is_not_that_of_adamw(logged, monkeypatch):
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_parts_are_those_of_a_loop_written_out(logged, clip):
-    """Own loss, own clipping, own first moments; torch's AdamW for the weights. Micro-batches against one batch."""
+    """Separate loss, clipping and first moments, and torch's AdamW for the weights; micro-batches against one
+    batch."""
     module = module_of(weight_decay=0.1)
     fit(module, batches_of(3, 2), accumulate=2, clip=clip, callbacks=[RunMonitor(EVERYTHING)])
 
@@ -184,12 +185,13 @@ def test_the_parts_are_those_of_a_loop_written_out(logged, clip):
         matrix, layer = name.split("/")
         modality = ("text", "image")[m]
         assert logged[3][f"{matrix}_growth/{modality}/{layer}"] == pytest.approx(expected, rel=1e-8)
-    # The control: the modalities differ, so that an exchange would show.
+    # The control: the modalities differ, so that an exchange would be detected.
     assert sums["w_q/layer00", 0] != pytest.approx(sums["w_q/layer00", 1], rel=1e-2)
 
 
 def test_sizes_by_parameter(logged):
-    """Of the step before the probe: update over learning rate and over the parameter, gradient norm, Adam's floor."""
+    """For the step before the probe: update divided by the learning rate and by the parameter, gradient norm, Adam's
+    floor."""
     seen: dict[int, dict[str, torch.Tensor]] = {}
 
     class Weights(L.Callback):
@@ -219,7 +221,7 @@ def test_sizes_by_parameter(logged):
 
 
 def test_a_parameter_of_zeros_has_no_ratio_and_rings_no_alarm(logged):
-    """Gains about 0 are zeros before the first step."""
+    """Zero-centered gains are 0 before the first step."""
     module = module_of(replace(MODEL, qk_norm=QKNormConfig("rms", gain="zero_centered")))
     batches = batches_of(2)
     fit(module, batches, callbacks=[RunMonitor(replace(EVERYTHING, every_n_steps=1))])
@@ -230,7 +232,7 @@ def test_a_parameter_of_zeros_has_no_ratio_and_rings_no_alarm(logged):
     for step in (1, 2):
         assert not AlarmRules().update(step, logged[step])
         assert "update_ratio/blocks.0.attention.w_q.weight" in logged[step]
-    # The control: a weight that has become NaN is no such case.
+    # The control: a weight that became NaN is not such a case.
     assert AlarmRules().update(3, {**logged[2], "update_rms/embed.weight": math.nan})
 
 
@@ -245,7 +247,7 @@ def test_a_watched_run_has_the_weights_of_one_that_nobody_watches(logged, accumu
         for module, callbacks in zip(modules, ([], [RunMonitor(EVERYTHING)]), strict=True)
     ]
     assert apart(*map(weights, modules)) == 0 and records[0] == records[1] and len(logged[6]) > 100
-    # The control: a run of other weights is told apart.
+    # The control: a run with other weights is detected.
     other = module_of(model, **extra, eps=1e-7)
     fit(other, batches, accumulate, clip=0.5)
     assert apart(weights(other), weights(modules[0])) > 0

@@ -1,4 +1,4 @@
-"""Two processes, each with half of the sequences, measure what one measures on all of them."""
+"""Two processes, each with half of the sequences, measure the same as one process with all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEQUENCES = 6  # an odd number for each
 
 def make_model() -> EarlyFusionTransformer:
     config = ModelConfig(vocab_sizes={"text": 9, "image": 7}, d_model=16, n_layers=2, n_heads=2)
-    # In fp64: a first Adam step makes steps of full size of gradients that are nothing but rounding.
+    # In fp64, because a first Adam step turns gradients that are only rounding into steps of full size.
     return EarlyFusionTransformer(config, backend="math").double()
 
 
@@ -88,7 +88,7 @@ def test_two_ranks_measure_what_one_does(tmp_path):
         tolerance = 1e-6 if "growth_rest" in tag else 1e-9  # nothing but rounding is left there
         assert both[0][tag] == pytest.approx(value, rel=1e-3, abs=tolerance), tag
     assert both[0]["sequences"] == SEQUENCES
-    # The control: a rank by itself measures something else.
+    # The control: one rank alone measures other values.
     alone = measure([3, 4, 5], collective=False)
     for tag in ("attn_mass/text-image/layer00/head01", "grad_noise/text", "w_q_growth/image/layer01"):
         assert alone[tag] != pytest.approx(expected[tag], rel=1e-2), tag

@@ -1,4 +1,4 @@
-"""Runs of the command line with every monitor on: weights, a resume in the middle of a window, and how one breaks."""
+"""Runs of the command line with every monitor on: weights, a resume inside a window, and the error of a bad step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmqk.store import cli_main, parse_tag, read_metrics
 from mmqk.train import main
 from tests.training.toy import MODEL, apart, fit, module_of, toy_batch, weights
 
-# Checkpoints come every 4 steps, so that those of 4 and 8 fall into windows; the last window is cut short.
+# Checkpoints of steps 4 and 8 lie inside windows; the last window is cut short.
 EVERYTHING = [
     "--monitor.heads=true", "--monitor.parameters=true", "--monitor.precision=true",
     "--monitor.gradient_agreement=true", "--monitor.budget_every_n_steps=5", "--monitor.budget_steps=5",
@@ -133,7 +133,7 @@ def test_after_a_step_that_is_not_finite_the_weights_stay(optim):
     broken, before = broken_at(2, **optim), module_of(**optim)
     lines = fit(broken, batches, clip=1.0)
     fit(before, batches[:2], clip=1.0)
-    # The power of comparison: the same run without the NaN goes on, and two steps are not five.
+    # The comparison can fail: the same run without the NaN continues, and two steps differ from five.
     whole = module_of(**optim)
     fit(whole, batches, clip=1.0)
     assert [line["grad_norm"] == line["grad_norm"] for line in lines] == [True, True, False, True, True]

@@ -1,8 +1,9 @@
-"""Between two flushes a training step asks the device for nothing: no number, no shape that depends on one.
+"""Between two flushes a training step never waits for the device: no number is read, and no shape depends on a
+number.
 
-On a GPU each such question waits until all work before it is done. A CPU answers at once, so here they are counted:
-by a mode that sees every operation, those of the backward pass too, and by one that sees every call of a tensor's
-method, as reading a tensor into a list is no operation.
+On a GPU each such read waits until all earlier work is done. A CPU answers at once, so here they are counted: by a
+mode that sees every operation, including those of the backward pass, and by one that sees every call of a tensor's
+method, because reading a tensor into a list is no operation.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tests.training import toy
 from tests.training.test_rows import written_out
 from tests.training.toy import MODEL, cut, fit, module_of, toy_batch
 
-# What gives the host a number, or has as many elements as the data say.
+# Operations that return a number to the host, or whose number of elements depends on the data.
 OPERATIONS = {"_local_scalar_dense", "nonzero", "nonzero_numpy", "is_nonzero", "equal", "masked_select", "_unique2",
               "unique_dim", "unique_consecutive", "repeat_interleave"}  # fmt: skip
 METHODS = {"tolist", "item", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"}
-# A number of the host's becomes a tensor: on a GPU its copy is waited for.
+# Conversions of a host number to a tensor, whose copy a GPU waits for.
 MAKERS = {"tensor", "as_tensor", "asarray", "from_numpy"}
 STEPS, FLUSH = 6, 3
 
@@ -62,7 +63,8 @@ class Methods(TorchFunctionMode):
 
 
 class Questions(L.Callback):
-    """Counts them from the first micro-batch on, by step; modes are of this thread, and so is a CPU's backward."""
+    """Counts them by step, from the first micro-batch on. Modes apply to one thread, and on a CPU the backward pass
+    runs in it too."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
@@ -98,7 +100,7 @@ class Asks(L.Callback):
 
 
 def questions(monkeypatch, module, accumulate=1, callbacks=(), documents=False) -> list[Counter[str]]:
-    """By step of a run whose flushes are in every third."""
+    """Return the counts by step, for a run that flushes every third step."""
     monkeypatch.setattr(toy, "Records", Nothing)
     monkeypatch.setattr("mmqk.model.flex._compiled", lambda: written_out)
     batches = [toy_batch(seed, padding=2, documents=documents) for seed in range(STEPS)]

@@ -1,4 +1,4 @@
-"""What makes steps cheaper on a CPU does so: by counts of page faults and of looks for a GPU."""
+"""Settings that make steps cheaper on a CPU have that effect: counts of page faults and of checks for a GPU."""
 
 import ctypes
 import subprocess
@@ -9,7 +9,8 @@ import torch
 
 from mmqk.training.loop import cpu_tuning as on_cpu
 
-# Page faults (getrusage) of a loop that takes and frees blocks of 24 MB, after the first ones have been touched.
+# Return the page faults (getrusage) of a loop that allocates and frees blocks of 24 MB, after the first ones were
+# touched.
 FAULTS = """
 import resource, sys
 from mmqk.training.loop.cpu_tuning import keep_freed_memory
@@ -33,7 +34,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(way: str) -> int:
-    """In a process of its own: what is set stays set."""
+    """In a separate process, because the setting cannot be undone."""
     done = subprocess.run([sys.executable, "-c", FAULTS, way], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
@@ -51,7 +52,7 @@ def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):
 
 
 def test_an_older_glibc_takes_the_smaller_threshold(monkeypatch):
-    """Before 2.35 the largest it takes is half a heap, 32 MiB on 64 bits."""
+    """Before glibc 2.35 the largest block is half a heap, 32 MiB on 64 bits."""
     asked = []
 
     class Old:

@@ -1,4 +1,4 @@
-"""The optimizer against formulas written out: schedules, AdamW, refusals."""
+"""The optimizer against written-out formulas: schedules, AdamW, error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ STEPS, WARMUP = 40, 8
 
 
 def shares(config: OptimConfig) -> list[float]:
-    """The multiplier of every update, and of the one after the last: there the schedule has reached its end."""
+    """Return the multiplier of every update, and of the one after the last, at which the schedule has reached its
+    end."""
     return [lr_multiplier(config, step, STEPS) for step in range(STEPS + 1)]
 
 
@@ -34,7 +35,7 @@ def test_warm_up_is_linear_from_its_first_share_to_the_peak(schedule):
     expected = [k / WARMUP for k in range(1, WARMUP + 1)]
     assert found == pytest.approx(expected, rel=0, abs=SCHEDULE.tolerance)
     assert found[0] > 0  # an update at a rate of 0 would be a step that trains nothing
-    # The control: a warm-up of another length is another ramp.
+    # The control: a warm-up of another length gives another ramp.
     assert shares(OptimConfig(schedule=schedule, warmup_steps=WARMUP + 1))[:WARMUP] != pytest.approx(found)
 
 
@@ -51,7 +52,7 @@ def test_schedules_are_their_formulas(final):
     }
     for name, formula in written_out.items():
         assert found[name][WARMUP:] == pytest.approx(list(formula.values())), name
-        # The control: each of the other two is another curve.
+        # The control: each of the other two schedules gives another curve.
         assert all(found[o][WARMUP:] != pytest.approx(list(formula.values())) for o in found if o != name)
 
 
@@ -103,7 +104,7 @@ def test_steps_equal_the_formula():
             decay = 0.4 if name == "layer.weight" else 0.0
             expected = written_out(start[name], gradients[name][: t + 1], config, decay)
             torch.testing.assert_close(p.detach(), expected, rtol=0, atol=ADAMW.tolerance)
-    # The control: every number of the configuration is felt.
+    # The control: every number of the configuration has an effect.
     for other in ({"beta1": 0.9}, {"beta2": 0.95}, {"eps": 1e-8}, {"lr": 0.08}):
         wrong = written_out(start["layer.weight"], gradients["layer.weight"], replace(config, **other), 0.4)
         assert float((model.matrix.detach() - wrong).abs().max()) > 1e-3, other
@@ -117,7 +118,7 @@ def test_eps_and_betas_reach_adamw():
 
 
 def test_an_epsilon_that_is_accepted_keeps_weights_without_gradient_finite():
-    """Embedding rows of tokens that a batch does not hold have a gradient of exactly 0; so eps may not be 0."""
+    """Embedding rows of tokens that a batch does not contain have a gradient of exactly 0, so eps must not be 0."""
 
     def step(eps: float) -> torch.Tensor:
         model = Small()

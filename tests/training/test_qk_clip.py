@@ -1,4 +1,4 @@
-"""QK-Clip: exact largest logits by head, exact shrinking, an exact no-op below the threshold."""
+"""QK-Clip: exact largest logits by head, exact scaling, and no change below the threshold."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_largest_logit_is_exact_over_visible_pairs(monkeypatch, elements, do
     seen = (batch.valid_BT, batch.document_BT, window)
     expected = torch.tensor(brute_force(q, k, 0.7, *seen), dtype=q.dtype)
     torch.testing.assert_close(largest_logits(q, k, 0.7, *seen), expected, rtol=0, atol=1e-12)
-    # The controls: the pairs that nobody sees hold larger logits, and the largest absolute one is another.
+    # The controls: hidden pairs have larger logits, and the largest absolute logit differs.
     every = (0.7 * q @ k.transpose(-1, -2)).amax((0, 2, 3))
     assert (every > expected + 0.1).any()
     assert (largest_logits(-q, k, 0.7, *seen) > expected + 0.1).any()
@@ -76,7 +76,7 @@ def test_a_head_whose_logits_are_all_negative_has_a_negative_maximum():
     ids=["plain", "grouped keys", "windows", "no scale", "a separated layer"],
 )
 def test_a_step_measures_the_attention_that_it_computed(monkeypatch, backend, variant):
-    """Against the softmax that torch computes: its inputs are the logits, whatever layer and head they are of."""
+    """Against the inputs of torch's softmax, which are the logits of any layer and head."""
     batch = toy_batch(2, padding=3, documents=True)
     module = module_of(replace(MODEL, **variant), backend=backend, qk_clip=1.0)
     reference, rows = module_of(replace(MODEL, **variant), backend="math"), []
@@ -110,7 +110,7 @@ def test_gamma_is_its_formula_and_one_where_there_is_nothing_to_clip():
 
 
 def logits_by_head(model, batch) -> list[Tensor]:
-    """(H, B, T, T) of each layer: the raw logits of every pair."""
+    """Return the raw logits of every pair, (H, B, T, T) for each layer."""
     found: dict[tuple[str, int], Tensor] = {}
     with torch.no_grad():
         model(
@@ -128,7 +128,7 @@ def logits_by_head(model, batch) -> list[Tensor]:
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("untied", [False, True])
 def test_logits_of_a_head_shrink_by_exactly_its_gamma(kv_heads, untied):
-    """Only the first layer's input is not changed by the clipping of other layers, so it is looked at."""
+    """Only the first layer is compared, because clipping other layers does not change its input."""
     config = replace(MODEL, n_kv_heads=kv_heads, per_modality=PerModalityConfig(qk=untied))
     model, batch = module_of(config).model, toy_batch(3)
     attention = model.blocks[0].attention
@@ -142,13 +142,13 @@ def test_logits_of_a_head_shrink_by_exactly_its_gamma(kv_heads, untied):
     after = logits_by_head(model, batch)[0]
     expected = gamma[:, None, None, None] * before
     torch.testing.assert_close(after, expected, rtol=0, atol=WRITTEN_OUT.tolerance)
-    # The controls: gamma on either side, and on neither, are other logits.
+    # The controls: gamma on one side only, or on neither, gives other logits.
     for wrong in (gamma.square(), torch.ones_like(gamma)):
         assert float((after - wrong[:, None, None, None] * before).abs().max()) > 1e-3
 
 
 def test_it_is_the_clip_of_x_transformers():
-    """A module for each head: with several heads, x-transformers 2.31 scales columns of W_q and W_k, not rows."""
+    """One module per head, because with several heads x-transformers 2.31 scales columns of W_q and W_k, not rows."""
     from x_transformers.x_transformers import Attention
 
     D, T, batch = MODEL.d_model, 12, toy_batch(3)
@@ -197,7 +197,8 @@ def test_weights_take_the_root_each_and_shared_keys_stay_as_they_are():
 
 
 def test_a_step_is_the_update_and_then_the_clip():
-    """The weights of one optimizer step, from the unclipped step and the logits of the weights before it."""
+    """Return the weights after one optimizer step, from the unclipped step and the logits of the weights before
+    it."""
     batch = toy_batch(4)
     start, plain = module_of(), module_of()
     largest = [x.masked_fill(torch.ones(12, 12).triu(1).bool(), -math.inf).amax((1, 2, 3))
@@ -214,7 +215,7 @@ def test_a_step_is_the_update_and_then_the_clip():
         for name in ("w_q", "w_k"):
             expected[f"blocks.{layer}.attention.{name}.weight"] *= gamma.sqrt().repeat_interleave(4)[:, None]
     assert apart(weights(clipped), expected) < WRITTEN_OUT.tolerance
-    # The controls: the clip before the update, or none, gives other weights.
+    # The controls: clipping before the update, or none, gives other weights.
     before = weights(start)
     for layer, S_H in enumerate(largest):
         root = (tau / S_H).clamp(max=1.0).sqrt().repeat_interleave(4)[:, None]
@@ -239,7 +240,8 @@ def test_below_the_threshold_it_changes_no_bit():
 
 
 def test_it_holds_the_logits_near_the_threshold():
-    """With a scale of 1 and a high rate logits grow; clipped, every step starts little above the threshold."""
+    """With a scale of 1 and a high learning rate logits grow; with clipping every step starts just above the
+    threshold."""
     model, batches = replace(MODEL, attn_scale="none"), [toy_batch(7)] * 25
     free, held = (fit(module_of(model, lr=0.05, **c), batches) for c in ({"qk_clip": 1e6}, {"qk_clip": 5.0}))
     last_free, last_held = (max(line["qk_clip_logit/layer00"] for line in x[-5:]) for x in (free, held))
@@ -255,7 +257,7 @@ def test_micro_batches_equal_one_batch():
     assert [line.keys() for line in one] == [line.keys() for line in two]
     for a, b in zip(one, two, strict=True):
         assert b == pytest.approx(a, rel=1e-5)
-    # The control: the largest logit of either half alone is another number at some step.
+    # The control: at some step the largest logit of one half alone differs.
     of_all, of_first, of_last = (
         [fit(module_of(qk_clip=0.3), [part(b)])[0]["qk_clip_logit/layer01"] for b in batches]
         for part in (lambda b: b, lambda b: cut(b, 2)[0], lambda b: cut(b, 2)[1])
@@ -276,7 +278,7 @@ def test_logits_that_are_not_finite_leave_the_weights_alone(poison):
         sink("k", layer, x)
     clip.clip()
     assert all(torch.equal(a, b) for a, b in zip(before.values(), weights(module).values(), strict=True))
-    # The control: finite logits above the threshold do scale.
+    # The control: finite logits above the threshold do scale the weights.
     sink("q", 0, x)
     sink("k", 0, x)
     clip.clip()
@@ -284,7 +286,7 @@ def test_logits_that_are_not_finite_leave_the_weights_alone(poison):
 
 
 def test_nothing_lives_from_one_step_to_the_next():
-    """The numbers of a later step are those of a module that starts there."""
+    """The numbers of a later step equal those of a module that starts there."""
     hot, mild = toy_batch(5), toy_batch(6)
     module = module_of(qk_clip=1e3)
     second = fit(module, [hot, mild])[1]
@@ -302,12 +304,12 @@ def test_nothing_lives_from_one_step_to_the_next():
         fit(module, [mild, mild], callbacks=callbacks)
         return module.model.blocks[0].attention.w_q.weight.detach()
 
-    # Only what is trained on clips: held-out logits, which are as large, do not.
+    # Only the training data clips: held-out logits, which are as large, do not.
     assert torch.equal(weights_after(Validation(lambda: iter([hot]), 1)), weights_after())
 
 
 class NoTransfer(TorchDispatchMode):
-    """Refuses whatever needs a number on the host or a shape that depends on the data."""
+    """Refuses each operation that needs a number on the host or a shape that depends on the data."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -327,7 +329,7 @@ def test_no_number_is_fetched_to_the_host():
         torch.ones(()).item()
 
 
-# What is refused, and where the numbers go -------------------------------------------------------------------
+# What is refused, and where the numbers are logged ---------------------------------------------------------
 
 
 def test_it_is_refused_where_it_would_do_nothing():

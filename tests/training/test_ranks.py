@@ -1,4 +1,4 @@
-"""Two processes train the run that one trains: numbers, checkpoints between them, resumes, forks, ends."""
+"""Two processes train the same run as one process: numbers, checkpoints across both, resumes, forks, ends."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.training.ranks import end, start, train
 from tests.training.test_resume import rewind, series, state
 from tests.training.toy import MODEL, module_of
 
-# Two micro-batches of two sequences in each process; a probe's third sequence is the second process's.
+# Each process has two micro-batches of two sequences; the second one has the third sequence of a probe.
 STEP = ['--data.mix={"dial": 1}', "--data.seq_len=96", "--data.batch_size=8", "--trainer.accumulate_grad_batches=2",
         "--loss.z_loss=1e-3", "--monitor.probe_split=current", "--monitor.probe_sequences=3",
         "--monitor.gradient_agreement=true",
         "--checkpoint.keep=9"]  # fmt: skip
 INSIDE = ["--monitor.parameters=true", "--monitor.budget_every_n_steps=4", "--monitor.budget_steps=3"]
-# Nothing but rounding is left of the first, and means of either sign of the second.
+# Only rounding is left of the first value, and means of either sign of the second.
 CANCELS = ("_growth_rest/", "_growth_unattributed/", "logit_mean/")
 
 WHERE = ("--trainer.devices", "--trainer.num_nodes", "--trainer.strategy")
@@ -48,7 +48,7 @@ RUNS = {
 
 @pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
 def pair(request, tiny_args, tmp_path_factory) -> tuple[str, Path, Path]:
-    """(strategy, the run of one process, that of two)."""
+    """(strategy, the run of one process, the run of two)."""
     strategy, extra = request.param
     folder = tmp_path_factory.mktemp("pair")
     args = [*tiny_args, *STEP, *extra]
@@ -100,7 +100,7 @@ def test_two_processes_train_what_one_does(pair):
 
 
 def test_half_of_the_batch_is_another_run(tiny_args, tmp_path):
-    """The control of the comparison: what a process would train on that did not hear from the other."""
+    """The control of the comparison: the run of a process that does not communicate with the other."""
     args = [*tiny_args, *STEP, "--monitor.probe_sequences=2"]
     for size in (8, 4):
         assert main([*args, f"--data.batch_size={size}", f"--out={tmp_path / str(size)}"]) == 0
@@ -109,7 +109,8 @@ def test_half_of_the_batch_is_another_run(tiny_args, tmp_path):
         assert half[name] != pytest.approx(whole[name], rel=5e-3), name
 
 
-# Every remedy of the optimizer. A step is skipped after 64 others, at a low learning rate, where losses do not fall.
+# Every remedy of the optimizer. A step can be skipped only after 64 others; at a low learning rate the losses do not
+# fall.
 FEW = ["--monitor.every_n_steps=0", "--data.val_every_n_steps=0", "--checkpoint.every_n_steps=0"]
 OPTIMIZERS = {
     "muon, adagc": ["--optim.matrices=muon", "--optim.adagc=1.05"],

@@ -1,4 +1,4 @@
-"""Resuming from any checkpoint gives the run that was never stopped."""
+"""Resuming from any checkpoint gives the same run as without the interruption."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def series(folder: Path) -> list[dict]:
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights and buffers, and the optimizer's moments by position, at the end."""
+    """Return weights and buffers, and the optimizer's moments by position, at the end."""
     saved = torch.load(folder / "checkpoints/step00000012.ckpt", weights_only=True)
     moments = saved["optimizer_states"][0]["state"]
     named = {f"{i}.{name}": torch.as_tensor(v) for i, own in moments.items() for name, v in own.items()}
@@ -32,7 +32,8 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rewind(whole: Path, out: Path, step: int, status: str = "running") -> list[str]:
-    """What a process killed after the checkpoint of ``step`` leaves, and later lines it had written too."""
+    """Leave what a process killed after the checkpoint of ``step`` leaves, including lines that it wrote after the
+    checkpoint."""
     shutil.copytree(whole, out)
     for path in (out / "checkpoints").glob("*.ckpt"):
         if int(path.stem.removeprefix("step")) > step:
@@ -65,7 +66,8 @@ def whole(request, tiny_args, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("step", [0, 4, 8, 12])
 def test_resume_from_any_checkpoint_is_the_straight_run(whole, tmp_path, step):
-    """At 4, 8 and 12 a probe, a validation and a checkpoint fall together; at 12 only the last word is missing."""
+    """At steps 4, 8 and 12 a probe, a validation and a checkpoint coincide; at 12 only the final status is
+    missing."""
     args = rewind(whole, tmp_path / "again", step)
     assert main([*args, f"--out={tmp_path / 'again'}"]) == 0
     assert series(tmp_path / "again") == series(whole)
@@ -76,7 +78,7 @@ def test_resume_from_any_checkpoint_is_the_straight_run(whole, tmp_path, step):
 
 
 def test_what_a_run_switches_on_is_at_work_when_it_is_resumed(whole):
-    """The control of the comparison above: there is a state that it could have missed."""
+    """The control of the comparison above: the runs have a state that it could have missed."""
     names, settings = state(whole), json.loads((whole / "run.json").read_text())["identity"]
     if settings["model"]["weight_reparam"] == "sigma":
         from mmqk.config import resolve

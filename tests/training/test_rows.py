@@ -1,6 +1,6 @@
-"""What flex says of every row of attention: by layer and modality, in micro-batches, in files, and for QK-Clip.
+"""flex's statistics of every attention row: by layer and modality, over micro-batches, in files, and for QK-Clip.
 
-flex is compiled for GPUs alone, so it is written out densely here, with its contract; tests/model has it against
+flex is compiled for GPUs only, so here a dense form with the same interface replaces it; tests/model compares it with
 torch's own.
 """
 
@@ -52,7 +52,7 @@ def some_rows(B=3, L=2, H=2, T=12, seed=0) -> list[RowStats]:
 
 
 def by_hand(rows: list[RowStats], batch) -> dict[str, float]:
-    """One query at a time; B and T of the batch."""
+    """One query at a time; B and T are those of the batch."""
     found: dict[str, float] = {}
     for (layer, of), (m, name) in itertools.product(enumerate(rows), enumerate(NAMES)):
         seen = [
@@ -88,10 +88,10 @@ def test_the_numbers_of_every_row_and_nothing_of_padding(n, only):
     expected = by_hand(rows, batch)
     assert log.values(log.measured().tolist()) == pytest.approx(expected, rel=1e-12)
     assert {parse_tag(t).modality for t in expected} == ({only} if only else set(NAMES))  # absent: no key
-    # By head, whatever the modality: what QK-Clip takes.
+    # By head, for any modality: the values that QK-Clip uses.
     kept = torch.stack([r.max_BHT.masked_fill(~batch.valid_BT[:, None], -math.inf) for r in rows])
     torch.testing.assert_close(torch.stack(heads).amax(0), kept.amax((1, 3)), rtol=0, atol=0)
-    # The controls: with padding counted, or modalities changed over, they are other numbers.
+    # The controls: with padding counted, or with exchanged modalities, the numbers differ.
     for wrong in (
         replace(batch, valid_BT=batch.valid_BT | True),
         replace(batch, modality_BT=1 - batch.modality_BT),
@@ -130,7 +130,7 @@ def test_a_bad_number_stays_with_its_modality_and_layer(poison):
 
 
 def dense_rows(model: EarlyFusionTransformer, batch) -> list[RowStats]:
-    """From queries and keys that a forward shows."""
+    """Computed from the queries and keys of a forward."""
     seen: dict[tuple[str, int], Tensor] = {}
     with torch.no_grad(), model.use_backend("math"):
         model(*(batch.ids_BT, batch.modality_BT, batch.document_BT), lambda s, i, x: seen.update({(s, i): x}))
@@ -233,7 +233,7 @@ def fit_sdpa(batches) -> list[dict[str, float]]:
 
 
 def test_the_probe_of_a_flex_model_is_the_dense_one_and_leaves_the_backend():
-    """Without a stand-in: the probe never gets to flex."""
+    """Without the replacement: the probe never uses flex."""
     batch = toy_batch(3, padding=2, documents=True)
     models = {name: EarlyFusionTransformer(replace(MODEL, n_kv_heads=2), name) for name in ("flex", "math")}
     found = {name: probe(model, batch).flat() for name, model in models.items()}

@@ -1,4 +1,4 @@
-"""A run as its user has it: the same command again, killed, interrupted, diverged, refused."""
+"""A run as its user sees it: the same command again, killed, interrupted, diverged, refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_another_identity_is_refused_by_field(whole, tiny_args):
 
 
 def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> int:
-    """Starts a run in its own process and sends ``signum`` once a checkpoint of ``after_step`` is there."""
+    """Start a run in a separate process and send ``signum`` once a checkpoint of ``after_step`` exists."""
     process = subprocess.Popen(
         [sys.executable, "-m", "mmqk.train", *args, f"--out={out}"], stderr=subprocess.PIPE
     )
@@ -95,7 +95,7 @@ def run_and_signal(args: list[str], out: Path, signum: int, after_step: int) -> 
     ("signum", "code", "word"), [(signal.SIGKILL, -9, "running"), (signal.SIGTERM, 143, "interrupted")]
 )
 def test_stopped_run_ends_bit_for_bit_like_one_that_was_not(tiny_args, tmp_path, signum, code, word):
-    """With several loader workers and dropout, killed in the middle and started by the same command."""
+    """With several loader workers and dropout, killed in the middle and started again by the same command."""
     args = [*tiny_args, "--model.residual_dropout=0.1", "--data.workers=2", "--trainer.max_steps=100",
             "--data.val_every_n_steps=14", "--checkpoint.every_n_steps=7"]  # fmt: skip
     assert run_and_signal(args, tmp_path / "stopped", signum, after_step=21) == code
@@ -106,7 +106,7 @@ def test_stopped_run_ends_bit_for_bit_like_one_that_was_not(tiny_args, tmp_path,
     assert main([*args, f"--out={tmp_path / 'straight'}"]) == 0
     assert same_weights(tmp_path / "stopped", tmp_path / "straight")
     assert series(tmp_path / "stopped") == series(tmp_path / "straight")
-    # The control: another seed's run is not the same, so the comparison can fail.
+    # The control: the run of another seed differs, so the comparison can fail.
     assert main([*args, "--seed=1", f"--out={tmp_path / 'other'}"]) == 0
     assert not same_weights(tmp_path / "other", tmp_path / "straight")
 
@@ -122,7 +122,7 @@ def test_probing_changes_no_bit_of_training(tiny_args, tmp_path):
 
 
 def test_micro_batches_equal_one_batch(tiny_args, tmp_path):
-    """Accumulation divides by the targets of the whole step, not by each micro-batch's own."""
+    """Accumulation divides by the targets of the whole step, not by those of each micro-batch."""
     for n in (1, 4):
         assert main([*tiny_args, f"--trainer.accumulate_grad_batches={n}", f"--out={tmp_path / str(n)}"]) == 0
     one, four = weights(tmp_path / "1"), weights(tmp_path / "4")
@@ -187,7 +187,7 @@ def test_divergence_ends_in_order(tiny_args, tmp_path):
 
 
 def test_checkpoint_of_another_model_is_refused(tiny_args, tmp_path, whole, capsys):
-    """Pre-norm and post-norm have the same parameter names: nothing but the stored configuration tells them apart."""
+    """Pre-norm and post-norm have the same parameter names, so only the stored configuration distinguishes them."""
     out = tmp_path / "post"
     args = [*tiny_args, "--model.pre_norm=false", "--model.post_norm=true", f"--out={out}"]
     (out / "checkpoints").mkdir(parents=True)
@@ -239,7 +239,7 @@ def test_quiet_prints_one_line_with_the_run_folder_and_the_status(tiny_args, tmp
     (tmp_path / "run/status.json").write_text('{"status": "running", "step": 4}')
     assert main([*args, "--quiet"]) == 0
     assert capsys.readouterr().out == f"completed at step 12 in {tmp_path / 'run'}\n"
-    # The control: without it there is more.
+    # The control: without it there are more lines.
     assert main([*args[:-1], f"--out={tmp_path / 'loud'}"]) == 0
     out = capsys.readouterr().out
     assert f"completed at step 12 in {tmp_path / 'loud'}\n" in out and out.count("\n") > 1

@@ -1,4 +1,4 @@
-"""σReparam in training: sigma follows the weights, the forward writes nothing, torch's spectral norm agrees."""
+"""σReparam in training: sigma follows the weights, the forward writes nothing, and torch's spectral norm agrees."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trained(steps: int = 8):
 
 
 def errors(module) -> list[float]:
-    """How far sigma is from the largest singular value, as a share of it."""
+    """Return the relative distance of sigma from the largest singular value."""
     return [
         abs(1 - float(m.sigma().detach() / torch.linalg.svdvals(m.weight.detach())[0]))
         for m in matrices(module).values()
@@ -43,7 +43,7 @@ def errors(module) -> list[float]:
 
 
 def pair() -> tuple[SigmaLinear, nn.Module]:
-    """A matrix of a trained model and torch's with the same W, u and v, and gamma 1."""
+    """A matrix of a trained model, and torch's with the same W, u and v, and gamma 1."""
     ours = copy.deepcopy(next(iter(matrices(trained()).values())))
     with torch.no_grad():
         ours.gamma.fill_(1.0)
@@ -70,7 +70,7 @@ def test_value_and_gradient_equal_torch_spectral_norm(gamma):
     torch.testing.assert_close(grad, expected_grad, rtol=0, atol=TORCH.tolerance)
     (gamma_grad,) = torch.autograd.grad((out * direction).sum(), ours.gamma)
     torch.testing.assert_close(gamma_grad, (out * direction).sum() / gamma)
-    # The controls: sigma taken for a constant has another gradient, and the plain matrix another value.
+    # The controls: a constant sigma gives another gradient, and the plain matrix gives another value.
     constant = gamma * (x @ ours.weight.T) / ours.sigma().detach()
     torch.testing.assert_close(constant, expected)
     (wrong,) = torch.autograd.grad((constant * direction).sum(), ours.weight)
@@ -124,7 +124,7 @@ def test_sigma_starts_as_the_largest_singular_value_and_draws_no_number():
 
 
 def test_sigma_follows_a_direction_that_grows_from_one_update_to_the_next():
-    """As in the first steps at a high learning rate: another direction becomes the leading one."""
+    """As in the first steps at a high learning rate, another direction becomes the leading one."""
     layer = SigmaLinear(32, 32)
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_a_probe_logs_how_near_sigma_is_to_the_true_one():
         found = [m for m in block.modules() if isinstance(m, SigmaLinear)]
         ratios = [float(m.sigma().detach() / torch.linalg.svdvals(m.weight.detach())[0]) for m in found]
         assert flat[f"sigma_ratio/layer{layer:02d}"] == pytest.approx(min(ratios), rel=1e-6)
-    # The controls: another direction is seen, in its layer alone, and a plain model has no such number.
+    # The controls: another direction is detected, only in its layer, and a plain model has no such number.
     with torch.no_grad():
         wrong = next(m for m in module.model.blocks[0].modules() if isinstance(m, SigmaLinear))
         wrong.v.copy_(torch.nn.functional.one_hot(torch.tensor(0), wrong.in_features))
@@ -170,14 +170,14 @@ def test_sigma_follows_the_largest_singular_value(monkeypatch):
     module = trained(40)
     assert max(errors(module)) < 0.02
     assert all(float(m.gamma.detach()) != 1.0 for m in matrices(module).values())  # it is learned
-    # The control: without the power steps sigma is of the initial weights.
+    # The control: without the power steps sigma is that of the initial weights.
     monkeypatch.setattr(training, "power_step", lambda model: None)
     stale = trained(40)
     assert max(errors(stale)) > 2 * max(errors(module)) and apart(weights(stale), weights(module)) > 1e-3
 
 
 def test_a_step_is_the_update_and_then_the_power_steps(monkeypatch):
-    """After the update of W and not before, once a step and not once a micro-batch."""
+    """It runs after the update of W and not before, once per step and not once per micro-batch."""
     with monkeypatch.context() as patch:
         patch.setattr(training, "power_step", lambda model: None)
         expected = module_of(SIGMA)
@@ -189,7 +189,7 @@ def test_a_step_is_the_update_and_then_the_power_steps(monkeypatch):
     found = module_of(SIGMA)
     fit(found, cut(toy_batch(0), 2), accumulate=2)
     assert apart(weights(found), weights(expected)) == 0
-    # The controls: no step, and one more.
+    # The controls: no step, and one step more.
     assert apart(weights(found), before) > 1e-6
     for m in matrices(expected).values():
         m.power_step()
@@ -215,7 +215,7 @@ def test_no_forward_writes_a_buffer_in_training_or_evaluation():
         assert torch.equal(*outputs[mode])
     assert torch.equal(outputs[True][0], outputs[False][0])  # evaluation is the same function
     assert apart(before, weights(module)) == 0
-    # The control: torch's own in training does write.
+    # The control: torch's own does write in training.
     _, theirs = pair()
     v = theirs.parametrizations.weight[0]._v.clone()
     theirs.train()(torch.ones(1, 16, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Second moments by modality against torch's AdamW where they must agree, and the formula where they must not."""
+"""Second moments by modality: equal to torch's AdamW where they must be, and to the formula where they differ."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ STEPS = 6
 
 
 class Three(nn.Module):
-    """Three matrices: the first modality's loss reaches `both` and `first`, the second's `both` and `second`."""
+    """Three matrices: the loss of the first modality reaches `both` and `first`, that of the second `both` and
+    `second`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Three(nn.Module):
             )
 
     def losses(self, step: int) -> list[Tensor]:
-        """Of the two modalities; unlike in size, and not along one line."""
+        """The gradients of the two modalities have different sizes and directions."""
         x = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         return [((self.both * x[0]).sum() + (self.first * x[1]).sum() - 1).square(),
                 100 * ((self.both * x[1]).sum() + (self.second * x[0]).sum()).square()]  # fmt: skip
@@ -78,14 +79,14 @@ def test_with_one_modality_it_is_adamw(m):
     assert max(gaps(ours, theirs).values()) < TORCH.tolerance
     # A parameter that no loss reaches is not even decayed, as in AdamW.
     assert torch.equal(ours.neither, Three().neither) and not torch.equal(ours.both, Three().both)
-    # The control: the other modality's steps are others.
+    # The control: the steps of the other modality differ.
     other = Three()
     adamw_steps(other, lambda step: other.losses(step)[1 - m])
     assert gaps(ours, other)["both"] > 1e-2
 
 
 def test_a_parameter_of_one_modality_takes_adamw_steps_beside_one_of_both():
-    """The gradients of all are fixed numbers here, so the one parameter cannot reach the others through the loss."""
+    """All gradients are fixed numbers here, so one parameter cannot affect the others through the loss."""
 
     def linear(model: Three, step: int) -> list[Tensor]:
         x = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
@@ -108,7 +109,7 @@ def test_a_parameter_of_one_modality_takes_adamw_steps_beside_one_of_both():
 
 
 def test_a_parameter_of_both_takes_the_sum_of_both_steps():
-    """The formula, with written out: moments by modality, one decay, bias correction by the count of steps."""
+    """The written-out formula: moments by modality, one decay, bias correction by the number of steps."""
     ours = Three()
     p = Three().both.detach().clone()
     m, v = [torch.zeros_like(p)] * 2, [torch.zeros_like(p)] * 2
@@ -132,7 +133,8 @@ def test_a_parameter_of_both_takes_the_sum_of_both_steps():
 
 
 def test_the_first_step_is_as_many_times_as_long_as_modalities_agree():
-    """Adam's first step is lr in every element; modalities that agree in sign, whatever their sizes, walk it each."""
+    """Adam's first step is lr in every element; modalities whose gradients have the same sign each add it, whatever
+    their sizes."""
     for sign, length in ((1.0, 2.0), (-1.0, 0.0)):
         p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
         optimizer = SplitAdamW([p], lr=0.1, eps=1e-12)
@@ -142,7 +144,7 @@ def test_the_first_step_is_as_many_times_as_long_as_modalities_agree():
 
 
 def test_an_absent_modality_is_a_gradient_of_zero():
-    """Its moments decay and its momentum is walked out, as under AdamW with a gradient of 0."""
+    """Its moments decay and its momentum still moves the weights, as under AdamW with a gradient of 0."""
     p, q = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
     x = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     split, plain = SplitAdamW([p], **SETTING), torch.optim.AdamW([q], **SETTING)
@@ -154,7 +156,7 @@ def test_an_absent_modality_is_a_gradient_of_zero():
         torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=TORCH.tolerance)
     state = split.state[p]
     assert state["step"] == 5 and bool((state["exp_avg_sq"][1] == 0).all())
-    # The control: a step that is skipped is not a step with a gradient of 0.
+    # The control: a skipped step differs from a step with a gradient of 0.
     before = q.detach().clone()
     plain.zero_grad()
     plain.step()
@@ -166,7 +168,7 @@ def test_an_absent_modality_is_a_gradient_of_zero():
 
 @pytest.mark.parametrize("only", ["text", "image"])
 def test_training_on_one_modality_is_adamw(only):
-    """With z-loss, clipping and independent decay; the other modality is in the optimizer, but never in a batch."""
+    """With z-loss, clipping and independent decay; the optimizer has the other modality, but no batch does."""
     setting = {"weight_decay": 0.3, "decay_mode": "independent", "lr": 0.02}
     batches = [toy_batch(seed, only=only) for seed in range(4)]
     split, plain = (
@@ -248,7 +250,7 @@ def test_clipping_scales_every_part_by_the_factor_of_the_sum():
 
 @pytest.mark.parametrize("untied", [False, True])
 def test_micro_batches_equal_one_batch(untied):
-    """Also where a half of the batch has no image at all, and with gradients by modality of untied layers."""
+    """Also if half of the batch has no image, and with gradients by modality of untied layers."""
     config = replace(MODEL, per_modality=PerModalityConfig(mlp=untied, norms=untied))
     batches = [toy_batch(seed) for seed in range(3)]
     for batch in batches:
@@ -260,7 +262,7 @@ def test_micro_batches_equal_one_batch(untied):
     assert apart(weights(whole), weights(parts)) < 1e-9
     for a, b in zip(one, two, strict=True):
         assert b == pytest.approx(a, rel=1e-5)
-    # The control: the second halves alone are another run.
+    # The control: the second halves alone give another run.
     alone = module_of(config, split_second_moment=True)
     fit(alone, [cut(batch, 2)[1] for batch in batches], clip=0.5)
     assert apart(weights(whole), weights(alone)) > 1e-3
@@ -299,7 +301,7 @@ def test_the_switch_makes_it_with_the_same_groups():
 
 
 def held(found_inf: float | None, steps: int = 4, moments: bool = False):
-    """Weights (and moments) after steps of which the optimizer was told this; None for nothing."""
+    """Return the weights (and moments) after steps with these calls of the optimizer; None for no call."""
     model = Three()
     optimizer = SplitAdamW(model.parameters(), **SETTING)
     for step in range(steps):

@@ -37,7 +37,7 @@ class Small(nn.Module):
 
 
 def set_gradients(model: nn.Module, value: float = 0.0) -> None:
-    """Give every parameter this gradient in every element."""
+    """Set every element of every gradient to this value."""
     for p in model.parameters():
         p.grad = torch.full_like(p, value)
 
@@ -45,7 +45,8 @@ def set_gradients(model: nn.Module, value: float = 0.0) -> None:
 def toy_batch(
     seed: int, B: int = 4, T: int = 12, only: str | None = None, padding: int = 0, documents: bool = False
 ) -> TokenBatch:
-    """Random ids of both modalities or of one, about three in four trained on; the last `padding` are none."""
+    """Random ids of both modalities or of one, about three in four trained on; the last `padding` positions are
+    padding."""
     generator = torch.Generator().manual_seed(seed)
     low, high = {None: (0, 16), "text": (0, 9), "image": (9, 16)}[only]
     ids_BT = torch.randint(low, high, (B, T), generator=generator)
@@ -57,7 +58,7 @@ def toy_batch(
 
 
 def cut(batch: TokenBatch, n: int) -> list[TokenBatch]:
-    """The batch as `n` micro-batches of one step: the denominator stays that of the step."""
+    """Split the batch into `n` micro-batches of one step; the denominator stays that of the step."""
     size = len(batch.ids_BT) // n
     return [
         batch._map(lambda t, i=i: t[i * size : (i + 1) * size] if t.ndim else t)  # type: ignore[misc]
@@ -72,7 +73,7 @@ def module_of(
     seed: int = 0,
     **optim: Any,
 ) -> TrainingModule:
-    """A module in fp64 at a constant learning rate, if `optim` says nothing else."""
+    """A module in fp64 at a constant learning rate, unless `optim` sets another schedule."""
     config = OptimConfig(**{"lr": 0.01, "warmup_steps": 0, "schedule": "constant", **optim})
     return TrainingModule(model, loss or LossConfig(), config, seed, backend).double()
 
@@ -96,7 +97,7 @@ def fit(
     clip: float | None = None,
     callbacks: Sequence[L.Callback] = (),
 ) -> list[dict[str, float]]:
-    """Train on each batch once, in order; the numbers of every step."""
+    """Train on each batch once, in order; return the numbers of every step."""
     records = Records()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -123,6 +124,6 @@ def weights(module: TrainingModule) -> dict[str, torch.Tensor]:
 
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """The largest absolute difference between two sets of weights."""
+    """Return the largest absolute difference between two sets of weights."""
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
