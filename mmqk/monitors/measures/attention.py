@@ -153,8 +153,8 @@ def _merged(parts: list[Tensor], n: int, none: Tensor) -> Tensor:
 def _rows(
     logits_HBCS: Tensor, chunk: Chunk, softcap: float | None, sink_H: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return four tensors: the F statistics of every row (`AttentionStatistics`), the sums of squared logits by block,
-    the weights up to a factor of the whole matrix, and the weight of the sink.
+    """Return four tensors: the F statistics of every row (`AttentionStatistics`), the sums of squared logits by
+    block, the weights up to a factor of the whole matrix, and the weight of the sink.
 
     It overwrites the logits and makes few passes over the T x T values, which take most of a probe's time.
     """
