@@ -72,6 +72,7 @@ def load(read, metrics, blocks):
         trained = [k[5:] for k in rows[1] if k.startswith("loss/") and weights.get(k[5:], 1)]
         run = {m: value(m, rows, done) for m in metrics} | {"folder": folder}
         unigram = {m: rows[0][f"val_unigram/{m}"] for m in trained}
+        run["trained"] = trained
         run["learned"] = all(rows[-1].get(f"val_loss/{m}", np.inf) < u - 0.1 for m, u in unigram.items())
         run["failed"] = not done or diverged(rows, config["optim"]["warmup_steps"], trained)
         run["lost"] = bool(status.get("lost")) or len(rows) != status["step"] + 1
@@ -93,9 +94,11 @@ def judge(claim, arms, planned):
     runs, block = [p[s] for p in pair for s in seeds], pair[0][seeds[0]]["block"]
     worst = max(finite(runs), default=np.nan)
     x = [np.mean([(finite([p[s]]) or [worst])[0] for s in seeds]) for p in pair]
-    values = {}  # the treatment's block and the control
+    values = {}  # the treatment's block and the control; of a modality's metric only arms that train it
+    modality = metric.partition("/")[2]
     for arm, of in arms.items():
-        found = finite([r for r in of.values() if not r["lost"] and (r["block"] == block or arm in names)])
+        beside = [r for r in of.values() if r["block"] == block and modality in ["", *r["trained"]]]
+        found = finite([r for r in (of.values() if arm in names else beside) if not r["lost"]])
         values |= {arm: found} if len(found) > 1 else {}
     df, two = sum(len(v) - 1 for v in values.values()), [finite([p[s] for s in seeds]) for p in pair]
     out = {"n": n, "means": x, "effect": x[0] - x[1], "ends": None, "how": "none", "p": 1.0, "sd": np.nan}

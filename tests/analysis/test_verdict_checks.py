@@ -12,7 +12,9 @@ from mmqk.report.__main__ import main
 from mmqk.report.findings import cannot_tell, finding
 from mmqk.report.page import write_report
 from mmqk.store import UserError
+from mmqk.store.code import EQUIVALENT
 from tests.analysis.fake_runs import BASE, DEMO, Planted, write_demo, write_grid
+from tests.analysis.test_analysis_claims import BASIC, POSITIVE, passed, study
 
 UNLEARNED = {"text": 5.58, "image": 5.48}
 NOTHING = {arm: replace(DEMO[arm], loss=UNLEARNED) for arm in ("mixed", "mixed-qk")}
@@ -184,3 +186,37 @@ def test_what_is_about_learning_rates_may_have_some_at_which_nothing_is_learned(
     found = check(sweep(tmp_path / "nowhere", (UNLEARNED, UNLEARNED)), LEARNED)
     assert not found.passed and "was not learned in 3 of 3" in found.detail
     assert check(sweep(tmp_path / "everywhere", (learned, learned)), LEARNED).passed
+
+
+def test_runs_of_equivalent_code_are_compared_and_others_are_not(tmp_path):
+    """The hashes of one line of equivalent_code.txt name code with equal golden runs."""
+    first, *others = next(line for line in EQUIVALENT.read_text().splitlines() if line[:1] != "#").split()
+    for name, code, passes in (("same", others[-1], True), ("other", "0123456789", False)):
+        made = study(tmp_path / name, {"a": Planted(20), "b": Planted(10)}, [BASIC])
+        for run in made.runs:
+            path = run.path / "run.json"
+            record = json.loads(path.read_text()) | {"code": first if run.arm == "a" else code}
+            path.write_text(json.dumps(record))
+        found = judge(load_study(made.folder))[0]
+        assert passed(found)["arms differ only as declared"] == passes
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_spread_of_a_modality_leaves_out_arms_that_do_not_train_it(tmp_path, trained):
+    """An arm whose image loss is measured and not trained has a spread of its image loss that means nothing."""
+    weights = {"loss.weights": {"text": 1.0, "image": 1.0 if trained else 0.0}}
+    runs = [
+        (
+            {"arm": arm, "seed": seed},
+            Planted(10, {"text": 3.4, "image": image + (3.0 * (seed % 2) if arm == "off" else 0.0)}),
+            weights if arm == "off" else {"optim.eps": arm},
+        )
+        for arm, image in (("a", 4.9), ("b", 4.5), ("off", 7.0))
+        for seed in range(6)
+    ]
+    arms = {arm: {"set": {"optim.eps": arm}} for arm in ("a", "b")} | {"off": {"set": weights}}
+    claim = BASIC | {"metric": "final_loss/image", "min_effect": 0.1, "unchecked": {"learned": "planted losses"}}
+    grid = {"arms": arms, "claims": [claim, POSITIVE]}
+    found = judge(load_study(write_grid(tmp_path / "made", grid, runs)))[0]
+    assert set(found.spread.by_arm) == ({"a", "b", "off"} if trained else {"a", "b"})
+    assert found.verdict == ("inconclusive" if trained else "reproduced")

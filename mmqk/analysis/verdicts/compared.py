@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mmqk.analysis.metrics import FamilyMetric, Measured, Metric, find_metric
+from mmqk.analysis.metrics import FamilyMetric, Measured, Metric, find_metric, is_trained
 from mmqk.analysis.runs.load import Run, once_per_run
 from mmqk.analysis.verdicts.study import Study, StudyArm
 from mmqk.grid.claims import Claim
@@ -186,13 +186,15 @@ def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[fl
     """Return the outcomes for the spread over seeds: of the compared groups and of every other arm of their block and
     point.
 
-    Of several arms whose runs are identical until a fork, only the first is used.
+    An arm that does not train the modality of the metric is left out. Of several arms whose runs are identical until
+    a fork, only the first is used.
     """
     study, claim = compared.study, compared.claim
     by_name = {name: outcomes.measured(name) for name in compared.groups}
     counted = {*compared.groups, *(arm.name for arm in compared.arms)}
     treatment = compared.pair[0].arms[0]
-    if isinstance(find_metric(claim.metric)[0], FamilyMetric):
+    metric, modality = find_metric(claim.metric)
+    if isinstance(metric, FamilyMetric):
         others = list(study.families.values())
     else:
         others = [arm for arm in study.arms.values() if arm.point == treatment.point]
@@ -201,7 +203,8 @@ def spread_outcomes(compared: Compared, outcomes: Outcomes) -> dict[str, list[fl
     for name in (arm.name for arm in others if arm.block == treatment.block and arm.name not in counted):
         other = group(study, claim, name)
         origins = {_origin(run, runs) for run in other.all}
-        if other.arms and not origins & origins_used:
+        trained = not modality or all(is_trained(run, modality) for run in other.all)
+        if other.arms and trained and not origins & origins_used:
             origins_used |= origins
             by_name[name] = measure({name: other}, claim.metric).measured(name)
     return by_name

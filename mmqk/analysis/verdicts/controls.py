@@ -19,7 +19,7 @@ from mmqk.analysis.verdicts.compared import Compared, Group, lost_of, metric_val
 from mmqk.analysis.verdicts.learning_rates import BestRate, chosen, distinguishable, metric_of, value_of
 from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.grid.claims import CHECKS
-from mmqk.store import differing_fields
+from mmqk.store import differing_fields, same_code
 
 BOUND_SLACK = 1.01
 # The smallest number of seeds per arm whose coverage docs/evidence.md reports.
@@ -105,7 +105,7 @@ def only_declared_differences(compared: Compared, rates_chosen: bool) -> Control
         rates_chosen: whether selection runs chose a learning rate for each arm.
     """
     name = CHECKS["declared"]
-    if len({run.code for run in compared.runs}) > 1:
+    if not all(same_code(compared.runs[0].code, run.code) for run in compared.runs):
         return Control(name, False, "the runs were made by different versions of the code")
     if unread := [run.name for run in compared.runs if not run.identity]:
         why = f"the configuration of {plural(len(unread), 'run')} is missing: {unread[0]} has no run.json"
