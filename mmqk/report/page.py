@@ -30,6 +30,7 @@ from mmqk.report.figures.papers import paper_figures
 from mmqk.report.figures.shapes import Figure, Panel
 from mmqk.report.figures.standard import figures
 from mmqk.report.figures.style import arm_colors
+from mmqk.report.figures.survival import survival_figure
 from mmqk.report.findings import about_numbers, cannot_tell, finding, headline, lead
 from mmqk.report.hypotheses import hypothesis_table
 from mmqk.report.ranking import ABOUT, ranking_csv, ranking_figure, ranking_rows
@@ -98,7 +99,7 @@ def _files(findings: Findings) -> dict[str, str | bytes]:
     ranked = ranking(study)
     specified = specifications(study)
     drawn = Drawn(
-        [*figures(study), *outcome_figures(study)],
+        [*figures(study), *filter(None, [survival_figure(study)]), *outcome_figures(study)],
         {id: figure for id, figure in claims.items() if figure is not None},
         paper_figures(study),
         fork_figure(study, nodes),

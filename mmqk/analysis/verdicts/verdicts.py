@@ -30,6 +30,7 @@ from mmqk.analysis.verdicts.assess import Assessment, assess
 from mmqk.analysis.verdicts.claims import by_family, claim_metric
 from mmqk.analysis.verdicts.compared import middle
 from mmqk.analysis.verdicts.controls import Control, reaches
+from mmqk.analysis.verdicts.failures import about_survival
 from mmqk.analysis.verdicts.notes import about_family, about_power, about_seeds, about_spread, about_targets
 from mmqk.analysis.verdicts.study import Claim, Study
 from mmqk.grid.claims import LEANS
@@ -155,6 +156,7 @@ def _judge(
         *about_family(claim, effect, adjusted, assessment.p),
         *about_spread(assessment.spread, effect),
         *about_seeds(claim, effect, assessment.sign_flip),
+        *about_survival(assessment.compared),
     ]
     made = replace(
         made,

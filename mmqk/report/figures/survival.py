@@ -1,0 +1,34 @@
+"""The survival of the arms: the share of runs that have not failed, by step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmqk.analysis.formatting import listed
+from mmqk.analysis.stats.survival import kaplan_meier
+from mmqk.analysis.verdicts.failures import EVENTS, times_to_failure
+from mmqk.analysis.verdicts.study import Study
+from mmqk.report.figures.shapes import Figure, Line, Panel
+from mmqk.report.figures.style import legend
+
+
+def survival_figure(study: Study) -> Figure | None:
+    """Draw the Kaplan-Meier curve of each arm in a claim about a time of failure; None without such a claim."""
+    claims = [claim for claim in study.claims if claim.metric in EVENTS and claim.compared]
+    if not claims:
+        return None
+    metric = claims[0].metric
+    named = dict.fromkeys(arm.name for claim in claims for name in claim.compared for arm in study.arms_of(name))
+    arms = tuple(arm for arm in named if study.finished(arm))
+    lines, counts = [], []
+    for arm in arms:
+        times, failed = times_to_failure(study.finished(arm), metric)
+        steps, shares = kaplan_meier(times, failed)
+        # Stairs: each share lasts until the next failure.
+        lines.append(Line(arm, "", None, np.repeat(steps, 2)[1:], np.repeat(shares, 2)[:-1], "median"))
+        counts.append(f"{sum(failed)} of {len(failed)} ({study.label(arm)})")
+    if not lines:
+        return None
+    caption = "Kaplan-Meier curves over the finished runs. A run that did not fail counts up to its last step."
+    panel = Panel("surviving", "", "share of runs that have not failed", tuple(lines), top=1.05)
+    return Figure("survival", f"Failed runs: {listed(counts)}.", caption, ((panel,),), arms, legend(study, arms))
