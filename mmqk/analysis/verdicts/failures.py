@@ -25,7 +25,7 @@ def times_to_failure(runs: Iterable[Run], metric: str) -> tuple[list[float], lis
 
 
 def about_survival(compared: Compared) -> list[str]:
-    """Return a sentence with the failed runs of both arms and the log-rank test; empty for claims of other metrics."""
+    """Return a sentence with the failed runs of both arms and the log-rank test; empty for other metrics."""
     claim = compared.claim
     if claim.metric not in EVENTS or claim.test != "superiority" or not claim.decided:
         return []

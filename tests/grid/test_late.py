@@ -1,0 +1,82 @@
+"""The grids of late failure: what each arm changes, matched targets, and claims that can be decided."""
+
+from __future__ import annotations
+
+import pytest
+
+from mmqk.analysis.verdicts.claims import check_claims
+from mmqk.analysis.verdicts.decidable import check_decidable
+from mmqk.grid.claims import read_claims
+from mmqk.shards.pairs import read_pairs
+from mmqk.tokenizers import TextTokenizer
+from tests.grid.resolved import ROOT, resolved, unequal
+
+STUDY = "configs/failures/late.yaml"
+
+
+@pytest.fixture(scope="module")
+def study():
+    return resolved(STUDY, seed=11)
+
+
+def test_each_arm_changes_what_it_names(study):
+    _, runs = study
+    changed = {name: unequal(runs["mixed"], run) for name, run in runs.items()}
+    assert changed == {
+        "mixed": set(),
+        "mixed-qk": {"model.qk_norm.kind", "checkpoint.keep"},
+        "image-off": {"loss.weights.image", "data.batch_size", "checkpoint.keep"},
+        "text-only": {"data.mix.pair", "data.seq_len", "checkpoint.keep"},
+        "images-removed": {"data.pairing", "data.batch_size", "data.seq_len", "checkpoint.keep"},
+        "softcap": {"model.attn_softcap", "backend", "checkpoint.keep"},
+        "third": {"optim.lr", "checkpoint.keep"},
+        "decay": {"optim.weight_decay", "checkpoint.keep"},
+    }
+    settings = runs["mixed"]
+    assert (settings.model.n_layers, settings.model.d_model) == (24, 48)
+    assert (settings.optim.schedule, settings.optim.weight_decay, settings.optim.lr) == ("constant", 0.0, 0.01)
+
+
+def test_targets_per_step_are_matched(study):
+    """Counted from the captions and the form of a row alone, as in test_norm_competition_real."""
+    _, runs = study
+    text = TextTokenizer.load(ROOT / "data/tokenizers")
+    captions = [len(text.encode(pair.caption)) for pair in read_pairs(ROOT / "data/emoji", "train")]
+
+    def mean(room: int) -> float:
+        return sum(min(n, room) for n in captions) / len(captions)
+
+    mixed = runs["mixed"].data
+    beside = mixed.seq_len - 128 + 60  # room for a caption beside an image of 64 codes and its special tokens
+    of_text, of_image = 0.75 * (mean(beside) + 3) + 0.25 * (mixed.seq_len - 1), 0.75 * 64
+    total = mixed.batch_size * (of_text + of_image)
+    assert total == pytest.approx(537.3, abs=1)  # as the grid states
+    removed, only = runs["images-removed"].data, runs["text-only"].data
+    captions_alone = 0.75 * (mean(removed.seq_len - 2) + 1) + 0.25 * (removed.seq_len - 1)
+    counts = {
+        "image-off": runs["image-off"].data.batch_size * of_text,
+        "text-only": only.batch_size * (only.seq_len - 1),
+        "images-removed": removed.batch_size * captions_alone,
+    }
+    for arm, count in counts.items():
+        assert count == pytest.approx(total, rel=0.01), arm
+    assert mixed.batch_size * of_text != pytest.approx(total, rel=0.1)  # the control: the batch of the mixed arm
+
+
+def test_claims_can_be_decided(study):
+    grid, _ = study
+    names = {arm.name for arm in grid.arms}
+    claims = read_claims(grid.raw["claims"], names, grid.name, grid.path)
+    check_claims(claims, {name: [{}] for name in names}, str(grid.path))
+    check_decidable(claims, grid.jobs, grid.path)
+    confirmatory = [claim for claim in claims if claim.status == "confirmatory"]
+    assert [claim.alpha_family for claim in confirmatory] == ["late", *["second modality"] * 3]
+    assert all(len(arm.seeds) == 6 == claim.seeds for arm in grid.arms for claim in confirmatory)
+
+
+def test_the_rehearsal_trains_the_same_settings(study):
+    """It differs in the seed and the length only."""
+    _, runs = study
+    _, rehearsal = resolved("configs/failures/late_rehearsal.yaml", seed=0)
+    assert unequal(runs["mixed"], rehearsal["mixed"]) == {"seed", "trainer.max_steps", "checkpoint.keep"}
+    assert unequal(runs["mixed-qk"], rehearsal["mixed-qk"]) == {"seed", "trainer.max_steps"}
