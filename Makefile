@@ -37,7 +37,7 @@ demo: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/ablations/demo.yaml --jobs 2
 	$(PYTHON) -m mmqk.report runs/demo --out reports/demo
 
-# One pool of runs, about 70 minutes on two cores; MINUTES=50 stops after 50 minutes, the next call continues.
+# One pool of runs, about 94 minutes on two cores; MINUTES=50 stops after 50 minutes, the next call continues.
 claims: $(if $(filter $(VENV_PYTHON),$(PYTHON)),.venv/installed)
 	$(PYTHON) -m mmqk.ablate --config configs/claims/learning_rates.yaml --config configs/claims/modalities.yaml \
 		--config configs/claims/placement.yaml --config configs/claims/competition.yaml \
