@@ -217,9 +217,7 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
     unfinished = job.out / UNFINISHED
     stats = {shard.part: shard.path.stat() for shard in shards}
     states = {part: [stat.st_size, stat.st_mtime_ns] for part, stat in stats.items()}
-    kept = ((shard.part, _kept_record(unfinished / f"{shard.part}.json")) for shard in shards)
-    # A shard that has changed since then is tokenized again.
-    records = {part: k["record"] for part, k in kept if k.get("state") == states[part] and "record" in k}
+    records = _finished(unfinished, states)
     left = [shard for shard in shards if shard.part not in records]
     _remove_parts(job.out, {shard.part for shard in left})
     broken: list[str] = []
@@ -246,7 +244,9 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
             with closing(progress.progress):
                 run_shards(job, left, min(cores if workers is None else workers, len(left)), handle, progress)
     except KeyboardInterrupt:
-        print(f"{len(records)} of {len(shards)} shards are kept in {job.out}: the same command continues")
+        # Count the files: the interrupt may have come between the write of a record and the next line.
+        kept = len(_finished(unfinished, states))
+        print(f"{kept} of {len(shards)} shards are kept in {job.out}: the same command continues")
         raise
     if broken:
         more = f"; and {len(broken) - 3} more" if len(broken) > 3 else ""
@@ -255,6 +255,12 @@ def _tokenize(job: TokenizeJob, shards: list[ShardPart], workers: int | None) ->
             "the others are kept, and the same command continues once these are repaired"
         )
     return [records[shard.part] for shard in shards]
+
+
+def _finished(unfinished: Path, states: Mapping[str, list[int]]) -> dict[str, dict[str, Any]]:
+    """Return the records of the finished shards by part; a shard that has changed since then is tokenized again."""
+    kept = {part: _kept_record(unfinished / f"{part}.json") for part in states}
+    return {part: k["record"] for part, k in kept.items() if k.get("state") == states[part] and "record" in k}
 
 
 def _kept_record(path: Path) -> dict[str, Any]:

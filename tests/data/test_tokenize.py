@@ -549,6 +549,24 @@ def test_ctrl_c_ends_the_workers_at_once(shards: Path, tiny_data: Path, tmp_path
     assert "2 of 4 shards are kept" in printed
 
 
+def test_an_interrupt_right_after_a_record_was_written_counts_its_shard(
+    run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C can come between the write of a record and the next line of the command."""
+    write, written = tokenize.write_json, []
+
+    def interrupted(path: Path, record: Any) -> None:
+        write(path, record)
+        written.append(path.name)
+        if path.name == "00001.json":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenize, "write_json", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(*pattern(shards))
+    assert "2 of 4 shards are kept" in capsys.readouterr().out, written
+
+
 def test_a_killed_worker_ends_the_command_and_finished_shards_are_kept(
     run: Any, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
