@@ -1,8 +1,8 @@
 """Packs: one zip file with what a report needs of a folder of runs.
 
 A pack has the records, metrics and alarms of every run, and the registration of the grid; not checkpoints and
-TensorBoard events. Two packs of the same runs are the same bytes, and the report of a pack equals the report of the
-folder.
+TensorBoard events. Command lines and base configs in it have no absolute paths, because packs are shared. Two packs of
+the same runs are the same bytes, and the report of a pack equals the report of the folder.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from mmqk.store.errors import UserError
 from mmqk.store.files import read_regular, write_atomic
 from mmqk.store.folder import find_runs
+from mmqk.store.formatting import without_roots
 from mmqk.store.metrics import METRICS_NAME, parse_line
 
 ABLATION = "ablation.json"
@@ -60,7 +61,7 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
         raise UserError(f"{folder} is not a folder: give one that mmqk.train or mmqk.ablate has written")
     content: dict[str, bytes] = {}
     if (folder / ABLATION).exists():
-        content[ABLATION] = read_regular(folder / ABLATION)
+        content[ABLATION] = _without_paths(read_regular(folder / ABLATION), "grid", "base")
     thinned = []
     for run in find_runs(folder):
         name = run.relative_to(folder).as_posix()
@@ -69,6 +70,8 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
         for file in FILES:
             if (run / file).exists():
                 content[str(PurePosixPath(name, file))] = read_regular(run / file)
+        if (record := str(PurePosixPath(name, "run.json"))) in content:
+            content[record] = _without_paths(content[record], "details", "command")
         path = str(PurePosixPath(name, METRICS_NAME))
         if path in content and not (run / THINNED).exists():
             content[path], record = _small(content[path]) if small else _thinned(content[path])
@@ -82,6 +85,20 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, packed.getvalue())
     return thinned
+
+
+def _without_paths(content: bytes, *keys: str) -> bytes:
+    """Return a JSON file whose value at these keys has relative paths; the file unchanged if it has no such value."""
+    try:
+        record = json.loads(content)
+        inner = record[keys[0]]
+        relative = without_roots(inner[keys[1]])
+    except (ValueError, LookupError, TypeError):
+        return content  # a damaged record is packed as it is
+    if relative == inner[keys[1]]:
+        return content
+    inner[keys[1]] = relative
+    return json.dumps(record, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
 def _thinned(metrics: bytes) -> tuple[bytes, dict[str, Any]]:

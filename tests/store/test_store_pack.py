@@ -187,3 +187,20 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
         pack([str(folder), "--out", "demo"])
     with pytest.raises(UserError, match="is not a folder"):
         pack(["nothing"])
+
+
+def test_a_pack_has_no_absolute_path_in_its_commands(folder, tmp_path):
+    copy = tmp_path / "demo"
+    shutil.copytree(folder, copy)
+    path = next(copy.rglob("run.json"))
+    record = json.loads(path.read_text())
+    command = ["python", "-m", "mmqk.train", "--config", "/home/me/lab/configs/demo.yaml", "--seed=1"]
+    record["details"]["command"] = command
+    path.write_text(json.dumps(record))
+    write_pack(copy, tmp_path / "demo.zip")
+    found = json.loads((unpacked(tmp_path / "demo.zip") / path.relative_to(copy)).read_text())
+    assert found["details"]["command"] == [*command[:4], "configs/demo.yaml", "--seed=1"]
+    assert found["identity"] == record["identity"] and found["id"] == record["id"]
+    with zipfile.ZipFile(tmp_path / "demo.zip") as archive:
+        assert not any(b"/home/me" in archive.read(name) for name in archive.namelist())
+    assert "/home/me" in path.read_text()  # the control
