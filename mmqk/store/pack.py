@@ -1,8 +1,8 @@
 """Packs: one zip file with what a report needs of a folder of runs.
 
 A pack has the records, metrics and alarms of every run, and the registration of the grid; not checkpoints and
-TensorBoard events. Command lines and base configs in it have no absolute paths, because packs are shared. Two packs of
-the same runs are the same bytes, and the report of a pack equals the report of the folder.
+TensorBoard events. Command lines and base configs in it have no absolute paths, because packs are shared. Two packs
+of the same runs are the same bytes, and the report of a pack equals the report of the folder.
 """
 
 from __future__ import annotations
