@@ -83,6 +83,12 @@ def main() -> int:
             module.prepare(shared)
             print(module.case(args.case, rng(args.seed, part, args.case), shared, work))
         return 0
+    if len(parts) > 1:
+        # Each part needs a fork server of its own, and a process can have only one.
+        command = [sys.executable, "-m", "tests.soak", f"--out={args.out}", f"--seed={args.seed}", f"--jobs={args.jobs}"]
+        command += ["--quick"] if args.quick else []
+        command += [f"--cases={args.cases}"] if args.cases else []
+        return max(subprocess.run([*command, f"--part={part}"]).returncode for part in parts)
     out = args.out / f"{commit()}-seed{args.seed}"
     out.mkdir(parents=True, exist_ok=True)
     faults = 0
