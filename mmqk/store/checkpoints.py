@@ -97,6 +97,7 @@ def write_checkpoint(path: Path, write: Callable[[_Hashed], None]) -> None:
         OSError: the file cannot be written, or its content differs when read back; ``path`` is then unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    sync_folder(path.parent.parent)  # otherwise a crash can lose the folder with all its checkpoints
     partial = path.with_suffix(PARTIAL_SUFFIX)
     with replacing(path, partial) as file:
         hashed = _Hashed(file)

@@ -1,7 +1,7 @@
 """The soak: thousands of planted faults, each in a process of its own, and a count of how mmqk ended.
 
 ``python -m tests.soak --out runs/soak`` runs every part, ``--quick`` a few cases of each, ``--part NAME`` one part,
-``--case N`` one case again, in the open. A second call continues. A part is a module of this folder with
+``--case N`` one case again. A second call continues. A part is a module of this folder with
 
     CASES, QUICK   numbers of cases
     SECONDS        a case that takes longer has hung
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mmqk.ablation.pool import PRELOAD, start_server
-from tests.soak.cases import attempt, rng
+from tests.soak.cases import attempt
 
 # Modules of this folder.
 PARTS: tuple[str, ...] = ("bad_configs", "bad_shards", "file_layer", "kills", "long_runs", "numbers")
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few cases of each part")
     parser.add_argument("--cases", type=int, help="this many cases of each part")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="only this case of the part, its output on the terminal")
+    parser.add_argument("--case", type=int, help="only this case of the part")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     parts = args.part or PARTS
@@ -78,15 +78,15 @@ def main() -> int:
         (part,) = parts
         module = importlib.import_module(f"tests.soak.{part}")
         with tempfile.TemporaryDirectory() as root:
-            (shared := Path(root) / "shared").mkdir()
-            (work := Path(root) / "case").mkdir()
-            module.prepare(shared)
-            print(module.case(args.case, rng(args.seed, part, args.case), shared, work))
-        return 0
+            module.prepare(Path(root))
+            start_server([*PRELOAD, f"tests.soak.{part}"])
+            line = attempt(part, args.case, args.seed, module.SECONDS, Path(root))
+        print(line.get("outcome") or line["fault"])
+        return int("fault" in line)
     if len(parts) > 1:
         # Each part needs a fork server of its own, and a process can have only one.
-        command = [sys.executable, "-m", "tests.soak", f"--out={args.out}", f"--seed={args.seed}", f"--jobs={args.jobs}"]
-        command += ["--quick"] if args.quick else []
+        command = [sys.executable, "-m", "tests.soak", f"--out={args.out}", f"--seed={args.seed}"]
+        command += [f"--jobs={args.jobs}", *(["--quick"] if args.quick else [])]
         command += [f"--cases={args.cases}"] if args.cases else []
         return max(subprocess.run([*command, f"--part={part}"]).returncode for part in parts)
     out = args.out / f"{commit()}-seed{args.seed}"

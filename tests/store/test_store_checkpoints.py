@@ -153,3 +153,20 @@ def test_the_error_of_a_write_is_not_hidden_by_that_of_the_writer(tmp_path, site
     with Disk(tmp_path, site).mounted(), pytest.raises(error):
         write_checkpoint(tmp_path / "step00000010.ckpt", as_torch_does)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files come from /proc")
+def test_the_folder_of_the_first_checkpoint_is_durable_before_it(tmp_path, monkeypatch):
+    """A crash can lose a new folder until its parent was synced, and with it every checkpoint inside."""
+    synced, fsync = [], os.fsync
+
+    def recording(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recording)
+    run = tmp_path / "run"
+    run.mkdir()
+    write_checkpoint(run / "checkpoints/step00000001.ckpt", lambda file: file.write(b"content"))
+    assert synced.index(run) < synced.index(run / "checkpoints")
+    assert tmp_path not in synced  # the control: only folders that changed
