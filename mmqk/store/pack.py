@@ -70,8 +70,8 @@ def write_pack(folder: Path, out: Path, small: bool = False) -> list[str]:
         for file in FILES:
             if (run / file).exists():
                 content[str(PurePosixPath(name, file))] = read_regular(run / file)
-        if (record := str(PurePosixPath(name, "run.json"))) in content:
-            content[record] = _without_paths(content[record], "details", "command")
+        if (stored := str(PurePosixPath(name, "run.json"))) in content:
+            content[stored] = _without_paths(content[stored], "details", "command")
         path = str(PurePosixPath(name, METRICS_NAME))
         if path in content and not (run / THINNED).exists():
             content[path], record = _small(content[path]) if small else _thinned(content[path])

@@ -215,10 +215,11 @@ def norms(study: Study) -> Figure | None:
             title = f"{symbol}, {modality} tokens"
             row.append(Panel(f"{statistic}/{modality}", title, f"mean {symbol} (L2)", lines, log=True))
             for arm in arms:
+                of_arm = [line for line in lines if line.arm == arm and line.values[0] > 0]
+                of_runs = [line for line in of_arm if line.seed is not None]
+                # With many runs the lines are medians only.
                 growth[(symbol, modality, arm)] = middle(
-                    line.values[-1] / line.values[0]
-                    for line in lines
-                    if line.arm == arm and line.seed is not None and line.values[0] > 0
+                    line.values[-1] / line.values[0] for line in of_runs or of_arm
                 )
         if any(panel.lines for panel in row):
             rows.append(tuple(row))
