@@ -79,7 +79,7 @@ def _table() -> str:
     lines = ["mmqk: an open laboratory for multimodal training instability.", ""]
     for name, (_, arguments, purpose) in COMMANDS.items():
         example = f"mmqk {name} {arguments}".rstrip()
-        # A long example has a line of its own.
+        # A long example gets its own line.
         gap = " " * (WIDTH - len(example)) if len(example) <= WIDTH else f"\n  {'':{WIDTH}}"
         lines.append(f"  {example}{gap}  {purpose}")
     lines += ["", "Each takes --help; the first three are the ones to learn. mmqk --version prints the version."]

@@ -13,6 +13,7 @@ from mmqk.analysis.stats import AnyEffect
 from mmqk.analysis.stats.auroc import Auroc
 from mmqk.analysis.stats.effects import Effect
 from mmqk.analysis.stats.exact import Counts
+from mmqk.analysis.verdicts.claims import counted_label, measured_label
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict, detectable_in_words, middle
 from mmqk.grid.claims import CHECKS
@@ -80,17 +81,15 @@ def _measured(study: Study, verdict: Verdict, effect: AnyEffect) -> str:
     tail = _tail(verdict)
     if claim.test == "count":
         shares = [f"{a} of {n} in “{study.label(arm)}”" for arm, (a, n) in verdict.counts.items()]
-        which = verdict.metric.label.removeprefix("share of runs ")
         interval = f"95 % interval {words['low']} to {words['high']}"
-        return f"Runs {which}: {listed(shares)} (difference {words['ratio']}, {interval}){tail}"
+        return f"Runs {counted_label(claim)}: {listed(shares)} (difference {words['ratio']}, {interval}){tail}"
     if isinstance(effect, Auroc):
         failed = [f"{a} of {n} in “{study.label(arm)}”" for arm, (a, n) in verdict.counts.items()]
         interval = (
             f"95 % interval {words['low']} to {words['high']}" if effect.has_interval else "no interval"
         )
-        label = verdict.metric.label.removeprefix("AUROC of the ")
         auroc = f"with an AUROC of {words['size']} ({interval})"
-        return f"The {label} predicts failed runs ({listed(failed)}) {auroc}{tail}"
+        return f"The {measured_label(claim)} predicts failed runs ({listed(failed)}) {auroc}{tail}"
     metric = verdict.metric
     verb = "ended" if isinstance(metric, Metric) and not metric.counts_failures else "was"
     low, high, than = words["low"], words["high"], "as"
@@ -194,9 +193,8 @@ def effect_and_medians(study: Study, verdict: Verdict) -> tuple[str, str]:
 
 def _medians(verdict: Verdict) -> str:
     """Return the metric, with ", medians" if the numbers by arm are medians of several runs; effects are means."""
-    return capital(verdict.metric.label.removeprefix("AUROC of the ")) + (
-        ", medians" if _several(verdict) else ""
-    )
+    label = verdict.metric.label if verdict.claim.test == "count" else measured_label(verdict.claim)
+    return capital(label) + (", medians" if _several(verdict) else "")
 
 
 def _several(verdict: Verdict) -> bool:

@@ -179,7 +179,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def drive(fake, tmp_path):
-    """Start a pool with two hanging runs in a process group of its own, as a terminal does."""
+    """Start a pool with two hanging runs in its own process group, as a terminal does."""
     (tmp_path / "driver.py").write_text(DRIVER)
     started = []
 

@@ -241,7 +241,7 @@ def test_what_cannot_be_used_is_counted(run: Any, tmp_path: Path) -> None:
 
 
 def test_files_that_the_key_rule_takes_together_are_counted(run: Any, tmp_path: Path) -> None:
-    """One hundred pairs that share their name up to its first dot are one sample, and a line says so."""
+    """One hundred pairs whose names are equal up to the first dot count as one sample, and a message reports it."""
     dotted = [(f"photo.{s:04d}.{f}", picture(s) if f == "jpg" else b"a") for s in range(100) for f in ("jpg", "txt")]
     path = write_tar(tmp_path / "a.tar", [*pair(0), *dotted])
     out, printed = run("--shards", str(path))

@@ -1,4 +1,4 @@
-"""The soak: thousands of planted faults, each in a process of its own, and a count of how mmqk ended.
+"""The soak: thousands of planted faults, each in its own process, and a count of how mmqk ended.
 
 ``python -m tests.soak --out runs/soak`` runs every part, ``--quick`` a few cases of each, ``--part NAME`` one part,
 ``--case N`` one case again. A second call continues. A part is a module of this folder with
@@ -84,7 +84,7 @@ def main() -> int:
         print(line.get("outcome") or line["fault"])
         return int("fault" in line)
     if len(parts) > 1:
-        # Each part needs a fork server of its own, and a process can have only one.
+        # A process can have only one fork server, and each part needs its own.
         command = [sys.executable, "-m", "tests.soak", f"--out={args.out}", f"--seed={args.seed}"]
         command += [f"--jobs={args.jobs}", *(["--quick"] if args.quick else [])]
         command += [f"--cases={args.cases}"] if args.cases else []

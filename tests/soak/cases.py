@@ -1,4 +1,4 @@
-"""One case of the soak in a process of its own, with a limit of time."""
+"""One case of the soak in its own process, with a time limit."""
 
 from __future__ import annotations
 

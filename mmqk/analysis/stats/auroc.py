@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from mmqk.analysis.stats.interval import CONFIDENCE, WithInterval
+
 FEWEST_OF_EACH = 10
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Auroc:
+class Auroc(WithInterval):
     """Share of pairs (a failed run and a survivor) in which the failed run has the higher score.
 
     It has the interface of `mmqk.analysis.stats.effects.Effect`: value, interval at a level, p-value at a threshold.
@@ -49,16 +50,6 @@ class Auroc:
     def has_interval(self) -> bool:
         """Whether there are enough runs for an interval."""
         return math.isfinite(self.error)
-
-    @property
-    def low(self) -> float:
-        """Lower end of the 95 % interval; NaN without one."""
-        return self.interval(1 - CONFIDENCE)[0]
-
-    @property
-    def high(self) -> float:
-        """Upper end of the 95 % interval; NaN without one."""
-        return self.interval(1 - CONFIDENCE)[1]
 
     def interval(self, alpha: float) -> tuple[float, float]:
         """Return the interval at confidence 1 - alpha."""

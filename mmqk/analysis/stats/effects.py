@@ -18,7 +18,8 @@ from typing import Literal
 import numpy as np
 from scipy import special, stats
 
-CONFIDENCE = 0.95
+from mmqk.analysis.stats.interval import WithInterval
+
 POWER = 0.8
 
 
@@ -40,7 +41,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Effect:
+class Effect(WithInterval):
     """A difference of two arms on the scale of the outcome.
 
     Attributes:
@@ -63,16 +64,6 @@ class Effect:
     def has_interval(self) -> bool:
         """Whether there are enough seeds for an interval."""
         return math.isfinite(self.error)
-
-    @property
-    def low(self) -> float:
-        """Lower end of the 95 % interval; NaN without one."""
-        return self.interval(1 - CONFIDENCE)[0]
-
-    @property
-    def high(self) -> float:
-        """Upper end of the 95 % interval; NaN without one."""
-        return self.interval(1 - CONFIDENCE)[1]
 
     def interval(self, alpha: float) -> tuple[float, float]:
         """Return the interval at confidence 1 - alpha."""

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from mmqk.analysis.stats.interval import WithInterval
+
 NUISANCE = np.linspace(0, 1, 201)
 MOST_FLIPPED = 40
 _TIE = 1e-9
@@ -83,7 +85,7 @@ def _binomial(n: int, shares: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True)
-class Counts:
+class Counts(WithInterval):
     """Difference of two shares: ``a`` of ``n_treatment`` runs minus ``b`` of ``m``.
 
     It has the interface of `mmqk.analysis.stats.effects.Effect`: value, interval at a level, p-value at a threshold.
@@ -113,16 +115,6 @@ class Counts:
     def has_interval(self) -> bool:
         """Always True; the interval may be wide."""
         return True
-
-    @property
-    def low(self) -> float:
-        """Lower end of the 95 % interval."""
-        return self.interval(0.05)[0]
-
-    @property
-    def high(self) -> float:
-        """Upper end of the 95 % interval."""
-        return self.interval(0.05)[1]
 
     def interval(self, alpha: float) -> tuple[float, float]:
         """Return the exact interval at confidence 1 - alpha."""

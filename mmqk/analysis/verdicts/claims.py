@@ -16,19 +16,33 @@ MOST_CONFIRMATORY = 6
 
 def claim_metric(claim: Claim) -> Metric | FamilyMetric:
     """Return the metric of a claim; for a count, the share of runs; for a prediction, the AUROC."""
-    metric, modality = find_metric(claim.metric)
-    if modality:
-        metric = replace(metric, label=f"{metric.label} ({modality})")
-    if claim.test not in ("count", "prediction") or not claim.decided or isinstance(metric, FamilyMetric):
+    metric, _ = find_metric(claim.metric)
+    metric = replace(metric, label=measured_label(claim))
+    if not claim.decided or isinstance(metric, FamilyMetric):
         return metric
+    if claim.test == "count":
+        return replace(
+            metric, label=f"share of runs {counted_label(claim)}", unit="", scale="linear", worst="high"
+        )
     if claim.test == "prediction":
         return replace(metric, label=f"AUROC of the {metric.label}", unit="", scale="linear", worst="low")
-    counted = "that diverged"
-    if not math.isnan(claim.at_least):
-        bound = "at least" if metric.worst == "high" else "at most"
-        counted = "" if metric.counts_failures else f"{counted} or "
-        counted += f"whose {metric.label} is {bound} {claim.at_least:g}"
-    return replace(metric, label=f"share of runs {counted}", unit="", scale="linear", worst="high")
+    return metric
+
+
+def measured_label(claim: Claim) -> str:
+    """Return what is measured of each run, with its modality."""
+    metric, modality = find_metric(claim.metric)
+    return f"{metric.label} ({modality})" if modality else metric.label
+
+
+def counted_label(claim: Claim) -> str:
+    """Return which runs a claim counts, as the relative clause "that diverged or whose …"."""
+    if math.isnan(claim.at_least):
+        return "that diverged"
+    metric, _ = find_metric(claim.metric)
+    diverged = "" if isinstance(metric, Metric) and metric.counts_failures else "that diverged or "
+    bound = "at least" if metric.worst == "high" else "at most"
+    return f"{diverged}whose {measured_label(claim)} is {bound} {claim.at_least:g}"
 
 
 def check_claims(

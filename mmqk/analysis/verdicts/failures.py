@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from mmqk.analysis.formatting import listed
@@ -35,5 +36,5 @@ def about_survival(compared: Compared) -> list[str]:
         f"{sum(failed)} of {len(failed)} in {group.label}"
         for group, (_, failed) in zip(compared.pair, groups, strict=True)
     ]
-    test = f"; log-rank test of equal survival: p = {p:.2g}" if p == p else ""
+    test = f"; log-rank test of equal survival: p = {p:.2g}" if not math.isnan(p) else ""
     return [f"Failed runs: {listed(counts)}{test}."]

@@ -13,6 +13,7 @@ import numpy as np
 from mmqk.analysis.formatting import capital, nats, number, plural, slug
 from mmqk.analysis.metrics import FamilyMetric, Metric, final_loss, find_metric
 from mmqk.analysis.runs.load import Run, Series
+from mmqk.analysis.verdicts.claims import counted_label
 from mmqk.analysis.verdicts.study import Study
 from mmqk.analysis.verdicts.verdicts import Verdict
 from mmqk.report.figures.curves import arm_lines, points_a_line
@@ -93,12 +94,9 @@ def _reading(verdict: Verdict, label: str, arms: Sequence[str], study: Study) ->
     if verdict.counts:
         # The curves show the metric; the verdict counts runs.
         counts = [f"{a} of {n} ({study.label(arm)})" for arm, (a, n) in verdict.counts.items()]
-        what = (
-            "failed runs"
-            if verdict.claim.test == "prediction"
-            else verdict.metric.label.replace("share of", "")
-        )
-        return f"{capital(what.strip())}: {', '.join(counts)}."
+        claim = verdict.claim
+        which = "Failed runs" if claim.test == "prediction" else f"Runs {counted_label(claim)}"
+        return f"{which}: {', '.join(counts)}."
     medians = [f"{number(value)} ({study.label(arm)})" for arm, value in verdict.medians.items()]
     return f"{capital(label)}: {', '.join(medians)}." if medians else f"{capital(label)}."
 

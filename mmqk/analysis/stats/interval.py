@@ -1,0 +1,30 @@
+"""The interface of all effects: a value with an interval at a level."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+CONFIDENCE = 0.95
+
+
+class WithInterval(ABC):
+    """A number with an interval, whose ends at 95 % have names."""
+
+    @property
+    @abstractmethod
+    def has_interval(self) -> bool:
+        """Whether there are enough runs for an interval."""
+
+    @abstractmethod
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """Return the interval at confidence 1 - alpha; two NaN without one."""
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95 % interval; NaN without one."""
+        return self.interval(1 - CONFIDENCE)[0]
+
+    @property
+    def high(self) -> float:
+        """Upper end of the 95 % interval; NaN without one."""
+        return self.interval(1 - CONFIDENCE)[1]
