@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 
 from mmqk.config import Parent, build_parser, print_yaml, resolve
 from mmqk.config.sentences import RENAMED
+from mmqk.grid.grid import load_grid
 from mmqk.store import OneSentenceParser, UserError, cli_main, differing_fields, flatten, read_metrics
 from mmqk.train import main
 
@@ -98,8 +100,37 @@ def test_a_mistake_is_one_sentence_and_nothing_is_made(tiny_args, tmp_path, caps
 def test_a_mistake_in_a_file_is_named_too(tiny_args, tmp_path, yaml, says):
     path = tmp_path / "bad.yaml"
     path.write_text(yaml)
-    with pytest.raises(UserError, match=says):
-        resolve([f"--config={path}", *tiny_args])
+    good = tmp_path / "good.yaml"
+    good.write_text("optim: {lr: 0.5}\n")
+    for files in ([f"--config={path}"], ["--config", str(good), "--config", str(path)]):
+        with pytest.raises(UserError, match=says) as refusal:
+            resolve([*files, *tiny_args])
+        # A value that is checked after all files are merged names its field only.
+        assert (str(path) in str(refusal.value)) == (says != "optim is not one value")
+        assert str(good) not in str(refusal.value)
+
+
+def test_a_mistake_on_the_command_line_names_no_file(tiny_args, tmp_path):
+    (tmp_path / "good.yaml").write_text("optim: {lr: 0.5}\n")
+    with pytest.raises(UserError, match=r"^There is no field 'optim\.rate'"):
+        resolve([f"--config={tmp_path / 'good.yaml'}", "--optim.rate=1", *tiny_args])
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path: path.write_bytes(b"\xff\xfe"), "it is not UTF-8 text"),
+        (lambda path: (path.touch(), os.truncate(path, 2**32)), "it has more than 32 MiB"),
+        (os.mkfifo, "it is not a file"),
+    ],
+)
+def test_a_config_that_is_not_a_text_file_is_refused_at_once(tmp_path, make, why):
+    """A config and a grid; the control is every other test."""
+    path = tmp_path / "bad.yaml"
+    make(path)
+    for read in (lambda: resolve([f"--config={path}"]), lambda: load_grid(path)):
+        with pytest.raises(UserError, match=re.escape(f"{path} cannot be read ({why})")):
+            read()
 
 
 def test_files_merge_and_the_command_line_wins(tiny_args, tmp_path):
@@ -323,8 +354,8 @@ def test_a_renamed_field_is_refused_with_its_new_name(tiny_args, tmp_path, old):
     config = tmp_path / "old.yaml"
     section, _, field = old.rpartition(".")
     config.write_text(f"{section}: {{{field}: {value}}}\n" if section else f"{field}: {value}\n")
-    for argv in ([f"--{old}={value}"], [f"--config={config}"]):
-        sentence = rf"^{re.escape(old)}[.\w]* has a new name: write {re.escape(new)}[.\w]*\.$"
+    for argv, file in ([f"--{old}={value}"], ""), ([f"--config={config}"], f"{config}: "):
+        sentence = rf"^{re.escape(file)}{re.escape(old)}[.\w]* has a new name: write {re.escape(new)}[.\w]*\.$"
         with pytest.raises(UserError, match=sentence):
             resolve([*tiny_args, *argv])
     fields = flatten(build_parser().get_defaults().as_dict())

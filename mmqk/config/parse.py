@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -36,7 +37,15 @@ from mmqk.data.config import SOURCE_FIELDS, layout
 from mmqk.model.backend_check import BACKENDS, check_backend
 from mmqk.model.config import ModelConfig
 from mmqk.ranges import MOST_SEED, Range, decimal_numbers
-from mmqk.store import OneSentenceParser, UserError, flatten, identity_hash, with_configs, with_dashes
+from mmqk.store import (
+    OneSentenceParser,
+    UserError,
+    flatten,
+    identity_hash,
+    read_utf8,
+    with_configs,
+    with_dashes,
+)
 
 T = TypeVar("T")
 # Ranges of the numbers outside of the sections.
@@ -171,8 +180,31 @@ def _parser_of(kind: type) -> Parser:
 
 
 def _parse(argv: list[str], parser: Parser) -> Namespace:
+    words = with_dashes(parser, argv)
+    pairs = ((*word.partition("=")[::2], after) for word, after in itertools.pairwise([*words, ""]))
+    files = [path for flag, value, after in pairs if flag == "--config" and os.path.exists(path := value or after)]
+    for path in files:
+        read_utf8(Path(path), "check the path after --config")  # jsonargparse reads anything, at any length
     try:
-        return parser.parse_args(with_dashes(parser, argv))
+        return _parse_words(words, parser)
+    except UserError as error:
+        if named := next((path for path in files if _fails_alike(path, parser, error)), None):
+            raise UserError(f"{named}: {error}") from error
+        raise
+
+
+def _fails_alike(path: str, parser: Parser, expected: UserError) -> bool:
+    """Return whether a config file alone raises the same error."""
+    try:
+        _parse_words(["--config", path], parser)
+    except UserError as error:
+        return str(error) == str(expected)
+    return False
+
+
+def _parse_words(argv: list[str], parser: Parser) -> Namespace:
+    try:
+        return parser.parse_args(argv)
     except ArgumentError as error:
         raise UserError(sentence_of(str(error), parser)) from error
     except OverflowError as error:

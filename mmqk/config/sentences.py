@@ -58,7 +58,7 @@ def sentence_of(message: str, parser: ArgumentParser) -> str:
     if group := re.search(r"Parser key \"([\w.]+)\": Unable to load config '(.*?)'", flat):
         return f"{group[1]} is a group of fields, not {shortened(group[2])}: set one of them, as --help lists them."
     if broken := re.search(r"Problems parsing config: (.*)", flat):
-        return f"A file given with --config is not the YAML of a run ({broken[1]}): check the path."
+        return f"This is not the YAML of a run ({broken[1]}): check the path."
     if union := re.search(r'Parser key "([\w.]+)": Does not validate .*?Subtypes: \[(.*?)\] Errors', flat):
         value = re.search(r"Given value: (.*)", flat)
         given = shortened(value[1]) if value else "'?'"

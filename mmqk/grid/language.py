@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from mmqk.ranges import MOST_SEED, decimal_numbers, shortened
-from mmqk.store import UserError
+from mmqk.store import UserError, read_utf8
 
 T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]*(-[A-Za-z0-9_.]+)*")
@@ -52,13 +52,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read, is not YAML or not a mapping, has a duplicate key or a number that is not
             finite.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(
-            f"{path} cannot be read ({reason}): give a grid such as those in configs/ablations"
-        ) from error
+    text = read_utf8(path, "give a grid such as those in configs/ablations")
     try:
         raw = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

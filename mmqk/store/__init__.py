@@ -22,6 +22,7 @@ from mmqk.store.files import (
     parse_json,
     read_json,
     read_regular,
+    read_utf8,
     replacing,
     write_atomic,
     write_folder,

@@ -21,6 +21,7 @@ from mmqk.store.errors import UserError
 TEMPORARY_SUFFIX = ".mmqk-tmp"
 
 MOST_BYTES = 32 * 2**20
+MOST_READ = 2**31  # metrics.jsonl is read at once
 MOST_DEPTH = 64
 MOST_INTEGER = 2**63 - 1  # largest int64
 RESTORE = "restore it from a copy, or remove it"
@@ -177,10 +178,26 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         raise
 
 
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a file; see `open_regular`."""
+def read_regular(path: str | os.PathLike[str], most: int = MOST_READ) -> bytes:
+    """Return the content of a file of at most ``most`` bytes; see `open_regular`."""
     with naming(Path(path)), open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(None, f"it has more than {most // 2**20} MiB")
         return file.read()
+
+
+def read_utf8(path: Path, advice: str = RESTORE) -> str:
+    """Return the text of a file that somebody wrote, of at most `MOST_BYTES`.
+
+    Raises:
+        DamagedFile: the path is missing or not a regular file, or the file is too large or not UTF-8.
+    """
+    try:
+        return read_regular(path, MOST_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise DamagedFile(path, "it is not UTF-8 text", advice) from error
+    except OSError as error:
+        raise DamagedFile(path, error.strerror or "it cannot be opened", advice) from error
 
 
 def parse_json(text: bytes | str) -> Any:

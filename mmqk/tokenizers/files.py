@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from mmqk.store import UserError
+from mmqk.store import UserError, read_regular
 
 TEXT_FILE = "text.json"
 IMAGE_FILE = "image.safetensors"
@@ -45,7 +45,7 @@ def tokenizers_hash(folder: Path | str) -> str:
     """
     digest = hashlib.sha256()
     for name in (TEXT_FILE, IMAGE_FILE):
-        content = existing_file(folder, name).read_bytes()
+        content = read_regular(existing_file(folder, name))
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:HASH_DIGITS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -24,13 +25,14 @@ def rng(seed: int, part: str, number: int) -> random.Random:
     return random.Random(f"{seed} {part} {number}")
 
 
-def run_case(part: str, number: int, seed: int, shared: Path, work: Path) -> None:
+def run_case(part: str, number: int, seed: int, seconds: float, shared: Path, work: Path) -> None:
     """Run a case in a separate process; the outcome is written to ``work``.json."""
     os.setpgid(0, 0)  # what a case leaves behind ends with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED)  # the fork server blocks them
     output = os.open(f"{work}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.dump_traceback_later(seconds)  # shows where a case hangs
     try:
         outcome = importlib.import_module(f"tests.soak.{part}").case(
             number, rng(seed, part, number), shared, work
@@ -46,15 +48,18 @@ def attempt(part: str, number: int, seed: int, seconds: float, shared: Path) -> 
         work = Path(root) / "case"
         work.mkdir()
         began = time.monotonic()
-        process = get_context("forkserver").Process(target=run_case, args=(part, number, seed, shared, work))
+        limit = SLOW * seconds
+        process = get_context("forkserver").Process(
+            target=run_case, args=(part, number, seed, 0.9 * limit, shared, work)
+        )
         process.start()
-        process.join(SLOW * seconds)
+        process.join(limit)
+        log = Path(f"{work}.log").read_text()[-2000:] if Path(f"{work}.log").exists() else "no output"
         if process.is_alive():
-            result = {"fault": f"no end after {SLOW * seconds:.0f} s"}
+            result = {"fault": f"no end after {limit:.0f} s: {log}"}
         elif Path(f"{work}.json").exists():
             result = json.loads(Path(f"{work}.json").read_text())
         else:
-            log = Path(f"{work}.log").read_text()[-2000:] if Path(f"{work}.log").exists() else "no output"
             result = {"fault": f"the process ended with {process.exitcode}: {log}"}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -66,6 +66,16 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
     assert read_json(path, SHAPE) == {"a": [1], "other": {"deep": [None, 1e300, 2**63 - 1]}}
 
 
+def test_a_file_of_more_than_2_gib_is_not_read(tmp_path):
+    """A sparse file: its content would fill the memory."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    assert read_regular(path) == b'{"step": 1}\n'
+    os.truncate(path, 2**31 + 1)
+    with pytest.raises(OSError, match="more than 2048 MiB"):
+        read_regular(path)
+
+
 def test_what_is_written_can_be_read(tmp_path):
     write_json(tmp_path / "x.json", {"a": [float("nan"), float("inf"), 1.5], "é": {"b": -float("inf")}})
     assert read_json(tmp_path / "x.json") == {"a": ["nan", "inf", 1.5], "é": {"b": "-inf"}}
